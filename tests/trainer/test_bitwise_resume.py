@@ -297,26 +297,6 @@ def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-
     assert left == {"4", "14"}
 
 
-def test_another_configuration_is_refused_with_the_cure(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = fresh(tmp_path / "t", steps=5)
-    gang.run(training)
-    for start in (tmp_path / "t/snapshots").glob("*/step-*5.json"):
-        start.unlink()
-
-    def other_seed(rank: int) -> None:
-        run = ddp.start(
-            total_steps=9, global_batch=24, seed=6, snapshot_dir=tmp_path / "t/snapshots"
-        )
-        model = nn.Linear(2, 2)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in run.steps(TensorDataset(torch.ones(200, 2))):
-            pass
-
-    assert gang.run(other_seed) == {0: 64, 1: 64, 2: 64}
-    assert "seed=5, now it is 6" in gang.log(0)
-    assert "snapshot.resume: Never" in gang.log(0)
-
-
 def test_resume_never_starts_anew_and_its_chain_is_followed_afterwards(gang, tmp_path):  # type: ignore[no-untyped-def]
     training = fresh(tmp_path / "t", die=(1, 9, "before commit"), durable=8)
     gang.run(training)

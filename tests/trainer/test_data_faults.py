@@ -167,7 +167,7 @@ def restarted(gang, tmp_path):  # type: ignore[no-untyped-def]
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T14")
-@pytest.mark.parametrize("make", [Mosaic, Curriculum, Mining, Hidden])
+@pytest.mark.parametrize("make", [Mosaic, Curriculum, Mining, Weighing, Hidden])
 def test_the_check_of_the_restart_names_the_batch(restarted, make):  # type: ignore[no-untyped-def]
     codes, told = restarted(make)
     assert codes == {0}, told
@@ -187,15 +187,6 @@ def test_a_generator_that_is_named_is_proven(restarted):  # type: ignore[no-unty
     codes, told = restarted(Named)
     assert codes == {0}, told
     assert f"restart proven: steps {SNAPSHOT + 1} to " in told
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("T14")
-def test_weights_of_a_sampler_that_nobody_keeps_are_refused(restarted):  # type: ignore[no-untyped-def]
-    codes, told = restarted(Weighing)
-    assert codes == {64}, told
-    assert "sampler.weights is not what it was at the snapshot" in told
-    assert "run.register(" in told
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.tier("all"))])

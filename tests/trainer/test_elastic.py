@@ -205,9 +205,9 @@ def test_losses_may_be_collected(gang):  # type: ignore[no-untyped-def]
     assert len(set(re.findall("weights=.*", gang.log(0)))) == 1
 
 
-def refused(options: dict[str, object], layer: nn.Module) -> Callable[[int], None]:
+def refused(layer: nn.Module) -> Callable[[int], None]:
     def program(rank: int) -> None:
-        run = ddp.start(total_steps=2, level="elastic", **{"global_batch": 24, **options})  # type: ignore[arg-type]
+        run = ddp.start(total_steps=2, level="elastic", global_batch=24)
         model = nn.Sequential(nn.Linear(4, 4), layer)
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in run.steps(TensorDataset(torch.ones(48, 4))):
@@ -238,20 +238,16 @@ class Embeds(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "layer", "words"),
+    ("layer", "words"),
     [
-        ({}, nn.BatchNorm1d(4), "statistics of 1 (BatchNorm1d)"),
-        ({}, nn.InstanceNorm1d(4, track_running_stats=True), "use GroupNorm or LayerNorm"),
-        ({}, Counts(), "the forward changes the buffer '1.seen'"),
-        ({}, Embeds(), "cannot average sparse gradients"),
-        ({"shards": 2}, nn.ReLU(), "shards=2 can use at most 2 processes, not 3"),
-        ({"shards": 5}, nn.ReLU(), "global_batch=24 cannot be divided by shards=5"),
-        ({"shards": 0}, nn.ReLU(), "shards=0 must be at least 1"),
-        ({"micro_batches": 2}, nn.ReLU(), "by shards=8 x micro_batches=2"),
+        (nn.BatchNorm1d(4), "statistics of 1 (BatchNorm1d)"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "use GroupNorm or LayerNorm"),
+        (Counts(), "the forward changes the buffer '1.seen'"),
+        (Embeds(), "cannot average sparse gradients"),
     ],
 )
-def test_what_cannot_be_elastic_is_refused(gang, options, layer, words):  # type: ignore[no-untyped-def]
-    assert gang.run(refused(options, layer)) == {0: 64, 1: 64, 2: 64}, gang.log(0)
+def test_what_cannot_be_elastic_is_refused(gang, layer, words):  # type: ignore[no-untyped-def]
+    assert gang.run(refused(layer)) == {0: 64, 1: 64, 2: 64}, gang.log(0)
     assert words in gang.log(0)
 
 

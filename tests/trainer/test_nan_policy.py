@@ -187,8 +187,3 @@ def test_ignore_is_plain_pytorch(gang, tmp_path):  # type: ignore[no-untyped-def
     training = Training(tmp_path, "ignore", how="gradient")
     assert gang.run(training) == ALL_0
     assert {result[3] for result in training.results()} == {"False"}
-
-
-def test_an_unknown_policy_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
-    assert gang.run(Training(tmp_path, "abort"), world=1) == {0: 64}
-    assert "nan_policy='abort' must be one of 'stop', 'skip', 'ignore'" in gang.log(0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
@@ -73,17 +73,18 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2, backoff_factor=2**-9)
 
 
-class Weights:
-    """Those of a sampler, which the loop changes."""
+class Learned:
+    """A sampler by the losses. The order of an epoch that has been read is kept."""
 
-    def __init__(self, sampler: WeightedRandomSampler) -> None:
-        self.sampler = sampler
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {"weights": torch.ones(SAMPLES), "orders": {}}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.sampler.weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sampler.weights = state["weights"]
+    def __call__(self, epoch: int) -> torch.Tensor:
+        orders = self.kept["orders"]
+        if epoch not in orders:
+            orders[epoch] = torch.multinomial(self.kept["weights"], 72, replacement=True)
+        found: torch.Tensor = orders[epoch]
+        return found
 
 
 @dataclass
@@ -117,9 +118,9 @@ class Training:
         losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
         steps = run.steps(data)
         # Two steps an epoch: the snapshot is in the midst of the second.
-        sampler = WeightedRandomSampler([1.0] * SAMPLES, 72)
+        sampler = Learned()
         if self.learned is not None:
-            run.register("weights", Weights(sampler))
+            run.register("sampler", sampler.kept)
             steps = run.steps(data, sampler=sampler, workers=self.learned)
         for step in steps:
             values = []
@@ -135,7 +136,7 @@ class Training:
                 assert len(determinism.buckets(wrapped)) > 1
             step.commit()
             if self.learned is not None:
-                sampler.weights[step.index :: STEPS] += step.loss
+                sampler.kept["weights"][step.index :: STEPS] += step.loss
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing is compiled"

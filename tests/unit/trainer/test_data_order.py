@@ -136,13 +136,6 @@ def test_positions_count_the_samples_of_the_run():
     assert [order.batch(step).tolist() for step in (2, 3)] == [[8, 9], [12, 13, 14, 15]]
 
 
-def test_the_order_does_not_depend_on_how_a_step_was_reached():
-    order = DataOrder(Shuffled(3, 50), 10)
-    forward = [batch(order, step) for step in range(12)]
-    backward = [batch(order, step) for step in reversed(range(12))]
-    assert forward == backward[::-1]
-
-
 def test_without_shuffling_every_epoch_is_in_the_datasets_order():
     order = DataOrder(Sequential(10), 4)
     found = [batch(order, step) for step in range(3)]

@@ -6,13 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed import TCPStore
 
-from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.restore import load
@@ -83,10 +81,7 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
         structure = captured.structure
         own = tuple((name, *shape) for name, shape in (*structure.own, *structure.part))
         parts = captured.part.tree
-        version = captured.version
-        reports.append(
-            Report(rank, image.bytes, crc, own, structure.fingerprint, parts=parts, version=version)
-        )
+        reports.append(Report(rank, image.bytes, crc, own, structure.fingerprint, parts=parts))
     draft = Draft.of(step, every[0], shares, {}, store.nonce)
     store.files.commit(step, draft.manifest(reports).encode())
 
@@ -94,46 +89,6 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
 def captured_by(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> list[Captured]:
     shares = [Share(optimizer, rank, ranks) for rank in range(ranks)]
     return [registered(model, share).capture(rank) for rank, share in enumerate(shares)]
-
-
-NUMBER = np.float32(0.5)
-#: What one rank has, and the version of the format that holds it.
-HELD: dict[str, tuple[int, dict[str, Any], int]] = {
-    "nothing new": (0, {"mine": {"a": 1, "b": (2,)}, "own": {"a": 0.5}}, 1),
-    "a size of a state_dict()": (0, {"state": torch.Size([1])}, 1),
-    "a number of numpy's": (0, {"mine": {"a": NUMBER}}, 2),
-    "a size": (0, {"mine": {"a": torch.Size([1])}}, 2),
-    "a rank's own": (1, {"own": {"a": [NUMBER]}}, 2),
-    "a rank's part": (1, {"state": NUMBER}, 2),
-}
-
-
-@pytest.mark.parametrize("case", HELD)
-def test_a_snapshot_says_the_oldest_version_that_holds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    """A program of before must refuse it, not set it aside and begin anew."""
-    holder, held, version = HELD[case]
-    every = []
-    for rank in range(RANKS):
-        model, optimizer = trained(1)
-        mine = held if rank == holder else {}
-        list(optimizer.state.values())[1]["new"] = mine.get("state", 0)
-        state = registered(model, Share(optimizer, rank, RANKS))
-        state.register("mine", mine.get("mine", {}))
-        state.register("own", mine.get("own", {}), per_rank=True)
-        every.append(state.capture(rank))
-    save(open_snapshots(tmp_path)[0], 1, every)
-    (path,) = tmp_path.glob("*/step-*.json")
-    found = manifest.read(path)
-    assert found.version == version
-    assert found.encode() == path.read_bytes(), "as it is taken over, or copied to a store"
-    monkeypatch.setattr(manifest, "VERSION", 1)
-    if version == 1:
-        assert open_snapshots(tmp_path, 2)[1] is not None
-        return
-    with pytest.raises(ConfigError, match=r"none can be read: .* newer ddpjob-trainer; use that"):
-        open_snapshots(tmp_path, 2)
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["nothing yet", "trained"])

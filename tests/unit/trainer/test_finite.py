@@ -29,20 +29,13 @@ def allows(*gradients: torch.Tensor | None, norm: float | None = None) -> bool:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 )
-def test_of_each_dtype(dtype):  # type: ignore[no-untyped-def]
-    good, odd = torch.ones(4, dtype=dtype), torch.ones(2, 3, dtype=dtype)
-    assert allows(good, odd)
-    for value in BAD:
-        odd[1, 2] = value
-        assert not allows(good, odd)
-
-
-def test_in_every_place_of_several_dtypes():  # type: ignore[no-untyped-def]
+def test_in_every_place_of_each_dtype(dtype):  # type: ignore[no-untyped-def]
     for place in range(4):
-        gradients = [torch.ones(5, dtype=(torch.float32, torch.float64)[i % 2]) for i in range(4)]
+        gradients = [torch.ones(5, dtype=(torch.float32, dtype)[i % 2]) for i in range(4)]
         assert allows(None, *gradients)
-        gradients[place][4] = math.nan
-        assert not allows(None, *gradients)
+        for value in BAD:
+            gradients[place][4] = value
+            assert not allows(None, *gradients)
 
 
 def test_looking_changes_no_bit():  # type: ignore[no-untyped-def]

@@ -12,7 +12,7 @@ import torch
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.update import check_scheduler
+from ddpjob_trainer.optim.update import match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
 
@@ -100,6 +100,8 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
         ({"micro_batches": 5}, "3 processes x micro_batches=5: use a multiple of 15"),
         ({"level": "elastic", "shards": 5}, "cannot be divided by shards=5"),
         ({"level": "elastic", "shards": 2}, "at most 2 processes, not 3"),
+        ({"level": "elastic", "shards": 0}, "shards=0 must be at least 1"),
+        ({"level": "elastic", "micro_batches": 2}, "by shards=8 x micro_batches=2"),
     ],
 )
 def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
@@ -129,10 +131,10 @@ def test_schedulers_that_commit_cannot_advance():  # type: ignore[no-untyped-def
     mine, other = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
     schedulers = torch.optim.lr_scheduler
     with pytest.raises(ConfigError, match="needs a metric"):
-        check_scheduler(mine, schedulers.ReduceLROnPlateau(mine))
+        match_schedulers([mine], [schedulers.ReduceLROnPlateau(mine)])
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
-        check_scheduler(mine, schedulers.StepLR(other, 1))
-    check_scheduler(mine, schedulers.StepLR(mine, 1))
+        match_schedulers([mine], [schedulers.StepLR(other, 1)])
+    match_schedulers([mine], [schedulers.StepLR(mine, 1)])
 
 
 @pytest.mark.parametrize(

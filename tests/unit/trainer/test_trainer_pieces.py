@@ -197,6 +197,7 @@ def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no
 
     import torch
 
+    from ddpjob_trainer.data.generators import kept
     from ddpjob_trainer.state import rng
 
     def draw() -> tuple[float, float, float]:
@@ -211,7 +212,7 @@ def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
         assert all(a != b for a, b in zip(drawn(*other), first, strict=True))
     rng.reseed(1, 2, 3)
-    with rng.preserved():
+    with kept():
         draw()
     assert draw() == first
     blob = rng.capture()

@@ -34,13 +34,10 @@ def of(dataset: Any, subset: Indices | None) -> Fingerprint:
 
 
 def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
-    """Name what tells two datasets apart; empty: nothing that both say."""
-    found = [
-        words
-        for name, words in _WORDS.items()
-        if one and other and name in one and name in other and one[name] != other[name]
-    ]
-    return found[0] if found else ""
+    """Name what tells two datasets apart; empty: nothing."""
+    if not one or not other:
+        return ""
+    return next((words for name, words in _WORDS.items() if one[name] != other[name]), "")
 
 
 def check(every: Sequence[Fingerprint]) -> None:

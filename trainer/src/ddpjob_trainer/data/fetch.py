@@ -147,11 +147,6 @@ def _is_quiet(dataset: object) -> bool:
     return any(_is_plain(dataset, kind) for kind in (TensorDataset, list, tuple, range))
 
 
-def span(start: int, end: int) -> Indices:
-    """Return samples start to end - 1."""
-    return np.arange(start, end, dtype=np.int64)
-
-
 def to_device(batch: Any, accelerator: Accelerator) -> Any:
     """Move every tensor in nested tuples, lists and dicts; page-locked ones travel meanwhile.
 

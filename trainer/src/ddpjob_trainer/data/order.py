@@ -163,7 +163,10 @@ class Weighted:
     """
 
     def __init__(self, seed: int, weights: npt.ArrayLike) -> None:
-        given = np.asarray(weights, dtype=np.float64)
+        try:
+            given = np.asarray(weights, dtype=np.float64)
+        except ValueError:  # texts, or of no one shape
+            given = np.empty((0, 0))
         if given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any() or not given.any():
             raise ConfigError(
                 "weights must be one finite number per sample, none negative, not all 0"

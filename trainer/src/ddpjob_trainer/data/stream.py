@@ -104,7 +104,12 @@ class Stream:
         self._keeper = _keeper(source)
         self._sampler: SeededSampler | None = None
         if isinstance(source, DataLoader):
-            _check_loader(source, stateful=self._keeper is not None)
+            if source.persistent_workers and self._keeper is None:
+                raise ConfigError(
+                    "a DataLoader with persistent_workers=True goes on drawing random numbers from"
+                    " epoch to epoch, so that no resume can repeat them: use"
+                    " persistent_workers=False"
+                )
             if self._keeper is None:
                 self._sampler = seed_sampler(source, self._key_of_all)
             source.worker_init_fn = dying_with_parent(
@@ -296,11 +301,3 @@ def _generator_holders(source: Any) -> Iterator[Any]:
         for holder in (source, source.sampler, batches, getattr(batches, "sampler", None)):
             if isinstance(getattr(holder, "generator", None), torch.Generator):
                 yield holder
-
-
-def _check_loader(loader: DataLoader[Any], *, stateful: bool) -> None:
-    if loader.persistent_workers and not stateful:
-        raise ConfigError(
-            "a DataLoader with persistent_workers=True goes on drawing random numbers from epoch"
-            " to epoch, so that no resume can repeat them: use persistent_workers=False"
-        )

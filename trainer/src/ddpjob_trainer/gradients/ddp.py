@@ -1,7 +1,8 @@
-"""Make the gradients equal on all ranks.
+"""Make the gradients equal on all ranks, at levels off and resume; elastic.py has the same calls.
 
-Loop knows only the protocol: which samples this rank computes and in which order, backwards for
-each, and finish(), after which every ``.grad`` holds the mean over the global batch.
+The loop begins a step with parts(), which says what this rank computes and in which order, calls
+before_forward() and backward() for each part, and finish(), after which every ``.grad`` holds the
+mean over the global batch. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -42,84 +43,6 @@ class Part:
     of: int
     shard: int
     reseed: bool = False
-
-
-class Averaging(Protocol):
-    """One process's side. Every rank makes the same calls in the same order.
-
-    ``outside``: seeds the random numbers that user code draws outside of the parts, besides seed
-    and step.
-    """
-
-    outside: int
-    local: bool  # this rank has gradients that are not the mean
-
-    @property
-    def waits(self) -> bool:
-        """Return whether the coming backward waits for the other ranks."""
-        ...
-
-    def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
-        """Return the module that the loop calls. Before the loop, once for each model."""
-        ...
-
-    def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Return this rank's parts of a step, at least one. Also called ahead of time."""
-        ...
-
-    def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Begin a step; return its plan."""
-        ...
-
-    def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
-        """Begin a forward of part ``number`` of this step, through one of the models.
-
-        ``graph``: a backward may follow.
-        """
-        ...
-
-    def backward(
-        self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
-    ) -> None:
-        """Compute the gradients of part ``number`` from a mean loss, and add them up.
-
-        With a ``weight``, which all parts of a step have or none, they lack a factor after
-        finish(): see factor().
-        """
-        ...
-
-    def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """Average the gradients of these groups, after the last backward before an update.
-
-        ``groups``: one for each optimizer, the same objects each time.
-        """
-        ...
-
-    def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """Return numbers to add up over all ranks, from the parts' losses on this one.
-
-        ``weights``: empty where samples weigh equally.
-        """
-        ...
-
-    def weights(self, weights: Sequence[float]) -> list[float]:
-        """Return numbers to add up over all ranks, as many with weights as without."""
-        ...
-
-    def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
-        """Return the step's loss, from those sums; equal on all ranks."""
-        ...
-
-    def factor(self, weights: Sequence[float]) -> float:
-        """Return the factor for gradients of weighted losses, from the sums of weights().
-
-        Not finite if the weights add up to 0.
-        """
-        ...
-
-    def layout(self) -> str | None:
-        """Return a hash of all else that orders additions; None: nothing, or not yet known."""
-        ...
 
 
 class Wrapped(DistributedDataParallel):
@@ -189,10 +112,12 @@ def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class DdpAveraging:
-    """Averages at levels off and resume, by DistributedDataParallel where it can.
+    """Averages by DistributedDataParallel where it can.
 
     Gradients of all parts but the last stay on this rank (no_sync) and are sent with the last.
     Later additions, and all gradients of several models, are sent in finish(), see buckets.py.
+    ``outside`` seeds the random numbers that user code draws outside of the parts, besides seed
+    and step; ``local``: this rank has gradients that are not the mean.
     """
 
     def __init__(self, options: Options, world: World) -> None:
@@ -232,7 +157,10 @@ class DdpAveraging:
         return model
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Cut this rank's contiguous share into parts that differ by at most one sample."""
+        """Cut this rank's contiguous share into parts that differ by at most one sample.
+
+        Also called ahead of time.
+        """
         rank, count = self._world.rank, self._options.micro_batches
         batch = order.batch(step)
         mine = share(batch, rank, self._world.size)
@@ -244,13 +172,16 @@ class DdpAveraging:
         return parts
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Begin a step."""
+        """Begin a step; return its plan."""
         self._shared.clear()
         self._parts = self.plan(order, step)
         return self._parts
 
     def before_forward(self, model: DistributedDataParallel, number: int, *, graph: bool) -> None:
-        """Synchronise in the last part's backward only; DDP decides that in the forward."""
+        """Synchronise in the last part's backward only; DDP decides that in the forward.
+
+        ``graph``: a backward may follow.
+        """
         # DDP then broadcasts the buffers in this forward, even after one without a graph. In each
         # step, or they would differ after a resume. Not in each forward: a graph that waits for its
         # backward would find its saved tensors changed, and rank 0 may evaluate its model alone.
@@ -268,7 +199,10 @@ class DdpAveraging:
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
     ) -> None:
-        """Compute gradients, weighted so that DDP's division by the ranks gives the mean."""
+        """Compute gradients, weighted so that DDP's division by the ranks gives the mean.
+
+        With a ``weight``, which all parts of a step have or none, they lack factor() until then.
+        """
         part = self._parts[number]
         factor = part.samples * self._world.size / part.of if weight is None else weight
         if factor != 1.0:
@@ -292,7 +226,10 @@ class DdpAveraging:
         self.local = not awake  # else earlier local gradients have been sent, too
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """Average the gradients that the reducer left local, which are rare."""
+        """Average the gradients that the reducer left local, which are rare.
+
+        ``groups``: one for each optimizer, the same objects each time.
+        """
         if not self._several:
             self._check_frozen()
         if not self.local:
@@ -320,7 +257,10 @@ class DdpAveraging:
             )
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """Return one number per rank: adding zeros to it is exact in any order."""
+        """Return one number per rank to add up over all: with zeros that is exact in any order.
+
+        ``weights``: empty where samples weigh equally.
+        """
         slots: list[Number] = [0.0] * self._world.size
         each = self._counted(weights) if weights else [part.samples for part in self._parts]
         # A part without samples may have any loss: NaN times 0 is NaN.
@@ -329,7 +269,7 @@ class DdpAveraging:
         return slots
 
     def weights(self, weights: Sequence[float]) -> list[float]:
-        """Return one number per rank."""
+        """Return one number per rank, as many with weights as without."""
         slots = [0.0] * self._world.size
         slots[self._world.rank] = float(sum(self._counted(weights))) if weights else 0.0
         return slots
@@ -339,11 +279,11 @@ class DdpAveraging:
         return [w if p.samples else 0.0 for p, w in zip(self._parts, weights, strict=True)]
 
     def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
-        """Add up in the order of the ranks."""
+        """Return the step's loss from those sums, in the order of the ranks."""
         return sum(losses) / (sum(weights) or math.nan if weights is not None else 1.0)
 
     def factor(self, weights: Sequence[float]) -> float:
-        """Return the factor that undoes DDP's division by the number of processes."""
+        """Return the factor that undoes DDP's division; not finite where weights add up to 0."""
         return self._world.size / (sum(weights) or math.nan)
 
     def layout(self) -> str | None:

@@ -6,7 +6,9 @@ became ready. A gradient's place in a bucket decides the order of additions in a
 restarted process, whose first step uses the first grouping, differs in the last bits from one that
 was never stopped (at two ranks a + b == b + a hides it). So the first synced backward of every
 process is run twice on one graph: once to learn the order, its gradients discarded, once for real.
-User code runs once.
+User code runs once. With find_unused_parameters the reducer never regroups, and no warm-up is
+needed (torchft's way); but it walks the graph in each step, 9 to 12 % of forward and backward of
+12 to 148 small parameters at 3 ranks on the CPU, and a loss that misses parameters passes.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer import failpoints
+from ddpjob_trainer.data import generators
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.replica_check import hash_tensors
-from ddpjob_trainer.state import rng
 
 #: The default level by type of device.
 LEVELS = {"cpu": "resume", "cuda": "off"}
@@ -65,7 +67,7 @@ def warm_up(model: DistributedDataParallel, loss: torch.Tensor) -> None:
     for _ in range(2 if model.static_graph else 1):
         for parameter, _ in gradients:
             parameter.grad = None  # accumulated gradients must not be added to
-        with rng.preserved():
+        with generators.kept():
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         if not is_reduced(model):
             raise unreached(model)

@@ -1,9 +1,10 @@
 """Average at level elastic: the same bits at any number of ranks.
 
-Loop uses it through ddp.Averaging. The global batch is cut into logical shards, fixed in number for
-the whole run. A rank computes its contiguous share of them one by one, each with its own random
-numbers and the same shapes, whichever rank computes it; DDP's reducer is never used. The shards'
-gradients and losses are added up in one tree (shard_tree.py, tree_reduce.py), independent of ranks.
+The loop calls it as it does ddp.DdpAveraging. The global batch is cut into logical shards, fixed in
+number for the whole run. A rank computes its contiguous share of them one by one, each with its own
+random numbers and the same shapes, whichever rank computes it; DDP's reducer is never used. The
+shards' gradients and losses are added up in one tree (shard_tree.py, tree_reduce.py), independent
+of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ddpjob_trainer.data.order import DataOrder
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import shard_tree
-from ddpjob_trainer.gradients.ddp import Part, Wrapped, without_effect
+from ddpjob_trainer.gradients.ddp import DdpAveraging, Part, Wrapped, without_effect
 from ddpjob_trainer.gradients.shard_tree import Partial
 from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradients
 from ddpjob_trainer.options import ModelOptions, Options
@@ -250,3 +251,6 @@ class BufferWatch:
                     " would depend on the number of ranks: change it once per step, after"
                     " step.commit(), or use level='resume'"
                 )
+
+
+Averaging = DdpAveraging | ElasticAveraging

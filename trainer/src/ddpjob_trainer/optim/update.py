@@ -319,7 +319,12 @@ def match_schedulers(
             places = [place]
         if not places:
             raise ConfigError("the scheduler belongs to another optimizer than prepare() was given")
-        check_scheduler(optimizers[places[0]], scheduler)
+        if hasattr(type(scheduler), "step") and _needs_arguments(scheduler):
+            raise ConfigError(
+                f"prepare(scheduler={type(scheduler).__name__}): commit() calls its step() without"
+                " arguments, and it needs some, as ReduceLROnPlateau needs a metric. Keep it with"
+                " run.register('scheduler', scheduler) and call it yourself, after step.commit()"
+            )
         if found[places[0]] is not None:
             raise ConfigError(
                 "prepare() was given two schedulers for one optimizer: chain them with torch's"
@@ -327,21 +332,3 @@ def match_schedulers(
             )
         found[places[0]] = scheduler
     return found
-
-
-def check_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise ConfigError for a scheduler that commit() cannot advance usefully."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "prepare(scheduler=ReduceLROnPlateau): it needs a metric, which commit() does not"
-            " have. Keep it with run.register('scheduler', scheduler) and call"
-            " scheduler.step(metric) yourself"
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError("the scheduler belongs to another optimizer than prepare() was given")
-    if hasattr(type(scheduler), "step") and _needs_arguments(scheduler):
-        raise ConfigError(
-            f"prepare(scheduler={type(scheduler).__name__}): commit() calls its step() without"
-            " arguments, which it does not take. Keep it with run.register('scheduler', scheduler)"
-            " and call it yourself, after step.commit()"
-        )

@@ -127,7 +127,7 @@ def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
     entries = {name: member(member(registered, name), "state").get("$dict", []) for name in states}
     # What lies in the same memory is stored twice: only rank 0's aliases get into a manifest.
     tensors = {n: flat.tensors[flat.aliases.get(n, n)] for n in tensor_names(flat.tree)}
-    return Flat(entries, tensors, version=flat.version)
+    return Flat(entries, tensors)
 
 
 class TrainingState:
@@ -185,8 +185,7 @@ class TrainingState:
         objects = {name: _state_of(obj) for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
         flat, own, part = flatten(state), flatten({"objects": objects}), _part(divided)
-        version = max(flat.version, own.version, part.version)
-        return Captured(flat, self._shared(flat, model), _own(rank, own), part, version)
+        return Captured(flat, self._shared(flat, model), _own(rank, own), part)
 
     def begin(self) -> None:
         """Note the model as the script has made it: a resume begins with this one."""

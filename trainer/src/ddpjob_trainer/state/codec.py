@@ -59,17 +59,8 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-#: What to keep in place of others; the last that fits.
-_PLAIN: dict[type, str] = {
-    **{
-        kind: f"{kind.__name__}(...) of it" for kind in (str, int, float, bytes, list, tuple, deque)
-    },
-    Enum: "its .value",
-    torch.Tensor: "its .detach().as_subclass(torch.Tensor)",
-    torch.nn.Parameter: "its .detach(), or let a module have it",
-    np.ndarray: "np.asarray(...) of it",
-    np.ma.MaskedArray: "its .data and its .mask",
-}
+#: What is refused where it would come back as another type.
+_SUBCLASSED = (*_BASES, deque, Enum, torch.Tensor, np.ndarray)
 
 
 class UnstorableError(TypeError):
@@ -88,14 +79,11 @@ class Flat:
     """Named tensors, and the JSON tree that holds everything else.
 
     Tensors that share memory (tied weights) are stored once: ``aliases`` maps the others.
-    ``version``: the first of the format that knows all marks in the tree. A program of before must
-    see that a newer one wrote it, and not take it for damaged.
     """
 
     tree: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    version: int = 1
 
 
 def flatten(state: Any) -> Flat:
@@ -123,7 +111,8 @@ class _Encoder:
         if type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, np.generic) and _is_plain(value.dtype):
-            return self._since_2({"$generic": [value.dtype.str, _content(value)]})
+            content = self.encode(value.item(), path, depth)
+            return {"$generic": [value.dtype.str, content]}
         if isinstance(value, Exact):
             return self._exactly(value, path, depth)
         return self._other(value, path, depth)
@@ -161,12 +150,8 @@ class _Encoder:
         if isinstance(value, deque):
             return {"$deque": [value.maxlen, parts]}
         if isinstance(value, torch.Size):
-            return self._since_2({"$size": parts})
+            return {"$size": parts}
         return {"$tuple": parts} if isinstance(value, tuple) else parts
-
-    def _since_2(self, node: Any) -> Any:
-        self.flat.version = 2
-        return node
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
         items = [
@@ -222,33 +207,26 @@ def _base(value: Any) -> Callable[[Any], Any] | None:
 
 
 def _cure(value: Any) -> str:
-    plain = [how for kind, how in _PLAIN.items() if isinstance(value, kind)]
-    if not plain:
+    if not isinstance(value, _SUBCLASSED):
         return (
             "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques"
             " and dicts"
         )
-    return f"after a resume it would be of another type: keep {plain[-1]}, and make it anew of that"
+    return (
+        "after a resume it would be of another type: keep what it is made of (.value, .detach(),"
+        " tuple(...) or np.asarray(...) of it), and make it anew of that"
+    )
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "US" or (dtype.kind in "biuf" and dtype.itemsize <= _NUMBER_BYTES)
 
 
-def _content(value: np.generic) -> str:
-    if isinstance(value, np.str_):
-        return str(value)
-    return base64.b64encode(bytes(value) if isinstance(value, bytes) else value.tobytes()).decode()
-
-
 def _generic(name: Any, content: Any) -> np.generic:
     dtype = np.dtype(name)
     if not _is_plain(dtype):
         raise ValueError(f"no number is of type {name}")
-    if dtype.kind == "U":
-        return np.str_(content)
-    raw = base64.b64decode(content)
-    found: np.generic = np.bytes_(raw) if dtype.kind == "S" else np.frombuffer(raw, dtype)[0]
+    found: np.generic = dtype.type(content)
     return found
 
 
@@ -259,7 +237,7 @@ def without_numpys(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     if "$generic" in node:
-        return flatten(_generic(*node["$generic"]).item()).tree
+        return node["$generic"][1]
     return {key: without_numpys(part) for key, part in node.items()}
 
 
@@ -335,7 +313,8 @@ def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
     if mark == "$numpy":
         return flat.tensors[flat.aliases.get(content, content)].numpy()
     if mark == "$generic":
-        return _generic(*content)
+        name, value = content
+        return _generic(name, _decode(value, flat))
     if mark == "$size":
         return torch.Size(content)
     if mark == "$tuple":

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -61,13 +60,3 @@ def restore(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss_next))
     if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(_unpack(state["cuda"]))
-
-
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Leave every generator as it was found, for evaluation."""
-    state = capture()
-    try:
-        yield
-    finally:
-        restore(state)

@@ -54,37 +54,18 @@ Keepable = Stateful | torch.Generator | OtherGenerator | dict[Any, Any]
 
 
 class GeneratorState:
-    """A torch.Generator, of any device, as something Stateful."""
+    """A generator of torch's, of any device, of numpy's or of Python's as something Stateful."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator | OtherGenerator) -> None:
         self.of = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state: bytes on the CPU, whatever its device."""
-        return {"state": self.of.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put it back. Raises ConfigError for the state of a generator of another kind."""
-        try:
-            self.of.set_state(state["state"])
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(
-                "a registered torch.Generator was of another kind when the snapshot was made:"
-                f" this one is on {self.of.device} ({error})"
-            ) from error
-
-
-class OtherGeneratorState:
-    """A generator of numpy's or of Python's as something Stateful."""
-
-    def __init__(self, generator: OtherGenerator) -> None:
-        self.of = generator
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state, in numbers and strings."""
+        """Return its state: torch's as bytes on the CPU, others in numbers and strings."""
         of = self.of
-        if isinstance(of, np.random.Generator):
-            found: Any = of.bit_generator.state
+        if isinstance(of, torch.Generator):
+            found: Any = of.get_state()
+        elif isinstance(of, np.random.Generator):
+            found = of.bit_generator.state
         elif isinstance(of, np.random.RandomState):
             found = of.get_state(legacy=False)
         else:
@@ -97,11 +78,11 @@ class OtherGeneratorState:
         try:
             if isinstance(of, np.random.Generator):
                 of.bit_generator.state = value
-            elif isinstance(of, np.random.RandomState):
+            elif isinstance(of, torch.Generator | np.random.RandomState):
                 of.set_state(value)
             else:
                 of.setstate(value)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
                 "a registered generator was of another kind when the snapshot was made: this one"
                 f" is a {type(of).__name__} ({error})"
@@ -151,10 +132,10 @@ def _on_devices(there: Any, value: Any) -> Any:
 
 def stateful(obj: Keepable) -> Stateful:
     """Return what stands for this in the snapshots."""
-    if isinstance(obj, torch.Generator):
+    if isinstance(obj, torch.Generator | OtherGenerator) and not isinstance(
+        obj, random.SystemRandom
+    ):
         return GeneratorState(obj)
-    if isinstance(obj, OtherGenerator) and not isinstance(obj, random.SystemRandom):
-        return OtherGeneratorState(obj)
     if isinstance(obj, dict) and not hasattr(obj, "state_dict"):
         return DictState(obj)
     found: Any = obj
@@ -163,7 +144,7 @@ def stateful(obj: Keepable) -> Stateful:
 
 def kept_by(obj: Stateful) -> object:
     """Return what register() was given."""
-    if isinstance(obj, GeneratorState | OtherGeneratorState | DictState):
+    if isinstance(obj, GeneratorState | DictState):
         return obj.of
     return obj
 

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.data import fetch
+from ddpjob_trainer.data import fetch, generators
 from ddpjob_trainer.data.order import Indices
 from ddpjob_trainer.data.workers import WorkerOptions, Workers
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.state import buffers, rng
+from ddpjob_trainer.state import buffers
 
 #: Of a model and a batch: one number, or several by name.
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
@@ -37,7 +38,7 @@ def evaluating(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         parameter.grad = None
     module.eval()
     try:
-        with torch.no_grad(), rng.preserved():
+        with torch.no_grad(), generators.kept():
             yield module
     finally:
         for parameter, gradient in gradients:
@@ -120,7 +121,7 @@ def share_of_metric(
     """
     sums, size = Sums(), len(source.dataset)
     starts = range(world.rank * batch_size, size, world.size * batch_size)
-    spans = [fetch.span(start, min(start + batch_size, size)) for start in starts]
+    spans = [np.arange(start, min(start + batch_size, size)) for start in starts]
     for span, made in zip(
         spans, _made(source, spans, workers, pinned=world.accelerator.queues), strict=True
     ):

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gradients.ddp import Averaging
+from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.optim.update import Unit, Updater, held_by
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import kept_by

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.comm.world import World, holds_group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gradients.ddp import Averaging, Wrapped
+from ddpjob_trainer.gradients.ddp import Wrapped
+from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.amp import autocast_forward, make_scaler
 from ddpjob_trainer.optim.ema import make_ema

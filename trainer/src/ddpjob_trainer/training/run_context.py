@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.gradients.ddp import Averaging
+from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.call_mismatch import CallMismatch

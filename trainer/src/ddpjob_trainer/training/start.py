@@ -21,8 +21,8 @@ from ddpjob_trainer.environment import SnapshotSettings, WorkerEnvironment, read
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.gradients import determinism, shard_tree
-from ddpjob_trainer.gradients.ddp import Averaging, DdpAveraging
-from ddpjob_trainer.gradients.elastic import ElasticAveraging
+from ddpjob_trainer.gradients.ddp import DdpAveraging
+from ddpjob_trainer.gradients.elastic import Averaging, ElasticAveraging
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import Watchdog

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddpjob_trainer import failpoints
+from ddpjob_trainer.data import generators
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Wrapped
 from ddpjob_trainer.optim.nan_policy import NanPolicy
@@ -189,7 +190,7 @@ class Updates:
         depends on.
         """
         updater = self._trained.updater
-        with rng.preserved():
+        with generators.kept():
             rng.reseed(self._options.seed, step.index, -1 - step.updates)
             measured = updater.before_update(units)
         return updater.scaler is not None or all(

@@ -21,7 +21,7 @@ from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, count, seal, unseal
 
 FORMAT = "ddpjob-snapshot"
-VERSION = 2  # the newest that this program reads; it writes the oldest that holds a snapshot
+VERSION = 2  # of the format; this program reads 1 to this one
 #: Bytes of one element, by safetensors' names of element types.
 ITEM_BYTES: dict[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -89,7 +89,6 @@ class Manifest:
     chunks: tuple[Chunk, ...]
     aliases: Mapping[str, str]
     tree: Any
-    version: int = 1  # of the format: see codec.Flat
 
     def encode(self) -> bytes:
         """Return JSON whose last field is the SHA-256 of all before it.
@@ -98,7 +97,7 @@ class Manifest:
         """
         body: dict[str, Any] = {
             "format": FORMAT,
-            "version": self.version,
+            "version": VERSION,
             "step": self.step,
             "config": dict(self.config),
             "files": [asdict(file) for file in self.files],
@@ -157,7 +156,6 @@ def decode(data: bytes, step: int | None = None) -> Manifest:
             chunks=tuple(Chunk(**chunk) for chunk in body["chunks"]),
             aliases=dict(body["aliases"]),
             tree=body["tree"],
-            version=body["version"],
         )
         _check(found)
         if step not in (None, found.step):

@@ -68,14 +68,12 @@ class Captured:
     ``shared``: names of those tensors that all ranks hold in equal bits. ``own``: what only this
     rank has. Rank 0's count for all others. ``part``: this rank's part of optimizers whose state is
     divided among the ranks; its tree holds the entries that belong into "state" of each.
-    ``version``: the greatest of all trees (see codec.Flat).
     """
 
     flat: Flat
     shared: frozenset[str]
     own: Mapping[str, torch.Tensor]
     part: Flat = field(default_factory=lambda: Flat({}))
-    version: int = 1
 
     @cached_property
     def structure(self) -> Structure:
@@ -236,11 +234,9 @@ class Draft:
                 Chunk(s.tensor, s.start, s.count, name, key_of(s)) for s in (*spans, *shared)
             ]
         _join(self.tree, [report.parts for report in reports])
-        version = max(report.version for report in reports)
         return Manifest(
-            self.step, self.config, tuple(files), tensors, tuple(chunks), self.aliases, self.tree,
-            version,
-        )  # fmt: skip
+            self.step, self.config, tuple(files), tensors, tuple(chunks), self.aliases, self.tree
+        )
 
 
 def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:

@@ -24,8 +24,7 @@ class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
     ``parts``: its entries of each optimizer that is divided among the ranks, as JSON.
-    ``fingerprint``: see layout.Structure. ``version``: see layout.Captured.
-    ``text`` says why it failed; empty: it is durable.
+    ``fingerprint``: see layout.Structure. ``text`` says why it failed; empty: it is durable.
     """
 
     rank: int
@@ -35,7 +34,6 @@ class Report:
     fingerprint: int = 0
     text: str = ""
     parts: Mapping[str, list[Any]] = field(default_factory=dict)
-    version: int = 1
 
 
 class PartReports:

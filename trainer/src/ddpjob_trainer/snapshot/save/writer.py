@@ -215,7 +215,6 @@ class SnapshotWriter:
             own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
             fingerprint=structure.fingerprint,
             parts=captured.part.tree,
-            version=captured.version,
         )
         return Part(
             step,
