@@ -25,12 +25,9 @@ GROUND = {
     "gpu_devices",
     "gpu_faults",
     "imports",
-    "init",
     "options",
-    "stock",
     "trace",
     "tracebacks",
-    "travels",
 }
 
 Arrows = dict[str, set[str]]

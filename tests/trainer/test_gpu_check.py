@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.gpu_check import launches
-from ddpjob_trainer.gpu_check.launches import Setup
+from ddpjob_trainer.tools.gpu_check import launches
+from ddpjob_trainer.tools.gpu_check.launches import Setup
 from support.launching import PATHS, SOURCES
 from support.patience import WHOLE
 
@@ -70,7 +70,7 @@ draft.rename({str(there)!r})
 time.sleep(3600)
 """)
     command = [sys.executable, "-m", "ddpjob_trainer", "run", str(script)]
-    complete = "import sys; from ddpjob_trainer.gpu_check import launches;"
+    complete = "import sys; from ddpjob_trainer.tools.gpu_check import launches;"
     complete += " launches._complete(sys.argv[1:], {})"
     check = subprocess.Popen(
         [sys.executable, "-c", complete, *command],

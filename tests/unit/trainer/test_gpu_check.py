@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddpjob_trainer import cli
-from ddpjob_trainer.gpu_check import checks, command, launches
-from ddpjob_trainer.gpu_check.checks import CHECKS, QUICK, Check
-from ddpjob_trainer.gpu_check.launches import Launch, Setup
+from ddpjob_trainer.tools.gpu_check import checks, command, launches
+from ddpjob_trainer.tools.gpu_check.checks import CHECKS, QUICK, Check
+from ddpjob_trainer.tools.gpu_check.launches import Launch, Setup
 
 PAGE = Path(__file__).parents[3] / "docs/guides/gpus.md"
 FACTS = {

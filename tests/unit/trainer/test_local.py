@@ -14,13 +14,14 @@ import pytest
 import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_operator.core import observe, render, spec
-from ddpjob_trainer import cli, gpu_devices, stock
+from ddpjob_trainer import cli, gpu_devices
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.local import job as local_job
-from ddpjob_trainer.local import restarts
-from ddpjob_trainer.local.command import alone
-from ddpjob_trainer.local.job import Job, expand
-from ddpjob_trainer.local.manifest import read
+from ddpjob_trainer.tools import stock
+from ddpjob_trainer.tools.local import job as local_job
+from ddpjob_trainer.tools.local import restarts
+from ddpjob_trainer.tools.local.command import alone
+from ddpjob_trainer.tools.local.job import Job, expand
+from ddpjob_trainer.tools.local.manifest import read
 from support.manifest import EXAMPLES, changed, ddpjob, examples
 from support.world import job_object
 

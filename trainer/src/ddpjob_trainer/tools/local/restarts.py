@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ddpjob_contract import exits
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.local.manifest import Manifest
+from ddpjob_trainer.tools.local.manifest import Manifest
 
 _MATCHES: Final = (("exitCodes", int, "numbers"), ("reasons", str, "strings"))
 

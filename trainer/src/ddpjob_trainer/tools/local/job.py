@@ -21,12 +21,13 @@ import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_contract.crd import GRACE_SECONDS
 from ddpjob_contract.environment import Member, Snapshots
-from ddpjob_trainer import gpu_devices, stock
+from ddpjob_trainer import gpu_devices
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.local.manifest import Manifest, count, text
-from ddpjob_trainer.local.restarts import Limits, limits_of
-from ddpjob_trainer.local.work import OWN, Work, mounted_at
+from ddpjob_trainer.tools import stock
+from ddpjob_trainer.tools.local.manifest import Manifest, count, text
+from ddpjob_trainer.tools.local.restarts import Limits, limits_of
+from ddpjob_trainer.tools.local.work import OWN, Work, mounted_at
 
 _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")

@@ -16,8 +16,8 @@ from typing import Any
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gpu_check.checks import CHECKS, QUICK, Finding, environment
-from ddpjob_trainer.gpu_check.launches import Setup
+from ddpjob_trainer.tools.gpu_check.checks import CHECKS, QUICK, Finding, environment
+from ddpjob_trainer.tools.gpu_check.launches import Setup
 
 _DESCRIPTION = """\
 Does it hold on these GPUs? Run small trainings on all GPUs of this machine, kill and hang some, and

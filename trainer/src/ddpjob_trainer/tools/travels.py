@@ -1,7 +1,6 @@
 """Choose the files that travel with a script, and their places in its working directory.
 
-`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too. Other
-commands also refuse notebooks by it.
+`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ddpjob_trainer.arguments import check_notebook
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.imports import imported, parsed
 
@@ -33,15 +33,6 @@ def check_script(path: Path) -> None:
             " the module, in the folder that holds the package"
         )
     check_notebook(path)
-
-
-def check_notebook(path: Path) -> None:
-    """Refuse a notebook, with its cure: `init`, `run` and `local`. Raises ConfigError."""
-    if path.suffix == ".ipynb":
-        raise ConfigError(
-            f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
-            f" writes {path.with_suffix('.py')}: give that"
-        )
 
 
 def _inner(path: Path) -> str:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import ddpjob_contract as contract
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gpu_check import launches
-from ddpjob_trainer.gpu_check.launches import Launch, Setup
+from ddpjob_trainer.tools.gpu_check import launches
+from ddpjob_trainer.tools.gpu_check.launches import Launch, Setup
 
 Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
 

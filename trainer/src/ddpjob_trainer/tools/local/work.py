@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_trainer.local.manifest import Manifest
+from ddpjob_trainer.tools.local.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
