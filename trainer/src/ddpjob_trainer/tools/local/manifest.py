@@ -1,6 +1,7 @@
-"""Reads a manifest: the one DDPJob of a file, its ConfigMaps, and the CRD's defaults.
+"""Read a manifest: the one DDPJob of a file, its ConfigMaps, and the CRD's defaults.
 
-What the API server would refuse is refused here only where it would stand in the way.
+Each value is a Node that knows its path, so that a refusal names the field. What the API server
+would refuse is refused here only where it would stand in the way.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,70 +20,98 @@ from ddpjob_trainer.errors import ConfigError
 #: What has a meaning here, by level. The rest is said and left out.
 _TOP = {"apiVersion", "kind", "metadata", "spec", "status"}
 _TEMPLATE = {"metadata", "spec"}
-_SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
-_KINDS: Final = {bool: "true or false", int: "a whole number, 0 or more", str: "a string"}
-_KEY: Final = re.compile(r"[-._a-zA-Z0-9]+")
-#: What is read below them needs them to be of this kind.
-_OBJECTS = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
-_KNOWN = {*DEFAULTS, *_OBJECTS, "restart.rules", "restart.progressPath"}
-_KNOWN |= {"snapshot.path", "snapshot.volume"}
-#: Kinds below spec, the pod and the trainer: str; {field: kind}; [kind of each].
-_ITEM: Final = {"key": str, "path": str}
-_KEY_REF: Final = {"name": str, "key": str}
-_VALUE_FROM: Final = {
-    "fieldRef": {"fieldPath": str}, "configMapKeyRef": _KEY_REF, "secretKeyRef": _KEY_REF
-}  # fmt: skip
-_IN_SPEC: Final = {"restart": {"rules": [{}], "progressPath": str}}
-_IN_POD: Final = {"volumes": [{"name": str, "configMap": {"name": str, "items": [_ITEM]}}]}
-_IN_TRAINER: Final = {
-    "command": [str],
-    "args": [str],
-    "workingDir": str,
-    "resources": {"limits": {}},
-    "env": [{"valueFrom": _VALUE_FROM}],
-    "envFrom": [{"prefix": str, "configMapRef": {"name": str}}],
-    "volumeMounts": [{"name": str, "mountPath": str, "subPath": str}],
-}
+_SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
+_KINDS: Final = {bool: "true or false", str: "a string"}
+#: ../x would be outside of the folder.
+_FILE: Final = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value of the manifest, None where there is none, and its path."""
+
+    value: Any
+    path: str = ""
+
+    def __getitem__(self, key: str) -> Node:
+        return Node(self.fields().get(key), f"{self.path}.{key}".lstrip("."))
+
+    def fields(self) -> Mapping[str, Any]:
+        """Return an object's fields. Raises ConfigError, as all of these."""
+        if not isinstance(self.value, dict | None):
+            raise self.odd("an object with fields")
+        return self.value or {}
+
+    def items(self) -> list[Node]:
+        """Return a list's items."""
+        if not isinstance(self.value, list | None):
+            raise self.odd("a list")
+        return [Node(one, f"{self.path}[{n}]") for n, one in enumerate(self.value or [])]
+
+    def text(self) -> str:
+        """Return a string as written, "" for none. A number or a Yes has lost how it was."""
+        if not isinstance(self.value, str | None):
+            raise self.odd("a string: put it in quotes")
+        return self.value or ""
+
+    def whole(self, least: int = 0) -> int:
+        """Return a whole number."""
+        if type(self.value) is not int or self.value < least:
+            raise self.odd(f"a whole number, at least {least}")
+        return self.value
+
+    def odd(self, what: str) -> ConfigError:
+        """Return the refusal of a value that must be something else."""
+        return ConfigError(f"{self.path}: {self.value!r} must be {what}")
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A DDPJob as written. ``config_maps``: name -> file -> content."""
 
-    whole: Mapping[str, Any]
+    whole: Node
     name: str
     namespace: str
-    spec: Mapping[str, Any]
-    pod: Mapping[str, Any]
-    trainer: Mapping[str, Any]
+    trainer: Node
     config_maps: Mapping[str, Mapping[str, bytes]]
 
+    @property
+    def spec(self) -> Node:
+        """Return .spec."""
+        return self.whole["spec"]
+
+    @property
+    def pod(self) -> Node:
+        """Return the spec of the template's pods."""
+        return self.spec["template"]["spec"]
+
     def setting(self, path: str) -> Any:
-        """Read a field below .spec, or the CRD's default. Raises ConfigError."""
-        default = DEFAULTS[path]
-        found: Any = self.spec
+        """Return a field below .spec, or the CRD's default. Raises ConfigError."""
+        node, default = self.spec, DEFAULTS[path]
         for part in path.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is None:
+            node = node[part]
+        if node.value is None:
             return default
-        if type(found) is not type(default) or (type(found) is int and found < 0):
-            raise ConfigError(f"spec.{path}: {found!r} must be {_KINDS[type(default)]}")
-        return found
+        if type(default) is int:
+            return node.whole()
+        if type(node.value) is not type(default):
+            raise node.odd(_KINDS[type(default)])
+        return node.value
 
     @property
     def nproc(self) -> int:
-        """Processes per replica: nprocPerNode; auto: the GPUs of the limit, else 1."""
-        given = self.spec.get("nprocPerNode", DEFAULTS["nprocPerNode"])
-        if given == "auto":
-            limits = (self.trainer.get("resources") or {}).get("limits") or {}
-            gpus = [str(limits.get(name, "")) for name in GPUS]
-            return next((int(one) for one in gpus if one.isdecimal() and int(one)), 1)
-        return count("spec.nprocPerNode", given)
+        """Return nprocPerNode; auto: the GPUs of the limit, else 1."""
+        given = self.spec["nprocPerNode"]
+        if given.value not in (None, "auto"):
+            return given.whole(1)
+        limits = self.trainer["resources"]["limits"].fields()
+        gpus = [str(limits.get(name, "")) for name in GPUS]
+        return next((int(one) for one in gpus if one.isdecimal() and int(one)), 1)
 
     def left_out(self) -> list[str]:
-        """Fields that mean nothing on one machine."""
+        """Return the fields that mean nothing on one machine."""
         levels = (
             ("", self.whole, _TOP),
             ("spec.", self.spec, _SPEC),
@@ -90,29 +119,9 @@ class Manifest:
             ("", self.pod, _POD),
             ("", self.trainer, _CONTAINER),
         )
-        found = {f"{at}{key}" for at, given, used in levels for key in given.keys() - used}
-        # A misspelt one, too, would be left out, and the API server would refuse it.
-        for path in _OBJECTS:
-            given = self.spec
-            for part in path.split("."):
-                given = given.get(part) or {}
-            found |= {f"spec.{path}.{key}" for key in given if f"{path}.{key}" not in _KNOWN}
-        others = {f"container {one.get('name')}" for one in self.pod["containers"]}
-        return sorted(found | others - {f"container {self.trainer.get('name')}"})
-
-
-def count(field: str, value: object) -> int:
-    """Read a whole number from 1 on. Raises ConfigError."""
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{field}: {value!r} must be a whole number, at least 1")
-    return value
-
-
-def text(field: str, value: object) -> str:
-    """Read a string as written. A number or a Yes has lost how it was. Raises ConfigError."""
-    if not isinstance(value, str):
-        raise ConfigError(f"{field}: {value!r} must be a string: put it in quotes")
-    return value
+        found = {f"{at}{key}" for at, given, used in levels for key in given.fields().keys() - used}
+        others = {f"container {one['name'].value}" for one in self.pod["containers"].items()}
+        return sorted(found | others - {f"container {self.trainer['name'].value}"})
 
 
 def read(content: str) -> Manifest:
@@ -125,92 +134,41 @@ def read(content: str) -> Manifest:
             f"{len(jobs)} objects of kind DDPJob in the file, which has {kinds or 'no object'}:"
             " there must be one"
         )
-    if (api := jobs[0].get("apiVersion", API_VERSION)) != API_VERSION:
-        raise ConfigError(f"apiVersion: {api!r} must be {API_VERSION}")
-    meta, spec = _object(jobs[0], "metadata"), _object(jobs[0], "spec")
-    name = job_name("metadata.name", meta.get("name") or _generated(meta), most=61)
-    pod = _object(_object(spec, "spec.template"), "spec.template.spec")
-    containers = pod.get("containers")
-    if not isinstance(containers, list) or not all(isinstance(c, dict) for c in containers):
-        raise ConfigError("spec.template.spec.containers: must be a list of containers")
-    named = [one for one in containers if one.get("name") == TRAINER_CONTAINER] + containers
-    if not named:
+    whole = Node(jobs[0])
+    if whole["apiVersion"].value not in (None, API_VERSION):
+        raise whole["apiVersion"].odd(API_VERSION)
+    meta = whole["metadata"]
+    given = meta["name"].value or meta["generateName"].text().rstrip("-")
+    containers = whole["spec"]["template"]["spec"]["containers"].items()
+    if not containers:
         raise ConfigError("spec.template.spec.containers: at least one container is needed")
-    _check(spec, pod, named[0])
-    maps = {
-        text("ConfigMap metadata.name", _object(one, "metadata").get("name", "")): {
-            **{key: text(f"data {key}", v).encode() for key, v in _files(one, "data")},
-            **{key: _binary(key, v) for key, v in _files(one, "binaryData")},
-        }
-        for one in objects
-        if one.get("kind") == "ConfigMap"
-    }
-    namespace = meta.get("namespace") or "default"
-    return Manifest(jobs[0], name, namespace, spec, pod, named[0], maps)
+    named = [one for one in containers if one["name"].value == TRAINER_CONTAINER]
+    maps = (Node(one, "ConfigMap") for one in objects if one.get("kind") == "ConfigMap")
+    return Manifest(
+        whole,
+        job_name("metadata.name", given, most=61),
+        meta["namespace"].text() or "default",
+        (named + containers)[0],
+        {one["metadata"]["name"].text(): dict(_files(one)) for one in maps},
+    )
 
 
-def _generated(meta: Mapping[str, Any]) -> str:
-    return str(meta.get("generateName") or "").rstrip("-")
+def _files(config_map: Node) -> Iterator[tuple[str, bytes]]:
+    for field in ("data", "binaryData"):
+        for key in config_map[field].fields():
+            if not _FILE.fullmatch(str(key)):
+                raise ConfigError(
+                    f"ConfigMap {field}: {key!r} must be a file's name: letters, digits, - _ ."
+                )
+            content = config_map[field][key]
+            yield str(key), content.text().encode() if field == "data" else _binary(content)
 
 
-def _check(spec: Mapping[str, Any], pod: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-    for path in _OBJECTS:
-        found: Any = spec
-        for part in path.split("."):
-            found = found.get(part) if found else None
-        _of_kind(path, found, {})
-    for given, wanted in ((spec, _IN_SPEC), (pod, _IN_POD), (trainer, _IN_TRAINER)):
-        for name, kind in wanted.items():
-            _of_kind(name, given.get(name), kind)
-
-
-def _of_kind(path: str, found: object, wanted: Any) -> None:
-    """Check a value's kind; none is of every kind, but not in a list. Raises ConfigError."""
-    if found is None:
-        return
-    if wanted is str:
-        text(path, found)
-    elif isinstance(wanted, dict):
-        if not isinstance(found, dict):
-            raise ConfigError(f"{path}: {found!r} must be an object with fields")
-        for name, kind in wanted.items():
-            _of_kind(f"{path}.{name}", found.get(name), kind)
-    else:
-        [each] = wanted
-        what = "strings" if each is str else "objects"
-        if not isinstance(found, list):
-            raise ConfigError(f"{path}: {found!r} must be a list of {what}")
-        for one in found:
-            if one is None:
-                raise ConfigError(f"{path}: an item is empty: it must be a list of {what}")
-            _of_kind(path, one, each)
-
-
-def _files(config_map: Mapping[str, Any], field: str) -> Iterable[tuple[str, Any]]:
-    found = config_map.get(field) or {}
-    _of_kind(f"ConfigMap {field}", found, {})
-    for key in found:
-        if not _KEY.fullmatch(text(f"ConfigMap {field}", key)) or key.startswith(
-            ".."
-        ):  # ../x would be outside of the folder
-            raise ConfigError(
-                f"ConfigMap {field}: {key!r} must be a file's name: letters, digits, - _ ."
-            )
-    return found.items()
-
-
-def _binary(key: str, value: object) -> bytes:
+def _binary(content: Node) -> bytes:
     try:
-        return base64.b64decode("".join(text(f"binaryData {key}", value).split()), validate=True)
+        return base64.b64decode("".join(content.text().split()), validate=True)
     except ValueError:
-        raise ConfigError(f"ConfigMap binaryData: {key}: is not base64") from None
-
-
-def _object(parent: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    found = parent.get(path.rpartition(".")[2])
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be there, an object with fields")
-    return found
+        raise content.odd("base64") from None
 
 
 def _objects(content: str) -> list[dict[str, Any]]:
@@ -220,17 +178,7 @@ def _objects(content: str) -> list[dict[str, Any]]:
         import yaml  # here: no other command reads YAML, and pods start without it
 
         class Loader(yaml.SafeLoader):
-            """As kubectl reads: a time is a string, and a key that comes twice is refused."""
-
-            def compose_mapping_node(self, anchor: Any) -> Any:
-                node = super().compose_mapping_node(anchor)
-                known: set[str] = set()
-                for key, _ in node.value:
-                    if str(key.value) in known:
-                        at = key.start_mark.line + 1
-                        raise ConfigError(f"line {at}: {key.value} is there already: keep one")
-                    known.add(str(key.value))
-                return node
+            """Reads a time as a string, as kubectl does."""
 
         Loader.yaml_implicit_resolvers = {
             first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
