@@ -137,16 +137,6 @@ def _collectives(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
         f"sums of all sizes, on all ranks, in 2 launches: {len(hashes)} results (1)",
         "set NCCL_ALGO=Ring, NCCL_PROTO=Simple and NCCL_NVLS_ENABLE=0, and check again",
     )
-    first = twice[0][0]
-    speeds = [_bus(int(size), seconds, setup.nproc) for size, seconds in first["seconds"].items()]
-    yield "PASS", f"began in {first['init_seconds']:.1f} s; bus: {', '.join(speeds)}", ""
-
-
-def _bus(size: int, seconds: float, nproc: int) -> str:
-    if size < 1 << 20:  # of which only the way is felt
-        return f"{size >> 10} KiB in {seconds * 1e6:.0f} us"
-    share = 2 * (nproc - 1) / nproc  # what each process sends, of the tensor
-    return f"{size >> 20} MiB at {share * size / seconds / 1e9:.2f} GB/s"
 
 
 def _killed(setup: Setup, case: tuple[str, str, str]) -> Launch:
@@ -189,7 +179,7 @@ def _each_lost(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 def _full_memory(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
     launch = _collective(setup, 2)
     least = min(result["free"] / result["before"] for result in launch.needed())
-    text = (launch.place / "events.jsonl").read_text()
+    text = (launch.place / "events").read_text()
     times = {one["event"]: one["time"] for one in map(json.loads, text.splitlines())}
     back = f"next round and end within {times['end'] - times['failure']:.1f} s"
     yield (

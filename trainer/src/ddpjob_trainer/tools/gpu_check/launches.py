@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,70 +57,56 @@ class Setup:
     #: By name: starting processes takes nearly all of the time, so checks share launches.
     launched: dict[str, Launch] = field(default_factory=dict)
 
-    @property
-    def device(self) -> dict[str, str]:
-        """Return the variables that hide the GPUs where the CPU is checked."""
-        return {} if self.cuda else {"CUDA_VISIBLE_DEVICES": ""}
-
 
 def run(
-    setup: Setup,
-    name: str,
-    program: str,
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
+    setup: Setup, name: str, program: str, *arguments: str, env: Mapping[str, str] | None = None
 ) -> Launch:
     """Run a module of this package in ``nproc`` processes, once under this name.
 
     Raises subprocess.TimeoutExpired.
     """
-    if name in setup.launched:
-        return setup.launched[name]
     place = setup.directory / name
-    place.mkdir()
-    report = place / "report.json"
-    command = [
-        *(sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", str(setup.nproc)),
-        *("--termination-log", str(report), "--events", str(place / "events.jsonl")),
-        *("-m", f"{__package__}.{program}", *arguments, "--out", str(place)),
-    ]
     more = {
         contract.SNAPSHOT_DIR: str(place / "snapshots"), TRACE: str(place / "trace"),
         contract.DRILL: "Never",
-        **setup.device, **(env or {}),
     }  # fmt: skip
-    code, output = complete(command, more)
-    files = sorted(place.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
-    results = [json.loads(path.read_text()) for path in files]
-    told = json.loads(report.read_text()) if report.exists() else {}
-    setup.launched[name] = Launch(code, output, results, told, place)
-    return setup.launched[name]
+    files = ("--termination-log", str(place / "report.json"), "--events", str(place / "events"))
+    words = ("-m", f"{__package__}.{program}", *arguments, "--out", str(place))
+    return _once(setup, name, ("run", *files, *words), more | dict(env or {}))
 
 
 def chaos(setup: Setup, name: str, *arguments: str, kills: int) -> Launch:
-    """Have chaos kill the workload, once under this name; the result is chaos' own."""
-    if name in setup.launched:
-        return setup.launched[name]
+    """Have chaos kill the workload, once under this name; the one result is chaos' own."""
     place = setup.directory / name
-    place.mkdir()
-    result = place / "chaos.json"
-    command = [
-        *(sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", str(setup.nproc)),
+    words = (
         *("--kills", str(kills), "--every", "3", "--signals", "KILL", "--points", "none"),
-        *("--json", str(result), "-m", f"{__package__}.workload", *arguments, "--out", str(place)),
-    ]
-    code, output = complete(command, setup.device)
-    results = [json.loads(result.read_text())] if result.exists() else []
-    setup.launched[name] = Launch(code, output, results, {}, place)
+        *("--json", str(place / "rank-0.json"), "-m", f"{__package__}.workload", *arguments),
+        *("--out", str(place)),
+    )
+    return _once(setup, name, ("chaos", *words), {})
+
+
+def _once(setup: Setup, name: str, words: Sequence[str], more: Mapping[str, str]) -> Launch:
+    if name not in setup.launched:
+        place = setup.directory / name
+        place.mkdir()
+        start = (sys.executable, "-m", "ddpjob_trainer", words[0], "--nproc", str(setup.nproc))
+        hidden = {} if setup.cuda else {"CUDA_VISIBLE_DEVICES": ""}
+        code, output = complete((*start, *words[1:]), {**hidden, **more})
+        files = sorted(place.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
+        results = [json.loads(path.read_text()) for path in files]
+        report = place / "report.json"
+        told = json.loads(report.read_text()) if report.exists() else {}
+        setup.launched[name] = Launch(code, output, results, told, place)
     return setup.launched[name]
 
 
 def alone(module: str, *arguments: str) -> tuple[int, str]:
     """Run a module of this package without a launcher: exit code and output."""
-    return complete([sys.executable, "-m", f"{__package__}.{module}", *arguments], {})
+    return complete((sys.executable, "-m", f"{__package__}.{module}", *arguments), {})
 
 
-def complete(command: list[str], more: Mapping[str, str]) -> tuple[int, str]:
+def complete(command: Sequence[str], more: Mapping[str, str]) -> tuple[int, str]:
     """Run a command outside of any job; it dies with this process."""
     process = subprocess.Popen(
         command, env=outside_of_jobs(os.environ) | more, text=True, errors="replace",

@@ -1,4 +1,4 @@
-"""The command line of `ddpjob-trainer local`."""
+"""Parse and run the command `ddpjob-trainer local`."""
 
 from __future__ import annotations
 
