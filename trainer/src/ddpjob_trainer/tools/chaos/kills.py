@@ -97,9 +97,9 @@ def plan_kills(
     steps = sorted([late, *draw.sample(others, count - 1)])
     dealt = _deal(draw, [s for s in _SIGNAL_DECK if s in signals] or list(signals), count)
     victims = _deal(draw, [LAUNCHER, *range(nproc)], count)
+    places = _deal(draw, [*points, *[""] * (len(points) + 4)], count)
     if victims[at := steps.index(late)] == LAUNCHER:
         victims[at] = draw.randrange(nproc)
-    places = _deal(draw, [*points, *[""] * (len(points) + 4)], count)
     kills = [
         Kill(0, step, draw.random(), victim, signum, saved=True)
         if step == late
