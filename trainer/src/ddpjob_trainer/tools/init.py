@@ -345,7 +345,7 @@ def _dumped(body: Mapping[str, Any]) -> str:
     import yaml  # here: `run` starts without it
 
     class Dumper(yaml.SafeDumper):
-        """Writes lines as a block, where YAML allows it, and quotes what YAML may take for more."""
+        """Writes lines as a block where YAML allows it; quotes what it may read as no string."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         block = "\n" in value and not value.startswith((" ", "\t", "\n"))
@@ -353,4 +353,5 @@ def _dumped(body: Mapping[str, Any]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
-    return yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    found: str = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return found

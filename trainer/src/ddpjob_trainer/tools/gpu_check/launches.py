@@ -109,7 +109,7 @@ def alone(module: str, *arguments: str) -> tuple[int, str]:
 def complete(command: Sequence[str], more: Mapping[str, str]) -> tuple[int, str]:
     """Run a command outside of any job; it dies with this process."""
     process = subprocess.Popen(
-        command, env=outside_of_jobs(os.environ) | more, text=True, errors="replace",
+        command, env={**outside_of_jobs(os.environ), **more}, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         preexec_fn=children.die_with(os.getpid()),  # noqa: PLW1509
     )  # fmt: skip
