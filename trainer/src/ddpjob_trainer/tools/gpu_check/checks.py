@@ -140,7 +140,7 @@ def _collectives(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 
 
 def _killed(setup: Setup, case: tuple[str, str, str]) -> Launch:
-    """Have chaos kill a case twice; in the first one the launcher and each rank."""
+    """Have chaos kill a case twice; in the first one kill each rank."""
     model, level, precision = case
     kills = setup.nproc + 1 if case == _CASES[0] else 2
     words = ("--model", model, "--level", level, "--precision", precision)
