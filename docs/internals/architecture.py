@@ -22,10 +22,8 @@ GROUND = {
     "errors",
     "failpoints",
     "gpu",
-    "init",
+    "imports",
     "options",
-    "scripts",
-    "stock",
     "trace",
     "tracebacks",
 }

@@ -116,19 +116,6 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
     assert any(result["restarts"]), "one went on from a snapshot"
 
 
-@pytest.mark.tier("all")
-def test_a_state_that_nobody_registered_is_a_difference(training):  # type: ignore[no-untyped-def]
-    """Proves that the comparison can fail, and that the script's own mistakes are found too."""
-    script = training(steps=40, before=FORGETFUL, factor="* grow()")
-    code, out = chaos("--nproc", "3", "--kills", "1", "--signals", "KILL", script)
-    assert code == 1, out
-    assert "\nDIFFERENT" in out
-    assert "losses differ, the first after step" in out
-    assert "rank 0: parameters differ" in out
-    kept = Path(out.rstrip().rpartition(" ")[2])
-    assert (kept / "disturbed/rank-0.jsonl").exists(), "evidence is kept"
-
-
 #: An average whose decay grows with a counter that nobody keeps; only an evaluation would read it.
 AVERAGE = """
 class Average:
@@ -151,19 +138,27 @@ PATIENT = ("bad = 0", "bad += step.index > 4\n    if bad == 25:\n        break")
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize(
-    ("lines", "words"),
-    [(COUNTED, "rank 0: registered average differs"), (PATIENT, "losses differ")],
-    ids=["average", "patience"],
+    ("lines", "factor", "words"),
+    [
+        # Nobody registered it: proves that the comparison can fail.
+        (("", "pass"), "* grow()", "rank 0: parameters differ"),
+        (COUNTED, "", "rank 0: registered average differs"),
+        (PATIENT, "", "losses differ, the first after step"),
+    ],
+    ids=["state", "average", "patience"],
 )
 @pytest.mark.fault("T14")
-def test_what_acts_on_no_loss_is_a_difference_to_chaos(training, lines, words):  # type: ignore[no-untyped-def]
-    path = Path(training(steps=40, before=AVERAGE))
+def test_the_scripts_own_mistake_is_a_difference(training, lines, factor, words):  # type: ignore[no-untyped-def]
+    path = Path(training(steps=40, before=FORGETFUL + AVERAGE, factor=factor))
     before, after = lines
     text = path.read_text().replace("for step in", f"{before}\nfor step in")
     path.write_text(text.replace("    step.commit()\n", f"    step.commit()\n    {after}\n"))
     code, out = chaos("--nproc", "3", "--kills", "1", "--signals", "KILL", str(path))
     assert code == 1, out
+    assert "\nDIFFERENT" in out
     assert words in out
+    kept = Path(out.rstrip().rpartition(" ")[2])
+    assert (kept / "disturbed/rank-0.jsonl").exists(), "evidence is kept"
 
 
 @pytest.mark.tier("all")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.gpu_check import launches
-from ddpjob_trainer.gpu_check.launches import Setup
 from support.launching import PATHS, SOURCES
 from support.patience import WHOLE
 
@@ -28,34 +26,17 @@ def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("numbers", ["1,2,3,4,6,7", "8,9,10,11"])
+@pytest.mark.parametrize("numbers", ["1,2,3,4,6,7", "5,8"])
 def test_on_the_cpu(tmp_path: Path, numbers: str) -> None:
     report = tmp_path / "report.json"
     done = gpu_check("--device", "cpu", "--nproc", "3", "--checks", numbers, "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())["checks"]
     assert {str(check["number"]) for check in found} == set(numbers.split(","))
-    skipped = {check["number"] for check in found if check["verdict"] == "SKIP"}
-    assert skipped == {3, 6, 10, 11} & {int(number) for number in numbers.split(",")}
-    # Speed and stall of this machine are no business of a test.
-    told = {check["number"]: check["verdict"] for check in found if check["number"] in (2, 4, 7, 8)}
-    assert set(told.values()) == {"PASS"}, done.stdout
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("cnn", "resume", "bf16"),
-        pytest.param(("transformer", "elastic", "fp16")),
-    ],
-)
-def test_bits_on_the_cpu(tmp_path: Path, given: tuple[str, str, str]) -> None:
-    """Two of the nine trainings of check 5."""
-    model, level, precision = given
-    words = ("--model", model, "--level", level, "--precision", precision)
-    launch = launches.chaos(Setup(3, False, tmp_path, {}), *words, kills=2)
-    assert launch.code == 0, launch.output
-    assert "identical" in launch.output
+    for check in found:
+        if check["number"] != 1:  # what this machine is like is no business of a test
+            expected = "SKIP" if check["number"] in (3, 6) else "PASS"
+            assert check["verdict"] == expected, done.stdout
 
 
 def test_what_it_has_started_ends_with_it(tmp_path: Path, wait_until: Callable[..., None]) -> None:
@@ -70,8 +51,8 @@ draft.rename({str(there)!r})
 time.sleep(3600)
 """)
     command = [sys.executable, "-m", "ddpjob_trainer", "run", str(script)]
-    complete = "import sys; from ddpjob_trainer.gpu_check import launches;"
-    complete += " launches._complete(sys.argv[1:], {})"
+    complete = "import sys; from ddpjob_trainer.tools.gpu_check import launches;"
+    complete += " launches.complete(sys.argv[1:], {})"
     check = subprocess.Popen(
         [sys.executable, "-c", complete, *command],
         env={**os.environ, "PYTHONPATH": PATHS},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ddpjob_trainer import cli
 from support.launching import PATHS
@@ -68,11 +69,13 @@ def initialised(script: Path, capsys: Any, *words: str) -> str:
     options = ("--replicas", "3", "--every-steps", str(EVERY), "--name", "job")
     with chdir(script.parent):
         assert cli.main(["init", script.name, *options, "--", *words]) == 0
-    text = str(capsys.readouterr().out).replace('"run", ', '"run", "--spares", "0", ')
-    replicas = "  replicas: 3\n"
-    text = text.replace(replicas, f"{replicas}  restart: {{inPlace: {{drill: Never}}}}\n")
-    grace = "      terminationGracePeriodSeconds: 600\n"  # no test waits for that
-    return text.replace("      containers:\n", f"{grace}      containers:\n")
+    objects = list(yaml.safe_load_all(capsys.readouterr().out))
+    job = objects[-1]["spec"]
+    job["restart"] = {"inPlace": {"drill": "Never"}}
+    pod = job["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = 600  # no test waits for that
+    pod["containers"][0]["command"][2:2] = ["--spares", "0"]
+    return json.dumps({"kind": "List", "items": objects})
 
 
 def launchers(driver: int) -> dict[str, int]:

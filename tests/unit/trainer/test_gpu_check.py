@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpjob_trainer import cli
-from ddpjob_trainer.gpu_check import checks, command, launches
-from ddpjob_trainer.gpu_check.checks import CHECKS, QUICK, Check
-from ddpjob_trainer.gpu_check.launches import Launch, Setup
+from ddpjob_trainer.tools.chaos.kills import plan_kills
+from ddpjob_trainer.tools.gpu_check import checks, command, launches
+from ddpjob_trainer.tools.gpu_check.checks import CHECKS, QUICK, Check
+from ddpjob_trainer.tools.gpu_check.launches import Launch, Setup
 
+#: The first training of check 5, which check 8 shares.
+FIRST = "both_resume_fp32"
 PAGE = Path(__file__).parents[3] / "docs/guides/gpus.md"
 FACTS = {
     "torch": "2.9", "cuda": "13.0", "nccl": "2.27", "driver": "580", "shm_bytes": 1 << 31,
@@ -41,7 +44,7 @@ def told(*verdicts: str) -> tuple[Check, ...]:
 )
 def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(command, "CHECKS", told(*verdicts))
-    monkeypatch.setattr(command, "environment", lambda _: facts())
+    monkeypatch.setattr(command, "environment", facts)
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == code
     out = capsys.readouterr().out.splitlines()
@@ -53,7 +56,7 @@ def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):  #
 
 
 def test_without_a_gpu_the_drivers_words_are_told(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(command, "environment", lambda _: facts(gpus=[], error="no NVIDIA driver"))
+    monkeypatch.setattr(command, "environment", lambda: facts(gpus=[], error="no NVIDIA driver"))
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == 64
     assert "no GPU: no NVIDIA driver" in capsys.readouterr().err
@@ -65,15 +68,15 @@ def test_without_a_gpu_the_drivers_words_are_told(monkeypatch, capsys, tmp_path)
     [(["--nproc", "3"], "--nproc 3, but there are 2 GPUs"), (["--nproc", "0"], "--nproc")],
 )
 def test_what_cannot_be_is_refused(monkeypatch, capsys, words, says):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(command, "environment", lambda _: facts())
+    monkeypatch.setattr(command, "environment", facts)
     assert cli.main(["gpu-check", *words]) == 64
     assert says in capsys.readouterr().err
 
 
 def test_a_check_that_does_not_exist_is_refused(capsys):  # type: ignore[no-untyped-def]
     with pytest.raises(SystemExit):
-        cli.main(["gpu-check", "--checks", "1,12"])
-    assert "'12' is no check: 1 to 11" in capsys.readouterr().err
+        cli.main(["gpu-check", "--checks", "1,9"])
+    assert "'9' is no check: 1 to 8" in capsys.readouterr().err
 
 
 def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
@@ -82,23 +85,25 @@ def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
         Check(c.number, c.name, lambda s, n=c.number: ran.append(n) or iter(())) for c in CHECKS
     ]
     monkeypatch.setattr(command, "CHECKS", made)
-    monkeypatch.setattr(command, "environment", lambda _: facts())
+    monkeypatch.setattr(command, "environment", facts)
     assert cli.main(["gpu-check", "--quick"]) == 0
     assert tuple(ran) == QUICK == (1, 2, 3, 4)
 
 
-def setup(tmp_path: Path, *, cuda: bool = True) -> Setup:
-    return Setup(2, cuda, tmp_path, facts())
-
-
-def answer(monkeypatch: pytest.MonkeyPatch, *found: Launch) -> None:
-    """Launches end so, one after another."""
-    waiting = list(found)
-    monkeypatch.setattr(launches, "run", lambda *_, **__: waiting.pop(0))
+def setup(tmp_path: Path, *, cuda: bool = True, **ended: Launch) -> Setup:
+    """``ended``: launches, by their names with _ for -."""
+    launched = {name.replace("_", "-"): launch for name, launch in ended.items()}
+    return Setup(2, cuda, tmp_path, facts(), launched)
 
 
 def launch(*results: dict[str, Any], code: int = 0, **more: Any) -> Launch:
-    return Launch(code, more.pop("output", ""), list(results), more.pop("report", {}), Path())
+    return Launch(
+        code,
+        more.pop("output", ""),
+        list(results),
+        more.pop("report", {}),
+        more.pop("place", Path()),
+    )
 
 
 def verdicts(number: int, given: Setup) -> list[str]:
@@ -106,34 +111,32 @@ def verdicts(number: int, given: Setup) -> list[str]:
 
 
 def test_what_needs_a_gpu_is_skipped_without_one(tmp_path: Path) -> None:
-    for number in (3, 6, 11):
+    for number in (3, 6):
         (finding,) = CHECKS[number - 1].run(setup(tmp_path, cuda=False))
         assert (finding.verdict, finding.measured) == ("SKIP", "means something on a GPU only")
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 6, 8, 9, 10, 11])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(2, "spares"), (3, "collectives_1"), (4, "collectives_1"), (6, "collectives_2"), (8, FIRST)],
+)
 def test_a_launch_that_fails_fails_its_check_with_its_last_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+    tmp_path: Path, number: int, name: str
 ) -> None:
-    answer(monkeypatch, *[launch(code=1, output="a\n\nCUDA error: boom\n")] * 2)
-    (finding,) = CHECKS[number - 1].run(setup(tmp_path))
+    failed = launch(code=1, output="a\n\nCUDA error: boom\n")
+    (finding,) = CHECKS[number - 1].run(setup(tmp_path, **{name: failed}))
     assert finding.verdict == "FAIL"
     assert "exit code 1: a | CUDA error: boom" in finding.measured
 
 
-def test_a_check_that_breaks_is_a_failure_and_not_the_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    answer(monkeypatch, launch({}))
-    (finding,) = CHECKS[1].run(setup(tmp_path))
+def test_a_check_that_breaks_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
+    (finding,) = CHECKS[1].run(setup(tmp_path, spares=launch({})))
     assert finding.verdict == "FAIL"
     assert "KeyError" in finding.measured
 
 
 def collected(sha256: str, uuid: str = "", processes: tuple[str, ...] = ()) -> dict[str, Any]:
-    seconds = {"1024": 1e-4}
-    return {"sha256": sha256, "uuid": uuid, "processes": list(processes), "init_seconds": 1.0,
-            "seconds": seconds}  # fmt: skip
+    return {"sha256": sha256, "uuid": uuid, "processes": list(processes)}
 
 
 @pytest.mark.parametrize(
@@ -145,19 +148,30 @@ def collected(sha256: str, uuid: str = "", processes: tuple[str, ...] = ()) -> d
         (("a", "b"), (), "WARN"),  # nobody can tell
     ],
 )
-def test_one_process_per_gpu(monkeypatch, tmp_path, uuids, processes, verdict):  # type: ignore[no-untyped-def]
-    answer(monkeypatch, launch(*(collected("x", uuid, processes) for uuid in uuids)))
-    assert verdicts(3, setup(tmp_path)) == [verdict]
+def test_one_process_per_gpu(tmp_path, uuids, processes, verdict):  # type: ignore[no-untyped-def]
+    found = launch(*(collected("x", uuid, processes) for uuid in uuids))
+    assert verdicts(3, setup(tmp_path, collectives_1=found)) == [verdict]
 
 
+@pytest.mark.parametrize(("second", "verdict"), [("x", "PASS"), ("y", "FAIL")])
 def test_other_bits_in_another_launch_are_a_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tmp_path: Path, second: str, verdict: str
 ) -> None:
-    same, other = collected("x"), collected("y")
-    answer(monkeypatch, launch(same, same), launch(same, same))
-    assert verdicts(4, setup(tmp_path)) == ["PASS", "PASS"]
-    answer(monkeypatch, launch(same, same), launch(other, other))
-    assert verdicts(4, setup(tmp_path))[0] == "FAIL"
+    ended = [launch(collected(bits), collected(bits)) for bits in ("x", second)]
+    given = setup(tmp_path, collectives_1=ended[0], collectives_2=ended[1])
+    assert verdicts(4, given) == [verdict]
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(96, "PASS"), (90, "FAIL")])
+def test_memory_that_a_killed_process_does_not_give_back(
+    tmp_path: Path, free: int, verdict: str
+) -> None:
+    events = [{"event": name, "time": at} for name, at in (("failure", 5.0), ("end", 7.5))]
+    (tmp_path / "events").write_text("".join(json.dumps(one) + "\n" for one in events))
+    ended = launch(*[{"before": 100, "free": n} for n in (100, free)], place=tmp_path)
+    (finding,) = CHECKS[5].run(setup(tmp_path, collectives_2=ended))
+    assert finding.verdict == verdict
+    assert "next round and end within 2.5 s" in finding.measured
 
 
 @pytest.mark.parametrize(
@@ -169,9 +183,9 @@ def test_other_bits_in_another_launch_are_a_failure(
         (3, 0, "launcher: no warm spares: an import has opened /dev/nvidia-uvm\n", "FAIL"),
     ],
 )
-def test_spares_that_hold_a_gpu(monkeypatch, tmp_path, waiting, held, output, verdict):  # type: ignore[no-untyped-def]
-    answer(monkeypatch, launch({"waiting": waiting, "held": held}, output=output))
-    assert verdicts(2, setup(tmp_path)) == [verdict]
+def test_spares_that_hold_a_gpu(tmp_path, waiting, held, output, verdict):  # type: ignore[no-untyped-def]
+    found = launch({"waiting": waiting, "held": held}, output=output)
+    assert verdicts(2, setup(tmp_path, spares=found)) == [verdict]
 
 
 @pytest.mark.parametrize(
@@ -183,50 +197,42 @@ def test_spares_that_hold_a_gpu(monkeypatch, tmp_path, waiting, held, output, ve
         ({}, 0, "FAIL"),
     ],
 )
-def test_who_hangs(monkeypatch, tmp_path, report, code, verdict):  # type: ignore[no-untyped-def]
-    answer(monkeypatch, launch(code=code, report=report))
-    assert verdicts(7, setup(tmp_path)) == [verdict]
+def test_who_hangs(tmp_path, report, code, verdict):  # type: ignore[no-untyped-def]
+    found = launch(code=code, report=report)
+    assert verdicts(7, setup(tmp_path, hang=found)) == [verdict]
 
 
-@pytest.mark.parametrize(("syncs", "peak", "expected"), [
-    (1, 100, ["PASS", "PASS", "PASS", "PASS"]), (2, 1000, ["PASS", "WARN", "WARN", "WARN"]),
-])  # fmt: skip
-def test_speed_and_memory_beside_plain_ddp(monkeypatch, tmp_path, syncs, peak, expected):  # type: ignore[no-untyped-def]
-    """What the first steps wait for, as they warm up, is not counted."""
-    plain = {"seconds": [0.1] * 20, "syncs": [50] * 20, "peaks": [100] * 20}
-    waits = [500 + syncs * step for step in range(20)]
-    ours = {**plain, "syncs": waits, "peaks": [peak] * 20}
-    answer(monkeypatch, launch(plain), launch(ours))
-    found = verdicts(10, setup(tmp_path))
-    answer(monkeypatch, launch(plain), launch(ours))
-    assert found + verdicts(11, setup(tmp_path)) == expected
-    answer(monkeypatch, launch(plain), launch(ours))
-    assert verdicts(10, setup(tmp_path, cuda=False)) == ["PASS", "SKIP"]
+@pytest.mark.parametrize(("victims", "verdict"), [((1, -1, 0), "PASS"), ((1, -1, 1), "FAIL")])
+def test_each_rank_is_lost_once(tmp_path: Path, victims: tuple[int, ...], verdict: str) -> None:
+    result = {"kills": [{"victim": one} for one in victims], "restarts": [0, 3, 6], "launches": 2}
+    (finding,) = CHECKS[7].run(setup(tmp_path, **{FIRST: launch(result)}))
+    assert finding.verdict == verdict
+    assert "3 restarts, 2 launches" in finding.measured
 
 
-def test_checks_share_the_launches_that_they_can(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """On a GPU nearly all the time goes into starting processes."""
-    given, timed = setup(tmp_path), {"seconds": [0.1] * 20, "syncs": [0] * 20, "peaks": [1] * 20}
-    same = launch(collected("x", "a", ("a", "b")), collected("x", "b"))
-    answer(monkeypatch, same, same, launch(timed), launch(timed))
-    found = [verdict for number in (3, 4, 10, 11) for verdict in verdicts(number, given)]
-    assert set(found) == {"PASS"}
+@pytest.mark.parametrize("seed", range(9))
+def test_chaos_kills_each_rank_when_it_makes_one_kill_more(seed: int) -> None:
+    """Check 8 rests on it."""
+    kills = plan_kills(seed=seed, count=4, nproc=3, total_steps=26, epoch=21, every=3, points=())
+    assert {kill.victim for kill in kills} >= {0, 1, 2}
 
 
-def test_bits_are_compared_for_every_model_level_and_precision(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
-    asked = []
+def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+    asked: list[Sequence[str]] = []
 
-    def chaos(_: Setup, *words: str, kills: int) -> Launch:
-        asked.append(words)
-        return launch(code=int("fp16" in words), output="DIFFERENT")
+    def complete(command: Sequence[str], _: object) -> tuple[int, str]:
+        asked.append(command)
+        return int("elastic" in command), "DIFFERENT"
 
-    monkeypatch.setattr(launches, "chaos", chaos)
-    found = list(CHECKS[4].run(setup(tmp_path)))
-    assert len(set(asked)) == len(found) == 9
-    assert [f.verdict for f in found] == ["PASS", "PASS", "FAIL"] * 3
-    assert "DIFFERENT" in found[2].measured
+    monkeypatch.setattr(launches, "complete", complete)
+    given = setup(tmp_path)
+    found = list(CHECKS[4].run(given))
+    assert [f.verdict for f in found] == ["PASS", "PASS", "PASS", "FAIL"]
+    assert "DIFFERENT" in found[3].measured
+    words = {word for command in asked for word in command}
+    assert words >= {"fp32", "bf16", "fp16", "resume", "elastic", "both", "transformer"}
+    list(CHECKS[4].run(given))
+    assert len(asked) == 4, "each once"
 
 
 def test_what_is_started_belongs_to_no_job(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
@@ -234,7 +240,7 @@ def test_what_is_started_belongs_to_no_job(monkeypatch, tmp_path):  # type: igno
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     (tmp_path / "show.py").write_text("import os\nprint(sorted(os.environ))\n")
-    _, output = launches._complete([sys.executable, str(tmp_path / "show.py")], {})
+    _, output = launches.complete([sys.executable, str(tmp_path / "show.py")], {})
     assert not {"DDPJOB_REPLICA", "RANK", "MASTER_ADDR"} & set(re.findall(r"'(\w+)'", output))
 
 
@@ -243,28 +249,7 @@ def test_the_page_names_every_check() -> None:
     assert [(int(number), name) for number, name in rows] == [(c.number, c.name) for c in CHECKS]
 
 
-def test_a_torch_that_cannot_be_imported_is_told(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(launches, "alone", lambda *_: (1, "ImportError: no torch"))
     with pytest.raises(checks.ConfigError, match="ImportError: no torch"):
-        checks.environment(tmp_path)
-
-
-def test_a_host_that_is_behind_its_gpu_for_one_step_is_no_stall() -> None:
-    """At a snapshot it waits for what it was ahead by; what the copy takes is waited for later."""
-    seconds = [5.0, *[0.1] * 60]
-    seconds[19], seconds[20] = 0.2, 0.0
-    seconds[39], seconds[40], seconds[41] = 0.2, 0.0, 0.13
-    usual, held = checks.stall(seconds, 20)
-    assert usual == 0.1
-    assert held == pytest.approx(0.03 / 2)
-    assert checks.stall([0.1] * 61, 20)[1] == 0
-
-
-def test_what_a_killed_process_gave_back_is_told_from_what_was_never_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    times = {"failure": {"time": 1.0}, "end": {"time": 3.0}}
-    monkeypatch.setattr(checks, "_event", lambda _, name: times[name])
-    for free, verdict in ((70, "PASS"), (40, "FAIL")):
-        answer(monkeypatch, launch({"free": 70, "before": 70}, {"free": free, "before": 70}))
-        assert verdicts(6, setup(tmp_path)) == [verdict, "PASS"]
+        checks.environment()

@@ -15,7 +15,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob_trainer import cli, init, stock
+from ddpjob_trainer import cli
+from ddpjob_trainer.tools import init, stock
 from support.launching import PATHS
 from support.world import crd_schema
 
@@ -71,19 +72,8 @@ def test_a_script_of_this_machine_travels_in_a_config_map(
 
 
 def test_a_script_of_an_image_needs_no_config_map(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        "--image",
-        "r/mine:1",
-        "--name",
-        "n",
-        "--gpus",
-        8,
-        "--claim",
-        "10Gi",
-        "--every-steps",
-        7,
-    )
-    found = manifest(capsys, "/app/train.py", *words)
+    words = "--image r/mine:1 --name n --gpus 8 --claim 10Gi --every-steps 7"
+    found = manifest(capsys, "/app/train.py", *words.split())
     assert found.keys() == {"PersistentVolumeClaim", "DDPJob"}
     container = trainer(found)
     assert (container["image"], container["command"][-1]) == ("r/mine:1", "/app/train.py")
@@ -165,8 +155,7 @@ def test_a_module_that_does_not_travel_is_told(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("given", ["FILE", "-"])
-def test_manifests_are_utf_8_in_every_locale(script: Path, given: str) -> None:
+def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     poor = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PATH": ""}
     env = poor | {"PYTHONPATH": PATHS}
 
@@ -176,9 +165,7 @@ def test_manifests_are_utf_8_in_every_locale(script: Path, given: str) -> None:
 
     written = run("init", script).stdout
     assert "Grüße".encode() in written
-    two = script.with_suffix(".yaml")
-    two.write_bytes(written + b"---\n" + written)
-    told = run("local", str(two) if given == "FILE" else "-", stdin=two.read_bytes()).stderr
+    told = run("local", "-", stdin=written + b"---\n" + written).stderr
     assert b"2 objects of kind DDPJob in the file" in told
 
 
@@ -249,61 +236,34 @@ def test_a_script_on_the_claim_needs_no_image_of_its_own(
     assert "volumes" not in job["spec"]["template"]["spec"]
 
 
-@pytest.mark.parametrize("name", ["null", "yes", "on", "n", "true", "1.0", "007", "0x10"])
-def test_names_stay_strings(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_text("x\n")
-    (tmp_path / f"{name}.py").write_text(SCRIPT)
-    words = ["--name", name] if name[0].isalpha() else ["--name", "a"]
-    found = manifest(capsys, tmp_path / f"{name}.py", tmp_path / name, *words)
-    assert found["ConfigMap"]["data"].keys() == {name, f"{name}.py"}
-    assert found["DDPJob"]["metadata"]["name"] == words[1]
-
-
 def test_kubernetes_puts_no_variables_into_arguments(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = manifest(capsys, script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
     assert trainer(found)["command"][6:] == ["$$(RANK)", "a$$$$b", "\x7f"]
+    assert cli.main(["init", str(script), "--", "--lr", "1e-3"]) == 0
+    assert '- "1e-3"\n' in capsys.readouterr().out, "a number to kubectl, not to PyYAML"
     volume = found["DDPJob"]["spec"]["snapshot"]["volume"]
     assert volume == {"persistentVolumeClaim": {"claimName": "2024"}}
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_any_text_reads_back_as_it_was(text: str) -> None:
-    assert yaml.safe_load(f"data:\n  x: {init._scalar(text)}\n") == {"data": {"x": text}}
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "\n", "a", "a\n", "a\n\n", " a\n", "\ta\n", "a\n  b\n", "a \n", "# c\n", "---\na\n",
-     "a\r\nb", "é😀\n", "\x00😀", "a\n \n", "\x85a", "\ufeffa", "a\u2028b", "a\\b\"\n\n"],
-)  # fmt: skip
-def test_awkward_text_reads_back_as_it_was(text: str) -> None:
-    assert yaml.safe_load(f"data:\n  x: {init._scalar(text)}\n") == {"data": {"x": text}}
+    assert yaml.safe_load(init._dumped({"data": {"x": text}})) == {"data": {"x": text}}
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["nowhere.py"], "nowhere.py: no such file here"),
-        (["nowhere.py", "--image", "i"], "nowhere.py: no such file here"),
         (["/app/train.py"], "name the --image"),
         (["/snapshots/train/train.py"], "the snapshots of train go there: give another --name"),
-        (["/snapshots.py"], "name the --image"),
         (["FOLDER"], "a folder: give the script in it"),
-        (["FOLDER", "--image", "i"], "a folder: give the script in it"),
         (["look.ipynb"], "a notebook, which Python does not start: jupyter nbconvert --to script"),
         (["/app/look.ipynb", "--image", "i"], "/app/look.py: give that"),
         (["SCRIPT", "../x.py"], "../x.py: is not below"),
         (["OUTSIDE"], "change to a folder that holds all files, and call init there"),
         (["SCRIPT", "--output", "/results"], "--output /results: must be a folder below"),
-        (["SCRIPT", "--output", "a/../../b"], "must be a folder below the working directory"),
         (["SCRIPT", "--output", "."], "must be a folder below the working directory"),
         (["SCRIPT", "HELD", "--output", "folder/"], "folder/held.txt travels to there"),
         (["SCRIPT", "HELD", "--output", "folder/held.txt/x"], "folder/held.txt travels to there"),
@@ -314,18 +274,8 @@ def test_awkward_text_reads_back_as_it_was(text: str) -> None:
         (["/app/train.py", "b.py", "--image", "i"], "b.py: files travel"),
         (["SCRIPT", "--name", "Bad"], "--name: 'Bad' must be"),
         (["SCRIPT", "--name", "x" * 54], "53 at most"),
-        (["SCRIPT", "--snapshots", "a: b"], "--snapshots 'a: b'"),
         (["SCRIPT", "DOTS"], "may not begin with '..'"),
-        (["SCRIPT", "--claim", "10GB"], "--claim '10GB': must be a size, such as 10Gi"),
         (["SCRIPT", "--claim", "10"], "--claim '10': must be a size, such as 10Gi"),
-        (["SCRIPT", "--claim", "0Gi"], "--claim '0Gi': must be a size, such as 10Gi"),
-        (["SCRIPT", "--nproc", "8", "--gpus", "2"], "--nproc 8: each process needs a GPU"),
-        (["SCRIPT", "--image", ""], "--image: must name an image"),
-        (["SCRIPT", "--replicas", "10001"], "--replicas 10001: at least 1, at most 10000"),
-        (["SCRIPT", "--replicas", "0"], "--replicas 0: at least 1"),
-        (["SCRIPT", "--every-steps", "0"], "--every-steps 0: at least 1"),
-        (["SCRIPT", "--gpus", "-1"], "--gpus -1: at least 0"),
-        (["SCRIPT", "--nproc", "0"], "--nproc 0: at least 1"),
         (["SCRIPT", "MISSING"], "missing: no such file here; the script's own arguments follow --"),
         (["SCRIPT", "/dev/null"], "/dev/null: is not below"),
         (["SCRIPT", "HUGE"], "huge.txt: a ConfigMap holds"),

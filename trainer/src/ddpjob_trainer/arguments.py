@@ -159,6 +159,15 @@ def job_name(what: str, given: object, *, most: int) -> str:
     )
 
 
+def check_notebook(path: Path) -> None:
+    """Refuse a notebook, with its cure. Raises ConfigError."""
+    if path.suffix == ".ipynb":
+        raise ConfigError(
+            f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
+            f" writes {path.with_suffix('.py')}: give that"
+        )
+
+
 def _odd(name: str, value: Any, what: str) -> ConfigError:
     shown = repr(value)
     return ConfigError(f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'} {what}")

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer import init
-from ddpjob_trainer.chaos import command as chaos
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gpu_check import command as gpu_check
 from ddpjob_trainer.launcher import torchrun, workdir
-from ddpjob_trainer.local import command as local
+from ddpjob_trainer.tools import init
+from ddpjob_trainer.tools.chaos import command as chaos
+from ddpjob_trainer.tools.gpu_check import command as gpu_check
+from ddpjob_trainer.tools.local import command as local
 
 _RUN_DESCRIPTION = """\
 Start the training processes of this pod (or, without a cluster, of this machine), watch them,
@@ -248,17 +251,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")
-    if options.command == "chaos":
-        return chaos.main(options)
-    if options.command == "gpu-check":
-        return gpu_check.main(options)
     if options.command == "init":
         return init.main(options, rest)
     if options.command == "local":
         return local.main(options)
     if options.command == "snapshot":
         return _snapshot(options)
-    return _run(options)
+    if options.command == "run":
+        return _run(options)
+    with _ended_by_sigterm():
+        return (chaos.main if options.command == "chaos" else gpu_check.main)(options)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM, for every `finally` that ends processes."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer.arguments import MOST_PROCESSES, whole
+from ddpjob_trainer.arguments import MOST_PROCESSES, check_notebook, whole
 from ddpjob_trainer.environment import (
     EVENTS,
     REPLAY_DIR,
@@ -34,7 +34,6 @@ from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
 from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 from ddpjob_trainer.liveness.hang import Deadlines
-from ddpjob_trainer.scripts import check_notebook
 
 #: In a DDPJob a volume that the operator mounts.
 _MEMORY = "/dev/shm"

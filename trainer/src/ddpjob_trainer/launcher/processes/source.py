@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from ddpjob_trainer.imports import imported, parsed
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.scripts import imported, parsed
 
 _PACKAGE = "ddpjob_trainer"
 _CHANGES = ("setdefault", "update", "pop", "clear")

@@ -1,20 +1,16 @@
 """Decide what follows a failed attempt, by the operator's rules, budgets and delays.
 
-The classes are ddpjob_contract.exits, as the operator's. Its long waits for a start that fails are
-left out: here somebody looks on, and mends the script.
+attempts.py asks. The classes are ddpjob_contract.exits, as the operator's. Its long waits for a
+start that fails are left out: here somebody looks on, and mends the script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
 
 from ddpjob_contract import exits
-from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.local.manifest import Manifest
-
-_MATCHES: Final = (("exitCodes", int, "numbers"), ("reasons", str, "strings"))
+from ddpjob_trainer.tools.local.manifest import Manifest
 
 
 def _class(code: int) -> str:
@@ -27,8 +23,17 @@ def severity(code: int) -> int:
 
 
 def collateral(code: int) -> bool:
-    """Say whether somebody else may have failed first, and not have ended yet."""
+    """Return whether somebody else may have failed first, and not have ended yet."""
     return _class(code) == "Collateral"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One of spec.restart.rules."""
+
+    codes: frozenset[int]
+    reasons: frozenset[str]
+    action: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Limits:
     max_seconds: int
     in_place: int  # rounds without progress before the attempt ends; 0: no rounds
     heal_after: int
-    rules: tuple[Mapping[str, Any], ...]
+    rules: Sequence[Rule]
     drill: str = "Auto"
 
     def action(self, code: int) -> str:
@@ -52,24 +57,13 @@ class Limits:
 
     def ruled(self, code: int, reasons: set[str]) -> str | None:
         """Return the action of the first rule that matches, None if none does."""
-        matching = (
-            rule["action"]
-            for rule in self.rules
-            if code in rule.get("exitCodes", ()) or reasons & set(rule.get("reasons", ()))
-        )
+        matching = (r.action for r in self.rules if code in r.codes or reasons & r.reasons)
         return next(matching, None)
 
 
 def limits_of(manifest: Manifest) -> Limits:
     """Read the limits of a manifest. Raises ConfigError."""
     value = manifest.setting
-    rules = (manifest.spec.get("restart") or {}).get("rules") or []
-    if not all(rule.get("action") in ("Restart", "RestartFree", "Fail") for rule in rules):
-        raise ConfigError("spec.restart.rules: each needs an action: Restart, RestartFree or Fail")
-    for on, kind, what in _MATCHES:
-        for given in (rule.get(on, []) for rule in rules):
-            if not isinstance(given, list) or not all(type(one) is kind for one in given):
-                raise ConfigError(f"spec.restart.rules: {on}: {given!r} must be a list of {what}")
     on = value("restart.inPlace.enabled") and value("restart.maxRestarts") > 0
     return Limits(
         max_restarts=value("restart.maxRestarts"),
@@ -78,9 +72,18 @@ def limits_of(manifest: Manifest) -> Limits:
         max_seconds=value("restart.backoff.maxSeconds"),
         in_place=value("restart.inPlace.maxWithoutProgress") if on else 0,
         heal_after=value("restart.healAfterSeconds"),
-        rules=tuple(rules),
+        rules=tuple(_rules(manifest)),
         drill=value("restart.inPlace.drill"),
     )
+
+
+def _rules(manifest: Manifest) -> Iterator[Rule]:
+    for rule in manifest.spec["restart"]["rules"].items():
+        if rule["action"].value not in ("Restart", "RestartFree", "Fail"):
+            raise rule["action"].odd("Restart, RestartFree or Fail")
+        codes = (one.whole() for one in rule["exitCodes"].items())
+        reasons = (one.text() for one in rule["reasons"].items())
+        yield Rule(frozenset(codes), frozenset(reasons), rule["action"].text())
 
 
 class Budget:
@@ -92,7 +95,7 @@ class Budget:
         self._progress = (-1, -1)
 
     def after(self, code: int, seconds: float, progress: tuple[int, int]) -> tuple[float, str]:
-        """Seconds until the next attempt, below 0: none follows; and what to say.
+        """Return the seconds until the next attempt, below 0 if none follows, and what to say.
 
         ``seconds``: what the attempt lasted. ``progress``: the newest snapshot's step, the newest
         mtime at progressPath.
@@ -107,13 +110,13 @@ class Budget:
         action = limits.action(code)
         if action == "Fail":
             return -1, "no restart can cure it"
-        free = action == "RestartFree"
-        self._free, self._charged = self._free + free, self._charged + (not free)
         self._in_a_row += 1
-        name, most = ("maxDisruptions", limits.max_disruptions) if free else (
-            "maxRestarts", limits.max_restarts,
-        )  # fmt: skip
-        used = self._free if free else self._charged
+        if action == "RestartFree":
+            self._free += 1
+            used, most, name = self._free, limits.max_disruptions, "maxDisruptions"
+        else:
+            self._charged += 1
+            used, most, name = self._charged, limits.max_restarts, "maxRestarts"
         if used > most:
             return -1, f"restart.{name} {most} is used up"
         delay = exits.backoff(self._in_a_row, limits.initial_seconds, limits.max_seconds)

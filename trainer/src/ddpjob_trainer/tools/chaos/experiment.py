@@ -11,14 +11,14 @@ from pathlib import Path
 from signal import Signals
 
 import ddpjob_contract as contract
-from ddpjob_trainer.chaos import compare
-from ddpjob_trainer.chaos.disturbance import ChaosError, Disturbance, Made, Pace
-from ddpjob_trainer.chaos.job import Job, environment_of_job
-from ddpjob_trainer.chaos.kills import plan_kills
-from ddpjob_trainer.chaos.records import Records, open_gate
 from ddpjob_trainer.environment import CHAOS
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN
+from ddpjob_trainer.tools.chaos import compare
+from ddpjob_trainer.tools.chaos.disturbance import ChaosError, Disturbance, Made, Pace
+from ddpjob_trainer.tools.chaos.job import Job, environment_of_job
+from ddpjob_trainer.tools.chaos.kills import plan_kills
+from ddpjob_trainer.tools.chaos.records import Records, open_gate
 
 _LOOK_SECONDS = 0.05
 _LEAST_HANG_SECONDS = 5.0
@@ -66,33 +66,23 @@ class Result:
         """Return the result; a run without a resume shows nothing about snapshots."""
         if self.differences:
             return "DIFFERENT"
-        return "identical" if self.went_on else f"nothing shown: {self._why_nothing()}"
-
-    def _why_nothing(self) -> str:
-        every, total = self.pace.every, self.pace.total_steps
-        if every >= total:
-            return (
-                f"no restart went on from a snapshot. One is made every {every} steps, and the run"
-                f" has {total}: lower --every, or snapshot_every where the script gives it to"
-                " start(); or have it train longer"
-            )
-        if not self.restarts:
-            return "no kill caused a restart: choose more --kills, or --signals KILL"
+        if self.went_on:
+            return "identical"
         return (
-            "no restart went on from a snapshot. None was durable yet, or none could be made, as"
-            " disturbed/log says then: have the script train longer, or choose more --kills"
+            f"nothing shown: of {len(self.restarts)} restarts none went on from a snapshot. One is"
+            f" made every {self.pace.every} steps, and the run has {self.pace.total_steps}: lower"
+            " --every, or snapshot_every where the script gives it to start(); choose more --kills,"
+            " or --signals KILL; or have the script train longer"
         )
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> Result:
     """Do both runs. Raises ConfigError, ChaosError; leaves no process behind."""
-    calm, pace, warnings = _calm(settings)
+    calm, pace = _calm(settings)
     say(
         f"undisturbed: {pace.total_steps} steps of {pace.step_seconds:.3f} s on {settings.nproc}"
         f" ranks, a snapshot every {pace.every}, weights {compare.weights(calm.stories)}"
     )
-    for warning in warnings:
-        say(warning)
     kills = plan_kills(
         seed=settings.seed,
         count=settings.kills,
@@ -159,11 +149,8 @@ def _job(settings: Settings, directory: Path, hang_seconds: float | None = None)
     return Job(settings.program, settings.nproc, environment, directory / "log")
 
 
-def _calm(settings: Settings) -> tuple[Records, Pace, list[str]]:
-    """Run undisturbed, once; return the library's warnings, too.
-
-    Raises ConfigError for a script that cannot be compared.
-    """
+def _calm(settings: Settings) -> tuple[Records, Pace]:
+    """Run undisturbed, once. Raises ConfigError for a script that cannot be compared."""
     directory, records = _prepare(settings, "undisturbed")
     job = _job(settings, directory)
     began = time.monotonic()
@@ -190,7 +177,7 @@ def _calm(settings: Settings) -> tuple[Records, Pace, list[str]]:
                 "the script did not train with ddpjob_trainer.start() and run.steps() on every"
                 " rank: chaos can only compare what the library records"
             )
-    return records, _pace(records, began), job.warnings()
+    return records, _pace(records, began)
 
 
 def _check_directory(records: Records, directory: Path) -> None:

@@ -12,16 +12,15 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
-from ddpjob_trainer.chaos.disturbance import ChaosError
-from ddpjob_trainer.chaos.experiment import Result, Settings, run
-from ddpjob_trainer.chaos.kills import SIGNALS
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import POINTS
+from ddpjob_trainer.tools.chaos.disturbance import ChaosError
+from ddpjob_trainer.tools.chaos.experiment import Result, Settings, run
+from ddpjob_trainer.tools.chaos.kills import SIGNALS
 
 _DESCRIPTION = """\
 Does training survive? Run a script undisturbed, then once more while its processes are killed, and
@@ -112,10 +111,6 @@ def add(commands: Any) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for PROGRAM")
 
 
-def _ask_to_end(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)  # runs every `finally` that ends processes
-
-
 def _check(options: argparse.Namespace) -> None:
     whole("--nproc", options.nproc, least=1, most=MOST_PROCESSES)
     for name in ("kills", "every"):
@@ -130,51 +125,41 @@ def _check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    old = signal.signal(signal.SIGTERM, _ask_to_end)
-    try:
-        return _main(options)
-    finally:
-        signal.signal(signal.SIGTERM, old)
-
-
-def _main(options: argparse.Namespace) -> int:
+    code: int = contract.ExitCode.BAD_CONFIG
+    directory = None
     try:
         _check(options)
         directory = options.keep or Path(tempfile.mkdtemp(prefix="ddpjob-chaos-"))
-        settings = Settings(
-            program=(*["-m"] * options.module, options.program, *options.arguments),
-            nproc=options.nproc,
-            kills=options.kills,
-            seed=options.seed,
-            signals=options.signals,
-            points=options.points,
-            every=options.every,
-            patience=options.patience,
-            directory=directory.absolute(),
-            environment=os.environ,
-        )
-        keep = options.keep is not None
-        try:
-            code = _run(settings, options.json)
-            keep = keep or code != 0
-        except ChaosError:
-            keep = True
-            raise
-        finally:
-            if keep:
-                _say(f"records, logs and snapshots are in {directory}")
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
+        code = _run(_settings(options, directory.absolute()), options.json)
     except ConfigError as error:
         _say(str(error))
-        return contract.ExitCode.BAD_CONFIG
     except ChaosError as error:
         _say(str(error))
-        return 1
+        code = 1
     except KeyboardInterrupt:
         _say("interrupted")
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
+    finally:
+        if directory is not None and (options.keep or code in (1, _NOTHING_SHOWN)):
+            _say(f"records, logs and snapshots are in {directory}")
+        elif directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
     return code
+
+
+def _settings(options: argparse.Namespace, directory: Path) -> Settings:
+    return Settings(
+        program=(*["-m"] * options.module, options.program, *options.arguments),
+        nproc=options.nproc,
+        kills=options.kills,
+        seed=options.seed,
+        signals=options.signals,
+        points=options.points,
+        every=options.every,
+        patience=options.patience,
+        directory=directory,
+        environment=os.environ,
+    )
 
 
 def _say(text: str) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_trainer import failpoints, trace
-from ddpjob_trainer.chaos.job import TRACE_FILE, Job
-from ddpjob_trainer.chaos.kills import LAUNCHER, Kill
-from ddpjob_trainer.chaos.records import Incarnation, Records, open_gate, process_state
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.tools.chaos.job import TRACE_FILE, Job
+from ddpjob_trainer.tools.chaos.kills import LAUNCHER, Kill
+from ddpjob_trainer.tools.chaos.records import Incarnation, Records, open_gate, process_state
 
 _LOOK_SECONDS = 0.003
 _STUCK_SECONDS = 2.0
@@ -235,18 +235,13 @@ class Disturbance:
             children.send(made.pid, signal.SIGCONT)
 
     def _victim(self, kill: Kill) -> int:
-        """Return the pid of the launcher, or of a running or starting rank; 0: none."""
-        if kill.victim == LAUNCHER:
-            return self.job.pid if process_state(self.job.pid)[1] not in ("", "Z") else 0
-        pid = self.records.stories[kill.victim].pid
+        """Return the pid of the launcher, or of the rank's newest process; 0: none lives."""
+        launcher = kill.victim == LAUNCHER
+        started = trace.workers(self.directory / TRACE_FILE)
+        pid = self.job.pid if launcher else started.get(kill.victim, 0)
         parent, state = process_state(pid)
-        if parent == self.job.pid and state not in ("", "Z"):
-            return pid
-        if kill.restarting:  # the newest may have told us nothing yet
-            pid = trace.workers(self.directory / TRACE_FILE).get(kill.victim, 0)
-            parent, state = process_state(pid)
-            return pid if parent == self.job.pid and state not in ("", "Z") else 0
-        return 0
+        ours = launcher or parent == self.job.pid
+        return pid if ours and state not in ("", "Z") else 0
 
     def _at_point(self, kill: Kill) -> Made | None:
         """Arm the point and wait. None: the gang passed without reaching it."""

@@ -1,17 +1,17 @@
-"""Read a user's script files: their imports, and the places of those that travel with a script.
+"""Choose the files that travel with a script, and their places in its working directory.
 
-`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too. The
-launcher looks here for a script's imports, and other commands refuse notebooks by it.
+`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ddpjob_trainer.arguments import check_notebook
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.imports import imported, parsed
 
 
 def placed(paths: Sequence[Path]) -> dict[str, Path]:
@@ -33,15 +33,6 @@ def check_script(path: Path) -> None:
             " the module, in the folder that holds the package"
         )
     check_notebook(path)
-
-
-def check_notebook(path: Path) -> None:
-    """Refuse a notebook, with its cure: `init`, `run` and `local`. Raises ConfigError."""
-    if path.suffix == ".ipynb":
-        raise ConfigError(
-            f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
-            f" writes {path.with_suffix('.py')}: give that"
-        )
 
 
 def _inner(path: Path) -> str:
@@ -82,22 +73,3 @@ def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
                 and not any(part.startswith(".") for part in inner)
             ):
                 yield one
-
-
-def imported(tree: ast.Module | None) -> Iterator[str]:
-    """Yield the names of imported modules, without relative ones."""
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-
-
-def parsed(path: Path) -> ast.Module | None:
-    """Parse a file; None: no readable Python source."""
-    if path.suffix != ".py":
-        return None
-    try:
-        return ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None

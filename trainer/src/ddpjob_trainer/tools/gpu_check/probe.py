@@ -1,7 +1,7 @@
-"""What the checks ask of a machine with torch alone: its GPUs, its collectives, its memory.
+"""Ask a machine with torch alone for its GPUs, its collectives and its memory.
 
-`environment` prints one JSON object. The others run under a launcher, and each process writes what
-it found to rank-N.json.
+`environment` prints one JSON object. `collectives` runs under a launcher, and each process writes
+what it found to rank-N.json; with `--fill` a process is then killed while memory is full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 #: Bytes of the tensors that are added up; the last only where there are GPUs.
 SIZES = (1 << 10, 1 << 20, 1 << 24, 1 << 28)
-_REPEATS = 5
 _FULL = 0.9
 
 
@@ -48,7 +47,6 @@ def environment() -> dict[str, Any]:
         "gpus": gpus,
         "error": error,
         "shm_bytes": shutil.disk_usage("/dev/shm").total,
-        "memory_bytes": _memory_limit(),
         "variables": {
             k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "CUDA_"))
         },
@@ -62,15 +60,8 @@ def _nccl() -> str:
         return ""
 
 
-def _memory_limit() -> int | None:
-    """Of this container, bytes; None: none."""
-    path = Path("/sys/fs/cgroup/memory.max")
-    text = path.read_text().strip() if path.exists() else "max"
-    return int(text) if text.isdigit() else None
-
-
 def _smi(query: str) -> str:
-    """nvidia-smi's answer, "" where there is none."""
+    """Return nvidia-smi's answer, "" where there is none."""
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -79,9 +70,7 @@ def _smi(query: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _join() -> tuple[torch.device, float]:
-    """Join the process group; return this process's device, and the seconds that it took."""
-    began = time.monotonic()
+def _join() -> torch.device:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         device = torch.device("cpu")
         dist.init_process_group("gloo")
@@ -90,77 +79,64 @@ def _join() -> tuple[torch.device, float]:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     dist.barrier()
-    return device, time.monotonic() - began
+    return device
 
 
 def collectives() -> dict[str, Any]:
-    """Add up tensors of several sizes: seconds, and a hash of the sums' bits."""
-    device, seconds = _join()
+    """Add up tensors of several sizes; return a hash of the sums' bits."""
+    device = _join()
     cpu = device.type == "cpu"
     digest = hashlib.sha256()
-    took: dict[int, float] = {}
     torch.manual_seed(dist.get_rank())
     for size in SIZES[:3] if cpu else SIZES:
-        given = torch.randn(size // 4, device=device)
-        tensor = given.clone()
+        tensor = torch.randn(size // 4, device=device)
         dist.all_reduce(tensor)
         digest.update(tensor.cpu().numpy().tobytes())
-        times = []
-        for _ in range(_REPEATS):
-            tensor = given.clone()
-            _wait(device)
-            began = time.monotonic()
-            dist.all_reduce(tensor)
-            _wait(device)
-            times.append(time.monotonic() - began)
-        took[size] = min(times)
-    found = {"init_seconds": seconds, "seconds": took, "sha256": digest.hexdigest(), "uuid": ""}
+    found: dict[str, Any] = {"sha256": digest.hexdigest(), "uuid": ""}
     if not cpu:
         found["uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
         dist.barrier()
         # The pids are the host's; how many there are on each GPU is what counts.
         found["processes"] = _smi("--query-compute-apps=gpu_uuid").splitlines()
         dist.barrier()
-    dist.destroy_process_group()
     return found
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _free() -> int:
+    return torch.cuda.mem_get_info(int(os.environ["LOCAL_RANK"]))[0]
 
 
-def fill(first: Path) -> dict[str, Any]:
-    """Fill the GPU in round 0 and be killed; say in round 1 how much of it is free again.
-
-    ``first``: a file for what was free in round 0, a context of CUDA's and other programs apart.
-    """
-    free, _ = torch.cuda.mem_get_info(int(os.environ["LOCAL_RANK"]))
-    if os.environ["DDPJOB_ROUND"] != "0":
-        return {"free": free, "before": int(first.read_text())}
-    first.write_text(str(free))
-    device, _ = _join()
-    held = torch.empty(int(free * _FULL), dtype=torch.uint8, device=device).zero_()
+def fill(found: dict[str, Any]) -> None:
+    """Fill the GPU; the last rank then dies, and the launcher ends the others."""
+    torch.cuda.empty_cache()
+    found["held"] = torch.empty(int(_free() * _FULL), dtype=torch.uint8, device="cuda").zero_()
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
-    return {"held": held.numel()}
 
 
 def main() -> None:
-    """See the module's own words."""
+    """Do as the module says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("environment", "collectives", "fill"))
+    parser.add_argument("what", choices=("environment", "collectives"))
+    parser.add_argument("--fill", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "environment":
         print(json.dumps(environment()))
         return
-    rank = os.environ["RANK"]
-    fills = options.what == "fill"
-    found = fill(options.out / f"free-{rank}") if fills else collectives()
-    (options.out / f"rank-{rank}.json").write_text(json.dumps(found))
+    path = options.out / f"rank-{os.environ['RANK']}.json"
+    if os.environ["DDPJOB_ROUND"] != "0":  # after fill()
+        path.write_text(json.dumps({**json.loads(path.read_text()), "free": _free()}))
+        return
+    # A context of CUDA's and other programs take their part before and after alike.
+    before = {"before": _free()} if options.fill else {}
+    found = collectives() | before
+    path.write_text(json.dumps(found))
+    if options.fill:
+        fill(found)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

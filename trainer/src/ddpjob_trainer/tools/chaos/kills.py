@@ -98,15 +98,15 @@ def plan_kills(
     dealt = _deal(draw, [s for s in _SIGNAL_DECK if s in signals] or list(signals), count)
     victims = _deal(draw, [LAUNCHER, *range(nproc)], count)
     places = _deal(draw, [*points, *[""] * (len(points) + 4)], count)
-    kills = _barrier_last(
-        [
-            Kill(0, step, draw.random(), draw.randrange(nproc), signum, saved=True)
-            if step == late
-            else _kill(draw, step, signum, victim, place)
-            for step, signum, victim, place in zip(steps, dealt, victims, places, strict=True)
-        ],
-        total_steps,
-    )
+    if victims[at := steps.index(late)] == LAUNCHER:
+        victims[at] = draw.randrange(nproc)
+    kills = [
+        Kill(0, step, draw.random(), victim, signum, saved=True)
+        if step == late
+        else _kill(draw, step, signum, victim, place)
+        for step, signum, victim, place in zip(steps, dealt, victims, places, strict=True)
+    ]
+    kills = _barrier_last(kills, total_steps)
     planned: list[Kill] = []
     for number, kill in enumerate(kills, 1):
         before = planned[-1] if planned else None

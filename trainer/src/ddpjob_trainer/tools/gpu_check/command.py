@@ -1,23 +1,21 @@
-"""The command line of `ddpjob-trainer gpu-check`."""
+"""Parse and run the command `ddpjob-trainer gpu-check`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gpu_check.checks import CHECKS, QUICK, Finding, environment
-from ddpjob_trainer.gpu_check.launches import Setup
+from ddpjob_trainer.tools.gpu_check.checks import CHECKS, QUICK, Finding, environment
+from ddpjob_trainer.tools.gpu_check.launches import Setup
 
 _DESCRIPTION = """\
 Does it hold on these GPUs? Run small trainings on all GPUs of this machine, kill and hang some, and
@@ -63,13 +61,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
 
 
-def _ask_to_end(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)  # through every `finally` that ends processes
-
-
 def main(options: argparse.Namespace) -> int:
-    """Return the exit code."""
-    old = signal.signal(signal.SIGTERM, _ask_to_end)
+    """Run the checks; return the exit code."""
     try:
         if options.nproc is not None:
             whole("--nproc", options.nproc, least=1, most=MOST_PROCESSES)
@@ -78,13 +71,11 @@ def main(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
-    finally:
-        signal.signal(signal.SIGTERM, old)
 
 
 def _main(options: argparse.Namespace, directory: Path) -> int:
     cuda = options.device == "cuda"
-    facts = environment(directory)
+    facts = environment()
     gpus = len(facts["gpus"])
     if cuda and not gpus:
         print(f"gpu-check: no GPU: {facts['error']}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""What a manifest's replicas are on this machine: command, variables, directories.
+"""Say what a manifest's replicas are on this machine: command, variables, directories.
 
-The variables are those of the operator's pods (ddpjob_contract.environment), on 127.0.0.1. Paths
-that only the pods have are replaced where the manifest names them.
+command.py calls make(); attempts.py starts what it returns. The variables are those of the
+operator's pods (ddpjob_contract.environment), on 127.0.0.1. Paths that only the pods have are
+replaced where the manifest names them.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_contract.crd import GRACE_SECONDS
 from ddpjob_contract.environment import Member, Snapshots
-from ddpjob_trainer import stock
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.local.manifest import Manifest, count, text
-from ddpjob_trainer.local.restarts import Limits, limits_of
-from ddpjob_trainer.local.work import OWN, Work, mounted_at
+from ddpjob_trainer.tools import stock
+from ddpjob_trainer.tools.local import mounts
+from ddpjob_trainer.tools.local.manifest import Manifest, Node
+from ddpjob_trainer.tools.local.mounts import File, Paths, Work
+from ddpjob_trainer.tools.local.restarts import Limits, limits_of
 
 _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
@@ -57,8 +58,7 @@ class Job:
     work: Work | None  # in its place, if it is an emptyDir
     snapshots: Path | None  # where those of this job are
     progress_path: Path | None
-    files: Mapping[Path, bytes]
-    modes: Mapping[Path, int]  # of those of them that want another than a file has
+    files: Mapping[Path, File]
     shell: Mapping[str, str]
     given: Sequence[tuple[str, str]]  # the container's variables, paths replaced
     words: Sequence[str]  # its command and arguments, paths replaced
@@ -66,25 +66,25 @@ class Job:
 
     def write(self) -> None:
         """Put the files of ConfigMaps where the processes will look for them."""
-        for path, content in self.files.items():
+        for path, file in self.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            if path in self.modes:
-                path.chmod(self.modes[path])
+            path.write_bytes(file.content)
+            if file.mode is not None:
+                path.chmod(file.mode & 0o777 | 0o600)  # it is removed in the end
 
     def ports(self) -> int:
-        """How many ports environment() wants."""
+        """Return how many ports environment() wants."""
         return 2 + self.replicas
 
     def environment(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
-        """All variables of one replica's launcher."""
+        """Return all variables of one replica's launcher."""
         found = self.variables(attempt, replica, ports)
         # The cluster's interfaces are not here, and the host's name may have an address elsewhere.
         found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return {**self.shell, **found, **self._gpus(replica)}
 
     def variables(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
-        """Those that the container has in a pod."""
+        """Return those that the container has in a pod."""
         found = self._ours(attempt, replica, ports)
         for name, value in self.given:
             found[name] = expand(value, found)
@@ -103,12 +103,6 @@ class Job:
         found = shutil.which(first, path=variables.get("PATH", self.shell["PATH"]))
         if found is None and not self._has(folder, first):
             raise ConfigError(f"{_CONTAINER} command: {first}: not found here; {_cure(first)}")
-        there = folder / first
-        if found is None and not (self.modes.get(there, 0) & 0o111 or os.access(there, os.X_OK)):
-            raise ConfigError(
-                f"{_CONTAINER} command: {first}: may not be executed: chmod +x, or in a ConfigMap"
-                " defaultMode: 0755"
-            )
         return [found or first, *rest]
 
     def _has(self, folder: Path, path: str) -> bool:
@@ -175,86 +169,91 @@ def make(
     replicas: int | None = None,
     nproc: int | None = None,
 ) -> Job:
-    """``scratch``: for the files of ConfigMaps. ``folders``: a pod's path -> ours.
+    """Plan a manifest's job; ``replicas`` and ``nproc`` take the place of its own.
 
-    Raises ConfigError that names the field.
+    ``scratch``: for the files of ConfigMaps. ``folders``: a pod's path -> ours. Raises ConfigError.
     """
-    trainer, snapshot = manifest.trainer, manifest.spec.get("snapshot")
-    files, modes, mounted = _config_maps(manifest, scratch)
+    spec, trainer = manifest.spec, manifest.trainer
+    files, mounted = mounts.config_maps(manifest, scratch)
     work = None
-    if at := mounted_at(manifest, folders):
+    if at := mounts.work_at(manifest, folders):
         work = Work(scratch / "work", list(mounted.values()), files)
-        mounted[at] = work.of(OWN)
+        mounted[at] = work.of(mounts.OWN)
     folders = mounted | folders
-    if snapshot is not None:
-        at = str(snapshot.get("path", "")).rstrip("/")
+    saves = spec["snapshot"].value is not None
+    if saves:
+        at = spec["snapshot"]["path"].text().rstrip("/")
         if not at.startswith("/"):
-            raise ConfigError("spec.snapshot.path: must be an absolute directory, like /snapshots")
+            raise spec["snapshot"]["path"].odd("an absolute directory, like /snapshots")
         folders = {at: snapshots.absolute()} | folders
-    if not trainer.get("command"):
-        raise ConfigError(
-            f"{_CONTAINER} command: must be there, for what the image starts by itself is not"
-            " known here"
-        )
-    replaced = _Paths(folders)
-    directory = None
-    if (wanted := trainer.get("workingDir")) is not None:
-        directory = replaced(wanted)
-        to_be_made = {folder for file in files for folder in map(str, file.parents)}
-        if not (work or directory in to_be_made or Path(directory).is_dir()):
-            raise ConfigError(f"{_CONTAINER} workingDir: {wanted}: no such folder; {_cure(wanted)}")
+    replaced = Paths(folders)
+    progress = replaced(spec["restart"]["progressPath"].text())
+    grace = manifest.pod["terminationGracePeriodSeconds"]
     own = outside_of_jobs(shell, keep=(*contract.USER_ENV, TRACEBACK))
     own["PATH"] = f"{Path(sys.executable).parent}:{own.get('PATH', '')}"
-    progress = (manifest.spec.get("restart") or {}).get("progressPath")
-    grace = manifest.pod.get("terminationGracePeriodSeconds", GRACE_SECONDS)
-    found = Job(
+    job = Job(
         manifest=manifest,
         uid=uuid.uuid4().hex,
-        replicas=_first("replicas", replicas, manifest.spec.get("replicas")),
-        nproc=_first("nproc", nproc, manifest.nproc),
+        replicas=_first(replicas, "--replicas", spec["replicas"]),
+        nproc=manifest.nproc if nproc is None else Node(nproc, "--nproc").whole(1),
         limits=limits_of(manifest),
-        grace_seconds=max(1, grace if type(grace) is int else GRACE_SECONDS),
-        directory=directory,
+        grace_seconds=max(1, GRACE_SECONDS if grace.value is None else grace.whole()),
+        directory=_directory(trainer["workingDir"].text(), replaced, files, work),
         work=work,
-        snapshots=None if snapshot is None else Path(replaced(at), manifest.name),
+        snapshots=Path(replaced(at), manifest.name) if saves else None,
         # Beside replica 0, where it is looked at.
-        progress_path=Path(expand(replaced(progress), {contract.REPLICA: "0"}))
-        if progress
-        else None,
+        progress_path=Path(expand(progress, {contract.REPLICA: "0"})) if progress else None,
         files=files,
-        modes=modes,
         shell=own,
         given=[(name, replaced(value)) for name, value in _given(manifest, shell)],
         words=_words(trainer, replaced, own_folder=work is not None),
         notes=list(_notes(manifest, folders)),
     )
+    if None in (replicas, nproc):
+        _check_size(job)
+    job.command(job.variables(1, 0, range(job.ports())))  # refuses before anything starts
+    return job
+
+
+def _first(option: int | None, name: str, field: Node) -> int:
+    return field.whole(1) if option is None else Node(option, name).whole(1)
+
+
+def _check_size(job: Job) -> None:
     most = max(_FEW, 4 * (os.cpu_count() or 1))
-    pods, each = found.replicas, found.nproc
-    if pods * each > most and None in (replicas, nproc):
+    if job.replicas * job.nproc > most:
         raise ConfigError(
-            f"{pods} replicas of {each} processes: more than {most} would be too much for this"
-            f" machine, and must be asked for: --replicas {pods} --nproc {each}, or fewer"
+            f"{job.replicas} replicas of {job.nproc} processes: more than {most} would be too much"
+            f" for this machine, and must be asked for: --replicas {job.replicas} --nproc"
+            f" {job.nproc}, or fewer"
         )
-    found.command(found.variables(1, 0, range(found.ports())))  # refuses before anything starts
-    return found
 
 
-def _words(
-    trainer: Mapping[str, Any], replaced: Callable[[str], str], *, own_folder: bool
-) -> list[str]:
+def _directory(
+    wanted: str, replaced: Paths, files: Mapping[Path, File], work: Work | None
+) -> str | None:
+    directory = replaced(wanted)
+    to_be_made = {folder for file in files for folder in map(str, file.parents)}
+    if wanted and not (work or directory in to_be_made or Path(directory).is_dir()):
+        raise ConfigError(f"{_CONTAINER} workingDir: {wanted}: no such folder; {_cure(wanted)}")
+    return directory or None
+
+
+def _words(trainer: Node, replaced: Paths, *, own_folder: bool) -> list[str]:
     """Return the command; a folder of --map is the user's: no launcher removes anything there."""
-    words = [replaced(word) for word in (*trainer["command"], *(trainer.get("args") or []))]
+    if not trainer["command"].items():
+        raise ConfigError(
+            f"{_CONTAINER} command: must be there, for what the image starts by itself is not"
+            " known here"
+        )
+    words = [replaced(one.text()) for name in ("command", "args") for one in trainer[name].items()]
     if not own_folder and words[:3:2] == ["ddpjob-trainer", "--files"] and words[4:5] == ["--anew"]:
         del words[4]
     return words
 
 
-def _first(name: str, option: int | None, field: object) -> int:
-    return count(f"spec.{name}", field) if option is None else count(f"--{name}", option)
-
-
 def expand(given: str, variables: Mapping[str, str]) -> str:
-    """$(NAME) as Kubernetes does it: an unknown one stays, $$ is a $."""
+    """Replace $(NAME) as Kubernetes does: an unknown one stays, $$ is a $."""
 
     def value(found: re.Match[str]) -> str:
         return "$" if found[1] == "$" else variables.get(found[2], found[0])
@@ -262,71 +261,22 @@ def expand(given: str, variables: Mapping[str, str]) -> str:
     return _VARIABLE.sub(value, given)
 
 
-class _Paths:
-    """Puts our folders in the place of a pod's, wherever a path begins in a text."""
-
-    def __init__(self, folders: Mapping[str, Path]) -> None:
-        self._folders = folders
-        longest = sorted(folders, key=len, reverse=True)
-        any_of = "|".join(map(re.escape, longest)) or r"(?!)"
-        self._pattern = re.compile(rf"(?<![\w.)~/-])(?:{any_of})(?![\w.-])")
-
-    def __call__(self, given: str) -> str:
-        return self._pattern.sub(lambda found: str(self._folders[found[0]]), given)
-
-
-def _config_maps(
-    manifest: Manifest, scratch: Path
-) -> tuple[dict[Path, bytes], dict[Path, int], dict[str, Path]]:
-    """Files to write, their modes, and what each mount of a ConfigMap in the manifest is here."""
-    kinds = {one.get("name"): one for one in manifest.pod.get("volumes") or []}
-    files: dict[Path, bytes] = {}
-    modes: dict[Path, int] = {}
-    mounted: dict[str, Path] = {}
-    for number, mount in enumerate(manifest.trainer.get("volumeMounts") or []):
-        source = (kinds.get(mount.get("name")) or {}).get("configMap") or {}
-        held = manifest.config_maps.get(source.get("name", ""))
-        if held is None:
-            continue
-        folder = scratch / str(number)
-        items = source.get("items") or [{"key": key, "path": key} for key in held]
-        for item in items:
-            key, path = item.get("key"), str(item.get("path", ""))
-            if ".." in path.split("/") or path[:1] in ("/", ""):
-                raise ConfigError(f"volumes: items: path {path!r} must stay in the folder")
-            if key not in held and not source.get("optional"):
-                raise ConfigError(f"volumes: items: key {key!r}: the ConfigMap has no such one")
-            if key in held:
-                files[folder / path] = held[key]
-                if type(mode := item.get("mode", source.get("defaultMode"))) is int:
-                    modes[folder / path] = mode & 0o777 | 0o600  # it is removed in the end
-        at = str(mount.get("mountPath") or "").rstrip("/")
-        if not at.startswith("/"):
-            raise ConfigError(f"{_CONTAINER} volumeMounts: mountPath {at!r} must be below /")
-        mounted[at] = folder / (mount.get("subPath") or "")
-    return files, modes, mounted
-
-
-def _env_source(manifest: Manifest, source: Mapping[str, Any]) -> Mapping[str, bytes] | None:
-    return manifest.config_maps.get((source.get("configMapRef") or {}).get("name", ""))
+def _env_source(manifest: Manifest, source: Node) -> Mapping[str, bytes] | None:
+    return manifest.config_maps.get(source["configMapRef"]["name"].text())
 
 
 def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    trainer = manifest.trainer
-    for source in trainer.get("envFrom") or []:
+    """Yield the container's variables. Raises ConfigError."""
+    for source in manifest.trainer["envFrom"].items():
         for key, value in (_env_source(manifest, source) or {}).items():
-            yield f"{source.get('prefix') or ''}{key}", _variable(value)
-    for variable in trainer.get("env") or []:
-        name = text(f"{_CONTAINER} env: name", variable.get("name"))
+            yield f"{source['prefix'].text()}{key}", _variable(value)
+    for variable in manifest.trainer["env"].items():
+        name = variable["name"].text()
         if outside_of_jobs({name: ""}, keep=contract.USER_ENV) == {}:
             raise ConfigError(f"{_CONTAINER} env: {name} is the operator's to set: leave it out")
-        if unknown := variable.keys() - {"name", "value", "valueFrom"}:
-            raise ConfigError(f"{_CONTAINER} env: {name}: no field {min(map(str, unknown))}")
-        if variable.get("value", "") is None:
-            yield name, ""
-        elif "valueFrom" not in variable:
-            yield name, text(f"{_CONTAINER} env: {name}", variable.get("value", ""))
-        elif (found := _from(manifest, name, variable["valueFrom"] or {}, shell)) is not None:
+        if "valueFrom" not in variable.fields():
+            yield name, variable["value"].text()
+        elif (found := _from(manifest, name, variable["valueFrom"], shell)) is not None:
             yield name, found
 
 
@@ -335,20 +285,18 @@ def _variable(content: bytes) -> str:
     return content.decode(errors="replace").replace("\0", "").replace("$", "$$")
 
 
-def _from(
-    manifest: Manifest, name: str, source: Mapping[str, Any], shell: Mapping[str, str]
-) -> str | None:
-    """Of a variable with valueFrom; None: an optional one that is not there. Raises ConfigError."""
+def _from(manifest: Manifest, name: str, source: Node, shell: Mapping[str, str]) -> str | None:
+    """Return a valueFrom's value; None: an optional one that is not there. Raises ConfigError."""
     if name in shell:
         return shell[name].replace("$", "$$")
-    of_pod = (source.get("fieldRef") or {}).get("fieldPath")
+    of_pod = source["fieldRef"]["fieldPath"].text()
     if of_pod in _FIELDS:
         return _FIELDS[of_pod]
-    key = source.get("configMapKeyRef") or {}
-    held = manifest.config_maps.get(key.get("name", ""), {}).get(key.get("key", ""))
+    key = source["configMapKeyRef"]
+    held = manifest.config_maps.get(key["name"].text(), {}).get(key["key"].text())
     if held is not None:
         return _variable(held)
-    if (key or source.get("secretKeyRef") or {}).get("optional") is True:
+    if (key if key.value else source["secretKeyRef"])["optional"].value is True:
         return None
     raise ConfigError(
         f"{_CONTAINER} env: valueFrom of {name} is known to a cluster only: give it a value in this"
@@ -357,7 +305,8 @@ def _from(
 
 
 def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:
-    image, torch = str(manifest.trainer.get("image")), _torch()
+    trainer = manifest.trainer
+    image, torch = str(trainer["image"].value), _torch()
     if image.rpartition("/")[2] == stock.IMAGE.rpartition("/")[2] and torch != stock.TORCH:
         yield (
             f"torch is {torch} here and {stock.TORCH} in {image}: what runs here may fail there, or"
@@ -365,11 +314,10 @@ def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:
         )
     if left_out := manifest.left_out():
         yield f"without a meaning here: {', '.join(left_out)}"
-    sources = manifest.trainer.get("envFrom") or []
-    if any(_env_source(manifest, source) is None for source in sources):
+    if any(_env_source(manifest, source) is None for source in trainer["envFrom"].items()):
         yield "envFrom: what is not in the file is known to a cluster only; export it in this shell"
-    mounts = (str(m.get("mountPath")) for m in manifest.trainer.get("volumeMounts") or [])
-    bare = [one for one in mounts if one.rstrip("/") not in folders and not Path(one).exists()]
+    at = (mount["mountPath"].text() for mount in trainer["volumeMounts"].items())
+    bare = [one for one in at if one.rstrip("/") not in folders and not Path(one).exists()]
     if bare:
         yield f"nothing is mounted at {', '.join(bare)}: --map {bare[0]}=DIR gives it a folder"
 
@@ -382,9 +330,7 @@ def _torch() -> str:
 
 
 def _cure(path: str) -> str:
-    top = "/".join(path.split("/")[:2]) if path.startswith("/") else ""
-    return (
-        f"--map {top}=DIR names the folder that is {top} in the image"
-        if top
-        else ("it may be in the image only: give it here, or change to its folder")
-    )
+    if not path.startswith("/"):
+        return "it may be in the image only: give it here, or change to its folder"
+    top = "/".join(path.split("/")[:2])
+    return f"--map {top}=DIR names the folder that is {top} in the image"

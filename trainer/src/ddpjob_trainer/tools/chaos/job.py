@@ -6,10 +6,9 @@ kubelet does when it removes a pod. The gang dies with the driver.
 
 from __future__ import annotations
 
+import math
 import os
-import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,42 +57,25 @@ class Job:
 
     def running(self) -> bool:
         """Return whether the launcher runs; once it has ended, end its descendants."""
-        if self.exit_code is not None:
-            return False
         for pid, status in children.reap():
-            if pid == self.pid:
-                self.exit_code = status if status >= 0 else 128 - status
-        if self.exit_code is None:
-            return True
-        self.end()
-        return False
+            self._reaped(pid, status)
+        if self.exit_code is not None:
+            self.end()
+        return self.exit_code is None
 
     def end(self) -> None:
         """Kill and reap the launcher and its descendants."""
-        while left := children.children():
-            for pid in left:
-                children.send(pid, signal.SIGKILL)
-            for pid, _ in children.reap():
-                if pid == self.pid and self.exit_code is None:
-                    self.exit_code = contract.ExitCode.SIGKILL
-            time.sleep(0.001)
+        children.end_all(self._reaped, math.inf, ())
 
-    def warnings(self) -> list[str]:
-        """Return the library's warnings, each once."""
-        found = (
-            line[at:] for line in self._printed() if (at := line.find("ddpjob: warning:")) >= 0
-        )
-        return list(dict.fromkeys(found))
+    def _reaped(self, pid: int, status: int) -> None:
+        if pid == self.pid:
+            self.exit_code = status if status >= 0 else 128 - status
 
     def tail(self, lines: int = 25) -> str:
         """Return the last lines of the gang's output."""
-        return "\n".join(self._printed()[-lines:])
-
-    def _printed(self) -> list[str]:
-        try:
-            return self._log.read_text(errors="replace").splitlines()
-        except OSError:
-            return []
+        if not self._log.exists():
+            return ""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def environment_of_job(

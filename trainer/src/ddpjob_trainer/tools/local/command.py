@@ -1,4 +1,4 @@
-"""The command line of `ddpjob-trainer local`."""
+"""Parse and run the command `ddpjob-trainer local`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_trainer.arguments import check_notebook
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.local import job as local_job
-from ddpjob_trainer.local import manifest as manifests
-from ddpjob_trainer.local.attempts import Attempts
-from ddpjob_trainer.scripts import check_notebook
+from ddpjob_trainer.tools.local import job as local_job
+from ddpjob_trainer.tools.local import manifest as manifests
+from ddpjob_trainer.tools.local.attempts import Attempts
 
 _DESCRIPTION = """\
 Run the DDPJob of a manifest on this machine, without a cluster: a launcher for each replica, with

@@ -1,7 +1,7 @@
 """Write the DDPJob manifest for a script: `ddpjob-trainer init`, ready for `kubectl apply`.
 
 Files of this machine travel in a ConfigMap, so that the stock image runs a script that is in no
-image. Writes text without a connection; checks names and sizes by the API server's rules, earlier.
+image. Writes text without a connection; what the API server refuses by itself is left to it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import base64
 import hashlib
 import io
+import json
 import os
 import re
 import sys
@@ -18,10 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ddpjob_contract as contract
-from ddpjob_trainer import scripts
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.stock import IMAGE
+from ddpjob_trainer.tools import travels
+from ddpjob_trainer.tools.stock import IMAGE
 
 #: The ConfigMap's path in the pods; its files are read-only there.
 FILES = "/workspace/.files"
@@ -36,11 +37,8 @@ _NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: Without a unit it would be bytes, which is never meant.
 _QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
-#: As in the CRD.
-_BOUNDS = (
-    ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
-)  # fmt: skip
-_CLAIM_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+#: No number, in whichever version of YAML: kubectl reads 1e3 as one, PyYAML does not.
+_PLAIN = re.compile(r"/?[a-zA-Z][-a-zA-Z0-9./]+")
 
 _DESCRIPTION = """\
 Print the manifest of a DDPJob that runs SCRIPT. A script that is on this machine travels in a
@@ -60,6 +58,10 @@ examples:
   ddpjob-trainer init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
 
 The claim of --snapshots must exist and offer ReadWriteMany; --claim 10Gi makes it, too.
+"""
+
+_HEAD = """\
+# Written by ddpjob-trainer init; `kubectl explain ddpjob.spec` describes every field.
 """
 
 
@@ -114,12 +116,13 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         name = _checked(options)
         files = _files(options)
         _check_output(options, files)
-        print("---\n".join(_parts(options, name, files, arguments)), end="")
+        objects = _objects(options, name, files, arguments)
+        print(_HEAD + "---\n".join(map(_dumped, objects)), end="")
         root = Path() if options.module else Path(next(iter(files), "")).parent
-        for one in scripts.forgotten(files, root):
+        for one in travels.forgotten(files, root):
             note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
-        for one in scripts.linked_folders(options.files):
+        for one in travels.linked_folders(options.files):
             note = f"{one}: a linked folder, does not travel: name it too, if the script reads it"
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
@@ -133,19 +136,8 @@ def _checked(args: argparse.Namespace) -> str:
     stem = args.script if args.module else Path(args.script).stem
     derived = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = job_name("--name", args.name or derived, most=53)
-    if args.snapshots and not _CLAIM_NAME.fullmatch(args.snapshots):
-        raise ConfigError(f"--snapshots {args.snapshots!r}: not a name of a claim")
     if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
         raise ConfigError(f"--claim {args.claim!r}: must be a size, such as 10Gi")
-    if not args.image.strip():
-        raise ConfigError("--image: must name an image, such as REGISTRY/mine:1")
-    for option, least, most in _BOUNDS:
-        value = getattr(args, option)
-        if value is not None and not least <= value <= most:
-            shown = f"--{option.replace('_', '-')} {value}"
-            raise ConfigError(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
-    if args.gpus and (args.nproc or 0) > args.gpus:
-        raise ConfigError(f"--nproc {args.nproc}: each process needs a GPU: --gpus {args.nproc}")
     if args.script.startswith(f"{CLAIM}/{name}/"):
         raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
     return name
@@ -162,7 +154,7 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     if args.module and not path.is_dir():
         path = path.with_suffix(".py")
     if not args.module:
-        scripts.check_script(path)
+        travels.check_script(path)
     here = path.exists() if args.module else path.is_file()
     in_pods = args.module or args.script.startswith("/")
     if not here and not _on_claim(args) and (args.image == IMAGE or not in_pods):
@@ -170,7 +162,7 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
         raise ConfigError(f"{path}: no such file here: {cure} name the --image that it is in")
     if not here and args.files:
         raise ConfigError(f"{args.files[0]}: files travel with a script of this machine only")
-    return scripts.placed([path, *args.files]) if here else {}
+    return travels.placed([path, *args.files]) if here else {}
 
 
 def _on_claim(args: argparse.Namespace) -> bool:
@@ -201,37 +193,78 @@ def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
             raise ConfigError(f"{shown}: {inner} travels to there: name another folder")
 
 
-def _parts(
+def _objects(
     args: argparse.Namespace, name: str, files: Mapping[str, Path], arguments: Sequence[str]
-) -> Iterator[str]:
+) -> Iterator[dict[str, Any]]:
     claim = args.snapshots or f"{name}-snapshots"
-    if args.claim:
-        yield _CLAIM.format(claim=claim, size=_quoted(args.claim))
-    keys, digest = _keys(files), ""
+    nproc = "auto" if args.gpus else 1
+    if args.claim:  # all pods write their snapshots there
+        yield _object("v1", "PersistentVolumeClaim", claim, spec={
+            "accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": args.claim}},
+        })  # fmt: skip
+    template: dict[str, Any] = {}
+    keys = _keys(files)
     if files:
-        files_map = _config_map(name, files, keys)
-        yield files_map
-        digest = _DIGEST.format(sha256=hashlib.sha256(files_map.encode()).hexdigest()[:16])
+        config_map = _config_map(name, files, keys)
+        yield config_map
+        # Files that were edited change the template, of which the API server knows when it may.
+        digest = hashlib.sha256(json.dumps(config_map).encode()).hexdigest()[:16]
+        template["metadata"] = {"annotations": {"files-sha256": digest}}
+    template["spec"] = _pod(args, name, files, keys, arguments)
+    yield _object("ddpjob.dev/v1alpha1", "DDPJob", name, spec={
+        "replicas": args.replicas,
+        "nprocPerNode": nproc if args.nproc is None else args.nproc,
+        "snapshot": {
+            "path": CLAIM,
+            "volume": {"persistentVolumeClaim": {"claimName": claim}},
+            "everySteps": args.every_steps,
+        },
+        "template": template,
+    })  # fmt: skip
+
+
+def _object(api_version: str, kind: str, name: str, **more: Any) -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, **more}
+
+
+def _pod(
+    args: argparse.Namespace,
+    name: str,
+    files: Mapping[str, Path],
+    keys: Mapping[str, str],
+    arguments: Sequence[str],
+) -> dict[str, Any]:
     words = ["ddpjob-trainer", "run", *(("--files", FILES, "--anew") if files else ())]
     words += ["--output", args.output] if args.output else []
     words += [*_program(args, files), *arguments]
-    directory = _directory(args, files)
-    yield _JOB.format(
-        name=name,
-        digest=digest,
-        replicas=args.replicas,
-        nproc=args.nproc or ("auto" if args.gpus else 1),
-        claim=claim,
-        at_claim=CLAIM,
-        every=args.every_steps,
-        image=_quoted(args.image),
+    trainer: dict[str, Any] = {
+        "name": "trainer",
+        "image": args.image,
         # Kubernetes would expand variables: $$ is a literal $.
-        command=", ".join(_quoted(word.replace("$", "$$")) for word in words),
-        directory=_DIRECTORY.format(directory=_quoted(directory)) if directory else "",
-        limits=_LIMITS.format(gpus=args.gpus) if args.gpus else "",
-        mount=_MOUNT if files else "",
-        volume=_volume(args, name, keys, files) if files else "",
-    )
+        "command": [word.replace("$", "$$") for word in words],
+    }
+    if directory := _directory(args, files):
+        trainer["workingDir"] = directory
+    trainer["securityContext"] = {
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
+    }  # fmt: skip
+    trainer["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
+    if args.gpus:
+        trainer["resources"]["limits"] = {"nvidia.com/gpu": args.gpus}
+    user = {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+    pod: dict[str, Any] = {
+        "securityContext": {
+            "runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [trainer],
+    }  # fmt: skip
+    if files:
+        trainer["volumeMounts"] = [
+            {"name": "work", "mountPath": FOLDER}, {"name": "files", "mountPath": FILES},
+        ]  # fmt: skip
+        # What is written in the first ends with the pod.
+        pod["volumes"] = [{"name": "work", "emptyDir": {}}, _volume(args, name, keys, files)]
+    return pod
 
 
 def _program(args: argparse.Namespace, files: Mapping[str, Path]) -> Sequence[str]:
@@ -265,18 +298,17 @@ def _keys(files: Mapping[str, Path]) -> dict[str, str]:
 
 def _volume(
     args: argparse.Namespace, name: str, keys: Mapping[str, str], files: Mapping[str, Path]
-) -> str:
-    text = _VOLUME.format(name=name)
+) -> dict[str, Any]:
+    source: dict[str, Any] = {"name": f"{name}-files"}
     program = not args.module and not args.script.endswith(".py")
     if program or any(os.access(path, os.X_OK) for path in files.values()):
-        text += _EXECUTABLE
+        source["defaultMode"] = 0o755
     if any(key != path for key, path in keys.items()):
-        places = (_ITEM.format(key=key, path=_quoted(path)) for key, path in keys.items())
-        text += _ITEMS + "".join(places)
-    return text
+        source["items"] = [{"key": key, "path": path} for key, path in keys.items()]
+    return {"name": "files", "configMap": source}
 
 
-def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -> str:
+def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -> dict[str, Any]:
     sizes = {path: _size(path) for path in files.values()}
     if sum(sizes.values()) > MOST_BYTES:
         raise ConfigError(
@@ -284,16 +316,17 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
             f": a ConfigMap holds {MOST_BYTES}; lay them on a claim or build an image, see"
             " docs/start/your-script.md"
         )
-    text = binary = ""
+    text: dict[str, str] = {}
+    binary: dict[str, str] = {}
     for key, inner in keys.items():
         content = files[inner].read_bytes()
-        # Keys are quoted, as `null`, `yes` and `1.0` are no strings for YAML.
         try:
-            text += f'  "{key}": {_scalar(content.decode())}\n'
+            text[key] = content.decode()
         except UnicodeDecodeError:
-            binary += f'  "{key}": "{base64.b64encode(content).decode()}"\n'
-    found = _CONFIG_MAP.format(name=name) + (f"data:\n{text}" if text else "")
-    return found + (f"binaryData:\n{binary}" if binary else "")
+            binary[key] = base64.b64encode(content).decode()
+    held = {"data": text, "binaryData": binary}
+    full = {field: found for field, found in held.items() if found}
+    return _object("v1", "ConfigMap", f"{name}-files", **full)
 
 
 def _size(path: Path) -> int:
@@ -307,108 +340,18 @@ def _size(path: Path) -> int:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def _scalar(text: str) -> str:
-    """Format a string as YAML: a block like the file, where YAML allows it."""
-    readable = all(c in "\t\n" or c.isprintable() for c in text)
-    first, *_ = text.split("\n")
-    if not readable or not first.strip() or first[0] in " \t" or text.endswith("\n\n"):
-        return _quoted(text)
-    lines = text.removesuffix("\n").split("\n")
-    body = "\n".join(f"    {line}" if line else "" for line in lines)
-    return ("|\n" if text.endswith("\n") else "|-\n") + body
+def _dumped(body: Mapping[str, Any]) -> str:
+    """Format an object as YAML, with a script as it is in its file."""
+    import yaml  # here: `run` starts without it
 
+    class Dumper(yaml.SafeDumper):
+        """Writes lines as a block where YAML allows it; quotes what it may read as no string."""
 
-def _quoted(text: str) -> str:
-    plain = (c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
-    return f'"{"".join(plain)}"'
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        block = "\n" in value and not value.startswith((" ", "\t", "\n"))
+        style = "|" if block else None if _PLAIN.fullmatch(value) else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
-
-_CLAIM = """\
-# All pods write their snapshots here: the class must offer ReadWriteMany.
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata:
-  name: "{claim}"
-spec:
-  accessModes: [ReadWriteMany]
-  resources:
-    requests:
-      storage: {size}
-"""
-_CONFIG_MAP = """\
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  name: "{name}-files"
-"""
-_JOB = """\
-# Written by ddpjob-trainer init; `kubectl explain ddpjob.spec` describes every field.
-apiVersion: ddpjob.dev/v1alpha1
-kind: DDPJob
-metadata:
-  name: "{name}"
-spec:
-  replicas: {replicas}
-  nprocPerNode: {nproc}
-  snapshot:
-    path: {at_claim}
-    volume:
-      persistentVolumeClaim:
-        claimName: "{claim}"
-    everySteps: {every}
-  template:
-{digest}    spec:
-      securityContext:
-        runAsNonRoot: true
-        runAsUser: 1000
-        runAsGroup: 1000
-        fsGroup: 1000
-        seccompProfile:
-          type: RuntimeDefault
-      containers:
-        - name: trainer
-          image: {image}
-          command: [{command}]
-{directory}          securityContext:
-            allowPrivilegeEscalation: false
-            capabilities:
-              drop: [ALL]
-          resources:
-            requests:
-              cpu: "1"
-              memory: 2Gi
-{limits}{mount}{volume}"""
-# Files that were edited change the template, of which the API server knows when it may.
-_DIGEST = '    metadata: {{annotations: {{files-sha256: "{sha256}"}}}}\n'
-_LIMITS = """\
-            limits:
-              nvidia.com/gpu: {gpus}
-"""
-_DIRECTORY = """\
-          workingDir: {directory}
-"""
-_MOUNT = f"""\
-          volumeMounts:
-            - name: work
-              mountPath: {FOLDER}
-            - name: files
-              mountPath: {FILES}
-"""
-_VOLUME = """\
-      volumes:
-        - name: work  # what is written there ends with the pod
-          emptyDir: {{}}
-        - name: files
-          configMap:
-            name: "{name}-files"
-"""
-_EXECUTABLE = """\
-            defaultMode: 0755
-"""
-_ITEMS = """\
-            items:
-"""
-_ITEM = """\
-              - key: "{key}"
-                path: {path}
-"""
+    Dumper.add_representer(str, text)
+    found: str = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return found

@@ -1,5 +1,5 @@
 """`ddpjob-trainer gpu-check`: does what this package promises hold on this machine's GPUs?
 
-command -> checks -> launches, which start probe (torch alone) and workload (this library) as
+command -> checks -> launches, which start probe (torch alone), workload (this library) and chaos as
 processes of their own: no check is in the way of another, and the command itself imports no torch.
 """

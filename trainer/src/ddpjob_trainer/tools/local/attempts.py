@@ -1,7 +1,7 @@
-"""Starts all replicas, again and again where the manifest allows it, and leaves no process behind.
+"""Start all replicas, again where the manifest allows it, and leave no process behind.
 
-A launcher per replica, as pods have: rounds run among them over the hub, and a replica that dies
-is what it is in a cluster. They die with this process, whatever kills it.
+command.py calls run(). Each replica has a launcher, as pods have: rounds run among them over the
+hub, and a replica that dies is what it is in a cluster. They die with this process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
-from ddpjob_trainer.local import restarts
-from ddpjob_trainer.local.job import Job
 from ddpjob_trainer.snapshot.ondisk import manifest as snapshot
+from ddpjob_trainer.tools.local import restarts
+from ddpjob_trainer.tools.local.job import Job
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.05
@@ -82,7 +82,7 @@ class Attempts:
                 return 128 + self._signals[0]
 
     def _attempt(self, number: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Exit codes by replica, in order: of their own accord; after they were told to end."""
+        """Run once; return exit codes by replica, in order: by themselves, and after our signal."""
         running = self._start(number)
         codes: dict[int, int] = {}
         stopped: dict[int, int] = {}
@@ -115,7 +115,7 @@ class Attempts:
         return codes, stopped
 
     def _start(self, number: int) -> dict[int, int]:
-        """Pid -> replica."""
+        """Start a launcher per replica; return pid -> replica."""
         job = self._job
         ports = sockets.free_ports(job.ports())
         where = f"http://127.0.0.1:{ports[2]}/state?uid={job.uid}"
@@ -142,7 +142,7 @@ class Attempts:
         return max((snapshot.step_of(path.name) or 0 for path in found), default=-1)
 
     def _tell_lost(self) -> None:
-        """Say what is gone, as it would be with the pods."""
+        """List what is gone, as it would be with the pods."""
         if lost := self._job.work.lost() if self._job.work else []:
             more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
             self._say(

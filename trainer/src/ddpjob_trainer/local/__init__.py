@@ -1,5 +1,0 @@
-"""`ddpjob-trainer local`: a DDPJob manifest on one machine, without a cluster.
-
-command -> manifest (what the manifest says) -> job (what is started here) -> attempts (processes,
-and the restarts that the operator would make, as restarts decides).
-"""

@@ -1,0 +1,5 @@
+"""`ddpjob-trainer local`: a DDPJob manifest on one machine, without a cluster.
+
+command -> manifest (what is written) -> job and mounts (what is started here) -> attempts
+(processes, and the restarts that the operator would make, as restarts decides).
+"""
