@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot.reader import read_snapshot
-from ddpjob_trainer.training.teardown import Teardown
+from ddpjob_trainer.training.leaving.teardown import Teardown
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))

@@ -29,7 +29,7 @@ from ddpjob_trainer.snapshot import load, manager, staging
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.state.codec import unflatten
 from ddpjob_trainer.telemetry import progress
-from ddpjob_trainer.training import shutdown
+from ddpjob_trainer.training.leaving import shutdown
 from support.patience import PATIENCE
 from support.snapshots import await_snapshot
 

@@ -25,8 +25,8 @@ from ddpjob_trainer.chaos.records import Records, open_gate
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training import recorder as recording
-from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.replay import recorder as recording
+from ddpjob_trainer.training.replay.recorder import Recorder
 
 
 def planned(

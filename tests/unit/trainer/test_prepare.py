@@ -16,7 +16,7 @@ from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import check_parameters, match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.training.prepare import (
+from ddpjob_trainer.training.models.prepare import (
     PreparedModels,
     _has_sparse_gradients,
     _name,

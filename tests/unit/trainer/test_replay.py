@@ -12,9 +12,8 @@ import torch
 
 from ddpjob_trainer.launcher.termination import Known
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
-from ddpjob_trainer.training import replay
-from ddpjob_trainer.training.replay import Replay
-from ddpjob_trainer.training.replay_records import (
+from ddpjob_trainer.training.replay import replay
+from ddpjob_trainer.training.replay.records import (
     BYTES,
     CAPACITY,
     KEY_BYTES,
@@ -26,7 +25,8 @@ from ddpjob_trainer.training.replay_records import (
     encode,
     record_path,
 )
-from ddpjob_trainer.training.replay_samples import Digest, of_generators
+from ddpjob_trainer.training.replay.replay import Replay
+from ddpjob_trainer.training.replay.samples import Digest, of_generators
 
 KEY = b"k" * KEY_BYTES
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from ddpjob_trainer.comm import world as world_module
-from ddpjob_trainer.training import teardown as of_run
-from ddpjob_trainer.training.teardown import Teardown
+from ddpjob_trainer.training.leaving import teardown as of_run
+from ddpjob_trainer.training.leaving.teardown import Teardown
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import check_scheduler
 from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
-from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
+from ddpjob_trainer.training.models.incompatible import REFUSALS, Facts, refuse
 
 
 def options(**changes: Any) -> Options:

@@ -2,7 +2,7 @@
 
 Loop calls it. It compares parameters, optimizers and schedulers by identity: what a loss leads to,
 who steps, who counts; Touched compares gradients. What only a restart would lose is found by the
-check of each restart (replay.py). Nothing of torch's is patched: its hook for optimizers and the
+check of each restart (replay/). Nothing of torch's is patched: its hook for optimizers and the
 loss's own graph tell.
 """
 

@@ -27,7 +27,7 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step_exchange import DeferredResults
 

@@ -23,7 +23,7 @@ from ddpjob_trainer.state import rng
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.keeping import Keeping
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import LEFT_OUT, Step
 from ddpjob_trainer.training.step_exchange import DeferredResults, LoggedMeans, StepExchange

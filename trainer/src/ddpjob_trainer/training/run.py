@@ -32,12 +32,12 @@ from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.evaluation import Metric, Metrics
 from ddpjob_trainer.training.keeping import Best, is_better
+from ddpjob_trainer.training.leaving.teardown import Teardown
 from ddpjob_trainer.training.loop import Loop
-from ddpjob_trainer.training.prepare import PreparedModels, named, shaped_like
+from ddpjob_trainer.training.models.prepare import PreparedModels, named, shaped_like
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
 from ddpjob_trainer.training.step_exchange import means
-from ddpjob_trainer.training.teardown import Teardown
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 Optimizers = TypeVar(

@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 
 #: What must be equal on all ranks, lest they wait for different things.
 OF_ALL = (

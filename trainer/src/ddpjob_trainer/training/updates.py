@@ -20,7 +20,7 @@ from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.guard import Guard, Touched
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step, check_loss
 from ddpjob_trainer.training.step_exchange import StepExchange

@@ -15,7 +15,7 @@ from typing import Final
 
 from ddpjob_trainer.environment import DrillSettings, Identity
 from ddpjob_trainer.snapshot.manager import Snapshots
-from ddpjob_trainer.training.replay import Replay
+from ddpjob_trainer.training.replay.replay import Replay
 
 #: Auto leaves the drill out where the start took longer, for the next one would as well.
 SLOW_SECONDS: Final = 60.0

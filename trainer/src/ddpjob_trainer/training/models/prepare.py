@@ -31,7 +31,7 @@ from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
-from ddpjob_trainer.training import incompatible
+from ddpjob_trainer.training.models import incompatible
 
 T = TypeVar("T")
 

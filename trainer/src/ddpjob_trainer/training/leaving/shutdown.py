@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, Pee
 from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training import refusal
+from ddpjob_trainer.training.leaving import refusal
 
 #: Between the end of the loop and that of a process that was told to stop in its last step.
 _MOMENT_SECONDS = 1.0

@@ -1,6 +1,6 @@
 """One rank's record of its steps, in a file that outlives the process, and what differs from it.
 
-training/replay.py writes an entry per step into a mapped file of the launcher's directory. The next
+replay.py writes an entry per step into a mapped file of the launcher's directory. The next
 process of the same rank finds there what the killed one computed. Pure: it never imports torch.
 """
 

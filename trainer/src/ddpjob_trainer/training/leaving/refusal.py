@@ -19,7 +19,7 @@ from ddpjob_trainer.environment import TRACEBACK, state_directory, wants_traceba
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.telemetry.console import say
 
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # calls our hooks
 #: A child process says so, and its rank, which then meets something else, ends by it.
 UNGUARDED = (

@@ -1,6 +1,6 @@
 """The check of each restart: the steps after the snapshot, done again, must be the same.
 
-Each rank records what its steps computed, in a file that outlives it (replay_records.py). After a
+Each rank records what its steps computed, in a file that outlives it (records.py). After a
 restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
 each step how far they are, and draw the conclusion together: Loop calls conclude(). A planned
 restart (drill.py) is one like any other here.
@@ -24,8 +24,8 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gpu.accelerator import Reading
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.training.replay_records import KEY_BYTES, Comparison, Entry, Records
-from ddpjob_trainer.training.replay_samples import Digest, of_generators
+from ddpjob_trainer.training.replay.records import KEY_BYTES, Comparison, Entry, Records
+from ddpjob_trainer.training.replay.samples import Digest, of_generators
 from ddpjob_trainer.training.step import Step
 
 _CAUSES: Final[dict[Differs, str]] = {

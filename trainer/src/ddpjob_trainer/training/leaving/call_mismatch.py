@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.world import World, other_call
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.training.shutdown import Shutdown, named
+from ddpjob_trainer.training.leaving.shutdown import Shutdown, named
 from ddpjob_trainer.training.step import Step
 
 _KEY = "left the loop"  # where the first one did
