@@ -659,27 +659,21 @@ def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-unt
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ({0: "ab", 1: "ab", 2: "a"}, "was given 'a' on rank 2 and 'a', 'b' on rank 0"),
-        ({0: "", 1: "c", 2: ""}, "was given 'c' on rank 1 and nothing on rank 0"),
-        ({0: "a", 1: "", 2: ""}, "was given nothing on rank 1 and 'a' on rank 0"),
-    ],
-)
-def test_logged_means_of_other_names_are_refused(gang, names, words):  # type: ignore[no-untyped-def]
+def test_logged_means_of_other_names_are_refused(gang):  # type: ignore[no-untyped-def]
     def logs(rank: int) -> None:
         run = ddp.start(total_steps=3, global_batch=6)
         wrapped = prepared(run)
         for step in run.steps(DATA):
-            if names[rank] and step.index == 1:
-                run.log(dict.fromkeys(names[rank], 1.0), reduce="mean")
+            if rank == 1 and step.index == 1:
+                run.log({"b": 1.0, "a": 1.0}, reduce="mean")
             for (x,) in step.batches:
                 step.backward(wrapped(x).sum())
             step.commit()
 
     assert gang.run(logs) == dict.fromkeys(range(3), 64)
-    assert f"ConfigError: step 1: run.log(reduce='mean') {words}" in gang.log(0)
+    words = "ConfigError: step 1: run.log(reduce='mean') was given"
+    assert f"{words} nothing here, and other names on another rank" in gang.log(0)
+    assert f"{words} 'a', 'b' here, and other names on another rank" in gang.log(1)
 
 
 def test_when_means_cannot_be_logged(gang):  # type: ignore[no-untyped-def]

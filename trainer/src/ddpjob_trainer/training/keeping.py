@@ -7,11 +7,9 @@ best so far, for run.keep_best(), is kept with it; a fresh run may begin with a 
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +32,8 @@ from ddpjob_trainer.training.step_exchange import DeferredResults
 MODES = ("min", "max")
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """``mode``: whether the least or the greatest value is the best."""
-
-    value: float
-    step: int
-    mode: str
+#: What was best so far, and its mode: a list, as a snapshot's JSON has it.
+Best = list[Any]
 
 
 class Keeping:
@@ -97,7 +90,7 @@ class Keeping:
             self._order.epochs.expect(stored.get("orders", {}))
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
-        self.best = unpacked(stored.get("best", {}))
+        self.best = dict(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
         self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
@@ -165,7 +158,7 @@ class Keeping:
 
     def _save(self, done: int, *, last: bool, finished: bool) -> None:
         self._config |= {
-            "best": packed(self.best),
+            "best": self.best,
             "modes": self._trained.modes.changed(),
             "orders": orders_since(self._order, done),
             "finished": self._options.total_steps if finished else 0,
@@ -187,32 +180,13 @@ def is_better(value: float, mode: str, before: Best | None) -> bool:
     """
     if mode not in MODES:
         raise ConfigError(f"keep_best(mode={mode!r}) must be one of {', '.join(MODES)}")
-    if before is not None and before.mode != mode:
+    best, its_mode = before or (math.inf if mode == "min" else -math.inf, mode)
+    if mode != its_mode:
         raise ConfigError(
-            f"keep_best(mode={mode!r}): for this file it was {before.mode!r} before; give another"
+            f"keep_best(mode={mode!r}): for this file it was {its_mode!r} before; give another"
             " file, or the same mode"
         )
-    if not math.isfinite(value):
-        return False
-    if before is None:
-        return True
-    return value < before.value if mode == "min" else value > before.value
-
-
-def packed(best: Mapping[str, Best]) -> dict[str, list[Any]]:
-    """By file, for a snapshot's JSON."""
-    return {path: [one.value, one.step, one.mode] for path, one in best.items()}
-
-
-def unpacked(stored: Any) -> dict[str, Best]:
-    """Return what packed() was given; nothing, if it is of another form."""
-    try:
-        return {
-            str(path): Best(float(value), int(step), str(mode))
-            for path, (value, step, mode) in stored.items()
-        }
-    except (AttributeError, TypeError, ValueError):
-        return {}
+    return math.isfinite(value) and (value < best if mode == "min" else value > best)
 
 
 # --- start(resume=FILE) ---
@@ -232,21 +206,8 @@ def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
     problem = world.broadcast_bytes(problem.encode()).decode()
     if problem:
         raise ConfigError(problem)
-    state = module.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    for value in tensors.values():
-        world.broadcast_tensor(value)
-    if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
-        extra = {name: value for name, value in state.items() if name not in tensors}
-        module.load_state_dict({**tensors, **_of_rank_0(extra, world)})
+    for value in module.state_dict().values():
+        if isinstance(value, torch.Tensor):  # get_extra_state() may be anything
+            world.broadcast_tensor(value)
     if world.rank == 0:
         say(0, f"beginning with the weights of {path}")
-
-
-def _of_rank_0(extra: dict[str, object], world: World) -> dict[str, object]:
-    buffer = io.BytesIO()
-    if world.rank == 0:
-        torch.save(extra, buffer)
-    received = world.broadcast_bytes(buffer.getvalue())
-    found: dict[str, object] = torch.load(io.BytesIO(received), weights_only=True)
-    return found

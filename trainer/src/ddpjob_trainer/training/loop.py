@@ -178,7 +178,7 @@ class Loop:
             process.progress.at("forward")
             forwards = self._trained.forwards
             assert self._step is not None
-            self._step.handed += 1
+            self._step.received += 1
             yield batch
             if self._options.level == "elastic" and self._trained.forwards == forwards:
                 self._step.check_forward()

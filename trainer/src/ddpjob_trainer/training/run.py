@@ -31,7 +31,7 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.evaluation import Metric, Metrics
-from ddpjob_trainer.training.keeping import Best, is_better
+from ddpjob_trainer.training.keeping import is_better
 from ddpjob_trainer.training.leaving.teardown import Teardown
 from ddpjob_trainer.training.loop import Loop
 from ddpjob_trainer.training.models.prepare import PreparedModels, named, shaped_like
@@ -356,7 +356,7 @@ class Run:
         self._process.recorder.told(self._step_to_log(), "keep_best()", number)
         if better:
             self.save(path, ema=ema, model=model)
-            self._loop.kept.best[name] = Best(number, self._step_to_log(), mode)
+            self._loop.kept.best[name] = [number, mode]
         return better
 
     def alive(self) -> None:

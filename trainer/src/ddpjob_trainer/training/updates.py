@@ -74,7 +74,7 @@ class Updates:
                 " prepare() was given"
             )
         self.guard.before_backward(loss)
-        self._touched.before_backward(number, first=not step.covered)
+        self._touched.before_backward(number, first=not step.consumed)
         step.add(number, loss.detach(), weight)
         progress.at("backward")
         counts = step.parts[number].samples and weight != 0

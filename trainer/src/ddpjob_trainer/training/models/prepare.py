@@ -220,12 +220,6 @@ class PreparedModels:
         for name, module in models.items():
             self._check_model(name, module)
         for name, optimizer in optimizers.items():
-            if zero.has_views(optimizer) and _would_move(models, self._world.device):
-                raise ConfigError(
-                    "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) was made before the"
-                    " model was on the GPU, whose parameters it holds views of: call"
-                    " model.to(run.device) first"
-                )
             if not zero.spans(optimizer, self._world.size):
                 raise ConfigError(
                     "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
@@ -248,12 +242,7 @@ class PreparedModels:
                     self._options,
                     model,
                     self._world.device.type,
-                    compiled=bool(model.compile) or any(map(is_compiled, models.values())),
                     has_sync_batchnorm=any(map(_has_sync_batchnorm, models.values())),
-                    # Of these models only: each prepare() clips what it trains.
-                    has_sparse_gradients=model is options
-                    and any(map(_has_sparse_gradients, models.values())),
-                    overlapped_zero=any(map(zero.is_overlapped, optimizers.values())),
                     several_models=len(known) > 1,
                 )
             )
@@ -320,18 +309,9 @@ def place(module: torch.nn.Module, device: torch.device) -> None:
 
     One that lies on several devices would be folded into one.
     """
-    if _lies_on_cpu(module):
+    devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    if devices <= {"cpu"}:
         module.to(device)
-
-
-def _lies_on_cpu(module: torch.nn.Module) -> bool:
-    tensors = [*module.parameters(), *module.buffers()]
-    devices = {tensor.device for tensor in tensors}
-    return len(devices) <= 1 and all(found.type == "cpu" for found in devices)
-
-
-def _would_move(models: Mapping[str, torch.nn.Module], device: torch.device) -> bool:
-    return device.type != "cpu" and any(map(_lies_on_cpu, models.values()))
 
 
 def place_state(optimizer: torch.optim.Optimizer) -> None:
@@ -370,23 +350,7 @@ def _has_sync_batchnorm(module: torch.nn.Module) -> bool:
     return any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
 
 
-def _has_sparse_gradients(module: torch.nn.Module) -> bool:
-    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
-    return any(
-        isinstance(part, kinds) and part.sparse and part.weight.requires_grad
-        for part in module.modules()
-    )
-
-
 # --- torch.compile, by the script or by prepare(compile=...) ---
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether torch.compile() or Module.compile() has been called on it or a part of it."""
-    return any(
-        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
-        for part in module.modules()
-    )
 
 
 def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
