@@ -20,22 +20,18 @@ def guarded(case: str):  # type: ignore[no-untyped-def]
         run = ddp.start(total_steps=4, global_batch=6)
         model = nn.Linear(4, 2)
         wrapped, first = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=0.9)
-        other: nn.Module = nn.Linear(4, 4)
-        if case in ("frozen", "registered teacher"):
+        other: nn.Module = nn.Linear(4, 4)  # as a perceptual loss has one: nobody steps it
+        if "teacher" in case:
             other = copy.deepcopy(other).requires_grad_(False)
-        if "registered" in case:
             run.register("other", other)
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))  # a constant buffer
         second = torch.optim.SGD(model.parameters(), lr=0.1)
         if case == "per rank":
             run.register("second", second, per_rank=True)
         by_hand = {"by itself": first, "per rank": second, "late optimizer": second}
-        used = case not in (*by_hand, "evaluation")
         for step in run.steps(DATA):
             for x, y in step.batches:
-                with torch.set_grad_enabled(case != "registered, no gradients"):
-                    seen = other(x) if used else x
-                step.backward(loss(wrapped(seen), y))
+                step.backward(loss(wrapped(other(x)), y))
             if case in by_hand and (step.index == 3 or "late" not in case):
                 by_hand[case].step()
             step.commit()
@@ -49,29 +45,28 @@ def guarded(case: str):  # type: ignore[no-untyped-def]
     return program
 
 
-UNKNOWN = "of shape [4, 4] gets gradients from the loss, but prepare() does not know its module"
-NO_MEAN = "SGD.step() is called in the loop, on gradients that are not averaged"
-
-
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "words", "cure"),
     [
-        ("module", UNKNOWN),
-        ("registered", UNKNOWN),
-        ("late optimizer", "SGD is used in the loop, but prepare() does not know it"),
-        ("by itself", NO_MEAN),
+        (
+            "late optimizer",
+            "SGD is used in the loop, but prepare() does not know it",
+            "run.prepare([model, other], [optimi",
+        ),
+        (
+            "by itself",
+            "SGD.step() is called in the loop, on gradients that are not averaged",
+            "step.commit() alone",
+        ),
     ],
 )
-def test_what_nobody_would_average_is_an_error(gang, case, words):  # type: ignore[no-untyped-def]
+def test_what_nobody_would_average_is_an_error(gang, case, words, cure):  # type: ignore[no-untyped-def]
     assert gang.run(guarded(case), world=1) == {0: 64}
     assert words in gang.log(0)
-    cure = "step.commit() alone" if case == "by itself" else "run.prepare([model, other], [optimi"
     assert cure in gang.log(0)
 
 
-@pytest.mark.parametrize(
-    "case", ["frozen", "registered teacher", "registered, no gradients", "per rank", "evaluation"]
-)
+@pytest.mark.parametrize("case", ["never trained", "registered teacher", "per rank"])
 def test_what_is_kept_or_constant_is_none(gang, case):  # type: ignore[no-untyped-def]
     assert gang.run(guarded(case), world=1) == {0: 0}, gang.log(0)
 

@@ -15,7 +15,6 @@ from ddpjob_trainer import trace
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.order import Indices
-from ddpjob_trainer.errors import NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part, Wrapped
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.options import Options
@@ -25,7 +24,7 @@ from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.keeping import Keeping
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.step import LEFT_OUT, Step
+from ddpjob_trainer.training.step import Step
 from ddpjob_trainer.training.step_exchange import DeferredResults, LoggedMeans, StepExchange
 from ddpjob_trainer.training.updates import Updates
 
@@ -98,11 +97,7 @@ class Loop:
                     self.within_step = True
                     yield step
                     self.within_step = False
-                    if not step.committed:
-                        raise NotCommittedError(
-                            f"step {step.index} was left without step.commit(): call it at the"
-                            f" end of the loop's body{LEFT_OUT}"
-                        )
+                    step.check_committed()
                     self._end(step)
             except GeneratorExit:  # left early: what follows may change the weights, and take long
                 self._left = True
@@ -207,15 +202,20 @@ class Loop:
             trace.mark("step")
         if not finished:
             process.recorder.wait(done)
-            if self._exchange.stop:
-                process.progress.close(hurry=True)
-                process.shutdown.stop(done)
-            if process.drill.is_due(done):
-                with process.shutdown.peers("a drill"):
-                    self._results.learn(all_steps=True)
-                    process.world.barrier()  # all have their record: the first to end ends all
-                process.progress.close(hurry=True)
-                process.shutdown.drill(done)
+            self._stop_if_asked(done)
+
+    def _stop_if_asked(self, done: int) -> None:
+        """End the process where all ranks end: told to, or for a drill."""
+        process = self._process
+        if self._exchange.stop:
+            process.progress.close(hurry=True)
+            process.shutdown.stop(done)
+        if process.drill.is_due(done):
+            with process.shutdown.peers("a drill"):
+                self._results.learn(all_steps=True)
+                process.world.barrier()  # all have their record: the first to end ends all
+            process.progress.close(hurry=True)
+            process.shutdown.drill(done)
 
     def _hear(self, step: Step) -> None:
         self._exchange.finish(step)

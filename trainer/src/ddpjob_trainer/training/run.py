@@ -202,7 +202,6 @@ class Run:
         if self._loop is not None:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
         given = InputOptions.among(asked)
-        trained.check_unchanged()
         self._loop = Loop(self._process, self.options, trained, dataset, given)
         self._teardown.began(self._loop)
         yield from self._loop.steps()

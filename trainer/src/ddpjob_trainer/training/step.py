@@ -203,6 +203,14 @@ class Step:
                 " all update()s of the step out"
             )
 
+    def check_committed(self) -> None:
+        """Raise NotCommittedError when the loop's body is over and the step is not."""
+        if not self.committed:
+            raise NotCommittedError(
+                f"step {self.index} was left without step.commit(): call it at the end of the"
+                f" loop's body{LEFT_OUT}"
+            )
+
     def check_weightless(self) -> None:
         """Raise ConfigError where update() is asked for and the batches have weights."""
         if self.weights:

@@ -73,7 +73,6 @@ class Updates:
                 " last update: the ranks would drift apart. Call that model, not the one that"
                 " prepare() was given"
             )
-        self.guard.before_backward(loss)
         self._touched.before_backward(number, first=not step.consumed)
         step.add(number, loss.detach(), weight)
         progress.at("backward")

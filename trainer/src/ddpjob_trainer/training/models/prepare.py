@@ -123,30 +123,15 @@ class PreparedModels:
             if name not in self._own or isinstance(obj, AveragedModel)
         }
 
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """Return the models as the loop calls them, and the modules that are registered."""
-        found: dict[str, torch.nn.Module] = {f"model {m.name}": m.wrapped for m in self.models}
-        for name, obj in (self.state.registered | self.state.per_rank).items():
-            if isinstance(obj, torch.nn.Module) and name not in self._own:
-                found[f"registered {name}"] = obj
-        return found
-
     def begin(self) -> None:
         """Begin the loop: what it switches from here on is in the snapshots."""
         keep_bits(self._options.level, self._world.device)
         self.state.begin()
-        self.modes = Modes(self.modules())
-
-    def check_unchanged(self) -> None:
-        """Raise ConfigError where a model has got other parameters since prepare()."""
-        known = set(self.updater.parameters)
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in known:
-                raise ConfigError(
-                    f"the model got the parameter {name!r} after prepare(): nothing would train it,"
-                    " or average its gradient. Build the whole model first, then the optimizer,"
-                    " then call prepare()"
-                )
+        found: dict[str, torch.nn.Module] = {f"model {m.name}": m.wrapped for m in self.models}
+        for name, obj in (self.state.registered | self.state.per_rank).items():
+            if isinstance(obj, torch.nn.Module) and name not in self._own:
+                found[f"registered {name}"] = obj
+        self.modes = Modes(found)
 
     # --- One by one ------------------------------------------------------------------------
 
@@ -236,13 +221,18 @@ class PreparedModels:
         }
         earlier = [unit.optimizer for unit in self.updater.units]
         check_parameters(named, list(optimizers.values()), earlier)
+        has_sync_batchnorm = any(
+            isinstance(part, torch.nn.SyncBatchNorm)
+            for module in models.values()
+            for part in module.modules()
+        )
         for model in (*(model.options for model in self.models), options):
             incompatible.refuse(
                 incompatible.Facts(
                     self._options,
                     model,
                     self._world.device.type,
-                    has_sync_batchnorm=any(map(_has_sync_batchnorm, models.values())),
+                    has_sync_batchnorm=has_sync_batchnorm,
                     several_models=len(known) > 1,
                 )
             )
@@ -334,20 +324,8 @@ def _kinds(kind: type) -> str:
 
 
 def _name(what: str, name: str, base: str) -> str:
-    """Name something that belongs to a model or an optimizer of this name in snapshots.
-
-    ``base``, ``base2``, ... are the names of those that got none.
-    """
-    number = name.removeprefix(base)
-    return (
-        what + number
-        if name.startswith(base) and (not number or number.isdigit())
-        else (f"{what}.{name}")
-    )
-
-
-def _has_sync_batchnorm(module: torch.nn.Module) -> bool:
-    return any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+    """Name what belongs to a model or an optimizer of this name; ``base``: of the first of all."""
+    return what if name == base else f"{what}.{name}"
 
 
 # --- torch.compile, by the script or by prepare(compile=...) ---
