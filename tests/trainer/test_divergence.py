@@ -170,17 +170,6 @@ def test_a_cache_in_a_module_that_a_forward_makes_is_shared_by_nobody(gang, sign
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(1)
 
 
-def test_without_checks_nobody_notices(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = Training(tmp_path / "s", rank=2, check_every=0)
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
-    assert "6" in training.steps()
-
-
-def test_a_negative_interval_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
-    assert gang.run(Training(tmp_path, rank=0, check_every=-1), world=1) == {0: 64}
-    assert "check_every=-1 must be at least 0" in gang.log(0)
-
-
 @pytest.mark.parametrize("case", ["second model", "average", "teacher", "object", "per rank"])
 def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:

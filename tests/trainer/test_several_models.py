@@ -317,6 +317,8 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
         with refused("prepare all models before it"):
             step = next(steps)
             run.prepare(small(1, 1), adam(frozen))
+        with refused(r"steps\(\) was called twice; it counts all epochs itself"):
+            next(run.steps(TensorDataset(torch.randn(24, 16))))
         for per_rank in (False, True):
             with refused(r"register\('later'\) was called after steps.*before run\.steps"):
                 run.register("later", {"n": 0}, per_rank=per_rank)

@@ -122,6 +122,14 @@ def test_options_are_checked_before_anybody_waits(dataset, batch_size, workers, 
         )
 
 
+def test_a_submodule_in_eval_mode_stays_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].eval()
+    with evaluation.evaluating(model):
+        assert not any(part.training for part in model.modules())
+    assert [part.training for part in model] == [True, False]
+
+
 def test_gradients_of_a_metric_are_not_those_of_the_next_update() -> None:
     model = nn.Linear(2, 1)
     model(torch.ones(2)).sum().backward()
