@@ -32,9 +32,9 @@ _CALLS = 8  # a call may be over on one rank before another that differs waits f
 
 
 class _Peers:
-    """The context in which an error may mean that a peer is gone: then the process ends, 75.
+    """Treat an error in this block as a lost peer and exit with code 75 (collateral).
 
-    ``reached``: how often it was entered. On every rank alike, so it says how far each has come.
+    ``reached``: how often it was entered, on every rank alike, so it says how far each has come.
     ``calls``: the last times, and what for. ``depth``: more than 0 within.
     """
 
@@ -165,7 +165,7 @@ class Shutdown:
         leave(128 + self.signal)
 
     def drill(self, step: int) -> NoReturn:
-        """End as all ranks do after this step, for the launcher to start them anew."""
+        """End as all ranks do after this step, for the launcher to start the next round."""
         self._state.drilled()
         if self._rank == 0:
             say(0, f"a drill: all processes end after step {step} and do its last steps again")
