@@ -128,7 +128,7 @@ class Replay:
 
     def report(self) -> list[float]:
         """Numbers to add up over all ranks: whether this one differs, and has steps to compare."""
-        return [float(self._comparison.what is not None), float(self._comparison.pending)]
+        return [float(self._comparison.found.what is not None), float(self._comparison.pending)]
 
     def learn(self, sums: Sequence[float]) -> None:
         """Take in the sums of report()."""
