@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, shared among the ranks, and training notices nothing of it."""
+"""Evaluate: every sample once, shared among the ranks, and training is as it was before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the loop takes out of a snapshot as it begins, and puts into those that it makes.
+"""Load the newest snapshot as the loop begins; after each step compare ranks, save what is due.
 
-After each step: compare the ranks, make the snapshot that is due. The one that ends the run says
-so: whoever finds it has nothing left to train, unless more steps are asked for than then. What was
-best so far, for run.keep_best(), is kept with it; a fresh run may begin with a file's weights.
+Loop calls it. The snapshot that ends the run says so: a resume has nothing left to train then,
+unless it asks for more steps. The best value so far, for run.keep_best(), is kept with it. A fresh
+run may begin with a file's weights.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Keeping:
         compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
         if due:
             self._replay.snapshot_due(self._trained.module)
-        # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
+        # Before a snapshot can hold this step: a resume after it does not report the step again.
         first = done == self.resumed_after + 1
         self._results.learn(all_steps=last or due or compare or first)
         if compare:

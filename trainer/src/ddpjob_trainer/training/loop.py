@@ -1,4 +1,4 @@
-"""The training loop of one process: from the newest snapshot to the last step.
+"""Run the training loop of one process, from the newest snapshot to the last step.
 
 Run.steps() makes a Loop and yields its steps. A step: hand out its batches, a backward for each,
 average and update (updates.py), exchange a few numbers beside that (step_exchange.py), and after

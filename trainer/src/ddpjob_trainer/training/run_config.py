@@ -1,8 +1,8 @@
-"""What decides a run's result: stored in each snapshot, compared on resume and between ranks.
+"""Collect what decides the result of a run: stored in each snapshot, compared on each resume.
 
-And what a script builds its optimizers and schedulers with. A resume takes the snapshot's values,
-as the bits need; whoever has changed an argument in between is told so. What training changes does
-not matter: compared is how both scripts began.
+Hyperparameters belong to it: what a script builds its optimizers and schedulers with. A resume
+takes the snapshot's values, as the bits need, and warns where the script has changed one since. It
+compares how both scripts began, not what training has changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the ranks tell one another at the end of each step, and what all of them conclude from it.
+"""Exchange a step's numbers among the ranks, and draw the same conclusions on all of them.
 
-One exchange per step, which runs beside the update: this rank's losses and their weights, whether
-it was told to stop, what it thinks of the gradients, facts of its snapshots, numbers to log. What
-hosts say is heard when the step ends. What a GPU has measured is heard when the next step has been
-queued (DeferredResults), so that the GPU stays busy, or sooner where something rests on it.
+One exchange per step, which runs beside the update: losses and their weights, whether a rank got
+SIGTERM, whether its gradients are finite, facts of its snapshots, numbers to log. Values of hosts
+are read when the step ends; values of a GPU when the next step has been queued (DeferredResults),
+so that the GPU stays busy, or sooner where a snapshot or a check depends on them.
 """
 
 from __future__ import annotations

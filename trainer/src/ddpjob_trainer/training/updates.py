@@ -1,4 +1,4 @@
-"""The middle of a step: forwards, backwards, updates. A Step's calls end here.
+"""Do the middle of a step: forwards, backwards, updates. A Step's calls end here.
 
 Gradients are added up until update() or commit() makes them equal on all ranks and applies them,
 or leaves the update out where one is not finite. commit() starts the step's exchange beside it.

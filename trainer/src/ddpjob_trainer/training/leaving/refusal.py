@@ -1,8 +1,7 @@
-"""An error that names its cure, as a person wants to see it: once, and where the script asked.
+"""Print an error that names its cure once, with the line of the script that led to it.
 
-All ranks of a launcher meet the same one, so the first says it for all that have the same to say.
-A traceback through our code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1
-brings it back.
+All ranks of a launcher meet the same error, so the first one prints it. A traceback through our
+code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1 brings it back.
 """
 
 from __future__ import annotations

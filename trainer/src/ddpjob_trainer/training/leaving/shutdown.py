@@ -1,4 +1,4 @@
-"""How a training process ends early: SIGTERM, an exception, a lost peer.
+"""End a training process early: on SIGTERM, an exception, a lost peer.
 
 A signal handler only sets a flag while the loop runs; the ranks agree on a step at which all of
 them stop. Outside the loop there is nothing to save, and the process ends at once; so it does when

@@ -1,4 +1,4 @@
-"""How a process leaves the run: together with the others, or alone because of an exception.
+"""Leave the run: together with the others, or alone because of an exception.
 
 finish() cannot know whether an exception that is on its way will end the process, as in a
 `finally`, or is caught for good. So what it has to do is done at exit then.

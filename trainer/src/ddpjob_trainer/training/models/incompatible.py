@@ -1,4 +1,4 @@
-"""Which options do not go together, in one table: refused at start, both named, with the cure."""
+"""Refuse options that do not go together: one table, which names both and the cure."""
 
 from __future__ import annotations
 

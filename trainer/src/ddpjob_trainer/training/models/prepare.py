@@ -1,4 +1,4 @@
-"""What prepare() makes of models and optimizers, and the checks on them."""
+"""Check, wrap and register the models and optimizers that prepare() is given."""
 
 from __future__ import annotations
 

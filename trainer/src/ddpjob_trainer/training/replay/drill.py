@@ -1,4 +1,4 @@
-"""A drill: one planned restart in place soon after the start, so that resuming is checked early.
+"""Make a drill: one planned restart in place soon after the start checks resuming early.
 
 Loop asks is_due() after each step. All ranks end after the same one and say so to their launchers;
 the hub, which takes that for no failure (launcher/hub/rounds.py), has the next round begin, and

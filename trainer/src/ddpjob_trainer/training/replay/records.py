@@ -1,7 +1,7 @@
-"""One rank's record of its steps, in a file that outlives the process, and what differs from it.
+"""Keep one rank's record of its steps in a file that outlives the process, and compare with it.
 
-replay.py writes an entry per step into a mapped file of the launcher's directory. The next
-process of the same rank finds there what the killed one computed. Pure: it never imports torch.
+replay.py writes an entry per step into a mapped file of the launcher's directory. The next process
+of the same rank finds there what the killed one computed. It never imports torch.
 """
 
 from __future__ import annotations

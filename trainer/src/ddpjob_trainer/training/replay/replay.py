@@ -1,4 +1,4 @@
-"""The check of each restart: the steps after the snapshot, done again, must be the same.
+"""Check each restart: the steps after the snapshot, done again, must be the same.
 
 Each rank records what its steps computed, in a file that outlives it (records.py). After a
 restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
