@@ -32,7 +32,8 @@ from ddpjob_trainer.training.updates import Updates
 class Loop:
     """The loop over one dataset. ``finished_steps`` counts those of earlier incarnations too.
 
-    ``within_step``: its body runs. ``ended``: with its last step, or early on all ranks.
+    ``within_step``: its body runs. ``ended``: with its last step, or early on all ranks. Raises
+    ConfigError where the batches cannot be divided.
     """
 
     def __init__(
@@ -58,7 +59,12 @@ class Loop:
         self._exchange = StepExchange(process, nan)
         self._results = DeferredResults(process, self._exchange)
         self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
-        self._announce()
+        process.progress.plan(self._total)
+        if self._input.stream is not None:
+            trained.state.register("data stream", self._input.stream, per_rank=True)
+        process.averaging.plan(self._input.order, 0)
+        process.progress.built(partial(trained.updater.readings, process.world.accelerator))
+        trace.mark("built")
         self.kept = Keeping(process, options, trained, self._input, self._results)
         self._updates = Updates(
             process, options, trained, self._exchange, nan, self._device_watch,
@@ -66,17 +72,6 @@ class Loop:
         )  # fmt: skip
         self.guard = self._updates.guard
         self._generator = self._steps()
-
-    def _announce(self) -> None:
-        """Say what is to come. Raises ConfigError where the batches cannot be divided."""
-        process = self._process
-        process.progress.plan(self._total)
-        if self._input.stream is not None:
-            self._trained.state.register("data stream", self._input.stream, per_rank=True)
-        process.averaging.plan(self._input.order, 0)
-        readings = partial(self._trained.updater.readings, process.world.accelerator)
-        process.progress.built(readings)
-        trace.mark("built")
 
     # --- The loop ---------------------------------------------------------------------------
 
@@ -114,36 +109,6 @@ class Loop:
                 self._process.recorder.ended(self._trained.state)
         self.ended = True
         self._process.progress.phase("done")
-
-    def _resume(self) -> None:
-        process = self._process
-        self._trained.begin()
-        with process.shutdown.peers("the start of run.steps()"):
-            self.kept.restore()
-        done = self.finished_steps = self.kept.resumed_after
-        if self.kept.finished:
-            process.progress.plan(done)
-        else:
-            left = range(done, self._total)
-            self._input.begin(left, self._positions, fresh=self.kept.other_data)
-            with process.shutdown.peers("the start of run.steps()"):
-                self.kept.compare_samples()
-        self.guard.scheduled()
-        process.progress.resumed(done)
-        process.recorder.resumed(done, self._epoch_steps())
-        process.drill.begin(done, epoch=self._epoch_steps(), total=self._total)
-        trace.mark("loaded")
-
-    def _is_last(self) -> bool:
-        enough = self.kept.finished or self._exchange.enough
-        return enough or self.finished_steps >= self._total
-
-    def _epoch_steps(self) -> int | None:
-        return self._input.order.steps_per_epoch if self._input.stream is None else None
-
-    def _positions(self, step: int) -> list[Indices]:
-        plan = self._process.averaging.plan(self._input.order, step)
-        return [part.positions for part in plan]
 
     # --- A step -----------------------------------------------------------------------------
 
@@ -222,6 +187,38 @@ class Loop:
         self._process.progress.body_ended()
         self._process.replay.step_ended(step)
         self._results.add(step)
+
+    # --- Where the loop begins and ends -------------------------------------------------------
+
+    def _resume(self) -> None:
+        process = self._process
+        self._trained.begin()
+        with process.shutdown.peers("the start of run.steps()"):
+            self.kept.restore()
+        done = self.finished_steps = self.kept.resumed_after
+        if self.kept.finished:
+            process.progress.plan(done)
+        else:
+            left = range(done, self._total)
+            self._input.begin(left, self._positions, fresh=self.kept.other_data)
+            with process.shutdown.peers("the start of run.steps()"):
+                self.kept.compare_samples()
+        self.guard.scheduled()
+        process.progress.resumed(done)
+        process.recorder.resumed(done, self._epoch_steps())
+        process.drill.begin(done, epoch=self._epoch_steps(), total=self._total)
+        trace.mark("loaded")
+
+    def _is_last(self) -> bool:
+        enough = self.kept.finished or self._exchange.enough
+        return enough or self.finished_steps >= self._total
+
+    def _epoch_steps(self) -> int | None:
+        return self._input.order.steps_per_epoch if self._input.stream is None else None
+
+    def _positions(self, step: int) -> list[Indices]:
+        plan = self._process.averaging.plan(self._input.order, step)
+        return [part.positions for part in plan]
 
     # --- For Run and Teardown ---------------------------------------------------------------
 
