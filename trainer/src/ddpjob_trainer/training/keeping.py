@@ -158,7 +158,7 @@ class Keeping:
 
     def _save(self, done: int, *, last: bool, finished: bool) -> None:
         self._config |= {
-            "best": self.best,
+            "best": dict(self.best),  # as of now: it is written later
             "modes": self._trained.modes.changed(),
             "orders": orders_since(self._order, done),
             "finished": self._options.total_steps if finished else 0,

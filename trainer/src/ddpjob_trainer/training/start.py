@@ -35,10 +35,11 @@ from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sinks import Opener, Sinks, tensorboard
 from ddpjob_trainer.training.leaving import refusal
 from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
+from ddpjob_trainer.training.leaving.shutdown import Shutdown
 from ddpjob_trainer.training.replay.drill import Drill
 from ddpjob_trainer.training.replay.recorder import Recorder
-from ddpjob_trainer.training.replay.replay import Replay
 from ddpjob_trainer.training.replay.records import record_path
+from ddpjob_trainer.training.replay.replay import Replay
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.run_context import RunContext
 
