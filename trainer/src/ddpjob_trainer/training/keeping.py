@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,8 @@ class Keeping:
             options, process.world, self._order.epochs, source.fingerprint
         )
 
-    def restore(self) -> Mapping[str, Any]:
-        """Load the newest snapshot into all there is; return its configuration, or {}.
+    def restore(self) -> None:
+        """Load the newest snapshot into all there is.
 
         Raises ConfigError where the ranks do not agree, or it is another run's.
         """
@@ -102,7 +101,6 @@ class Keeping:
             )
         else:
             self._replay.begin(self.resumed_after, decides)
-        return stored
 
     def compare_samples(self) -> None:
         """Compare a few samples that all ranks have made. Every rank calls it."""
