@@ -135,52 +135,6 @@ def test_caches_may_differ(gang, level, shorter, table):  # type: ignore[no-unty
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
 
 
-class Late(nn.Module):
-    """Makes its table of positions in the first forward, as long as this rank's batch."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(32, 8), nn.BatchNorm1d(8)
-        self.length = length
-        self.positions: nn.Module | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.positions is None:
-            self.positions = nn.Module()
-            table = torch.full((self.length,), float(self.length))
-            self.positions.register_buffer("table", table, persistent=False)
-        result: torch.Tensor = self.norm(self.linear(x)) * self.positions.table[0]
-        return result
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_cache_in_a_module_that_a_forward_makes_is_shared_by_nobody(gang, sign):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        run = ddp.start(total_steps=3, global_batch=24, check_every=1)
-        model = Late(10 + sign * rank)
-        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-        for step in run.steps(TensorDataset(torch.randn(96, 32))):
-            for (x,) in step.batches:
-                step.backward(wrapped(x).pow(2).mean())
-            assert model.positions is not None
-            assert (model.positions.table == 10 + sign * rank).all(), "rank 0's"
-            step.commit()
-        run.finish()
-
-    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(1)
-
-
-def test_without_checks_nobody_notices(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = Training(tmp_path / "s", rank=2, check_every=0)
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
-    assert "6" in training.steps()
-
-
-def test_a_negative_interval_is_refused(gang, tmp_path):  # type: ignore[no-untyped-def]
-    assert gang.run(Training(tmp_path, rank=0, check_every=-1), world=1) == {0: 64}
-    assert "check_every=-1 must be at least 0" in gang.log(0)
-
-
 @pytest.mark.parametrize("case", ["second model", "average", "teacher", "object", "per rank"])
 def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:

@@ -259,8 +259,6 @@ def test_other_hidden_state_is_named_as_well(restarted, make, options):  # type:
         (Body, {"several": True}),
         (Body, {"level": "elastic"}),
         (Body, {"world": 1}),
-        (Body, {"world": 2}),
-        (Body, {"world": 4}),
         (Body, {"victims": {0: KILLED, 1: KILLED}}),
     ],
     ids=named,

@@ -180,7 +180,6 @@ CASES: dict[str, dict[str, Any]] = {
     "static_graph, bucket view": {
         "prepare": {"static_graph": True, "gradient_as_bucket_view": True}
     },
-    "static_graph": {"prepare": {"static_graph": True}},
     "find_unused_parameters, channels_last, fused": {
         "prepare": {"find_unused_parameters": True}, "net": convolutions, "optimizer": fused,
     },
@@ -189,9 +188,7 @@ CASES: dict[str, dict[str, Any]] = {
         "start": {"precision": "fp16", "micro_batches": 2},
         "prepare": {"grad_scaler": scaler, "clip_grad_norm": 0.5},
     },
-    "sampler that learns": {"learned": 0},
     "sampler that learns, workers": {"learned": 2},
-    "bf16 hook": {"prepare": {"comm_hook": "bf16"}},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
     "tail pad": {"start": {"tail": "pad"}},
@@ -215,7 +212,7 @@ IN_GATE = (
     "micro_batches",
     "bf16, ema",
     "fp16 with overflows",
-    "sampler that learns",
+    "sampler that learns, workers",
     "zero",
     "elastic, fp16, ema, tail pad",
 )
@@ -235,17 +232,14 @@ def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):  # type: ignore[no
     assert len({result.split()[0] for result, _ in undisturbed.outcome()}) == 1
 
 
-@pytest.mark.parametrize(
-    "place", some_in_gate([(1, 4, 0), (2, 4, 1), (0, 5, 2)], (2, 4, 1)), ids=str
-)
-def test_killed_between_micro_batches_equals_undisturbed(gang, tmp_path, place):  # type: ignore[no-untyped-def]
+def test_killed_between_micro_batches_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
     options: dict[str, Any] = {"start": {"micro_batches": 3}, "prepare": {"ema": 0.9}}
     undisturbed = Training(tmp_path / "undisturbed", **options)
     undisturbed.directory.mkdir()
     assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    disturbed = Training(tmp_path / "disturbed", **options, die=place)
+    disturbed = Training(tmp_path / "disturbed", **options, die=(2, 4, 1))
     disturbed.directory.mkdir()
-    assert gang.run(disturbed) == {r: -9 if r == place[0] else 75 for r in range(3)}
+    assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
     disturbed.forget_after(EVERY)
     disturbed.die = None
     assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)

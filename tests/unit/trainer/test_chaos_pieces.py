@@ -25,8 +25,8 @@ from ddpjob_trainer.tools.chaos.experiment import Result
 from ddpjob_trainer.tools.chaos.job import environment_of_job
 from ddpjob_trainer.tools.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_trainer.tools.chaos.records import Records, open_gate
-from ddpjob_trainer.training import recorder as recording
-from ddpjob_trainer.training.recorder import Recorder
+from ddpjob_trainer.training.replay import recorder as recording
+from ddpjob_trainer.training.replay.recorder import Recorder
 
 
 def planned(

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_trainer.environment import DRILL, DrillSettings, Identity, read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.training.drill import SLOW_SECONDS, Drill
+from ddpjob_trainer.training.replay.drill import SLOW_SECONDS, Drill
 
 EVERY, TOTAL, EPOCH = 10, 100, 40
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.checkpoint import checkpoint
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Clip, Unit, Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training.guard import Guard, leaves
+from ddpjob_trainer.training.models.guard import Guard
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")  # no update precedes
 
@@ -45,58 +44,6 @@ def watched() -> Iterator[Watched]:
     yield found
     assert methods == (lr_scheduler.LRScheduler.step, torch.optim.Optimizer.__init__)
     found.guard.stop()
-
-
-def loss(other: torch.nn.Module) -> torch.Tensor:
-    found: torch.Tensor = MODEL(other(torch.ones(2))).sum()
-    return found
-
-
-def test_a_module_that_the_loss_leads_to_must_be_prepared(watched: Watched) -> None:
-    watched.begin()
-    watched.guard.before_backward(loss(torch.nn.Identity()))
-    watched.guard.before_backward(loss(torch.nn.Linear(2, 2).requires_grad_(False)))
-    with pytest.raises(ConfigError, match=r"shape \[2, 2\] gets gradients .* does not know"):
-        watched.guard.before_backward(loss(torch.nn.Linear(2, 2)))
-    other = torch.nn.Linear(2, 2)
-    watched.state.register("other", other)
-    with pytest.raises(ConfigError, match=r"run\.register\(\) alone keeps it"):
-        watched.guard.before_backward(loss(other))
-
-
-def test_what_each_rank_has_for_itself_and_an_input_are_let_be(watched: Watched) -> None:
-    watched.begin()
-    other = torch.nn.Linear(2, 2)
-    watched.state.register("mine", other, per_rank=True)
-    watched.guard.before_backward(loss(other))
-    change = torch.zeros(2, requires_grad=True)
-    watched.guard.before_backward(MODEL(change).sum())
-    watched.guard.before_backward(torch.ones((), requires_grad=True))
-
-
-@pytest.mark.parametrize("begins", [0, 5, 50])
-def test_one_that_joins_late_is_found(watched: Watched, begins: int) -> None:
-    watched.begin()
-    for _ in range(begins):
-        watched.guard.before_backward(loss(torch.nn.Identity()))
-        watched.guard.step_ended()
-    steps = 0
-    with pytest.raises(ConfigError, match="gets gradients"):  # noqa: PT012
-        while steps <= begins + 1:
-            watched.guard.before_backward(loss(torch.nn.Linear(2, 2)))
-            watched.guard.step_ended()
-            steps += 1
-    assert steps <= begins + 1
-
-
-def test_the_leaves_of_a_loss_are_found_once_each() -> None:
-    x = torch.ones(2, requires_grad=True)
-    hidden = checkpoint(MODEL, x, use_reentrant=False)
-    assert isinstance(hidden, torch.Tensor)
-    found = list(leaves(MODEL(hidden).sum() + hidden.sum()))
-    assert {id(leaf) for leaf in found} == {id(x), *map(id, MODEL.parameters())}
-    assert len(found) == 3
-    assert list(leaves(torch.ones(()))) == []
 
 
 def test_what_prepare_advances_is_not_advanced_again(watched: Watched) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +11,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import check_parameters, match_schedulers
-from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.training.prepare import (
-    PreparedModels,
-    _has_sparse_gradients,
-    _name,
-    _would_move,
-    is_compiled,
+from ddpjob_trainer.training.models.prepare import (
     keep_bits,
     named,
     place,
@@ -29,7 +21,6 @@ from ddpjob_trainer.training.prepare import (
     shaped_like,
 )
 
-OPTIONS = Options(total_steps=1, global_batch=1, level="resume", threads=1)
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
 
 
@@ -37,28 +28,15 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), 0.1)
 
 
-def test_a_model_that_lies_on_several_devices_stays_there():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=META))
-    place(model, torch.device("meta"))
-    assert [layer.weight.device for layer in model] == [CPU, META]
-    place(model, CPU)
-    assert [layer.weight.device for layer in model] == [CPU, META]
-
-
-def test_a_model_on_another_device_of_its_users_choice_stays_there():
-    model = nn.Linear(2, 2, device=META)
-    place(model, CPU)
-    assert model.weight.device == META
-
-
-def test_a_buffer_elsewhere_counts():
-    model = nn.BatchNorm1d(2)
-    model.running_mean = torch.zeros(2, device=META)
-    place(model, META)
-    assert model.weight.device == CPU
-
-
-def test_a_model_on_the_cpu_is_moved():
+def test_a_model_moves_unless_its_user_has_put_it_or_a_part_of_it_elsewhere():
+    apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=META))
+    place(apart, META)
+    place(apart, CPU)
+    assert [layer.weight.device for layer in apart] == [CPU, META]
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean = torch.zeros(2, device=META)  # a buffer counts
+    place(norm, META)
+    assert norm.weight.device == CPU
     model = nn.BatchNorm1d(2)
     place(model, META)
     assert {t.device for t in (*model.parameters(), *model.buffers())} == {META}
@@ -92,13 +70,6 @@ def test_results_come_back_in_the_shape_that_was_given():
     assert shaped_like([given], [7]) == [7]
     assert shaped_like((given, given), [7, 8]) == [7, 8]
     assert shaped_like({"a": given, "b": given}, [7, 8]) == {"a": 7, "b": 8}
-
-
-def test_snapshots_of_one_optimizer_keep_their_name():
-    assert _name("optimizer", "optimizer", "optimizer") == "optimizer"
-    assert _name("scheduler", "optimizer2", "optimizer") == "scheduler2"
-    assert _name("ema", "g", "model") == "ema.g"
-    assert _name("ema", "models", "model") == "ema.models"
 
 
 def test_a_scheduler_belongs_to_its_optimizer_wherever_it_stands():
@@ -158,14 +129,6 @@ def test_an_average_of_what_cannot_be_copied_is_refused():
     assert make_ema(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), 0.9) is not None
 
 
-@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_known_before_there_are_any(make):
-    model = nn.Sequential(make(9, 2, sparse=True), nn.Linear(2, 2))
-    assert _has_sparse_gradients(model)
-    assert not _has_sparse_gradients(model.requires_grad_(False))
-    assert not _has_sparse_gradients(make(9, 2))
-
-
 class Timed:
     """As schedulers of other libraries: the caller counts."""
 
@@ -181,14 +144,6 @@ def test_a_scheduler_that_must_be_told_the_time_is_refused():
         ConfigError, match=r"Timed\): commit\(\) calls its step\(\) without.*register"
     ):
         match_schedulers([optimizer], [Timed(optimizer)])
-
-
-def test_a_model_that_its_script_has_compiled_is_known():
-    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    assert not is_compiled(model)
-    assert is_compiled(torch.compile(model, backend="eager"))
-    model[0].compile(backend="eager")
-    assert is_compiled(model)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
@@ -215,22 +170,6 @@ def test_state_that_an_optimizer_has_made_already_follows_its_parameters(kind: A
     optimizer.param_groups[0]["capturable"] = True
     place_state(optimizer)
     assert {state["step"].device for state in optimizer.state.values()} == {META}
-
-
-def test_views_of_parameters_that_would_move_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """ZeRO's, made before the model is on the GPU."""
-    model = nn.Linear(2, 2)
-    assert _would_move({"model": model}, META)
-    assert not _would_move({"model": model}, CPU)
-    assert not _would_move({"model": nn.Linear(2, 2, device=META)}, META)
-    optimizer: Any = sgd(model)
-    optimizer.parameters_as_bucket_view = True
-    assert not zero.has_views(optimizer), "a plain one has none, whatever it is called"
-    monkeypatch.setattr(zero, "is_zero", lambda _: True)
-    assert zero.has_views(optimizer)
-    world: Any = SimpleNamespace(device=META)
-    with pytest.raises(ConfigError, match=r"before the model was on the GPU.*model.to\(run.device"):
-        PreparedModels(OPTIONS, None, world)._check({"m": model}, {"o": optimizer}, ModelOptions())  # type: ignore[arg-type]
 
 
 def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(

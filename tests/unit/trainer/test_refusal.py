@@ -10,8 +10,8 @@ from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.optim.update import Clip, Unit, Updater
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training import refusal
-from ddpjob_trainer.training.guard import Guard
+from ddpjob_trainer.training.leaving import refusal
+from ddpjob_trainer.training.models.guard import Guard
 
 
 def refused(**options: object) -> BaseException:

@@ -12,9 +12,8 @@ import torch
 
 from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
-from ddpjob_trainer.training import replay
-from ddpjob_trainer.training.replay import Replay
-from ddpjob_trainer.training.replay_records import (
+from ddpjob_trainer.training.replay import replay
+from ddpjob_trainer.training.replay.records import (
     BYTES,
     CAPACITY,
     KEY_BYTES,
@@ -26,7 +25,8 @@ from ddpjob_trainer.training.replay_records import (
     encode,
     record_path,
 )
-from ddpjob_trainer.training.replay_samples import Digest, of_generators
+from ddpjob_trainer.training.replay.replay import Replay
+from ddpjob_trainer.training.replay.samples import Digest, of_generators
 
 KEY = b"k" * KEY_BYTES
 CPU = torch.device("cpu")
@@ -125,13 +125,15 @@ def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
     assert not equal.add(entry(5))
     assert equal.pending
     assert not equal.add(entry(6))
-    assert (equal.pending, equal.equal, equal.what) == (False, [5, 6], None)
+    assert (equal.pending, equal.found.what) == (False, None)
+    assert (equal.found.first, equal.found.last) == (5, 6)
 
     other = Comparison({step: entry(step) for step in (5, 6, 7)})
     other.add(entry(5))
     assert other.add(entry(6, losses=9))
     assert not other.add(entry(7, losses=9))
-    assert (other.pending, other.equal, other.what) == (False, [5, 5], "loss")
+    assert (other.pending, other.found.last) == (False, 5)
+    assert (other.found.step, other.found.what) == (6, "loss")
 
 
 def test_a_step_that_was_torn_is_not_waited_for():
@@ -139,7 +141,7 @@ def test_a_step_that_was_torn_is_not_waited_for():
     comparison.add(entry(5))
     assert comparison.pending
     comparison.add(entry(7))
-    assert (comparison.pending, comparison.equal) == (False, [])
+    assert (comparison.pending, comparison.found.last) == (False, 0)
 
 
 # --- Samples ---------------------------------------------------------------------------------

@@ -31,11 +31,11 @@ def test_batch_by_batch_each_with_as_many_losses_as_it_has():
     found = step(2, 3)
     assert backward(found) == 0, "a script may have batches of its own"
     found = step(2, 3)
-    found.handed = 1
+    found.received = 1
     assert [backward(found), backward(found)] == [0, 0]
     with pytest.raises(NotCommittedError, match=r"commit\(\) was called after 1 of 2 batches"):
         found.check_commit()
-    found.handed = 2
+    found.received = 2
     assert [backward(found), backward(found)] == [1, 1]
     found.check_commit()
     assert [float(loss) for loss in found.losses] == [2.0, 2.0]
@@ -43,7 +43,7 @@ def test_batch_by_batch_each_with_as_many_losses_as_it_has():
 
 def test_collected_batches_have_one_loss_each_between_two_updates():
     found = step(2, 3)
-    found.handed = 2
+    found.received = 2
     assert [backward(found), backward(found)] == [0, 1]
     found.check_update("update()")
     found.updated()
@@ -61,9 +61,9 @@ def test_collected_batches_have_one_loss_each_between_two_updates():
 
 def test_one_that_looks_a_batch_ahead_has_one_loss_each_too():
     found = step(3, 3, 3)
-    found.handed = 2
+    found.received = 2
     assert backward(found) == 0
-    found.handed = 3
+    found.received = 3
     assert [backward(found), backward(found)] == [1, 2]
     with pytest.raises(ConfigError, match="add several losses of a batch up"):
         backward(found)
@@ -71,10 +71,10 @@ def test_one_that_looks_a_batch_ahead_has_one_loss_each_too():
 
 def test_at_level_elastic_each_batch_has_its_forward_before_the_next_is_taken():
     found = step(2, 3)
-    found.handed = 1
+    found.received = 1
     backward(found)
     found.check_forward()
-    found.handed = 2
+    found.received = 2
     with pytest.raises(ConfigError, match=r"as by list\(step\.batches\)"):
         found.check_forward()
 
@@ -93,12 +93,12 @@ def test_commit_needs_a_backward_and_comes_once():
 
 def test_weights_are_those_of_all_batches_or_of_none():
     found = step(2, 3)
-    found.handed = 1
+    found.received = 1
     found.add(0, LOSS, 7.0)
     found.add(0, LOSS, 7.0)
     with pytest.raises(ConfigError, match=r"an earlier loss of the same batch had 7\.0"):
         found.add(0, LOSS, 8.0)
-    found.handed = 2
+    found.received = 2
     with pytest.raises(ConfigError, match="for every batch of a step, or for none"):
         found.add(1, LOSS, None)
     found.add(1, LOSS, 0.0)
@@ -107,7 +107,7 @@ def test_weights_are_those_of_all_batches_or_of_none():
         found.check_weightless()
     found = step(2, 3)
     found.add(0, LOSS, None)
-    found.handed = 2
+    found.received = 2
     with pytest.raises(ConfigError, match="for every batch of a step, or for none"):
         found.add(1, LOSS, 1.0)
     for weight in (-1.0, float("nan"), float("inf")):

@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Clip, Unit, Updater
-from ddpjob_trainer.training.guard import Touched
+from ddpjob_trainer.training.models.guard import Touched
 
 
 class Watched:

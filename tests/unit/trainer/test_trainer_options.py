@@ -14,7 +14,7 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import match_schedulers
 from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
-from ddpjob_trainer.training.incompatible import REFUSALS, Facts, refuse
+from ddpjob_trainer.training.models.incompatible import REFUSALS, Facts, refuse
 
 
 def options(**changes: Any) -> Options:
@@ -48,24 +48,15 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
      facts({}, {}, "cpu")),
     ("SyncBatchNorm", "training on the CPU", facts({}, {"sync_batchnorm": True}, "cpu"),
      facts({}, {"sync_batchnorm": False}, "cpu")),
-    ("compile", "bucket_cap_mb", facts({}, {"bucket_cap_mb": 0.5}, "cpu", compiled=True),
-     facts({}, {"bucket_cap_mb": 1.0}, "cpu", compiled=True)),
-    ("compile='cudagraphs'", "level='resume'", facts({}, {"compile": "cudagraphs"}, "cuda"),
-     facts({"level": "off"}, {"compile": "cudagraphs"}, "cuda")),
-    ("clip_grad_norm", "sparse gradients",
-     facts({}, {"clip_grad_norm": 1.0}, "cpu", has_sparse_gradients=True),
-     facts({}, {}, "cpu", has_sparse_gradients=True)),
     ("grad_scaler", "precision", facts({}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu"),
      facts({"precision": "fp16"}, {"grad_scaler": torch.amp.GradScaler("cpu")}, "cpu")),
     ("several models", "level='elastic'", facts(ELASTIC, {}, "cpu", several_models=True),
      facts({}, {}, "cpu", several_models=True)),
     ("several models", "comm_hook", facts({}, {"comm_hook": "bf16"}, "cpu", several_models=True),
      facts({}, {"comm_hook": "bf16"}, "cpu")),
-    ("several models", "static_graph=True",
+    ("several models", "static_graph",
      facts({}, {"static_graph": True}, "cpu", several_models=True),
      facts({}, {"static_graph": True}, "cpu")),
-    ("overlap_with_ddp=True", "step.commit()", facts({}, {}, "cpu", overlapped_zero=True),
-     facts({}, {}, "cpu")),
 ]  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import CHANGES, SnapshotOptions
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.origin import compare
-from ddpjob_trainer.training.keeping import Best, is_better, packed, unpacked
+from ddpjob_trainer.training.keeping import is_better
 from ddpjob_trainer.training.run_config import take_layout
 
 
@@ -142,23 +141,17 @@ def test_a_file_that_does_not_fit_is_refused_with_its_name(content, words, tmp_p
 
 
 def test_the_best_is_strictly_better_and_finite():  # type: ignore[no-untyped-def]
-    before = Best(1.0, 3, "min")
+    before = [1.0, "min"]
     assert [is_better(v, "min", before) for v in (0.5, 1.0, 2.0, math.nan)] == [
         True, False, False, False,
     ]  # fmt: skip
-    assert is_better(2.0, "max", Best(1.0, 3, "max"))
+    assert is_better(2.0, "max", [1.0, "max"])
     assert is_better(2.0, "min", None)
     assert not is_better(math.inf, "max", None)
     with pytest.raises(ConfigError, match="must be one of min, max"):
         is_better(2.0, "least", None)
     with pytest.raises(ConfigError, match="it was 'min' before; give another file"):
         is_better(2.0, "max", before)
-
-
-def test_the_best_so_far_survives_a_snapshot():  # type: ignore[no-untyped-def]
-    best = {"a": Best(0.1, 3, "min"), "b/c": Best(-2.5, 900, "max")}
-    assert unpacked(json.loads(json.dumps(packed(best)))) == best
-    assert unpacked({"a": 3}) == unpacked(None) == {}
 
 
 # --- Changes that are asked for ---------------------------------------------------------------

@@ -43,17 +43,17 @@ class _Message:
 class Sent:
     """One step's numbers. A rank may wait for either part alone, and repeatedly."""
 
-    def __init__(self, told: _Message, measured: _Message) -> None:
-        self._told = told
-        self._measured = measured
+    def __init__(self, host: _Message, device: _Message) -> None:
+        self._host = host
+        self._device = device
 
-    def told(self) -> Sums:
+    def host_values(self) -> Sums:
         """Wait for the hosts; return the sums over all ranks. Raises PeerLostError."""
-        return self._told.sums
+        return self._host.sums
 
-    def measured(self) -> Sums:
+    def device_values(self) -> Sums:
         """Wait for the devices too; return their sums over all ranks."""
-        return self._measured.sums
+        return self._device.sums
 
 
 class Exchange:
@@ -70,9 +70,9 @@ class Exchange:
         if not self._world.accelerator.queues:
             message = self._send(numbers)
             return Sent(message, message)
-        told = {name: values for name, values in numbers.items() if name not in measured}
+        now = {name: values for name, values in numbers.items() if name not in measured}
         later = {name: values for name, values in numbers.items() if name in measured}
-        return Sent(self._send(told), self._queue(later))
+        return Sent(self._send(now), self._queue(later))
 
     def _send(self, numbers: Numbers) -> _Message:
         tensor = torch.tensor(list(chain(*numbers.values())), dtype=torch.float64)

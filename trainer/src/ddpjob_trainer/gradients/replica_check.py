@@ -127,7 +127,7 @@ class DivergenceCheck:
         if self._buffers:
             tensors |= buffers.persistent(module)
         for name, obj in registered.items():
-            tensors |= _tensors_of(name, obj)
+            tensors |= _tensors_of(name, obj, with_buffers=self._buffers)
         hashes = hash_tensors(tensors.values())
         mine = int(_hash(hashes))
         both = torch.tensor([mine, ~mine])  # the least of ~x is the greatest of x
@@ -157,17 +157,20 @@ class DivergenceCheck:
         )
 
 
-def _tensors_of(name: str, obj: Stateful) -> dict[str, torch.Tensor]:
+def _tensors_of(name: str, obj: Stateful, *, with_buffers: bool) -> dict[str, torch.Tensor]:
     """Return the tensors of a registered object that must be equal on all ranks.
 
     Not an optimizer's state: a fault in it reaches the parameters a step later, and reading ZeRO's
-    would gather it. Nor an average's buffers, which are those of its model.
+    would gather it. Nor a module's buffers where each rank's model has its own: a teacher's
+    BatchNorm has seen this rank's samples only, and an average takes over its model's.
     """
     if isinstance(obj, AveragedModel):
         return {f"{name}.{key}": p for key, p in obj.module.named_parameters()}
     if isinstance(obj, torch.nn.Module):
         found: dict[str, torch.Tensor] = dict(obj.named_parameters())
-        return {f"{name}.{key}": t for key, t in (found | dict(buffers.persistent(obj))).items()}
+        if with_buffers:
+            found |= buffers.persistent(obj)
+        return {f"{name}.{key}": tensor for key, tensor in found.items()}
     return dict(_walk(name, obj.state_dict()))
 
 

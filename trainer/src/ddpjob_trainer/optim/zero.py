@@ -34,20 +34,10 @@ def is_zero(optimizer: object) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def is_overlapped(optimizer: Any) -> bool:
-    """Return whether it updates parameters during backward."""
-    return is_zero(optimizer) and bool(getattr(optimizer, "_overlap_with_ddp", False))
-
-
 def inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that holds the state: itself, or ZeRO's inner one."""
     found: torch.optim.Optimizer = optimizer.optim if is_zero(optimizer) else optimizer
     return found
-
-
-def has_views(optimizer: Any) -> bool:
-    """Return whether it has made views of the parameters, which then must not move."""
-    return is_zero(optimizer) and bool(getattr(optimizer, "parameters_as_bucket_view", False))
 
 
 def spans(optimizer: Any, ranks: int) -> bool:

@@ -1,9 +1,8 @@
-"""What the device does: for how long, and for the hang watch, while the loop stands still.
+"""Measure what the device does, and tell the hang watch while the loop makes no progress.
 
-A host that is ahead of its GPU may stand anywhere when a GPU hangs: in a launch that finds the
-queue full, or where it waits for a result; and so do the hosts of all ranks, as their GPUs wait for
-the one that hangs. So marks are queued behind each batch, forward, backward and update. The first
-that has not been passed says whether this rank's own work is what it waits for.
+When a GPU hangs, the hosts of all ranks wait somewhere: in a launch that finds the queue full, or
+for a result. So Loop queues a mark behind each batch, forward, backward and update. The first mark
+that has not been passed says whether this rank waits for its own work or for another's.
 """
 
 from __future__ import annotations

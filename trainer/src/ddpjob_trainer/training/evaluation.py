@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, shared among the ranks, and training notices nothing of it."""
+"""Evaluate: every sample once, shared among the ranks, and training is as it was before."""
 
 from __future__ import annotations
 
@@ -68,11 +68,8 @@ class Sums:
 
     def add(self, found: Mapping[str, Any] | Any, samples: int, weight: float) -> None:
         """Take in a batch's. Raises ConfigError for what is no number."""
-        named = found if isinstance(found, Mapping) else {_SOLE: found}
         self.samples += samples
-        for name, value in named.items():
-            if not isinstance(name, str) or (isinstance(found, Mapping) and name == _SOLE):
-                raise ConfigError(f"evaluate(): a metric's name must be a string, not {name!r}")
+        for name, value in (found if isinstance(found, Mapping) else {_SOLE: found}).items():
             try:
                 number = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -80,7 +77,7 @@ class Sums:
                     f"evaluate(): the metric {name or type(value).__name__!r} must be a number or a"
                     f" tensor of one element ({error})"
                 ) from error
-            self.values[name] = self.values.get(name, 0.0) + number * weight
+            self.values[str(name)] = self.values.get(str(name), 0.0) + number * weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

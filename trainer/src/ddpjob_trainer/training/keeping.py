@@ -1,17 +1,14 @@
-"""What the loop takes out of a snapshot as it begins, and puts into those that it makes.
+"""Load the newest snapshot as the loop begins; after each step compare ranks, save what is due.
 
-After each step: compare the ranks, make the snapshot that is due. The one that ends the run says
-so: whoever finds it has nothing left to train, unless more steps are asked for than then. What was
-best so far, for run.keep_best(), is kept with it; a fresh run may begin with a file's weights.
+Loop calls it. The snapshot that ends the run says so: a resume has nothing left to train then,
+unless it asks for more steps. The best value so far, for run.keep_best(), is kept with it. A fresh
+run may begin with a file's weights.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +24,15 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step_exchange import DeferredResults
 
 MODES = ("min", "max")
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """``mode``: whether the least or the greatest value is the best."""
-
-    value: float
-    step: int
-    mode: str
+#: What was best so far, and its mode: a list, as a snapshot's JSON has it.
+Best = list[Any]
 
 
 class Keeping:
@@ -74,8 +66,8 @@ class Keeping:
             options, process.world, self._order.epochs, source.fingerprint
         )
 
-    def restore(self) -> Mapping[str, Any]:
-        """Load the newest snapshot into all there is; return its configuration, or {}.
+    def restore(self) -> None:
+        """Load the newest snapshot into all there is.
 
         Raises ConfigError where the ranks do not agree, or it is another run's.
         """
@@ -97,7 +89,7 @@ class Keeping:
             self._order.epochs.expect(stored.get("orders", {}))
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
-        self.best = unpacked(stored.get("best", {}))
+        self.best = dict(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
         self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
@@ -109,7 +101,6 @@ class Keeping:
             )
         else:
             self._replay.begin(self.resumed_after, decides)
-        return stored
 
     def compare_samples(self) -> None:
         """Compare a few samples that all ranks have made. Every rank calls it."""
@@ -129,7 +120,7 @@ class Keeping:
         compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
         if due:
             self._replay.snapshot_due(self._trained.module)
-        # Before a snapshot can hold this step: whoever resumes after it does not tell of it.
+        # Before a snapshot can hold this step: a resume after it does not report the step again.
         first = done == self.resumed_after + 1
         self._results.learn(all_steps=last or due or compare or first)
         if compare:
@@ -165,7 +156,7 @@ class Keeping:
 
     def _save(self, done: int, *, last: bool, finished: bool) -> None:
         self._config |= {
-            "best": packed(self.best),
+            "best": dict(self.best),  # as of now: it is written later
             "modes": self._trained.modes.changed(),
             "orders": orders_since(self._order, done),
             "finished": self._options.total_steps if finished else 0,
@@ -187,32 +178,13 @@ def is_better(value: float, mode: str, before: Best | None) -> bool:
     """
     if mode not in MODES:
         raise ConfigError(f"keep_best(mode={mode!r}) must be one of {', '.join(MODES)}")
-    if before is not None and before.mode != mode:
+    best, its_mode = before or (math.inf if mode == "min" else -math.inf, mode)
+    if mode != its_mode:
         raise ConfigError(
-            f"keep_best(mode={mode!r}): for this file it was {before.mode!r} before; give another"
+            f"keep_best(mode={mode!r}): for this file it was {its_mode!r} before; give another"
             " file, or the same mode"
         )
-    if not math.isfinite(value):
-        return False
-    if before is None:
-        return True
-    return value < before.value if mode == "min" else value > before.value
-
-
-def packed(best: Mapping[str, Best]) -> dict[str, list[Any]]:
-    """By file, for a snapshot's JSON."""
-    return {path: [one.value, one.step, one.mode] for path, one in best.items()}
-
-
-def unpacked(stored: Any) -> dict[str, Best]:
-    """Return what packed() was given; nothing, if it is of another form."""
-    try:
-        return {
-            str(path): Best(float(value), int(step), str(mode))
-            for path, (value, step, mode) in stored.items()
-        }
-    except (AttributeError, TypeError, ValueError):
-        return {}
+    return math.isfinite(value) and (value < best if mode == "min" else value > best)
 
 
 # --- start(resume=FILE) ---
@@ -232,21 +204,8 @@ def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
     problem = world.broadcast_bytes(problem.encode()).decode()
     if problem:
         raise ConfigError(problem)
-    state = module.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    for value in tensors.values():
-        world.broadcast_tensor(value)
-    if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
-        extra = {name: value for name, value in state.items() if name not in tensors}
-        module.load_state_dict({**tensors, **_of_rank_0(extra, world)})
+    for value in module.state_dict().values():
+        if isinstance(value, torch.Tensor):  # get_extra_state() may be anything
+            world.broadcast_tensor(value)
     if world.rank == 0:
         say(0, f"beginning with the weights of {path}")
-
-
-def _of_rank_0(extra: dict[str, object], world: World) -> dict[str, object]:
-    buffer = io.BytesIO()
-    if world.rank == 0:
-        torch.save(extra, buffer)
-    received = world.broadcast_bytes(buffer.getvalue())
-    found: dict[str, object] = torch.load(io.BytesIO(received), weights_only=True)
-    return found

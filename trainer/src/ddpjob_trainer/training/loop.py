@@ -1,4 +1,4 @@
-"""The training loop of one process: from the newest snapshot to the last step.
+"""Run the training loop of one process, from the newest snapshot to the last step.
 
 Run.steps() makes a Loop and yields its steps. A step: hand out its batches, a backward for each,
 average and update (updates.py), exchange a few numbers beside that (step_exchange.py), and after
@@ -15,7 +15,6 @@ from ddpjob_trainer import trace
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions, open_input
 from ddpjob_trainer.data.order import Indices
-from ddpjob_trainer.errors import NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part, Wrapped
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.options import Options
@@ -23,9 +22,9 @@ from ddpjob_trainer.state import rng
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.keeping import Keeping
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.step import LEFT_OUT, Step
+from ddpjob_trainer.training.step import Step
 from ddpjob_trainer.training.step_exchange import DeferredResults, LoggedMeans, StepExchange
 from ddpjob_trainer.training.updates import Updates
 
@@ -33,7 +32,8 @@ from ddpjob_trainer.training.updates import Updates
 class Loop:
     """The loop over one dataset. ``finished_steps`` counts those of earlier incarnations too.
 
-    ``within_step``: its body runs. ``ended``: with its last step, or early on all ranks.
+    ``within_step``: its body runs. ``ended``: with its last step, or early on all ranks. Raises
+    ConfigError where the batches cannot be divided.
     """
 
     def __init__(
@@ -59,7 +59,12 @@ class Loop:
         self._exchange = StepExchange(process, nan)
         self._results = DeferredResults(process, self._exchange)
         self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
-        self._announce()
+        process.progress.plan(self._total)
+        if self._input.stream is not None:
+            trained.state.register("data stream", self._input.stream, per_rank=True)
+        process.averaging.plan(self._input.order, 0)
+        process.progress.built(partial(trained.updater.readings, process.world.accelerator))
+        trace.mark("built")
         self.kept = Keeping(process, options, trained, self._input, self._results)
         self._updates = Updates(
             process, options, trained, self._exchange, nan, self._device_watch,
@@ -67,17 +72,6 @@ class Loop:
         )  # fmt: skip
         self.guard = self._updates.guard
         self._generator = self._steps()
-
-    def _announce(self) -> None:
-        """Say what is to come. Raises ConfigError where the batches cannot be divided."""
-        process = self._process
-        process.progress.plan(self._total)
-        if self._input.stream is not None:
-            self._trained.state.register("data stream", self._input.stream, per_rank=True)
-        process.averaging.plan(self._input.order, 0)
-        readings = partial(self._trained.updater.readings, process.world.accelerator)
-        process.progress.built(readings)
-        trace.mark("built")
 
     # --- The loop ---------------------------------------------------------------------------
 
@@ -98,11 +92,7 @@ class Loop:
                     self.within_step = True
                     yield step
                     self.within_step = False
-                    if not step.committed:
-                        raise NotCommittedError(
-                            f"step {step.index} was left without step.commit(): call it at the"
-                            f" end of the loop's body{LEFT_OUT}"
-                        )
+                    step.check_committed()
                     self._end(step)
             except GeneratorExit:  # left early: what follows may change the weights, and take long
                 self._left = True
@@ -119,6 +109,86 @@ class Loop:
                 self._process.recorder.ended(self._trained.state)
         self.ended = True
         self._process.progress.phase("done")
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def _begin(self) -> Step:
+        averaging = self._process.averaging
+        self._process.progress.at("data")
+        self._device_watch.queued("body")
+        index = self.finished_steps
+        parts = averaging.parts(self._input.order, index)
+        rng.reseed(self._options.seed, index, averaging.outside)
+        batches, epoch = self._batches(index, parts), self._input.epoch(index)
+        self._step = Step(self._updates, index, parts, batches, epoch, self._epoch_steps())
+        return self._step
+
+    def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:
+        process, seed = self._process, self._options.seed
+        for number, part in enumerate(parts):
+            process.progress.at("data")
+            batch = self._input.next(index, number, part.positions)
+            process.replay.batch(batch)
+            batch = fetch.to_device(batch, process.world.accelerator)
+            self._device_watch.queued("data")
+            if self._input.draws:  # whoever made it: what is drawn from here on is the same
+                rng.reseed(seed, index, part.shard, int(part.positions[0]))
+            elif part.reseed:
+                rng.reseed(seed, index, part.shard)
+            process.progress.at("forward")
+            forwards = self._trained.forwards
+            assert self._step is not None
+            self._step.received += 1
+            yield batch
+            if self._options.level == "elastic" and self._trained.forwards == forwards:
+                self._step.check_forward()
+
+    def _forward_begins(self, model: Wrapped) -> None:
+        if self._step is not None:
+            self._updates.forward_begins(self._step, model)
+
+    def _end(self, step: Step) -> None:
+        """After the loop's body, so that what it does after commit() is in the snapshot too."""
+        process = self._process
+        self.guard.step_ended()
+        done = self.finished_steps = step.index + 1
+        process.progress.at("agreement")
+        first = done == self.kept.resumed_after + 1
+        with process.shutdown.peers(f"step {step.index}"):
+            self._hear(step)
+            if self._input.stream is not None and first:
+                self._exchange.compare_streams(self._input.stream.first)
+            if self._exchange.enough:
+                process.progress.plan(done)
+            finished = self._is_last()
+            self.kept.step_ended(done, last=self._exchange.stop or finished, finished=finished)
+            process.replay.conclude(end=finished)
+        if first:
+            trace.mark("step")
+        if not finished:
+            process.recorder.wait(done)
+            self._stop_if_asked(done)
+
+    def _stop_if_asked(self, done: int) -> None:
+        """End the process where all ranks end: told to, or for a drill."""
+        process = self._process
+        if self._exchange.stop:
+            process.progress.close(hurry=True)
+            process.shutdown.stop(done)
+        if process.drill.is_due(done):
+            with process.shutdown.peers("a drill"):
+                self._results.learn(all_steps=True)
+                process.world.barrier()  # all have their record: the first to end ends all
+            process.progress.close(hurry=True)
+            process.shutdown.drill(done)
+
+    def _hear(self, step: Step) -> None:
+        self._exchange.finish(step)
+        self._process.progress.body_ended()
+        self._process.replay.step_ended(step)
+        self._results.add(step)
+
+    # --- Where the loop begins and ends -------------------------------------------------------
 
     def _resume(self) -> None:
         process = self._process
@@ -149,79 +219,6 @@ class Loop:
     def _positions(self, step: int) -> list[Indices]:
         plan = self._process.averaging.plan(self._input.order, step)
         return [part.positions for part in plan]
-
-    # --- A step -----------------------------------------------------------------------------
-
-    def _begin(self) -> Step:
-        averaging = self._process.averaging
-        self._process.progress.at("data")
-        self._device_watch.queued("body")
-        index = self.finished_steps
-        parts = averaging.parts(self._input.order, index)
-        rng.reseed(self._options.seed, index, averaging.outside)
-        batches, epoch = self._batches(index, parts), self._input.epoch(index)
-        self._step = Step(self._updates, index, parts, batches, epoch, self._epoch_steps())
-        return self._step
-
-    def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:
-        process, seed = self._process, self._options.seed
-        for number, part in enumerate(parts):
-            process.progress.at("data")
-            batch = self._input.next(index, number, part.positions)
-            process.replay.batch(batch)
-            batch = fetch.to_device(batch, process.world.accelerator)
-            self._device_watch.queued("data")
-            if self._input.draws:  # whoever made it: what is drawn from here on is the same
-                rng.reseed(seed, index, part.shard, int(part.positions[0]))
-            elif part.reseed:
-                rng.reseed(seed, index, part.shard)
-            process.progress.at("forward")
-            forwards = self._trained.forwards
-            assert self._step is not None
-            self._step.handed += 1
-            yield batch
-            if self._options.level == "elastic" and self._trained.forwards == forwards:
-                self._step.check_forward()
-
-    def _forward_begins(self, model: Wrapped) -> None:
-        if self._step is not None:
-            self._updates.forward_begins(self._step, model)
-
-    def _end(self, step: Step) -> None:
-        """After the loop's body, so that what it does after commit() is in the snapshot too."""
-        process = self._process
-        self.guard.step_ended()
-        done = self.finished_steps = step.index + 1
-        process.progress.at("agreement")
-        first = done == self.kept.resumed_after + 1
-        with process.shutdown.peers(f"step {step.index}"):
-            self._hear(step)
-            if self._input.stream is not None and first:
-                self._exchange.compare_streams(self._input.stream.first)
-            if self._exchange.enough:
-                process.progress.plan(done)
-            finished = self._is_last()
-            self.kept.step_ended(done, last=self._exchange.stop or finished, finished=finished)
-            process.replay.conclude(end=finished)
-        if first:
-            trace.mark("step")
-        if not finished:
-            process.recorder.wait(done)
-            if self._exchange.stop:
-                process.progress.close(hurry=True)
-                process.shutdown.stop(done)
-            if process.drill.is_due(done):
-                with process.shutdown.peers("a drill"):
-                    self._results.learn(all_steps=True)
-                    process.world.barrier()  # all have their record: the first to end ends all
-                process.progress.close(hurry=True)
-                process.shutdown.drill(done)
-
-    def _hear(self, step: Step) -> None:
-        self._exchange.finish(step)
-        self._process.progress.body_ended()
-        self._process.replay.step_ended(step)
-        self._results.add(step)
 
     # --- For Run and Teardown ---------------------------------------------------------------
 

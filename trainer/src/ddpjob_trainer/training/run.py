@@ -31,9 +31,9 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.evaluation import Metric, Metrics
-from ddpjob_trainer.training.keeping import Best, is_better
+from ddpjob_trainer.training.keeping import is_better
 from ddpjob_trainer.training.loop import Loop
-from ddpjob_trainer.training.prepare import PreparedModels, named, shaped_like
+from ddpjob_trainer.training.models.prepare import PreparedModels, named, shaped_like
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
 from ddpjob_trainer.training.step_exchange import means
@@ -202,7 +202,6 @@ class Run:
         if self._loop is not None:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
         given = InputOptions.among(asked)
-        trained.check_unchanged()
         self._loop = Loop(self._process, self.options, trained, dataset, given)
         self._teardown.began(self._loop)
         yield from self._loop.steps()
@@ -356,7 +355,7 @@ class Run:
         self._process.recorder.told(self._step_to_log(), "keep_best()", number)
         if better:
             self.save(path, ema=ema, model=model)
-            self._loop.kept.best[name] = Best(number, self._step_to_log(), mode)
+            self._loop.kept.best[name] = [number, mode]
         return better
 
     def alive(self) -> None:

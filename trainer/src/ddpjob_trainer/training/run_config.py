@@ -1,13 +1,13 @@
-"""What decides a run's result: stored in each snapshot, compared on resume and between ranks.
+"""Collect what decides the result of a run: stored in each snapshot, compared on each resume.
 
-And what a script builds its optimizers and schedulers with. A resume takes the snapshot's values,
-as the bits need; whoever has changed an argument in between is told so. What training changes does
-not matter: compared is how both scripts began.
+Hyperparameters belong to it: what a script builds its optimizers and schedulers with. A resume
+takes the snapshot's values, as the bits need, and warns where the script has changed one since. It
+compares how both scripts began, not what training has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import PreparedModels
 
 #: What must be equal on all ranks, lest they wait for different things.
 OF_ALL = (
@@ -141,9 +141,7 @@ class Hyperparameters:
         every = trained.state.registered | trained.state.per_rank
         self._schedulers = {n: obj for n, obj in every.items() if isinstance(obj, LRScheduler)}
         self._built = {
-            place: deepcopy(holder[key])
-            for places in (self._of_groups(), *(found for _, _, found in self._of_schedulers()))
-            for place, (holder, key) in places.items()
+            place: deepcopy(holder[key]) for place, (holder, key) in self._places().items()
         }
         #: In texts, for a snapshot's JSON, which knows no infinity.
         self.kept = {place: _text(value) for place, value in self._built.items()}
@@ -177,40 +175,31 @@ class Hyperparameters:
         )
 
     def _put_back(self, other: set[str]) -> None:
-        for place, (group, key) in self._of_groups().items():
+        for place, (holder, key) in self._places().items():
             if place not in other or _follows(place, self.kept):
                 continue
-            if key == "initial_lr" and float(group[key]):  # the schedule is where it is
-                _set(group, "lr", group["lr"] * self._built[place] / group[key])
-            _set(group, key, self._built[place])
-        for scheduler, state, places in self._of_schedulers():
-            chosen = {place: found for place, found in places.items() if place in other}
-            for place, (holder, key) in chosen.items():
-                holder[key] = deepcopy(self._built[place])
-            if chosen:
-                scheduler.load_state_dict(state)
+            if key == "initial_lr" and float(holder[key]):  # the schedule is where it is
+                _set(holder, "lr", holder["lr"] * self._built[place] / holder[key])
+            _set(holder, key, deepcopy(self._built[place]))
 
-    def _of_groups(self) -> _Places:
+    def _places(self) -> _Places:
         found: _Places = {}
         for name, groups in self._groups.items():
             for number, group in enumerate(groups):
                 where = f"{name} group {number}" if len(groups) > 1 else name
                 found |= {f"{where} {k}": (group, k) for k in group if _is_plain(group[k])}
+        for name, scheduler in self._schedulers.items():
+            found |= _of_scheduler(name, scheduler)
         return found
 
-    def _of_schedulers(self) -> Iterator[tuple[LRScheduler, dict[str, Any], _Places]]:
-        for name, scheduler in self._schedulers.items():
-            state = scheduler.state_dict()
-            yield scheduler, state, dict(_within(name, state))
 
-
-def _within(name: str, state: dict[str, Any]) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
-    for key, value in state.items():
-        if key == "_schedulers":  # of those that chain others
-            for number, part in enumerate(value):
-                yield from _within(f"{name} {number}", part)
-        elif key not in _COUNTERS and _is_plain(value):
-            yield f"{name} {key}", (state, key)
+def _of_scheduler(name: str, scheduler: LRScheduler) -> _Places:
+    held = vars(scheduler)
+    chosen = (key for key in held if key not in _COUNTERS and _is_plain(held[key]))
+    found: _Places = {f"{name} {key}": (held, key) for key in chosen}
+    for number, part in enumerate(held.get("_schedulers", ())):  # of those that chain others
+        found |= _of_scheduler(f"{name} {number}", part)
+    return found
 
 
 def _follows(place: str, places: Mapping[str, str]) -> bool:

@@ -8,11 +8,11 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.training.call_mismatch import CallMismatch
-from ddpjob_trainer.training.drill import Drill
-from ddpjob_trainer.training.recorder import Recorder
-from ddpjob_trainer.training.replay import Replay
-from ddpjob_trainer.training.shutdown import Shutdown
+from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
+from ddpjob_trainer.training.leaving.shutdown import Shutdown
+from ddpjob_trainer.training.replay.drill import Drill
+from ddpjob_trainer.training.replay.recorder import Recorder
+from ddpjob_trainer.training.replay.replay import Replay
 
 
 @dataclass(frozen=True, slots=True)

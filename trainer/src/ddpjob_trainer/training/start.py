@@ -33,15 +33,15 @@ from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sinks import Opener, Sinks, tensorboard
-from ddpjob_trainer.training import refusal
-from ddpjob_trainer.training.call_mismatch import CallMismatch
-from ddpjob_trainer.training.drill import Drill
-from ddpjob_trainer.training.recorder import Recorder
-from ddpjob_trainer.training.replay import Replay
-from ddpjob_trainer.training.replay_records import record_path
+from ddpjob_trainer.training.leaving import refusal
+from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
+from ddpjob_trainer.training.leaving.shutdown import Shutdown
+from ddpjob_trainer.training.replay.drill import Drill
+from ddpjob_trainer.training.replay.recorder import Recorder
+from ddpjob_trainer.training.replay.records import record_path
+from ddpjob_trainer.training.replay.replay import Replay
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.shutdown import Shutdown
 
 _PREFIX = len("[rank 0] ")  # of a launcher
 #: Snapshot directories of this process' runs, with the last step that one of them was to do.

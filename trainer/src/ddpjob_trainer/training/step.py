@@ -54,11 +54,11 @@ class Step:
     losses: list[torch.Tensor] = field(default_factory=list)  # of each batch, added up
     weights: list[float] = field(default_factory=list)  # of each batch, or none at all
     committed: bool = False
-    handed: int = 0  # batches that the body has got
+    received: int = 0  # batches that the body has got
     mean: float | None = None  # its loss over all ranks, once it is known
     sent: Sent | None = None  # what the ranks tell one another of it
     refused: int = 0  # updates of it that this rank has refused
-    covered: int = 0  # batches with a backward since the last update
+    consumed: int = 0  # batches with a backward since the last update
     updates: int = 0
     _ahead: bool = False  # a backward came when a later batch had been got already
     _again: bool = False  # a batch has had a second backward
@@ -136,15 +136,15 @@ class Step:
 
         The first that has been got and has had no backward since the last update, else the newest.
         """
-        newest = max(self.handed, 1) - 1
-        return min(self.covered, newest)
+        newest = max(self.received, 1) - 1
+        return min(self.consumed, newest)
 
     def check_forward(self) -> None:
         """No forward has come since the newest batch was got: its random numbers are over.
 
         Raises ConfigError, unless the batch has had its backward and the step was committed since.
         """
-        if self.covered < self.handed:
+        if self.consumed < self.received:
             raise ConfigError(
                 "level='elastic': the loop went on in step.batches before the forward of the batch"
                 " that it had got. Each has random numbers of its own, so what is collected, as by"
@@ -155,15 +155,15 @@ class Step:
     def add(self, number: int, loss: torch.Tensor, weight: float | None) -> None:
         """Account for a backward. Raises ConfigError when it is not clear which batch it is of."""
         self._check_weight(number, weight)
-        self._ahead |= number < self.handed - 1
-        self._again |= number < self.covered
+        self._ahead |= number < self.received - 1
+        self._again |= number < self.consumed
         if self._ahead and self._again:
             raise ConfigError(
                 "batches that were collected before the first step.backward() may have one loss"
                 " each: add several losses of a batch up, or go through step.batches once and call"
                 " step.backward() before the next batch"
             )
-        self.covered = max(self.covered, number + 1)
+        self.consumed = max(self.consumed, number + 1)
         if number < len(self.losses):
             self.losses[number] = self.losses[number] + loss
         else:
@@ -187,7 +187,7 @@ class Step:
     def updated(self) -> None:
         """Account for an update(): each batch needs another backward now."""
         self.updates += 1
-        self.covered = 0
+        self.consumed = 0
         self._ahead = self._again = False
 
     def check_commit(self) -> None:
@@ -196,11 +196,19 @@ class Step:
             raise NotCommittedError(f"step {self.index}: commit() was called twice")
         if not self.updates:
             self.check_update("commit()")
-        elif self.covered:
+        elif self.consumed:
             raise ConfigError(
                 f"step {self.index}: after its last step.update() came a step.backward() whose"
                 " gradients nothing would apply: call step.update(optimizer) after it, or leave"
                 " all update()s of the step out"
+            )
+
+    def check_committed(self) -> None:
+        """Raise NotCommittedError when the loop's body is over and the step is not."""
+        if not self.committed:
+            raise NotCommittedError(
+                f"step {self.index} was left without step.commit(): call it at the end of the"
+                f" loop's body{LEFT_OUT}"
             )
 
     def check_weightless(self) -> None:
@@ -214,7 +222,7 @@ class Step:
 
     def check_update(self, call: str) -> None:
         """Raise NotCommittedError unless every batch has had a backward."""
-        done, wanted = self.covered, len(self.parts)
+        done, wanted = self.consumed, len(self.parts)
         if self.committed or not done:
             again = self.committed or self.updates
             when = "after step.commit()" if self.committed else "before step.backward(loss)"

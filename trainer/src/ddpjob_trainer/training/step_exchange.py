@@ -1,20 +1,19 @@
-"""What the ranks tell one another at the end of each step, and what all of them conclude from it.
+"""Exchange a step's numbers among the ranks, and draw the same conclusions on all of them.
 
-One exchange per step, which runs beside the update: this rank's losses and their weights, whether
-it was told to stop, what it thinks of the gradients, facts of its snapshots, numbers to log. What
-hosts say is heard when the step ends. What a GPU has measured is heard when the next step has been
-queued (DeferredResults), so that the GPU stays busy, or sooner where something rests on it.
+One exchange per step, which runs beside the update: losses and their weights, whether a rank got
+SIGTERM, whether its gradients are finite, facts of its snapshots, numbers to log. Values of hosts
+are read when the step ends; values of a GPU when the next step has been queued (DeferredResults),
+so that the GPU stays busy, or sooner where a snapshot or a check depends on them.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import SupportsFloat
+from zlib import crc32
 
 import torch
 
@@ -33,7 +32,6 @@ _MEASURED = frozenset({"not finite", "losses", "logged"})
 
 #: Names of logged means in a step.
 MOST = 16
-_HASHES = 3  # of 16 bits each: the sums of their squares are exact for two million ranks
 
 
 class StepExchange:
@@ -85,7 +83,7 @@ class StepExchange:
 
         Raises ConfigError where the ranks do not agree, PeerLostError.
         """
-        heard = _sent(step).told()
+        heard = _sent(step).host_values()
         self.stop = heard["stop"][0] > 0
         self.enough = heard["enough"][0] > 0
         self._snapshots.learn(heard["snapshots"])
@@ -99,29 +97,29 @@ class StepExchange:
 
         Raises DivergedError and ConfigError where the ranks do not agree.
         """
-        self.logged.learn(step.index, _sent(step).measured()["logged"])
+        self.logged.learn(step.index, _sent(step).device_values()["logged"])
         return self.check_finite(step)
 
     def check_finite(self, step: Step) -> float:
         """Return a committed step's mean loss. Raises DivergedError."""
         loss = self.mean_loss(step)
-        reported = _sent(step).measured()["not finite"]
+        reported = _sent(step).device_values()["not finite"]
         self._nan.after(step.index, loss, step.losses, reported, step.refused)
         return loss
 
     def wait(self) -> None:
         """Leave no exchange under way."""
         if self._sent is not None:
-            self._sent.told()
-            self._sent.measured()
+            self._sent.host_values()
+            self._sent.device_values()
 
     def not_finite(self, step: Step) -> Sequence[float]:
         """Wait for the others; return the sums of NanPolicy.report()."""
-        return _sent(step).measured()["not finite"]
+        return _sent(step).device_values()["not finite"]
 
     def factor(self, step: Step) -> float:
         """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
-        heard = _sent(step).told()
+        heard = _sent(step).host_values()
         self._check_weighted(step, heard["weighted"][0])
         factor = self._averaging.factor(heard["weights"])
         if not math.isfinite(factor):
@@ -138,8 +136,8 @@ class StepExchange:
         if step.mean is None:
             with self._shutdown.listening:  # a rank may ask for it alone
                 sent = _sent(step)
-                weights = sent.told()["weights"] if step.weights else None
-                losses = sent.measured()["losses"]
+                weights = sent.host_values()["weights"] if step.weights else None
+                losses = sent.device_values()["losses"]
             step.mean = self._averaging.mean_loss(losses, weights)
         return step.mean
 
@@ -215,9 +213,8 @@ class LoggedMeans:
     """run.log(..., reduce="mean"): means over the ranks, which ride on the step's one exchange.
 
     A name may be logged several times in a step, for each micro batch say: each call counts once.
-    Every rank sends as many numbers in every step, whatever is logged, since it cannot know what
-    the others log: places for sums and counts, and hashes of the names, whose sums show whether all
-    are the same.
+    Every rank sends as many numbers in every step, since it cannot know what the others log: a
+    hash of the names, and places for sums and counts.
     """
 
     def __init__(self, world: World) -> None:
@@ -252,28 +249,28 @@ class LoggedMeans:
         self._told = True
         self._reported.append(self._means)
         if not self._means:  # as in nearly every step of most runs
-            return [0.0] * (2 * _HASHES + 2 * MOST)
+            return [0.0] * (1 + 2 * MOST)
         names = sorted(self._means)
-        digest = blake2b("\0".join(names).encode(), digest_size=2 * _HASHES).digest()
-        hashes = [float(int.from_bytes(digest[2 * at : 2 * at + 2])) for at in range(_HASHES)]
         logged = [self._means[name].mine for name in names]
         free = [0.0] * (MOST - len(names))
         sums = [sum(map(self._number, values)) for values in logged]
         counts = [float(len(values)) for values in logged]
-        return [*hashes, *(number**2 for number in hashes), *sums, *free, *counts, *free]
+        return [_hash(names), *sums, *free, *counts, *free]
 
     def learn(self, step: int, sums: Sequence[float]) -> None:
         """Hear the others of the oldest step that is not known yet.
 
-        Raises ConfigError on every rank when not all gave the same names.
+        Raises ConfigError when not all gave the same names.
         """
         means = self._reported.popleft()
-        size = self._world.size
-        pairs = zip(sums[:_HASHES], sums[_HASHES : 2 * _HASHES], strict=True)
-        # The same test on all ranks: their hashes are equal if these have no variance.
-        if any(size * int(squares) != int(total) ** 2 for total, squares in pairs):
-            self._refuse(step, sorted(means))
-        for place, name in enumerate(sorted(means), 2 * _HASHES):
+        names = sorted(means)
+        if sums[0] != self._world.size * _hash(names):
+            raise ConfigError(
+                f"step {step}: run.log(reduce='mean') was given"
+                f" {', '.join(map(repr, names)) or 'nothing'} here, and other names on another"
+                " rank: give the same names on every rank, in every step"
+            )
+        for place, name in enumerate(names, 1):
             means[name].value = sums[place] / sums[place + MOST]
 
     def step_ended(self) -> None:
@@ -284,16 +281,6 @@ class LoggedMeans:
         if isinstance(value, torch.Tensor):
             return self._world.accelerator.number(value)
         return float(value)
-
-    def _refuse(self, step: int, mine: Sequence[str]) -> None:
-        blobs = self._world.gather_bytes("run.log()", json.dumps(mine).encode())
-        gathered = [json.loads(blob) for blob in blobs]
-        other = next(rank for rank, names in enumerate(gathered) if names != gathered[0])
-        raise ConfigError(
-            f"step {step}: run.log(reduce='mean') was given {_list(gathered[other])} on rank"
-            f" {other} and {_list(gathered[0])} on rank 0: give the same names on every rank, in"
-            " every step"
-        )
 
 
 def means(within: LoggedMeans | None, reduce: str, values: Values) -> Values:
@@ -308,8 +295,9 @@ def means(within: LoggedMeans | None, reduce: str, values: Values) -> Values:
     return within.add(values)
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"
+def _hash(names: Sequence[str]) -> float:
+    """Hash names to 32 bits: their sum is exact for two million ranks."""
+    return float(crc32("\0".join(names).encode()))
 
 
 def _sent(step: Step) -> Sent:

@@ -1,4 +1,4 @@
-"""The middle of a step: forwards, backwards, updates. A Step's calls end here.
+"""Do the middle of a step: forwards, backwards, updates. A Step's calls end here.
 
 Gradients are added up until update() or commit() makes them equal on all ranks and applies them,
 or leaves the update out where one is not finite. commit() starts the step's exchange beside it.
@@ -20,8 +20,8 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.training.device_watch import DeviceWatch
-from ddpjob_trainer.training.guard import Guard, Touched
-from ddpjob_trainer.training.prepare import PreparedModels
+from ddpjob_trainer.training.models.guard import Guard, Touched
+from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step, check_loss
 from ddpjob_trainer.training.step_exchange import StepExchange
@@ -74,8 +74,7 @@ class Updates:
                 " last update: the ranks would drift apart. Call that model, not the one that"
                 " prepare() was given"
             )
-        self.guard.before_backward(loss)
-        self._touched.before_backward(number, first=not step.covered)
+        self._touched.before_backward(number, first=not step.consumed)
         step.add(number, loss.detach(), weight)
         progress.at("backward")
         counts = step.parts[number].samples and weight != 0

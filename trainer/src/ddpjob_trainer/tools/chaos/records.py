@@ -1,4 +1,4 @@
-"""Read the ranks' records (training/recorder.py) while they run, and locate the ranks."""
+"""Read the ranks' records (training/replay/recorder.py) while they run, and locate the ranks."""
 
 from __future__ import annotations
 

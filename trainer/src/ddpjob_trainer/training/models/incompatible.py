@@ -1,4 +1,4 @@
-"""Which options do not go together, in one table: refused at start, both named, with the cure."""
+"""Refuse options that do not go together: one table, which names both and the cure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ class Facts:
     options: Options
     model: ModelOptions
     device: str  # cpu, cuda
-    compiled: bool = False  # by prepare() or by the script
     has_sync_batchnorm: bool = False
-    has_sparse_gradients: bool = False
-    overlapped_zero: bool = False
     several_models: bool = False
 
 
@@ -85,20 +82,6 @@ REFUSALS = (
         "Use sync_batchnorm=False and BatchNorm, or GroupNorm",
     ),
     Refusal(
-        "compile",
-        "bucket_cap_mb below 1",
-        lambda f: f.compiled and (f.model.bucket_cap_mb or 1) < 1 and not _elastic(f),
-        "PyTorch cuts the compiled graph by DDP's buckets, and the first, of 1 MB, is its smallest",
-        "Use bucket_cap_mb=1 or more",
-    ),
-    Refusal(
-        "compile='cudagraphs'",
-        "level='resume'",
-        lambda f: f.model.compile == "cudagraphs" and f.options.level == "resume",
-        "the first backward of a process runs twice, and a recorded one overwrites its own memory",
-        "Use compile=True, or level='off'",
-    ),
-    Refusal(
         "several models",
         "level='elastic'",
         lambda f: _elastic(f) and f.several_models,
@@ -107,24 +90,10 @@ REFUSALS = (
     ),
     Refusal(
         "several models",
-        "comm_hook",
-        lambda f: f.several_models and f.model.comm_hook is not None,
-        "their gradients are averaged after backward, past DDP's buckets and their hooks",
-        "Use comm_hook=None, or one model",
-    ),
-    Refusal(
-        "several models",
-        "static_graph=True",
-        lambda f: f.several_models and f.model.static_graph,
-        "they are never synchronised by DDP, which would never see the graph it is to keep",
-        "Use static_graph=False, or one model",
-    ),
-    Refusal(
-        "clip_grad_norm",
-        "sparse gradients",
-        lambda f: f.model.clip_grad_norm is not None and f.has_sparse_gradients,
-        "PyTorch cannot take their norm",
-        "Use Embedding(sparse=False), or clip_grad_norm=None",
+        "comm_hook or static_graph",
+        lambda f: f.several_models and (f.model.comm_hook is not None or f.model.static_graph),
+        "their gradients are averaged after backward, past DDP's buckets, hooks and graph",
+        "Use comm_hook=None and static_graph=False, or one model",
     ),
     Refusal(
         "grad_scaler",
@@ -132,13 +101,6 @@ REFUSALS = (
         lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",
         "only fp16's small range needs one",
         "Use grad_scaler=None, or precision='fp16'",
-    ),
-    Refusal(
-        "ZeroRedundancyOptimizer(overlap_with_ddp=True)",
-        "step.commit()",
-        lambda f: f.overlapped_zero,
-        "it would update the parameters during backward, before the ranks have agreed to",
-        "Use overlap_with_ddp=False",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""A drill: one planned restart in place soon after the start, so that resuming is checked early.
+"""Make a drill: one planned restart in place soon after the start checks resuming early.
 
 Loop asks is_due() after each step. All ranks end after the same one and say so to their launchers;
 the hub, which takes that for no failure (launcher/hub/rounds.py), has the next round begin, and
@@ -15,7 +15,7 @@ from typing import Final
 
 from ddpjob_trainer.environment import DrillSettings, Identity
 from ddpjob_trainer.snapshot.manager import Snapshots
-from ddpjob_trainer.training.replay import Replay
+from ddpjob_trainer.training.replay.replay import Replay
 
 #: Auto leaves the drill out where the start took longer, for the next one would as well.
 SLOW_SECONDS: Final = 60.0

@@ -1,6 +1,6 @@
-"""The check of each restart: the steps after the snapshot, done again, must be the same.
+"""Check each restart: the steps after the snapshot, done again, must be the same.
 
-Each rank records what its steps computed, in a file that outlives it (replay_records.py). After a
+Each rank records what its steps computed, in a file that outlives it (records.py). After a
 restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
 each step how far they are, and draw the conclusion together: Loop calls conclude(). A planned
 restart (drill.py) is one like any other here.
@@ -24,8 +24,8 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gpu.accelerator import Reading
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.training.replay_records import KEY_BYTES, Comparison, Entry, Records
-from ddpjob_trainer.training.replay_samples import Digest, of_generators
+from ddpjob_trainer.training.replay.records import KEY_BYTES, Comparison, Entry, Finding, Records
+from ddpjob_trainer.training.replay.samples import Digest, of_generators
 from ddpjob_trainer.training.step import Step
 
 _CAUSES: Final[dict[Differs, str]] = {
@@ -57,18 +57,6 @@ class _Pending:
     numbers: Reading | None = None
     weights: Digest | None = None
     of_weights: Reading | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """What one rank found. ``before``, ``now``: the first loss of the step."""
-
-    first: int = 0
-    last: int = 0
-    step: int = 0
-    what: Differs | None = None
-    before: float = math.nan
-    now: float = math.nan
 
 
 class Replay:
@@ -140,7 +128,7 @@ class Replay:
 
     def report(self) -> list[float]:
         """Numbers to add up over all ranks: whether this one differs, and has steps to compare."""
-        return [float(self._comparison.what is not None), float(self._comparison.pending)]
+        return [float(self._comparison.found.what is not None), float(self._comparison.pending)]
 
     def learn(self, sums: Sequence[float]) -> None:
         """Take in the sums of report()."""
@@ -206,32 +194,31 @@ class Replay:
         """
         if self._due or (end and self._open):
             self._open = self._due = False
-            blob = json.dumps(asdict(self._finding())).encode()
+            found, self._comparison = self._comparison.found, Comparison()
+            blob = json.dumps(asdict(found)).encode()
             gathered = self._world.gather_bytes("the check of the restart", blob)
-            self._tell([_Finding(**json.loads(found)) for found in gathered])
+            self._tell([Finding(**json.loads(one)) for one in gathered])
         if end and self._records is not None:
             self._records.remove()
 
-    def _finding(self) -> _Finding:
-        found, self._comparison = self._comparison, Comparison()
-        first, last = found.equal or (0, 0)
-        if found.old is None or found.entry is None:
-            return _Finding(first, last)
-        values = found.old.first_loss, found.entry.first_loss
-        return _Finding(first, last, found.entry.step, found.what, *values)
-
-    def _tell(self, findings: Sequence[_Finding]) -> None:
-        different = [(one.step, rank) for rank, one in enumerate(findings) if one.what]
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        different = [(one.step, rank, one) for rank, one in enumerate(findings) if one.what]
         compared = [one for one in findings if one.last]
         proof: Proof
         if different:
             if self._records is not None:
                 self._records.forget_after(self._newest)
-            step, rank = min(different)
-            found = findings[rank]
+            step, rank, found = min(different, key=lambda one: one[:2])
             assert found.what is not None
             proof = {"equal": False, "step": step, "rank": rank, "what": found.what}
-            text = _words(rank, found)
+            values = ""
+            if found.what == "loss" and found.before != found.now:
+                values = f", {found.before:.9g} before and {found.now:.9g} now"
+            text = (
+                f"warning: restart not proven: step {step}, done again after the restart, differs"
+                f" on rank {rank} in its {found.what}{values}. The run goes on, but its result will"
+                f" not equal an undisturbed run's. As a rule {_CAUSES[found.what]}"
+            )
         elif compared:
             first, last = min(one.first for one in compared), max(one.last for one in compared)
             proof = {"equal": True, "first": first, "last": last}
@@ -241,15 +228,3 @@ class Replay:
         self._progress.proven(proof)
         if self._world.rank == 0:
             say(0, text)
-
-
-def _words(rank: int, found: _Finding) -> str:
-    assert found.what is not None
-    values = f", {found.before:.9g} before and {found.now:.9g} now" if found.what == "loss" else ""
-    if found.before == found.now:
-        values = ""
-    return (
-        f"warning: restart not proven: step {found.step}, done again after the restart, differs on"
-        f" rank {rank} in its {found.what}{values}. The run goes on, but its result will not equal"
-        f" an undisturbed run's. As a rule {_CAUSES[found.what]}"
-    )

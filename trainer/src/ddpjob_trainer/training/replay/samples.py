@@ -1,6 +1,6 @@
-"""Samples of batches, weights and generators, small enough to be hashed in each step.
+"""Take samples of batches, weights and generators, small enough to be hashed in each step.
 
-training/replay.py asks for them. What is on a GPU is not waited for: its samples are returned, to
+replay.py asks for them. What is on a GPU is not waited for: its samples are returned, to
 travel to the host beside the step's losses.
 """
 

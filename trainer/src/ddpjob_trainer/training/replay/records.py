@@ -1,16 +1,17 @@
-"""One rank's record of its steps, in a file that outlives the process, and what differs from it.
+"""Keep one rank's record of its steps in a file that outlives the process, and compare with it.
 
-training/replay.py writes an entry per step into a mapped file of the launcher's directory. The next
-process of the same rank finds there what the killed one computed. Pure: it never imports torch.
+replay.py writes an entry per step into a mapped file of the launcher's directory. The next process
+of the same rank finds there what the killed one computed. It never imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
@@ -148,34 +149,43 @@ def _create(path: Path, data: bytes) -> mmap.mmap:
 
 
 @dataclass(slots=True)
-class Comparison:
-    """One rank's comparison of the steps that it does again with ``before``.
+class Finding:
+    """One rank's finding. ``first``, ``last``: steps that were equal, 0: none.
 
-    ``entry``: with which it found a difference; ``old``: what was recorded of that step.
+    ``before``, ``now``: the first loss of the ``step`` that differs.
     """
 
-    before: dict[int, Entry] = field(default_factory=dict)
-    equal: list[int] = field(default_factory=list)  # first and last step that were
+    first: int = 0
+    last: int = 0
+    step: int = 0
     what: Differs | None = None
-    old: Entry | None = None
-    entry: Entry | None = None
+    before: float = math.nan
+    now: float = math.nan
+
+
+class Comparison:
+    """One rank's comparison of the steps that it does again with what was recorded of them."""
+
+    def __init__(self, recorded: dict[int, Entry] | None = None) -> None:
+        self._recorded = recorded or {}
+        self.found = Finding()
 
     @property
     def pending(self) -> bool:
         """Whether recorded steps are still to be done again."""
-        return bool(self.before)
+        return bool(self._recorded)
 
     def add(self, entry: Entry) -> bool:
         """Compare a step; return whether it differs. Nothing is compared after a difference."""
-        before = self.before.pop(entry.step, None)
+        before, found = self._recorded.pop(entry.step, None), self.found
         if before is None:
-            if self.before and entry.step >= max(self.before):
-                self.before.clear()  # torn entries in between, or fewer steps than before
+            if self._recorded and entry.step >= max(self._recorded):
+                self._recorded.clear()  # torn entries in between, or fewer steps than before
             return False
-        self.what = difference(before, entry)
-        if self.what is None:
-            self.equal = [*self.equal[:1], entry.step] if self.equal else [entry.step, entry.step]
+        found.what = difference(before, entry)
+        if found.what is None:
+            found.first, found.last = found.first or entry.step, entry.step
             return False
-        self.old, self.entry = before, entry
-        self.before.clear()
+        found.step, found.before, found.now = entry.step, before.first_loss, entry.first_loss
+        self._recorded.clear()
         return True

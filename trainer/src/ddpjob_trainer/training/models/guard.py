@@ -1,9 +1,8 @@
-"""Refuses what a loop would train wrongly without any restart.
+"""Refuse what a loop would train wrongly without any restart.
 
-Loop calls it. It compares parameters, optimizers and schedulers by identity: what a loss leads to,
-who steps, who counts; Touched compares gradients. What only a restart would lose is found by the
-check of each restart (replay.py). Nothing of torch's is patched: its hook for optimizers and the
-loss's own graph tell.
+Loop and Updates call it. Guard compares optimizers and schedulers by identity: who steps, who
+counts; Touched compares gradients. What only a restart would lose is found by the check of each
+restart (replay/). Nothing of torch's is patched: its hook for optimizers tells.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.optim.update import Unit, Updater, held_by
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.state.stateful import kept_by
 
-_CURE = (
-    "train it with run.prepare([model, other], [optimizer, other_optimizer]), or freeze it with"
-    " other.requires_grad_(False)"
-)
 _UPDATES = 4  # in which gradients are looked at
 
 _Mark = tuple[torch.Tensor, int]  # a gradient and its version
@@ -63,27 +57,6 @@ class Guard:
     def scheduled(self) -> None:
         """Remember where a resume, or our own update, has left the schedulers."""
         self._counts = self._now()
-
-    def before_backward(self, loss: torch.Tensor) -> None:
-        """Refuse a loss that gives gradients to parameters that prepare() does not know.
-
-        It looks in steps 1, 2, 4, 8 and so on, and in those after them: a loop mostly does the same
-        in each.
-        """
-        if self._steps & (self._steps - 1) and self._steps & (self._steps + 1):
-            return
-        known = {id(parameter) for parameter in self._updater.parameters}
-        known |= {id(p) for unit in self._updater.units for p in held_by([unit.optimizer])}
-        for kept in map(kept_by, self._state.per_rank.values()):  # each rank's own affair
-            known |= {id(p) for m in _modules_of(kept) for p in m.parameters()}
-        for leaf in leaves(loss):
-            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
-                raise ConfigError(
-                    f"a parameter of shape {list(leaf.shape)} gets gradients from the loss, but"
-                    " prepare() does not know its module: they would not be averaged over the"
-                    f" ranks. Make that a part of the model, {_CURE}; run.register() alone keeps"
-                    " it, and averages nothing"
-                )
 
     def check_schedulers(self) -> None:
         """Refuse a scheduler that the script has advanced as well."""
@@ -127,26 +100,6 @@ class Guard:
                 " Train with several as in run.prepare(model, [first, second]) or"
                 " run.prepare([model, other], [optimizer, other_optimizer])"
             )
-
-
-def leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a backward from here adds gradients to, once each."""
-    found = [loss.grad_fn]
-    seen = set(found)
-    while found:
-        node: Any = found.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
-        for following, _ in getattr(node, "next_functions", ()):
-            if following is not None and following not in seen:
-                seen.add(following)
-                found.append(following)
-
-
-def _modules_of(obj: object) -> Iterator[torch.nn.Module]:
-    """Yield a module, or those that an object of the script's holds as attributes."""
-    held = [obj] if isinstance(obj, torch.nn.Module) else getattr(obj, "__dict__", {}).values()
-    yield from (one for one in held if isinstance(one, torch.nn.Module))
 
 
 class Touched:

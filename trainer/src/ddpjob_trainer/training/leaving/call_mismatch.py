@@ -1,8 +1,8 @@
-"""All ranks make the same calls and leave the loop in the same place, or the run is refused.
+"""Refuse a run whose ranks make different calls, or leave the loop in different places.
 
-A rank that makes another call than the rest cannot tell them by a collective, for they stand in
-another one, gradients say, and wait for it. So it writes where it is into the store. A rank that
-gets no further looks there, from a thread, for who has left the loop or stands in another call.
+A rank that makes another call than the rest cannot say so by a collective: the others wait in
+another one, for gradients say. So each rank writes its place into the store. A rank that makes no
+progress looks there, from a thread, for one that has left the loop or is in another call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.world import World, other_call
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.training.shutdown import Shutdown, named
+from ddpjob_trainer.training.leaving.shutdown import Shutdown, named
 from ddpjob_trainer.training.step import Step
 
 _KEY = "left the loop"  # where the first one did

@@ -1,4 +1,4 @@
-"""How a training process ends early: SIGTERM, an exception, a lost peer.
+"""End a training process early: on SIGTERM, an exception, a lost peer.
 
 A signal handler only sets a flag while the loop runs; the ranks agree on a step at which all of
 them stop. Outside the loop there is nothing to save, and the process ends at once; so it does when
@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, Pee
 from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training import refusal
+from ddpjob_trainer.training.leaving import refusal
 
 #: Between the end of the loop and that of a process that was told to stop in its last step.
 _MOMENT_SECONDS = 1.0
@@ -32,9 +32,9 @@ _CALLS = 8  # a call may be over on one rank before another that differs waits f
 
 
 class _Peers:
-    """The context in which an error may mean that a peer is gone: then the process ends, 75.
+    """Treat an error in this block as a lost peer and exit with code 75 (collateral).
 
-    ``reached``: how often it was entered. On every rank alike, so it says how far each has come.
+    ``reached``: how often it was entered, on every rank alike, so it says how far each has come.
     ``calls``: the last times, and what for. ``depth``: more than 0 within.
     """
 
@@ -165,7 +165,7 @@ class Shutdown:
         leave(128 + self.signal)
 
     def drill(self, step: int) -> NoReturn:
-        """End as all ranks do after this step, for the launcher to start them anew."""
+        """End as all ranks do after this step, for the launcher to start the next round."""
         self._state.drilled()
         if self._rank == 0:
             say(0, f"a drill: all processes end after step {step} and do its last steps again")

@@ -1,4 +1,4 @@
-"""What prepare() makes of models and optimizers, and the checks on them."""
+"""Check, wrap and register the models and optimizers that prepare() is given."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
-from ddpjob_trainer.training import incompatible
+from ddpjob_trainer.training.models import incompatible
 
 T = TypeVar("T")
 
@@ -124,30 +124,15 @@ class PreparedModels:
             if name not in self._own or isinstance(obj, AveragedModel)
         }
 
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """Return the models as the loop calls them, and the modules that are registered."""
-        found: dict[str, torch.nn.Module] = {f"model {m.name}": m.wrapped for m in self.models}
-        for name, obj in (self.state.registered | self.state.per_rank).items():
-            if isinstance(obj, torch.nn.Module) and name not in self._own:
-                found[f"registered {name}"] = obj
-        return found
-
     def begin(self) -> None:
         """Begin the loop: what it switches from here on is in the snapshots."""
         keep_bits(self._options.level, self._world.device)
         self.state.begin()
-        self.modes = Modes(self.modules())
-
-    def check_unchanged(self) -> None:
-        """Raise ConfigError where a model has got other parameters since prepare()."""
-        known = set(self.updater.parameters)
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in known:
-                raise ConfigError(
-                    f"the model got the parameter {name!r} after prepare(): nothing would train it,"
-                    " or average its gradient. Build the whole model first, then the optimizer,"
-                    " then call prepare()"
-                )
+        found: dict[str, torch.nn.Module] = {f"model {m.name}": m.wrapped for m in self.models}
+        for name, obj in (self.state.registered | self.state.per_rank).items():
+            if isinstance(obj, torch.nn.Module) and name not in self._own:
+                found[f"registered {name}"] = obj
+        self.modes = Modes(found)
 
     # --- One by one ------------------------------------------------------------------------
 
@@ -221,12 +206,6 @@ class PreparedModels:
         for name, module in models.items():
             self._check_model(name, module)
         for name, optimizer in optimizers.items():
-            if zero.has_views(optimizer) and _would_move(models, self._world.device):
-                raise ConfigError(
-                    "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) was made before the"
-                    " model was on the GPU, whose parameters it holds views of: call"
-                    " model.to(run.device) first"
-                )
             if not zero.spans(optimizer, self._world.size):
                 raise ConfigError(
                     "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
@@ -243,18 +222,18 @@ class PreparedModels:
         }
         earlier = [unit.optimizer for unit in self.updater.units]
         check_parameters(named, list(optimizers.values()), earlier)
+        has_sync_batchnorm = any(
+            isinstance(part, torch.nn.SyncBatchNorm)
+            for module in models.values()
+            for part in module.modules()
+        )
         for model in (*(model.options for model in self.models), options):
             incompatible.refuse(
                 incompatible.Facts(
                     self._options,
                     model,
                     self._world.device.type,
-                    compiled=bool(model.compile) or any(map(is_compiled, models.values())),
-                    has_sync_batchnorm=any(map(_has_sync_batchnorm, models.values())),
-                    # Of these models only: each prepare() clips what it trains.
-                    has_sparse_gradients=model is options
-                    and any(map(_has_sparse_gradients, models.values())),
-                    overlapped_zero=any(map(zero.is_overlapped, optimizers.values())),
+                    has_sync_batchnorm=has_sync_batchnorm,
                     several_models=len(known) > 1,
                 )
             )
@@ -321,18 +300,9 @@ def place(module: torch.nn.Module, device: torch.device) -> None:
 
     One that lies on several devices would be folded into one.
     """
-    if _lies_on_cpu(module):
+    devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+    if devices <= {"cpu"}:
         module.to(device)
-
-
-def _lies_on_cpu(module: torch.nn.Module) -> bool:
-    tensors = [*module.parameters(), *module.buffers()]
-    devices = {tensor.device for tensor in tensors}
-    return len(devices) <= 1 and all(found.type == "cpu" for found in devices)
-
-
-def _would_move(models: Mapping[str, torch.nn.Module], device: torch.device) -> bool:
-    return device.type != "cpu" and any(map(_lies_on_cpu, models.values()))
 
 
 def place_state(optimizer: torch.optim.Optimizer) -> None:
@@ -355,39 +325,11 @@ def _kinds(kind: type) -> str:
 
 
 def _name(what: str, name: str, base: str) -> str:
-    """Name something that belongs to a model or an optimizer of this name in snapshots.
-
-    ``base``, ``base2``, ... are the names of those that got none.
-    """
-    number = name.removeprefix(base)
-    return (
-        what + number
-        if name.startswith(base) and (not number or number.isdigit())
-        else (f"{what}.{name}")
-    )
-
-
-def _has_sync_batchnorm(module: torch.nn.Module) -> bool:
-    return any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
-
-
-def _has_sparse_gradients(module: torch.nn.Module) -> bool:
-    kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
-    return any(
-        isinstance(part, kinds) and part.sparse and part.weight.requires_grad
-        for part in module.modules()
-    )
+    """Name what belongs to a model or an optimizer of this name; ``base``: of the first of all."""
+    return what if name == base else f"{what}.{name}"
 
 
 # --- torch.compile, by the script or by prepare(compile=...) ---
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether torch.compile() or Module.compile() has been called on it or a part of it."""
-    return any(
-        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
-        for part in module.modules()
-    )
 
 
 def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:

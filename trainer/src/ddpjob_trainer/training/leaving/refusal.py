@@ -1,8 +1,7 @@
-"""An error that names its cure, as a person wants to see it: once, and where the script asked.
+"""Print an error that names its cure once, with the line of the script that led to it.
 
-All ranks of a launcher meet the same one, so the first says it for all that have the same to say.
-A traceback through our code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1
-brings it back.
+All ranks of a launcher meet the same error, so the first one prints it. A traceback through our
+code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1 brings it back.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ddpjob_trainer.environment import TRACEBACK, state_directory, wants_traceba
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.telemetry.console import say
 
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # calls our hooks
 #: A child process says so, and its rank, which then meets something else, ends by it.
 UNGUARDED = (

@@ -1,0 +1,1 @@
+"""prepare(): models, optimizers and options that go together, wrapped and registered."""
