@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 from ddpjob_operator.core import observe, packed, spec
 from ddpjob_operator.shell import decode
-from support.patience import PATIENCE
 from support.world import crd_schema
 
 LIST: dict[str, Any] = {
@@ -181,27 +178,3 @@ def test_the_definition_tells_of_the_limits() -> None:
     assert f"{packed.TEMPLATE_BYTES // 1024} KiB" in schema["template"]["description"]
     volume = schema["snapshot"]["properties"]["volume"]
     assert f"{packed.VOLUME_BYTES // 1024} KiB" in volume["description"]
-
-
-async def test_the_collector_is_off_until_the_last_thread_has_decoded_and_then_on() -> None:
-    """Its switch is the whole process's, and kopf decodes in a thread of its own."""
-    begun, overlapping = threading.Event(), threading.Event()
-
-    def keep_first(_: object) -> None:
-        begun.set()
-        assert overlapping.wait(PATIENCE)
-
-    def keep_second(_: object) -> bool:
-        overlapping.set()
-        other.join(PATIENCE)
-        return gc.isenabled()
-
-    def read_first() -> None:
-        asyncio.run(decode.read_list(chunks(b'{"items":[{}]}', 100), keep_first))
-
-    other = threading.Thread(target=read_first)
-    assert gc.isenabled()
-    other.start()
-    assert begun.wait(PATIENCE)
-    assert await decode.read_list(chunks(b'{"items":[{}]}', 100), keep_second) == ([False], {})
-    assert gc.isenabled()

@@ -247,12 +247,12 @@ class App:
         jobs = max(now - resync.alive_at for resync in self._resyncs.values())
         return {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
 
-    def _watch_ages(self) -> dict[str, float]:
-        now = time.monotonic()
-        pods = max(now - informer.heard_at for informer in self._informers.values())
+    def _age_of_pods(self) -> float:
+        return time.monotonic() - min(pods.heard_at for pods in self._informers.values())
+
+    def _age_of_jobs(self) -> float:
         listed = min(resync.heard_at for resync in self._resyncs.values())
-        heard = max(self._watcher.heard_at, listed)
-        return {"pods": pods, crd.PLURAL: now - heard}
+        return time.monotonic() - max(self._watcher.heard_at, listed)
 
     def _unready(self) -> list[str]:
         """List the parts without an answer yet; one namespace without rights is only logged."""
@@ -270,7 +270,7 @@ class App:
 
     def _expose(self) -> None:
         self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])
-        self._metrics.expose_watch_ages(self._watch_ages)
+        self._metrics.expose_watch_ages({"pods": self._age_of_pods, crd.PLURAL: self._age_of_jobs})
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import gc
 import json
 import re
-import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
@@ -31,23 +29,21 @@ _decoder = json.JSONDecoder()
 
 def loads(text: str | bytes) -> Any:
     """Decode like json.loads, but cut off what is nested too deep."""
-    with _no_collections:
-        try:
-            return json.loads(text)
-        except RecursionError:
-            whole = text if isinstance(text, str) else text.decode()
-            return json.loads(_cut(whole, 0)[0])
+    try:
+        return json.loads(text)
+    except RecursionError:
+        whole = text if isinstance(text, str) else text.decode()
+        return json.loads(_cut(whole, 0)[0])
 
 
 def shallow(text: bytes) -> bytes:
     """Return the JSON unchanged if decoders can read it, else cut the deepest parts."""
     if text.count(b"[") + text.count(b"{") < _SURELY_READ:
         return text
-    with _no_collections:
-        try:
-            json.loads(text)
-        except RecursionError:
-            return _cut(text.decode(), 0)[0].encode()
+    try:
+        json.loads(text)
+    except RecursionError:
+        return _cut(text.decode(), 0)[0].encode()
     return text
 
 
@@ -117,11 +113,8 @@ class _Text:
                 await asyncio.sleep(0)
                 self._turn = time.perf_counter()
             try:
-                with _no_collections:
-                    found, self._at = _value(self._text, self._at)
-                    kept = keep(found)
-                    del found
-                return kept
+                found, self._at = _value(self._text, self._at)
+                return keep(found)
             except _IncompleteError:
                 # Wait for twice as much: each byte is decoded twice at most.
                 await self._more(len(self._text) - self._at)
@@ -179,35 +172,6 @@ def _cut(text: str, at: int) -> tuple[str, int]:
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
     return found.end() if found else at
-
-
-class _NoCollections:
-    """Turns garbage collection off while JSON, which has no cycles, is decoded.
-
-    The switch is the whole process's, and kopf decodes in its own thread: the first to enter turns
-    it off, the last to leave turns it on.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._was = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._was = gc.isenabled()
-                gc.disable()
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._was and not self._inside:
-                gc.enable()
-
-
-_no_collections = _NoCollections()
 
 
 async def lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -13,28 +13,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from ddpjob_operator.core.lenient import format_time
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import LEASES, Object, Resource
+from ddpjob_operator.shell.api import LEASES, Api, Object
 
 log = logging.getLogger(__name__)
 
 _RELEASE_PAUSE = 0.2  # seconds between two tries to give the lease back
-
-
-class LeaseApi(Protocol):
-    """The three calls that the elector makes."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """Read the Lease."""
-
-    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create the Lease."""
-
-    async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Write the Lease, guarded by its resourceVersion."""
 
 
 class Elector:
@@ -48,7 +35,7 @@ class Elector:
 
     def __init__(
         self,
-        api: LeaseApi,
+        api: Api,
         *,
         namespace: str,
         name: str,

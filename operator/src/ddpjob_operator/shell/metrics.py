@@ -163,16 +163,16 @@ class Metrics:
         for counter in (self.restarts, self.rounds, self.finished, self.refused):
             counter.remove_by_labels({"namespace": namespace})
 
-    def expose_watch_ages(self, ages: Callable[[], Mapping[str, float]]) -> None:
+    def expose_watch_ages(self, ages: Mapping[str, Callable[[], float]]) -> None:
         """Expose ddpjob_watch_age_seconds{resource}: since the API server's last sign of life."""
-        self.registry.register(
-            _Computed(
-                "ddpjob_watch_age_seconds",
-                "Time since the API server last said anything about this resource",
-                "resource",
-                ages,
-            )
+        gauge = Gauge(
+            "ddpjob_watch_age_seconds",
+            "Time since the API server last said anything about this resource",
+            ["resource"],
+            registry=self.registry,
         )
+        for resource, age in ages.items():
+            gauge.labels(resource).set_function(age)
 
 
 class _Jobs(Collector):
@@ -230,21 +230,3 @@ class _Jobs(Collector):
         for namespace in [n for n, at in self._seen.items() if now - at > _FORGET_AFTER]:
             del self._seen[namespace]
             self._forget(namespace)
-
-
-class _Computed(Collector):
-    """A gauge with one label whose values are asked for on every scrape."""
-
-    def __init__(
-        self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._name, self._text, self._label, self._values = name, text, label, values
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield GaugeMetricFamily(self._name, self._text, labels=[self._label])
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
-        for label, value in self._values().items():
-            family.add_metric([label], value)
-        yield family

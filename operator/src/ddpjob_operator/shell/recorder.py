@@ -14,13 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Event
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import EVENTS, Object, Resource
+from ddpjob_operator.shell.api import EVENTS, Api, Object
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +31,6 @@ _REFILL = 20.0  # ... and one more every so many seconds
 _REMEMBERED = 4096
 _QUEUE = 1000
 _MESSAGE_MAX = 1024
-
-
-class EventApi(Protocol):
-    """The two calls that the recorder makes."""
-
-    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create an Event."""
-
-    async def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Raise its count."""
 
 
 @dataclass(slots=True)
@@ -61,7 +51,7 @@ class Recorder:
 
     def __init__(
         self,
-        api: EventApi,
+        api: Api,
         instance: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
