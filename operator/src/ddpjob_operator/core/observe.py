@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
-from ddpjob_operator.core import packed, proof, resumed
+from ddpjob_operator.core import packed, resumed
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
@@ -216,7 +216,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         snapshot_step=_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         resumed=resumed.words(raw.get("resumed")),
-        proof=proof.read(raw.get("proof")),
+        proof=resumed.proof(raw.get("proof")),
         updated_at=now,
     )
 

@@ -6,7 +6,7 @@ may have written it: what does not parse counts as absent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
@@ -24,8 +24,8 @@ from ddpjob_operator.core.lenient import (
     sequence,
     text,
 )
-from ddpjob_operator.core.proof import Proof
 from ddpjob_operator.core.ranges import format_ranges, parse_ranges
+from ddpjob_operator.core.resumed import Proof
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
@@ -34,11 +34,6 @@ MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
 MOST_ATTEMPTS: Final = 10**9 - 1
-
-
-def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    found = {k: v for k, v in fields.items() if v not in (None, "")}
-    return {k: format_time(v) if isinstance(v, datetime) else v for k, v in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,28 +104,6 @@ class Failure:
     step: int | None = None  # that it had finished
     exception: str = ""  # the exception, or another cause, in one line
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form without absent values."""
-        return _present(
-            {
-                "attempt": self.attempt,
-                "round": self.round,
-                "replica": self.replica,
-                "rank": self.rank,
-                "pod": self.pod,
-                "node": self.node,
-                "class": self.cls,
-                "reason": self.reason,
-                "exitCode": self.exit_code,
-                "signal": self.signal,
-                "message": self.message,
-                "detectedAt": self.detected_at,
-                "inPlace": self.in_place or None,
-                "step": self.step,
-                "exception": self.exception,
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -158,17 +131,6 @@ class Timings:
     next_restart_at: datetime | None = None
     completed_at: datetime | None = None
     last_recovery_seconds: float | None = None
-
-
-#: The times of Timings, by their names in the API.
-_TIMES: Final = {
-    "startedAt": "started_at",
-    "attemptStartedAt": "attempt_started_at",
-    "runningAt": "running_at",
-    "lastRoundAt": "last_round_at",
-    "nextRestartAt": "next_restart_at",
-    "completedAt": "completed_at",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +201,16 @@ def to_dict(status: Status) -> dict[str, Any]:
             "membersSince": status.members_since,
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
-            "restarts": _restarts_to_dict(restarts),
+            "restarts": _written(restarts, _RESTARTS),
             "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
             "ready": ready,
             "replicas": asdict(replicas),
             "succeededReplicas": format_ranges(status.succeeded),
             "progress": _progress_to_dict(status.progress) or None,
-            "lastFailure": last.to_dict() if last else None,
-            "failures": [f.to_dict() for f in status.failures] or None,
+            "lastFailure": _written(last, _FAILURE) if last else None,
+            "failures": [_written(one, _FAILURE) for one in status.failures] or None,
             "avoidedNodes": list(status.avoided_nodes) or None,
-            "timings": _timings_to_dict(status.timings) or None,
+            "timings": _written(status.timings, _TIMINGS) or None,
         }
     )
 
@@ -256,7 +218,7 @@ def to_dict(status: Status) -> dict[str, Any]:
 def from_dict(body: object) -> Status:
     """Parse .status; whatever does not parse counts as absent."""
     raw = mapping(body)
-    restarts, replicas = mapping(raw.get("restarts")), mapping(raw.get("replicas"))
+    replicas = mapping(raw.get("replicas"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     return Status(
@@ -271,23 +233,13 @@ def from_dict(body: object) -> Status:
         members_since=min(integer(raw.get("membersSince")), attempt + (phase == "Suspended")),
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),
-        restarts=Restarts(
-            total=counter(restarts.get("total")),
-            charged=counter(restarts.get("charged")),
-            disruptions=counter(restarts.get("disruptions")),
-            consecutive=counter(restarts.get("consecutive")),
-            released=counter(restarts.get("released")),
-            in_place=counter(restarts.get("inPlace")),
-            round=counter(restarts.get("round")),
-            snapshot_step=max(0, integer(restarts.get("snapshotStep"))),
-            file_at=parse_time(restarts.get("fileModifiedAt")),
-        ),
+        restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
         replicas=Replicas(**{f.name: integer(replicas.get(f.name)) for f in fields(Replicas)}),
         succeeded=parse_ranges(raw.get("succeededReplicas")),
-        progress=_progress_from_dict(mapping(raw.get("progress"))),
+        progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
-        timings=_timings_from_dict(mapping(raw.get("timings"))),
+        timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
     )
 
 
@@ -320,81 +272,84 @@ def _conditions(items: object) -> list[Condition]:
 
 
 def _failures(items: object) -> list[Failure]:
-    records = map(mapping, sequence(items))
-    told = [(raw, at) for raw in records if (at := parse_time(raw.get("detectedAt")))]
-    return [
-        Failure(
-            attempt=integer(raw.get("attempt")),
-            round=opt_integer(raw.get("round")),
-            replica=integer(raw.get("replica")),
-            rank=opt_integer(raw.get("rank")),
-            pod=text(raw.get("pod")),
-            node=text(raw.get("node")),
-            cls=text(raw.get("class")),
-            reason=text(raw.get("reason")),
-            exit_code=opt_integer(raw.get("exitCode")),
-            signal=opt_integer(raw.get("signal")),
-            message=text(raw.get("message")),
-            detected_at=at,
-            in_place=raw.get("inPlace") is True,
-            step=opt_integer(raw.get("step")),
-            exception=text(raw.get("exception")),
-        )
-        for raw, at in told[-MAX_FAILURES:]
-    ]
-
-
-def _restarts_to_dict(restarts: Restarts) -> dict[str, Any]:
-    return _present(
-        {
-            "total": restarts.total,
-            "charged": restarts.charged,
-            "disruptions": restarts.disruptions,
-            "consecutive": restarts.consecutive,
-            "released": restarts.released,
-            "inPlace": restarts.in_place,
-            "round": restarts.round,
-            "snapshotStep": restarts.snapshot_step,
-            "fileModifiedAt": restarts.file_at,
-        }
-    )
+    found = [_read(one, _FAILURE) for one in sequence(items)]
+    return [Failure(**one) for one in found if one["detected_at"]][-MAX_FAILURES:]
 
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
-    total = f"/{progress.total_steps}" if progress.total_steps else ""
-    return _present(
-        {
-            "step": progress.step,
-            "stepOfTotal": None if progress.step is None else f"{progress.step}{total}",
-            "totalSteps": progress.total_steps,
-            "loss": progress.loss,
-            "samplesPerSecond": progress.samples_per_second,
-            "snapshotStep": progress.snapshot_step,
-            "fileModifiedAt": progress.file_at,
-            "resumed": progress.resumed,
-            "updatedAt": progress.updated_at,
-        }
-    )
+    found = _written(progress, _PROGRESS)
+    if progress.step is not None:
+        total = f"/{progress.total_steps}" if progress.total_steps else ""
+        found["stepOfTotal"] = f"{progress.step}{total}"
+    return found
 
 
-def _progress_from_dict(raw: Mapping[str, Any]) -> Progress:
-    return Progress(
-        step=opt_integer(raw.get("step")),
-        total_steps=opt_integer(raw.get("totalSteps")),
-        loss=opt_number(raw.get("loss")),
-        samples_per_second=opt_number(raw.get("samplesPerSecond")),
-        snapshot_step=opt_integer(raw.get("snapshotStep")),
-        file_at=parse_time(raw.get("fileModifiedAt")),
-        resumed=text(raw.get("resumed")),
-        updated_at=parse_time(raw.get("updatedAt")),
-    )
+def _not_negative(value: object) -> int:
+    return max(0, integer(value))
 
 
-def _timings_to_dict(timings: Timings) -> dict[str, Any]:
-    times = {name: getattr(timings, key) for name, key in _TIMES.items()}
-    return _present({**times, "lastRecoverySeconds": timings.last_recovery_seconds})
+#: Records in the API: a field's name there, its name here, and its reader.
+Fields = Mapping[str, tuple[str, Callable[[object], Any]]]
+
+_FAILURE: Final[Fields] = {
+    "attempt": ("attempt", integer),
+    "round": ("round", opt_integer),
+    "replica": ("replica", integer),
+    "rank": ("rank", opt_integer),
+    "pod": ("pod", text),
+    "node": ("node", text),
+    "class": ("cls", text),
+    "reason": ("reason", text),
+    "exitCode": ("exit_code", opt_integer),
+    "signal": ("signal", opt_integer),
+    "message": ("message", text),
+    "detectedAt": ("detected_at", parse_time),
+    "inPlace": ("in_place", lambda value: value is True),
+    "step": ("step", opt_integer),
+    "exception": ("exception", text),
+}
+_RESTARTS: Final[Fields] = {
+    "total": ("total", counter),
+    "charged": ("charged", counter),
+    "disruptions": ("disruptions", counter),
+    "consecutive": ("consecutive", counter),
+    "released": ("released", counter),
+    "inPlace": ("in_place", counter),
+    "round": ("round", counter),
+    "snapshotStep": ("snapshot_step", _not_negative),
+    "fileModifiedAt": ("file_at", parse_time),
+}
+_PROGRESS: Final[Fields] = {
+    "step": ("step", opt_integer),
+    "totalSteps": ("total_steps", opt_integer),
+    "loss": ("loss", opt_number),
+    "samplesPerSecond": ("samples_per_second", opt_number),
+    "snapshotStep": ("snapshot_step", opt_integer),
+    "fileModifiedAt": ("file_at", parse_time),
+    "resumed": ("resumed", text),
+    "updatedAt": ("updated_at", parse_time),
+}
+_TIMINGS: Final[Fields] = {
+    "startedAt": ("started_at", parse_time),
+    "attemptStartedAt": ("attempt_started_at", parse_time),
+    "runningAt": ("running_at", parse_time),
+    "lastRoundAt": ("last_round_at", parse_time),
+    "nextRestartAt": ("next_restart_at", parse_time),
+    "completedAt": ("completed_at", parse_time),
+    "lastRecoverySeconds": ("last_recovery_seconds", opt_number),
+}
 
 
-def _timings_from_dict(raw: Mapping[str, Any]) -> Timings:
-    times = {key: parse_time(raw.get(name)) for name, key in _TIMES.items()}
-    return Timings(**times, last_recovery_seconds=opt_number(raw.get("lastRecoverySeconds")))
+def _read(body: object, table: Fields) -> dict[str, Any]:
+    raw = mapping(body)
+    return {key: read(raw.get(name)) for name, (key, read) in table.items()}
+
+
+def _written(record: object, table: Fields) -> dict[str, Any]:
+    return _present({name: getattr(record, key) for name, (key, _) in table.items()})
+
+
+def _present(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out absent values; a flag that is not set is one."""
+    kept = {k: v for k, v in found.items() if v is not False and v not in (None, "")}
+    return {k: format_time(v) if isinstance(v, datetime) else v for k, v in kept.items()}

@@ -21,7 +21,7 @@ from ddpjob_operator.core.actions import (
     Plan,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import fence, report
+from ddpjob_operator.core.policy import fence, report, resume
 from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
@@ -43,7 +43,7 @@ def succeed(view: View, change: Change) -> Change:
     progress = _final_progress(view, change)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
-    change = report.began_from(view, change.with_status(progress=progress), progress)
+    change = resume.began_from(view, change.with_status(progress=progress), progress)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)

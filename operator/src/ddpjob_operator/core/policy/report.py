@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import KIND
-from ddpjob_operator.core import classify, resumed
+from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import Pod, clean
-from ddpjob_operator.core.policy import avoid, fence, hold, restart, turn
+from ddpjob_operator.core.policy import avoid, fence, hold, restart, resume, turn
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
 from ddpjob_operator.core.told import after_step, replicas, shorten
@@ -79,7 +79,7 @@ def fill(view: View, change: Change) -> Change:
     fields: dict[str, Any] = {"observed_generation": hold.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
         fields |= {"progress": heard(status.progress, view.outcomes.progress)}
-        change = began_from(view, change, fields["progress"])
+        change = resume.began_from(view, change, fields["progress"])
     if status.terminal:
         fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         fields |= {"succeeded": view.succeeded}
@@ -94,7 +94,7 @@ def fill(view: View, change: Change) -> Change:
     reason, message = _why(status)
     change = change.with_status(**fields, reason=reason, message=message, conditions=conditions)
     change = _unsupported(view, change)
-    return change if status.terminal else _proven(view, change)
+    return change if status.terminal else resume.proven(view, change)
 
 
 def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
@@ -332,34 +332,6 @@ def heard(old: Progress, new: Progress | None) -> Progress:
     )
     news = merged != old or old.updated_at is None
     return replace(merged, updated_at=new.updated_at) if news else old
-
-
-def began_from(view: View, change: Change, progress: Progress) -> Change:
-    """Report once that a snapshot is another job's, or was made by another program."""
-    said = progress.resumed
-    if said in ("", view.status.progress.resumed):
-        return change
-    if not said.startswith(resumed.OF_ANOTHER):
-        return change.tell("Normal", "ProgramChanged", f"training goes on from what was {said}")
-    cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
-    return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
-
-
-def _proven(view: View, change: Change) -> Change:
-    """Report whether the newest restart was proven; without news the condition stays."""
-    progress = view.outcomes.progress
-    found = progress.proof if progress is not None else None
-    if found is None:
-        return change
-    reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
-    old = change.status.condition("ResumeProven")
-    conditions = with_condition(  # False too where it never was true
-        change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
-    )
-    change = change.with_status(conditions=conditions)
-    if old is not None and old.reason == reason and (found.equal or old.message == found.message):
-        return change
-    return change.tell("Normal" if found.equal else "Warning", reason, found.message)
 
 
 def _unsupported(view: View, change: Change) -> Change:
