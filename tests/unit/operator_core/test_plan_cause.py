@@ -106,77 +106,9 @@ def test_a_new_operator_waits_anew_and_then_it_ends():
     assert world.wait(10).phase == "Failed"
 
 
-@pytest.mark.fault("N14")
-@pytest.mark.parametrize("fence", [{}, FENCE])
-def test_a_restart_of_a_dead_machine_is_not_charged_after_all(fence: dict):
-    world = running(**fence).end(0, 1).finish_deletions_on("node1")
-    assert (world.phase, world.status["restarts"]["charged"]) == ("Restarting", 1)
-    fall_silent(world.wait(50), "node2")
-    counts = world.status["restarts"]
-    assert (counts["total"], counts["charged"], counts["disruptions"]) == (1, 0, 1)
-    failure = world.status["lastFailure"]
-    assert (failure["reason"], failure["node"], failure["attempt"]) == ("NodeLost", "node2", 1)
-    assert "replica 0 (rank 0) on node1: ExitCode1" in failure["message"]
-    assert "NodeLost" in [event.reason for event in world.events]
-    assert len(world.status["failures"]) == 1
-    counted = [m.label for m in world.measurements if m.name == "restarts_total"]
-    assert counted == ["User"], "one restart is counted once, as it was known then"
-    world.wait(3600)
-    assert world.status["restarts"]["disruptions"] == 1, "once"
-    assert world.attempts() == ({2} if fence else {1})
-
-
-@pytest.mark.fault("N14")
-def test_a_restart_that_was_free_is_told_as_the_dead_machines_too():
-    """Our launchers call it a lost peer, which told of the node of a peer that is well."""
-    world = running().end(0, 75).wait(6).finish_deletions_on("node1")
-    before = world.status["restarts"]
-    assert (world.phase, world.status["lastFailure"]["node"]) == ("Restarting", "node1")
-    fall_silent(world.wait(44), "node2")
-    failure = world.status["lastFailure"]
-    assert (failure["reason"], failure["node"], failure["attempt"]) == ("NodeLost", "node2", 1)
-    assert world.status["restarts"] == before
-    world.wait(3600)
-    assert world.status["restarts"]["disruptions"] == 1
-
-
 def charged(world: World) -> int:
     found: int = world.status["restarts"]["charged"]
     return found
-
-
-def test_a_restart_stays_charged_where_the_node_failed_much_later():
-    world = running().end(0, 1).finish_deletions_on("node1").wait(130)
-    assert charged(fall_silent(world, "node2")) == 1
-
-
-def test_a_restart_stays_charged_where_the_one_on_the_node_has_ended_too():
-    world = running().end(0, 1, settle=False).end(1, 1).finish_deletions_on("node1").wait(50)
-    assert charged(fall_silent(world, "node2")) == 1
-
-
-def test_a_restart_stays_charged_where_only_the_first_to_end_is_on_the_node():
-    world = running().end(1, 1).finish_deletions_on("node1").wait(50)
-    assert charged(fall_silent(world, "node2")) == 1
-
-
-def test_nor_does_an_init_container_that_failed_there_before_say_that_it_was_dead():
-    world = init_failed(3, "Error").finish_deletions_on("node1").wait(50)
-    assert charged(fall_silent(world, "node2")) == 1
-
-
-@pytest.mark.parametrize(("restart", "left"), [
-    ({"maxDisruptions": 0}, (1, 0)),
-    ({"rules": [{"reasons": ["NodeLost"], "action": "Restart"}]}, (1, 0)),
-    ({"rules": [{"exitCodes": [1], "action": "RestartFree"}]}, (0, 1)),
-    ({"rules": [{"reasons": ["User"], "action": "Restart"}]}, (0, 1)),
-])  # fmt: skip
-def test_rules_and_the_other_budget_hold_for_what_is_given_back(
-    restart: dict, left: tuple[int, int]
-):
-    world = running(restart=restart).end(0, 1).finish_deletions_on("node1").wait(50)
-    counts = fall_silent(world, "node2").status["restarts"]
-    assert (counts["charged"], counts["disruptions"]) == left
 
 
 @pytest.mark.parametrize("code", [76, 137])
@@ -205,21 +137,6 @@ def test_exit_codes_of_rules_are_those_of_the_trainer_whatever_ended_an_init_con
 ):
     world = init_failed(137, reason, restart={"rules": [{"exitCodes": [137], "action": "Fail"}]})
     assert (world.phase, charged(world)) == ("Restarting", 1)
-
-
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize(("code", "reason", "rule"), [
-    (3, "Error", {"exitCodes": [3]}),
-    (137, "Error", {"reasons": ["User"]}),
-])  # fmt: skip
-def test_a_machine_that_died_gives_back_an_init_containers_failure_too(
-    code: int, reason: str, rule: dict, there: bool
-):
-    rules = [{**rule, "action": "RestartFree"}]  # which was not met
-    world = init_failed(code, reason, restart={"rules": rules})
-    world.pods["job-2"]["spec"]["nodeName"] = "node3"
-    world = (world if there else world.finish_deletions_on("node2")).wait(50)
-    assert charged(fall_silent(world, "node1")) == 0
 
 
 def test_the_removal_of_one_that_is_done_excuses_nobody():
@@ -261,13 +178,6 @@ def test_a_wait_that_is_over_is_told_no_more():
     assert world.condition("Stalled")["status"] == "False"
 
 
-def test_what_runs_no_more_tells_of_no_charge_that_was_given_back():
-    world = running().end(0, 1).finish_deletions_on("node1")
-    assert "restart 1 of at most 3" in world.condition("Running")["message"]
-    fall_silent(world.wait(50), "node2")
-    assert "its restart is not charged" in world.condition("Running")["message"]
-
-
 @pytest.mark.parametrize(("code", "reason", "cls"), [
     (1, "ExitCode1", "User"),
     (75, "ExitCode75", "Infrastructure"),
@@ -298,16 +208,6 @@ def test_a_suspension_that_falls_into_the_wait_takes_no_failure_with_it(code: in
     names = [found.name for found in world.measurements]
     assert names == ["time_to_running_seconds", "detection_seconds", "time_to_running_seconds"]
     assert (world.measurements[-1].value, charged(world)) == (2.0, 0)
-
-
-def test_what_a_suspension_has_ended_gives_no_charge_back():
-    world = running(restart={"maxRestarts": 1}).end(1, 1).finish_deletions().run().wait(1)
-    world.end(0, 1).patch(suspend=True)
-    fall_silent(world, "node2").finish_deletions_on("node1").patch(suspend=False).wait(20)
-    assert (world.phase, charged(world), world.status["restarts"]["disruptions"]) == (
-        ("Restarting", 1, 0)
-    )  # fmt: skip
-    assert world.status["lastFailure"]["reason"] == "ExitCode1"
 
 
 @pytest.mark.parametrize("restart", [{"maxRestarts": 0}, {}])

@@ -12,7 +12,6 @@ import pytest
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import format_time
 from support.world import JOB_UID, World, job_object
 
 
@@ -418,70 +417,3 @@ def test_a_field_of_the_status_that_an_older_crd_drops_is_not_written_for_ever()
     written = len(world.log)
     assert world.settle().log[written:] == []
     assert world.restart_operator().run().phase == "Running"
-
-
-def in_phase(phase: str) -> World:
-    """After a restart, so that each time has been set and cleared before."""
-    world = started(replicas=1, activeDeadlineSeconds=9999, ttlSecondsAfterFinished=9999)
-    if phase == "Pending":
-        world.run().end(0, 1)
-        denied = "exceeded quota: pods"
-        world.refuse = lambda _: replace(refused(world, 403, "Forbidden"), message=denied)
-        return world.run().end(0, 1).wait(330)
-    if phase == "Restarting":
-        world.run().graceful = True
-        return world.terminate(0).end(0, 1)
-    world.run().end(0, 1)
-    if phase == "Starting":
-        return world
-    world.run().wait(5)
-    if phase == "Suspended":
-        return world.patch(suspend=True)
-    return world if phase == "Running" else world.end(0, 0 if phase == "Succeeded" else 2)
-
-
-@pytest.mark.parametrize(
-    ("phase", "needed"),
-    [
-        ("Pending", {"startedAt", "attemptStartedAt"}),
-        ("Starting", {"startedAt", "attemptStartedAt"}),
-        ("Running", {"startedAt", "attemptStartedAt", "runningAt"}),
-        ("Restarting", {"startedAt", "attemptStartedAt"}),
-        ("Suspended", set()),  # the resume begins them all
-        ("Succeeded", {"completedAt"}),
-        ("Failed", {"completedAt"}),
-    ],
-)
-def test_a_time_that_somebody_took_away_becomes_now_once(phase: str, needed: set[str]):
-    """Without it a deadline, healing, the time to live or the word of a stall never came."""
-    world = in_phase(phase)
-    assert (world.phase, needed - world.status["timings"].keys()) == (phase, set())
-    for key in ("startedAt", "attemptStartedAt", "runningAt", "completedAt"):
-        before = deepcopy(world.status)
-        world.status["timings"].pop(key, None)
-        world.now += timedelta(milliseconds=1)
-        first = world.plan().actions[:1]
-        if key not in needed:
-            assert not any(isinstance(a, act.WriteStatus) for a in first), key
-            world.job["status"] = before
-            continue
-        (write,) = first
-        assert isinstance(write, act.WriteStatus)
-        restored = {**before["timings"], key: format_time(world.now)}
-        assert write.status == before | {"timings": restored}
-        world.carry_out(write)
-        assert not any(isinstance(a, act.WriteStatus) for a in world.plan().actions), key
-
-
-def test_a_time_that_an_older_crd_drops_is_not_restored_for_ever():
-    world = World(prunes=frozenset({"timings"})).settle().run().wait(5)
-    assert (world.phase, world.end(1, 1).status["attempt"]) == ("Running", 2)
-
-
-def test_a_gang_whose_times_were_taken_away_is_told_to_stall_and_given_back():
-    world = started(startupDeadlineSeconds=600)
-    for replica in range(3):
-        world.waiting(replica, "ContainerCreating")
-    world.status["timings"].clear()
-    assert world.settle().wait(20).condition("Stalled")["reason"] == "ContainerCreating"
-    assert world.wait(580).status["lastFailure"]["class"] == "Startup"

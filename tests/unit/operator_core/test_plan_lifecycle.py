@@ -100,30 +100,6 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
 
 
 @pytest.mark.fault("U4")
-def test_times_of_a_clock_that_was_a_year_ahead_hold_up_nothing():
-    """Deadline, healing and time to live count from now, once; not from next year."""
-    job = job_object(activeDeadlineSeconds=3600, ttlSecondsAfterFinished=60)
-    world = World(job, now=START + timedelta(days=365)).settle().run()
-    world.now = START
-    world.restart_operator().settle()
-    assert world.wait(3590).phase == "Running"
-    assert world.wait(10).phase == "Failed"
-    world.job["status"]["timings"]["completedAt"] = "2100-01-01T00:00:00Z"
-    assert world.settle().wait(59).plan() == act.Plan((), 1)
-    world.now += timedelta(seconds=1)
-    assert world.plan().actions == (act.DeleteJob(JOB_UID),)
-
-
-def test_a_delay_of_such_a_clock_stays_a_delay():
-    job = job_object(restart={"backoff": {"maxSeconds": 1}})
-    world = World(job, now=START + timedelta(days=365)).settle().run().end(0, 1).run().end(0, 1)
-    assert (world.phase, world.plan().requeue_after) == ("Restarting", 1)
-    world.now = START
-    world.restart_operator().settle()
-    assert world.phase == "Restarting"
-    assert world.wait(1).run().phase == "Running"
-
-
 def test_a_stall_is_told_though_the_gang_was_begun_by_a_clock_ahead_of_ours():
     world = started()
     for replica in range(3):
@@ -665,34 +641,3 @@ def test_lost_steps_are_measured():
     world.end(1, 137, message='{"version":1,"kind":"signal","step":60,"snapshotStep":50}')
     lost = [m.value for m in world.measurements if m.name == "lost_steps"]
     assert lost == [10]
-
-
-def with_resources(**resources: object) -> World:
-    container = {"name": "trainer", "image": "i", "resources": resources}
-    template = {"spec": {"containers": [{"name": "log", "image": "i"}, container]}}
-    return World(job_object(template=template)).settle()
-
-
-@pytest.mark.parametrize(
-    ("resources", "said"),
-    [
-        ({"limits": {"cpu": "10m", "memory": "64Mi"}},
-         "limits.cpu 10m (at least 100m), limits.memory 64Mi (at least 400Mi)"),
-        ({"requests": {"memory": "64Mi"}}, "requests.memory 64Mi (at least 400Mi)"),
-        ({"limits": {"memory": 1e8}}, "limits.memory 100000000.0 (at least 400Mi)"),
-        ({"limits": {"memory": "3e2"}}, "limits.memory 3e2 (at least 400Mi)"),
-        ({"limits": {"memory": "300Mi"}}, "limits.memory 300Mi (at least 400Mi)"),
-        ({"limits": {"memory": "1E"}, "requests": {"cpu": ".09"}},
-         "requests.cpu .09 (at least 100m)"),
-        ({"limits": {"cpu": 0.1, "memory": "400Mi"}}, ""),
-        ({"limits": {"cpu": "2"}, "requests": {"cpu": "10m"}}, ""),
-        ({"limits": {"memory": "0.42G", "cpu": "100000u"}}, ""),
-        ({"limits": {"cpu": "many"}}, ""), ({}, ""),
-    ],
-)  # fmt: skip
-def test_too_little_for_torch_is_told_once_at_the_start(resources: dict[str, Any], said: str):
-    world = with_resources(**resources)
-    world.run().end(0, 1).run()
-    told = [e for e in world.events if e.reason == "TooFewResources"]
-    assert [f"has {said}: importing torch" in e.message for e in told] == [True] * bool(said)
-    assert {e.type for e in told} <= {"Warning"}

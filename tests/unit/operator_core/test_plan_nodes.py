@@ -387,27 +387,6 @@ def test_an_empty_node_is_not_ready():
     assert record({"metadata": {"name": "n"}}) == Record("n", False, None)
 
 
-@pytest.mark.fault("N15")
-@pytest.mark.parametrize("policy", ["Wait", "Fence"])
-def test_a_template_that_names_a_node_which_is_not_there_waits_and_is_told(policy: str):
-    template = {"spec": {"nodeName": "node2", "containers": [{"name": "trainer", "image": "i"}]}}
-    nodes = {"snapshot": SNAPSHOT, "nodeLost": {"policy": policy, "afterSeconds": 5}}
-    machines = Machines(gone={"node2": START}, guessed={"node2"})
-    machines.truth = machines.guessed.clear
-    world = World(job_object(template=template, **nodes), machines=machines).settle()
-    world.wait(20)
-    assert (world.phase, world.status["reason"]) == ("Pending", "Unschedulable")
-    assert "spec.nodeName of the template is node2" in world.condition("Stalled")["message"]
-    for _ in range(40):
-        world.wait(world.plan().requeue_after or 0)
-    assert world.status["restarts"]["total"] == 0
-    assert world.now - START > timedelta(seconds=600), "ever more seldom"
-    machines.gone.clear()
-    for _ in range(10):
-        world.wait(world.plan().requeue_after or 0)
-    assert world.run().phase == "Running"
-
-
 def test_a_late_start_is_not_the_doing_of_a_node_on_which_all_run():
     world = World(job_object(startupDeadlineSeconds=60), machines=Machines()).settle()
     world.run(1).waiting(0, "ImagePullBackOff").waiting(2, "ImagePullBackOff")

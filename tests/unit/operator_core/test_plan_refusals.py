@@ -155,26 +155,6 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
 
 
 @pytest.mark.tier("all")
-def test_a_thousand_names_that_a_dead_node_holds_are_asked_for_by_and_by():
-    """Pods of a deleted job of the same name: each try is a POST and a GET."""
-    world, asked, left = World(job_object(replicas=1000)), [], set(range(1000))
-
-    def taken(action: act.CreatePod) -> act.Refusal | None:
-        asked.append(world.now)
-        found = act.Existing("Pod", f"job-{action.replica}", "old", 1, True, "DDPJob job")
-        what = (action.attempt, 409, "AlreadyExists", "exists", world.now, found)
-        return act.Refusal(*what) if action.replica in left else None
-
-    world.refuse = taken
-    live(world.settle(), 30)
-    assert len(asked) <= 1000 + 30 / 2 * 50
-    del asked[:]
-    live(world, 300)
-    assert len(asked) <= 300 / 2 * 50
-    left.clear()
-    assert len(live(world, 60).pods) == 1000
-
-
 def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
     world, asked = World(job_object(startupDeadlineSeconds=DAY)), []
     found = act.Existing("Pod", "job-0", "old", 1, True, "DDPJob job")

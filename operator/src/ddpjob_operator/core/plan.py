@@ -34,7 +34,6 @@ from ddpjob_operator.core.actions import (
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
-    ahead,
     avoid,
     cause,
     fence,
@@ -79,15 +78,12 @@ def plan(
         nodes: those that the pods are on; None before they could be read.
     """
     status = st.from_dict(job.status)
-    dropped = outcomes.pruned is not None and outcomes.pruned[1] == job.status  # by an older CRD
-    timings = ahead.mended(status.timings if dropped else ahead.restored(status, now), now)
-    if job.deleting:
-        view = look(job, spec_module.read(job.spec, job.name), status, pods, outcomes, now, nodes)
-        return _leave(view)
-    if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
-        return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec, job.name)
     view = look(job, spec, status, pods, outcomes, now, nodes)
+    if job.deleting:
+        return _leave(view)
+    if job.status.get("attempt", 0) != status.attempt:  # forged
+        return Plan((WriteStatus(st.to_dict(status)),))
     if status.terminal:
         return finish.answer(view) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
@@ -119,7 +115,7 @@ def _decide(view: View) -> Change:
         if hold.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
-    change = heal.budgets(view, cause.refund(view, change))
+    change = heal.budgets(view, change)
     loss = cause.loss(view, change.status)
     if loss is not None:
         return restart.after(view, cause.over(view, change), loss)
@@ -148,13 +144,7 @@ def _start(view: View, change: Change) -> Change:
     change = change.condition("Suspended", False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    change = change.tell("Normal", reason, message)
-    scarce = view.spec.template.scarce
-    if not scarce:
-        return change
-    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
-    cure = "killed; raise them in spec.template, which may change while the job is suspended"
-    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
+    return change.tell("Normal", reason, message)
 
 
 def _overdue(view: View, change: Change) -> Change:

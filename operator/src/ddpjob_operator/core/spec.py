@@ -104,11 +104,6 @@ class Spec:
         """Return a hash of the snapshot volume; empty without one."""
         return self.snapshot.volume.digest if self.snapshot else ""
 
-    @property
-    def world_size(self) -> int:
-        """Count the training processes."""
-        return self.replicas * self.nproc_per_node
-
 
 def read(raw: Mapping[str, Any], name: str = "") -> Spec:
     """Parse a job's raw .spec; put the first error into ``flaw`` and keep the rest."""

@@ -2,8 +2,7 @@
 
 plan() asks in each planning round. The first loss seen is often not the cause: peers of a dead
 machine end within seconds, each program with its own code, and Kubernetes reports the machine most
-of a minute later. A restart does not wait; if the machine turns out to be the cause, the charge is
-given back. The end of a job is final, so it waits.
+of a minute later. A restart does not wait; the end of a job is final, so it waits.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from ddpjob_operator.core.view import Change, View
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
 #: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
 NODE_WAIT: Final = timedelta(seconds=60)
-#: A restart waits for the pods of a dead node in any case: until then a charge is given back.
-_REFUNDED_UNTIL: Final = 2 * NODE_WAIT
 WAITING: Final = "WaitingForCause"
 #: The ends of peers of a lost member. Other classes have their own causes, or are free anyway.
 _BY_PEERS: Final = ("Hang", "Killed", "User")
@@ -96,47 +93,6 @@ def over(view: View, change: Change) -> Change:
     if told is None or told.status != "True" or told.reason != WAITING:
         return change
     return change.condition("Stalled", False, "Progressing", "", view.now)
-
-
-def refund(view: View, change: Change) -> Change:
-    """Name the node, and give back a charge, if a member's machine had died before.
-
-    That member has not ended yet, though its kubelet was asked long ago to end it.
-    """
-    charged, old = view.status.last_failure, change.status.restarts
-    if charged is None or charged.in_place:
-        return change
-    free_already = charged.cls == "Infrastructure" and charged.exit_code == ExitCode.PEER_LOST
-    if not free_already and (charged.cls not in _BY_PEERS or not old.charged):
-        return change
-    if not old.consecutive:
-        return change  # a suspension ended that attempt, and nothing was charged
-    followed = view.status.phase == "Restarting" and charged.attempt == view.status.attempt - 1
-    if not followed or view.now > charged.detected_at + _REFUNDED_UNTIL:
-        return change
-    silent = fence.left_behind(view, charged)
-    if silent is None:
-        return change
-    found = fence.failure(view, silent)
-    limits = view.spec.restart
-    ended = (p for p in view.others if (p.attempt, p.replica) == (charged.attempt, charged.replica))
-    paid = limits.ruled(*classify.names(charged, next(ended, None))) in (None, "Restart")
-    free = limits.ruled(*classify.names(found, silent)) in (None, "RestartFree")
-    if not free_already:
-        if not (paid and free) or old.disruptions >= limits.max_disruptions:
-            return change
-        old = replace(old, charged=old.charged - 1, disruptions=old.disruptions + 1)
-    found = replace(
-        found,
-        message=f"{found.message}; a peer ended of it: {restart.describe(charged)}",
-        detected_at=charged.detected_at,
-    )
-    failures = (*change.status.failures[:-1], found)
-    change = change.with_status(failures=failures, restarts=old)
-    what = f"attempt {found.attempt} was lost with its machine, its restart is not charged"
-    what = f"{what}: {restart.describe(found)}"
-    change = change.condition("Running", False, "Restarting", what, view.now)
-    return change.tell("Warning", "NodeLost", what)
 
 
 def _seen(view: View) -> Failure | None:

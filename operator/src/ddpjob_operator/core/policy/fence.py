@@ -26,8 +26,6 @@ from ddpjob_operator.core.view import View
 READ_HOLDS: Final = 10.0
 #: Kubernetes itself removes the pods of a deleted Node after 40 s; this is for the rest.
 GONE_PATIENCE: Final = 60.0
-#: A machine that is about to register is there by then; Kubernetes removes such a pod after 40 s.
-NOWHERE_PATIENCE: Final = 20.0
 #: Twice a kubelet's heartbeat, however short afterSeconds is: nodes that were cut off together with
 #: the operator, or with other nodes, are back by then.
 CONFIRMATION: Final = 20.0
@@ -35,8 +33,7 @@ CONFIRMATION: Final = 20.0
 
 def losses(view: View) -> list[Failure]:
     """List the members that are lost with their node."""
-    needed = [pod for pod in _needed(view) if lost(view, pod)]
-    return [failure(view, pod) for pod in needed if not _nowhere(view, pod)]
+    return [failure(view, pod) for pod in _needed(view) if lost(view, pod)]
 
 
 def lost(view: View, pod: Pod) -> bool:
@@ -56,37 +53,22 @@ def hindered(view: View) -> Pod | None:
     return next((pod for pod in late if _known(view, pod)), None)
 
 
-def nowhere(view: View) -> Pod | None:
-    """Find a member that its template has put on a node that does not exist."""
-    found = ((pod, _nowhere(view, pod)) for pod in _needed(view))
-    return next((p for p, node in found if node and _just_read(node) and _absent(node)), None)
-
-
-def left_behind(view: View, ended: Failure) -> Pod | None:
-    """Find a pod of an ended attempt whose end a silent node has not reported."""
-    peers = (pod for pod in view.others if pod.attempt == ended.attempt)
-    alive = (pod for pod in peers if classify.decisive(pod).state != "terminated")
-    return next((pod for pod in alive if _known(view, pod)), None)
-
-
 def guessed(view: View) -> bool:
     """Tell whether a first read of a member's node, due at once, is still open."""
-    found = ((_node(view, pod), _nowhere(view, pod)) for pod in _needed(view))
-    return any(node and node.guessed and not none and not _just_read(node) for node, none in found)
+    found = (_node(view, pod) for pod in _needed(view))
+    return any(node and node.guessed and not _just_read(node) for node in found)
 
 
 def reads(view: View) -> tuple[ReadNodes, ...]:
     """Read the nodes whose pods may be given up, and those not reported yet."""
-    silent = [node for pod, node in _silent(view) if _due(view, pod, node)]
-    found = {node.name for node in silent if not _just_read(node)}
+    due = (node for _, node in _silent(view) if node.guessed or _given_up(view, node))
+    found = {node.name for node in due if not _just_read(node)}
     return (ReadNodes(tuple(sorted(found))),) if found else ()
 
 
 def waits(view: View) -> list[float]:
     """Return the seconds until each node that is not ready has been so for afterSeconds."""
     left = [_left(view, node) for _, node in _silent(view)]
-    nowhere = (_nowhere(view, pod) for pod in _needed(view))
-    left += [NOWHERE_PATIENCE - node.down_seconds for node in nowhere if node]
     return [seconds for seconds in left if 0 < seconds < math.inf]
 
 
@@ -163,27 +145,6 @@ def _known(view: View, pod: Pod) -> bool:
     """Tell whether its node is reported silent: a new one may be reported later."""
     node = _node(view, pod)
     return node is not None and not node.guessed
-
-
-def _nowhere(view: View, pod: Pod) -> Node | None:
-    """Return the missing node that a pod names, unless a scheduler put it there.
-
-    Its kubelet would have reported the pod, so nothing of it ever ran.
-    """
-    if view.status.phase != "Starting" or pod.scheduled_at or pod.trainer.state != "unknown":
-        return None
-    node = _node(view, pod)
-    return None if node is None or node.exists else node
-
-
-def _absent(node: Node) -> bool:
-    return node.down_seconds >= NOWHERE_PATIENCE
-
-
-def _due(view: View, pod: Pod, node: Node) -> bool:
-    """Tell whether this node's silence has a consequence now."""
-    nowhere = _nowhere(view, pod)
-    return _absent(nowhere) if nowhere else node.guessed or _given_up(view, node)
 
 
 def _given_up(view: View, node: Node) -> bool:

@@ -126,7 +126,7 @@ def due(view: View) -> datetime | None:
     """
     since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
     begun = view.begun_at
-    return begun + (until - since) if begun and since and until else until
+    return begun + (until - since) if begun and since and until else None
 
 
 def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:

@@ -24,8 +24,6 @@ _OURS: Final = timedelta(seconds=2)
 _FOREIGN: Final = timedelta(seconds=10)
 #: A name taken for long frees no sooner for being asked: wait a tenth of that time, at most this.
 _TAKEN_LONG: Final = timedelta(seconds=30)
-#: So many taken names are tried together: each costs two calls, and a dead node may hold thousands.
-_TAKEN: Final = 50
 #: For any other refusal, in seconds.
 _FIRST: Final = 2.0
 _MOST: Final = 300.0
@@ -112,22 +110,19 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def ready(view: View) -> list[int]:
-    """List the missing replicas to try now; of taken names those tried longest ago.
+    """List the missing replicas to try now.
 
     While a pod of ours keeps a name only that name is tried: the barrier was not passed.
     """
-    refusals, tried = view.refusals, _tried(view)
+    refusals = view.refusals
     kept = [r for r, refusal in refusals.items() if _of(view.job, refusal)]
-    due_now = [r for r in kept or view.missing if not resting(view, refusals.get(r))]
-    taken = sorted((r for r in due_now if r in tried), key=lambda r: tried[r])
-    now = set(taken[:_TAKEN] if all(view.now >= at for at in _pauses(view)) else ())
-    return [r for r in due_now if r not in tried or r in now]
+    return [r for r in kept or view.missing if not resting(view, refusals.get(r))]
 
 
 def waits(view: View) -> list[datetime]:
     """Return when each refused creation may be tried again."""
     found = [*view.refusals.values(), *([view.network_refusal] if view.network_refusal else [])]
-    return [*(rests_until(view, refusal) for refusal in found), *_pauses(view)]
+    return [rests_until(view, refusal) for refusal in found]
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
@@ -142,16 +137,6 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 
 def _of(job: Job, refusal: Refusal) -> bool:
     return refusal.existing is not None and refusal.existing.owner_uid == job.uid
-
-
-def _tried(view: View) -> dict[int, datetime]:
-    return {r: refusal.at for r, refusal in view.refusals.items() if refusal.existing}
-
-
-def _pauses(view: View) -> list[datetime]:
-    """Return when the next ones may be tried, if too many names are taken."""
-    tried = _tried(view)
-    return [max(tried.values()) + _OURS] if len(tried) > _TAKEN else []
 
 
 def rests_until(view: View, refusal: Refusal) -> datetime:

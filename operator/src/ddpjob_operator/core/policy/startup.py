@@ -73,10 +73,6 @@ def advance(view: View, change: Change) -> Change:
         return release(view, change, "QuotaExceeded", report.told(full))
     if all_running(view):
         return _run(view, change)
-    lost = fence.nowhere(view)
-    if lost:
-        what = f"pod {lost.name}: spec.nodeName of the template is {lost.node}, and no such node is"
-        return release(view, change, "Unschedulable", f"{what} there")
     if not late(view) or not view.read_since(deadline(view)):
         return change
     if refusals:
