@@ -55,7 +55,7 @@ MUTATIONS = (
              CORE_TESTS + "test_plan_hostile.py"),
     Mutation("suspend, edit, resume is taken for an edit if quick", CORE + "policy/hold.py",
              "unseen >= 2", "unseen >= 9", CORE_TESTS + "test_plan_hold.py"),
-    Mutation("a gang that waits for quota never has its turn", CORE + "policy/turn.py",
+    Mutation("a gang that waits for quota never has its turn", CORE + "policy/quota_fairness.py",
              "_EVERYBODYS: Final = 2 / 3", "_EVERYBODYS: Final = 1",
              CORE_TESTS + "test_plan_turn.py"),
     Mutation("the barrier sees no older pod", SHELL + "executor.py",

@@ -9,7 +9,7 @@ import pytest
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.lenient import parse_time
-from ddpjob_operator.core.policy import turn
+from ddpjob_operator.core.policy import quota_fairness
 from support.world import World, job_object
 
 
@@ -289,7 +289,7 @@ def test_long_deadlines_are_told_to_the_second():
 )  # fmt: skip
 @pytest.mark.fault("U5")
 def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, needs: str):
-    """It stands back for later ones then, and its age does not hurry it: see turn.waiter."""
+    """It stands back for later ones then, and its age does not hurry it: see quota_fairness.waiter."""
     world = World()
     words = f'pods "job-1" is forbidden: exceeded quota: q, {figures}'
     world.refuse = lambda action: refusal(world, 403, words) if action.replica else None
@@ -299,7 +299,7 @@ def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, nee
     assert words.strip() in stalled["message"]
     for _ in range(24 * 12):
         world.wait(300)
-    assert (turn.waiter(observe.job(world.job)) is None) == bool(needs)
+    assert (quota_fairness.waiter(observe.job(world.job)) is None) == bool(needs)
     waits = [pause(world.wait(500)) for _ in range(5)]
     assert min(waits) >= 150 if needs else max(waits) <= 45
     assert world.status["restarts"]["total"] == 0

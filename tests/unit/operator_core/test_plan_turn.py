@@ -9,7 +9,7 @@ import pytest
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Refusal, Waiter
-from ddpjob_operator.core.policy import turn
+from ddpjob_operator.core.policy import quota_fairness
 from ddpjob_operator.shell.store import Store
 from support.world import START, World, job_object
 
@@ -25,7 +25,7 @@ def waiting(*days: float) -> tuple[Waiter, ...]:
 def turns(waiters: tuple[Waiter, ...], days: int) -> list[str]:
     """Whose turn it is in steps of ten minutes."""
     looks = [NOON + n * 10 * MINUTE for n in range(days * 24 * 6)]
-    found = [turn._turn(waiters, at) for at in looks]
+    found = [quota_fairness._turn(waiters, at) for at in looks]
     return [holder[0].name if holder else "" for holder in found]
 
 
@@ -34,7 +34,7 @@ def test_a_new_gang_begins_once_the_turn_of_an_earlier_one_is_over(waited: float
     world = World(job_object())
     world.now = NOON
     earlier = Waiter(NOON - waited * MINUTE, "a", "big")
-    while not (found := turn._turn((earlier,), world.now)):
+    while not (found := quota_fairness._turn((earlier,), world.now)):
         world.now += MINUTE
     world.outcomes = replace(world.outcomes, waiters=(earlier,))
     assert world.settle().phase == "Pending"
@@ -48,7 +48,9 @@ def test_a_new_gang_begins_once_the_turn_of_an_earlier_one_is_over(waited: float
 
 def test_who_has_waited_for_less_than_half_an_hour_has_no_turn():
     looks = [NOON + n * MINUTE for n in range(60)]
-    assert not any(turn._turn((Waiter(at - 33 * MINUTE, "a", "big"),), at) for at in looks)
+    assert not any(
+        quota_fairness._turn((Waiter(at - 33 * MINUTE, "a", "big"),), at) for at in looks
+    )
 
 
 @pytest.mark.parametrize("apart", [0, 0.001, 0.5, 1, 2, 2.9])
@@ -66,7 +68,10 @@ def test_most_of_the_time_is_everybodys_whoever_waits_and_each_has_turns(apart: 
 def test_those_who_have_waited_differently_long_leave_time_too(days: tuple[float, ...]):
     """Each has waited for so long at every look: the worst that can be."""
     looks = [NOON + n * MINUTE for n in range(3 * 24 * 60)]
-    found = [turn._turn(tuple(Waiter(at - d * DAY, "u", str(d)) for d in days), at) for at in looks]
+    found = [
+        quota_fairness._turn(tuple(Waiter(at - d * DAY, "u", str(d)) for d in days), at)
+        for at in looks
+    ]
     assert found.count(None) / len(found) >= (2 / 3) ** 3
     assert {holder[0].name for holder in found if holder} == {str(d) for d in days}
 
@@ -78,7 +83,7 @@ def test_who_is_earlier_yields_to_nobody():
     )
     assert world.settle().phase == "Pending"
     later = Waiter(world.now + MINUTE, "a", "later")
-    assert turn._turn((later,), NOON)
+    assert quota_fairness._turn((later,), NOON)
     world.outcomes = replace(world.outcomes, waiters=(later,))
     world.refuse = lambda _: None
     world.now = NOON

@@ -41,13 +41,13 @@ from ddpjob_operator.core.policy import (
     heal,
     hold,
     probe,
+    quota_fairness,
     repeat,
     report,
     restart,
     retry,
     rounds,
     startup,
-    turn,
 )
 from ddpjob_operator.core.ranges import counted
 from ddpjob_operator.core.status import Status
@@ -189,7 +189,7 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    waits = (restart.due(view), retry.due(view), turn.until(view))
+    waits = (restart.due(view), retry.due(view), quota_fairness.until(view))
     return all(at is None or view.now >= at for at in waits)
 
 
@@ -367,7 +367,7 @@ def _wake(view: View) -> float | None:
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
-    times += [retry.due(view), turn.until(view)]
+    times += [retry.due(view), quota_fairness.until(view)]
     times += retry.waits(view)
     if view.outcomes.status_written_at:
         times.append(view.outcomes.status_written_at + REPORT_INTERVAL)

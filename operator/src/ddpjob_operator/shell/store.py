@@ -19,7 +19,7 @@ from ddpjob_contract import crd
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Outcomes, Waiter
 from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.policy import turn
+from ddpjob_operator.core.policy import quota_fairness
 from ddpjob_operator.shell.nodes import NodeCache
 from ddpjob_operator.shell.pods import SlimPod, number, slim_pod
 
@@ -198,7 +198,7 @@ class Store:
         return tuple(self._waiters.get(namespace, ())[:_WAITERS])
 
     def _note_waiter(self, before: observe.Job | None, after: observe.Job | None) -> None:
-        old, new = (turn.waiter(job) if job else None for job in (before, after))
+        old, new = (quota_fairness.waiter(job) if job else None for job in (before, after))
         if old == new:
             return
         job = after or before

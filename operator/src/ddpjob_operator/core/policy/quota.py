@@ -12,7 +12,7 @@ from typing import Final
 
 from ddpjob_operator.core.actions import Refusal
 
-#: Such a gang gets no turn (turn.py): it would keep all others off for nothing.
+#: Such a gang gets no turn (quota_fairness.py): it would keep all others off for nothing.
 TOO_SMALL: Final = "QuotaTooSmall"
 #: "exceeded quota: q, requested: cpu=1,pods=1, used: cpu=3,pods=3, limited: cpu=4,pods=3"
 _FIGURES: Final = re.compile(r"requested: (\S+), used: \S+, limited: (\S+)")

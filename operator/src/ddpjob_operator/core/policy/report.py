@@ -18,7 +18,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import Pod, clean
-from ddpjob_operator.core.policy import avoid, fence, hold, restart, resume, turn
+from ddpjob_operator.core.policy import avoid, fence, hold, quota_fairness, restart, resume
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
 from ddpjob_operator.core.told import after_step, replicas, shorten
@@ -163,7 +163,7 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from _refusals(view)
-    yield from turn.reasons(view)
+    yield from quota_fairness.reasons(view)
     yield from fence.reasons(view)
     yield from _stuck_deletions(view)
     for pod in view.members.values():
