@@ -53,7 +53,7 @@ MUTATIONS = (
     Mutation("an attempt's number comes twice after a restore of etcd", CORE + "view.py",
              "return max([self.status.attempt, *believed]) + 1", "return self.status.attempt + 1",
              CORE_TESTS + "test_plan_hostile.py"),
-    Mutation("suspend, edit, resume is taken for an edit if quick", CORE + "policy/hold.py",
+    Mutation("suspend, edit, resume is taken for an edit if quick", CORE + "policy/template_guard.py",
              "unseen >= 2", "unseen >= 9", CORE_TESTS + "test_plan_hold.py"),
     Mutation("a gang that waits for quota never has its turn", CORE + "policy/quota_fairness.py",
              "_EVERYBODYS: Final = 2 / 3", "_EVERYBODYS: Final = 1",

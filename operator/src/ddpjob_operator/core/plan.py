@@ -39,7 +39,6 @@ from ddpjob_operator.core.policy import (
     fence,
     finish,
     heal,
-    hold,
     probe,
     quota_fairness,
     repeat,
@@ -48,6 +47,7 @@ from ddpjob_operator.core.policy import (
     retry,
     rounds,
     startup,
+    template_guard,
 )
 from ddpjob_operator.core.ranges import counted
 from ddpjob_operator.core.status import Status
@@ -100,7 +100,9 @@ def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
     if view.next_attempt > status.attempt + 1:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
-        if status.phase == "Suspended" and not (hold.suspends(view) or hold.why(view)):
+        if status.phase == "Suspended" and not (
+            template_guard.suspends(view) or template_guard.why(view)
+        ):
             return _start(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     change = rounds.count(view, change)
@@ -108,11 +110,11 @@ def _decide(view: View) -> Change:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
     if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
         return _overdue(view, change)
-    change = hold.tell(view, change)
-    if hold.suspends(view):
+    change = template_guard.tell(view, change)
+    if template_guard.suspends(view):
         return change if _may_be_done(view) else _suspend(view, change)
     if status.phase in (None, "Suspended") or status.attempt == 0:
-        if hold.why(view):
+        if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
     change = heal.budgets(view, change)
@@ -165,7 +167,7 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
 def _suspend(view: View, change: Change) -> Change:
     """End the pods, with their grace period for a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
-        return hold.suspended(view, change)
+        return template_guard.suspended(view, change)
     message = "spec.suspend is true: set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
@@ -178,7 +180,7 @@ def _suspend(view: View, change: Change) -> Change:
     )
     change = change.condition("Stalled", False, "Suspended", "", view.now)
     change = change.condition("Running", False, "Suspended", message, view.now)
-    return hold.suspended(view, change, message)
+    return template_guard.suspended(view, change, message)
 
 
 def _barrier_passed(view: View) -> bool:
@@ -215,7 +217,7 @@ def _in_doubt(view: View) -> bool:
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
         return True
-    if hold.suspends(view) and (_may_be_done(view) or hold.unsure(view)):
+    if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
 
@@ -265,7 +267,7 @@ def _act(view: View) -> Plan:
     if leaving:
         return Plan(leaving, wake)
     if _in_doubt(view):
-        return Plan((ConfirmGone(view.status.attempt, by_name=hold.unsure(view)),), wake)
+        return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
     if asked := probe.reads(view):
         return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:
@@ -285,7 +287,7 @@ def _leave(view: View) -> Plan:
         return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
     if len(view.gone) < len(view.were_there):
         return Plan((ConfirmGone(view.status.attempt),), wake)
-    over = hold.suspends(view) or finish.past_active_deadline(view) or cause.known(view)
+    over = template_guard.suspends(view) or finish.past_active_deadline(view) or cause.known(view)
     going = view.pods if over else view.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
     return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left), wake)
@@ -313,7 +315,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
     attempt, outcomes = view.status.attempt, view.outcomes
     waiting = view.status.phase in ("Pending", "Restarting")
-    if view.status.phase == "Running" or hold.why(view):
+    if view.status.phase == "Running" or template_guard.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (ConfirmGone(attempt),) if _due(view) else ()
@@ -361,7 +363,7 @@ def _wake(view: View) -> float | None:
     """Return the seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
-    times += [report.lingers(view), repeat.quiet_at(status), hold.looks_again(view)]
+    times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:

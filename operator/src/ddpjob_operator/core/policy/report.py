@@ -18,7 +18,14 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import Pod, clean
-from ddpjob_operator.core.policy import avoid, fence, hold, quota_fairness, restart, resume
+from ddpjob_operator.core.policy import (
+    avoid,
+    fence,
+    quota_fairness,
+    restart,
+    resume,
+    template_guard,
+)
 from ddpjob_operator.core.ranges import format_ranges
 from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
 from ddpjob_operator.core.told import after_step, replicas, shorten
@@ -76,7 +83,7 @@ _PHASE_OF: Final = {
 def fill(view: View, change: Change) -> Change:
     """Fill in counts, progress, observedGeneration and the condition Ready."""
     status = replace(change.status, conditions=_of_phase(change.status, view.now))
-    fields: dict[str, Any] = {"observed_generation": hold.acted_on(view, status.phase)}
+    fields: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
         fields |= {"progress": heard(status.progress, view.outcomes.progress)}
         change = resume.began_from(view, change, fields["progress"])

@@ -14,7 +14,7 @@ from typing import Final
 from ddpjob_contract import exits
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.policy import avoid, finish, hold
+from ddpjob_operator.core.policy import avoid, finish, template_guard
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.view import Change, View
@@ -100,7 +100,7 @@ def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
     """Record the intent of a new attempt: pods of older ones are no members now."""
-    attempt, made_of = view.next_attempt, view.status if hold.why(view) else view.spec
+    attempt, made_of = view.next_attempt, view.status if template_guard.why(view) else view.spec
     return change.with_status(
         phase=phase,
         attempt=attempt,

@@ -13,7 +13,7 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.policy import avoid, fence, hold, quota, repeat, report, restart
+from ddpjob_operator.core.policy import avoid, fence, quota, repeat, report, restart, template_guard
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Failure
@@ -55,14 +55,14 @@ def late(view: View) -> bool:
 
 def advance(view: View, change: Change) -> Change:
     """Move on from Starting: to Running, back to Pending, or to a charged restart."""
-    if hold.why(view) and view.missing:
+    if template_guard.why(view) and view.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     network = view.network_refusal
     refusals = [*view.refusals.values(), *([network] if network else [])]
     wrong = next((r for r in refusals if r.code in (400, 422)), None)
     if wrong:
         what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
-        return release(view, change, hold.POD_REFUSED, what, "Invalid")
+        return release(view, change, template_guard.POD_REFUSED, what, "Invalid")
     full = next((r for r in refusals if quota.over(r)), None)
     if full:
         # Quotas are asked only about valid objects.
