@@ -35,7 +35,6 @@ from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
     avoid,
-    cause,
     fence,
     finish,
     heal,
@@ -45,6 +44,7 @@ from ddpjob_operator.core.policy import (
     report,
     restart,
     retry,
+    root_cause,
     rounds,
     startup,
     template_guard,
@@ -118,16 +118,16 @@ def _decide(view: View) -> Change:
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
     change = heal.budgets(view, change)
-    loss = cause.loss(view, change.status)
+    loss = root_cause.loss(view, change.status)
     if loss is not None:
-        return restart.after(view, cause.over(view, change), loss)
+        return restart.after(view, root_cause.over(view, change), loss)
     if status.phase == "Starting":
-        change = change if cause.awaited(view) else startup.advance(view, change)
+        change = change if root_cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
         loops = repeat.reasons(view, change.status)
-        why = chain(cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
+        why = chain(root_cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
         change = report.stall(view, change, why)
     return change
 
@@ -157,7 +157,7 @@ def _overdue(view: View, change: Change) -> Change:
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     """Name the failure that broke the gang before something else ends it, uncharged."""
-    loss = cause.known(view)
+    loss = root_cause.known(view)
     if loss is None:
         return change, what
     what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
@@ -287,7 +287,9 @@ def _leave(view: View) -> Plan:
         return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
     if len(view.gone) < len(view.were_there):
         return Plan((ConfirmGone(view.status.attempt),), wake)
-    over = template_guard.suspends(view) or finish.past_active_deadline(view) or cause.known(view)
+    over = (
+        template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.known(view)
+    )
     going = view.pods if over else view.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
     return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left), wake)
@@ -376,4 +378,4 @@ def _wake(view: View) -> float | None:
     pods = (*view.members.values(), *view.others)
     times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
-    return min([*left, *fence.waits(view), *cause.waits(view)], default=None)
+    return min([*left, *fence.waits(view), *root_cause.waits(view)], default=None)

@@ -2,7 +2,7 @@
 
 The pod's status only shows SIGTERM, or what the program makes of it. The kubelet's Events of the
 pod have the probe, and are sent before the container is signalled. They are read where the template
-has such a probe, for few pods of an attempt; cause.py waits for the answer.
+has such a probe, for few pods of an attempt; root_cause.py waits for the answer.
 """
 
 from __future__ import annotations
