@@ -35,9 +35,9 @@ from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
     avoid,
+    budget_reset,
     fence,
     finish,
-    heal,
     probe,
     quota_fairness,
     repeat,
@@ -117,7 +117,7 @@ def _decide(view: View) -> Change:
         if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
-    change = heal.budgets(view, change)
+    change = budget_reset.budgets(view, change)
     loss = root_cause.loss(view, change.status)
     if loss is not None:
         return restart.after(view, root_cause.over(view, change), loss)
@@ -364,7 +364,7 @@ def _unlabelled(refusal: Refusal) -> DeletePod:
 def _wake(view: View) -> float | None:
     """Return the seconds until time alone may change the answer."""
     status, now = view.status, view.now
-    times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
+    times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
     times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
     if status.phase == "Starting":
         times.append(startup.deadline(view))

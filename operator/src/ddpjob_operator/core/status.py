@@ -62,7 +62,7 @@ class Condition:
 class Restarts:
     """Counters of restarts.
 
-    ``charged`` and ``disruptions`` are the two budgets in use; policy/heal.py decides when both
+    ``charged`` and ``disruptions`` are the two budgets in use; policy/budget_reset.py decides when both
     heal (back to 0). ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the
     newest at the last restart: what is newer is progress. ``consecutive`` drives the backoff and
     heals too. ``in_place``: restarts of processes only; ``round``: those of the current attempt, so

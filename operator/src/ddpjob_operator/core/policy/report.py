@@ -321,7 +321,7 @@ def _replicas(view: View) -> Replicas:
 def heard(old: Progress, new: Progress | None) -> Progress:
     """Return the newest progress; a poll without news moves no timestamp.
 
-    The first one has its own: heal.py asks whether anything was heard before.
+    The first one has its own: budget_reset.py asks whether anything was heard before.
     """
     if new is None:
         return old

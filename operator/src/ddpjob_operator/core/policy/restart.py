@@ -2,7 +2,7 @@
 
 plan() calls after() with the loss that root_cause.py found. A charged restart is the user's doing and
 counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
-maxDisruptions. heal.py gives both back.
+maxDisruptions. budget_reset.py gives both back.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def record(view: View, change: Change, loss: Failure) -> Change:
         change = change.measure(Measurement("lost_steps", lost))
         old = change.status.progress
         if report.step > 0 and not view.snapshot_step and old.step is None:
-            # No poll has reported a step: heal.py asks whether there was a snapshot before.
+            # No poll has reported a step: budget_reset.py asks whether there was a snapshot before.
             change = change.with_status(progress=replace(old, step=report.step))
     return change.with_status(failures=failures)
 
