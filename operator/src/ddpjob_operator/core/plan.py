@@ -34,10 +34,10 @@ from ddpjob_operator.core.actions import (
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.observe import Job, Pod
 from ddpjob_operator.core.policy import (
-    avoid,
     budget_reset,
     fence,
     finish,
+    node_avoidance,
     probe,
     quota_fairness,
     repeat,
@@ -141,7 +141,7 @@ def _start(view: View, change: Change) -> Change:
         timings=replace(change.status.timings, started_at=view.now),
         restarts=replace(change.status.restarts, consecutive=0, released=0),
     )
-    change = avoid.nothing(change, "the job was suspended and resumed")
+    change = node_avoidance.nothing(change, "the job was suspended and resumed")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
     # The change of spec may have cured what was refused before.

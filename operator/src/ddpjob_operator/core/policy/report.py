@@ -19,8 +19,8 @@ from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.lenient import mapping
 from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import (
-    avoid,
     fence,
+    node_avoidance,
     quota_fairness,
     restart,
     resume,
@@ -178,7 +178,10 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in view.members.values():
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
-            yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}{avoid.words(view)}"
+            yield (
+                "Unschedulable",
+                f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}",
+            )
     for pod in view.members.values():
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not fresh(view):

@@ -14,7 +14,7 @@ from typing import Final
 from ddpjob_contract import exits
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.policy import avoid, finish, template_guard
+from ddpjob_operator.core.policy import finish, node_avoidance, template_guard
 from ddpjob_operator.core.spec import Spec
 from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.view import Change, View
@@ -49,7 +49,7 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     wait = f" in {delay:g} s" if delay else ""
     message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
     change = new_attempt(view, change, "Restarting", delay)
-    change = avoid.node_of(view, change.with_status(restarts=restarts), loss)
+    change = node_avoidance.node_of(view, change.with_status(restarts=restarts), loss)
     change = change.condition("Running", False, "Restarting", message, view.now)
     return change.tell("Warning", "Restarting", message).measure(
         Measurement("restarts_total", 1, loss.cls)
@@ -148,7 +148,7 @@ def describe(loss: Failure) -> str:
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
-    if avoid.blames(loss) and not avoid.is_free(view, _in_a_row(view, old)):
+    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, _in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 

@@ -13,7 +13,15 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.policy import avoid, fence, quota, repeat, report, restart, template_guard
+from ddpjob_operator.core.policy import (
+    fence,
+    node_avoidance,
+    quota,
+    repeat,
+    report,
+    restart,
+    template_guard,
+)
 from ddpjob_operator.core.policy.release import release
 from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Failure
@@ -86,8 +94,8 @@ def advance(view: View, change: Change) -> Change:
     waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
     if waiting:
         what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
-        change = avoid.nothing(change, "no room elsewhere")
-        return release(view, change, "Unschedulable", what + avoid.words(view))
+        change = node_avoidance.nothing(change, "no room elsewhere")
+        return release(view, change, "Unschedulable", what + node_avoidance.words(view))
     silent = fence.hindered(view)
     return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
 
