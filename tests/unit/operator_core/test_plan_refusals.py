@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import standing
+from ddpjob_operator.core import ownership
 from ddpjob_operator.core.policy import report
 from support.world import World, job_object
 
@@ -184,7 +184,7 @@ def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_
     pod["metadata"]["deletionTimestamp"] = until.isoformat()
     owner = {"controller": True, "uid": "older job", "kind": "DDPJob", "name": "job"}
     pod["metadata"]["ownerReferences"] = [owner]
-    existing = standing.existing("Pod", pod)
+    existing = ownership.existing("Pod", pod)
     world.refuse = lambda action: act.Refusal(
         action.attempt, 409, "AlreadyExists", "exists", world.now, existing
     )

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, standing
+from ddpjob_operator.core import observe, ownership
 from ddpjob_operator.core.actions import (
     Action,
     Body,
@@ -285,7 +285,7 @@ class Executor:
             if error.code == 409:
                 async with doubt:
                     found = await self._read_back(PODS, job, action.body["metadata"]["name"])
-                existing = standing.existing("Pod", found) if found else None
+                existing = ownership.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
                     # Without our label no watch shows it: it counts as gone and keeps the name.
@@ -336,7 +336,7 @@ class Executor:
             if error.code != 409:
                 return self._refusal(job, attempt, error, None)
             found = await self._read_back(resource, job, name)
-        existing = standing.existing(kind, found) if found else None
+        existing = ownership.existing(kind, found) if found else None
         if found and existing and existing.owner_uid == job.uid and not existing.deleting:
             await self._mend(job, found, body)
             return None
@@ -344,7 +344,7 @@ class Executor:
 
     async def _mend(self, job: observe.Job, found: Object, body: Body) -> None:
         """Put right what somebody has changed: one write, and no other before the next attempt."""
-        mended = standing.mended(found, body)
+        mended = ownership.mended(found, body)
         if mended is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
@@ -353,7 +353,7 @@ class Executor:
             await self._api.replace(resource, job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
-        self._recorder.send(job, [standing.told(f"{kind} {name}", trouble)])
+        self._recorder.send(job, [ownership.told(f"{kind} {name}", trouble)])
 
     # --- what was learnt ---
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, standing
+from ddpjob_operator.core import observe, ownership
 from ddpjob_operator.core.actions import Existing, ReadEvents
 from ddpjob_operator.core.policy import probe
 from ddpjob_operator.shell import errors
@@ -45,7 +45,7 @@ def slim_pod(obj: Object) -> SlimPod:
 async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
     """Find pods of the job that lost the label of its uid. Raises ApiError."""
     named = f"{crd.LABEL_JOB_NAME}={job.name}"
-    keep = partial(standing.hidden, job_uid=job.uid)
+    keep = partial(ownership.hidden, job_uid=job.uid)
     listing = await api.list_all(PODS, job.namespace, named, keep=keep)
     return tuple(filter(None, listing.items))
 
