@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import packed
+from ddpjob_operator.core import compact_spec
 from ddpjob_operator.core.lenient import parse_time
 from ddpjob_operator.core.ranges import parse_ranges
 from support.objects import (
@@ -270,7 +270,7 @@ def i16_bijection(state: State, write: Write) -> str | None:
     if not _created(write):
         return None
     job = state.jobs.get(owner(write.obj) or "")
-    trainer = packed.trainer_container(write.obj["spec"])
+    trainer = compact_spec.trainer_container(write.obj["spec"])
     env = {one["name"]: one.get("value") for one in trainer.get("env") or ()}
     told = (env.get("DDPJOB_REPLICA"), env.get("DDPJOB_ATTEMPT"), env.get("PET_NODE_RANK"))
     mine = (str(replica(write.obj)), str(attempt(write.obj)), str(replica(write.obj)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import packed
+from ddpjob_operator.core import compact_spec
 from support.world import World, crd_schema, job_object
 
 OTHER = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
@@ -231,5 +231,5 @@ def test_the_hash_of_a_template_is_that_of_every_version():
     resources = {"limits": {"cpu": 0.5, "memory": "1Gi"}}
     trainer = {"name": "trainer", "image": "é", "resources": resources}
     template = {"spec": {"nodeSelector": {}, "containers": [trainer]}, "metadata": None}
-    assert packed.template(template).packed.digest == "19ae1bda7edf822a"
-    assert packed.volume({"nfs": {"server": "é", "path": "/a"}}).digest == "7fda66c907117fff"
+    assert compact_spec.template(template).packed.digest == "19ae1bda7edf822a"
+    assert compact_spec.volume({"nfs": {"server": "é", "path": "/a"}}).digest == "7fda66c907117fff"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import classify, observe, packed
+from ddpjob_operator.core import classify, compact_spec, observe
 from ddpjob_operator.core.policy import probe
 from support.world import START, World, job_object
 from unit.operator_core.test_classify import (
@@ -249,7 +249,7 @@ def test_who_has_no_probe_is_not_asked_about(given: dict[str, Any]):
 
 @pytest.mark.parametrize("kind", ["livenessProbe", "startupProbe"])
 def test_the_trainer_is_asked_about_by_its_name(kind: str):
-    assert packed.template(template("mine", **{kind: PROBE})).probed == "mine"
+    assert compact_spec.template(template("mine", **{kind: PROBE})).probed == "mine"
 
 
 def test_of_a_gang_that_ends_at_a_signal_three_pods_are_asked_about():

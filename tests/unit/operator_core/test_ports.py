@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import observe, packed, ports, render, spec
+from ddpjob_operator.core import compact_spec, observe, ports, render, spec
 from support.world import job_object
 
-HOST = packed.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})
+HOST = compact_spec.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})
 
 
 def host_pod(attempt: int = 1, replica: int = 0, pod: object = None, **fields: Any) -> Any:
@@ -69,9 +69,9 @@ def test_a_port_that_the_user_has_chosen_is_kept(master: int | str):
     assert found.hub != chosen
 
 
-def host_template(*declared: int) -> packed.Template:
+def host_template(*declared: int) -> compact_spec.Template:
     trainer = {"name": "trainer", "ports": [{"containerPort": port} for port in declared]}
-    return packed.template({"spec": {"hostNetwork": True, "containers": [trainer]}})
+    return compact_spec.template({"spec": {"hostNetwork": True, "containers": [trainer]}})
 
 
 def test_what_is_drawn_is_not_what_the_user_has_chosen_or_declared():

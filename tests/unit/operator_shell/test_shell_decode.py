@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe, packed, spec
+from ddpjob_operator.core import compact_spec, observe, spec
 from ddpjob_operator.shell import decode
 from support.world import crd_schema
 
@@ -151,7 +151,7 @@ async def test_lines_of_any_length(size: int) -> None:
 def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None:
     env = [{"name": f"N{n}", "value": "v" * 100} for n in range(2000)]
     raw = {"spec": {"containers": [{"name": "trainer", "env": env}]}}
-    found = packed.template(raw)
+    found = compact_spec.template(raw)
     assert found.packed.data == b""
     read = spec.read({"replicas": 2, "suspend": True, "template": raw})
     assert "ConfigMap" in read.flaw
@@ -165,16 +165,16 @@ def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None
 
 def test_a_packed_template_is_what_was_written() -> None:
     raw = {"metadata": {"labels": {"é": "☃"}}, "spec": {"containers": [{"name": "a"}], "f": 1.5}}
-    found = packed.template(raw)
+    found = compact_spec.template(raw)
     assert found.packed.unpack() == raw
     assert found.packed.unpack() is not found.packed.unpack()
-    assert packed.template(found) is found
+    assert compact_spec.template(found) is found
     # Stored in the status of running jobs: another digest would hold the whole fleet.
     assert found.packed.digest == "1b50501ac13eb7ff"
 
 
 def test_the_definition_tells_of_the_limits() -> None:
     schema = crd_schema()["properties"]["spec"]["properties"]
-    assert f"{packed.TEMPLATE_BYTES // 1024} KiB" in schema["template"]["description"]
+    assert f"{compact_spec.TEMPLATE_BYTES // 1024} KiB" in schema["template"]["description"]
     volume = schema["snapshot"]["properties"]["volume"]
-    assert f"{packed.VOLUME_BYTES // 1024} KiB" in volume["description"]
+    assert f"{compact_spec.VOLUME_BYTES // 1024} KiB" in volume["description"]

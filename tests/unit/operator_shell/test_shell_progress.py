@@ -15,7 +15,7 @@ from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.core import observe, packed, ports, render, spec
+from ddpjob_operator.core import compact_spec, observe, ports, render, spec
 from ddpjob_operator.shell.progress import ProgressReader, _url
 from ddpjob_operator.shell.store import Key, Store
 from support.patience import PATIENCE
@@ -116,7 +116,7 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
 
 
 DRAWN = ports.of(
-    packed.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
+    compact_spec.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
 ).metrics
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
-from ddpjob_operator.core import packed, resumed
+from ddpjob_operator.core import compact_spec, resumed
 from ddpjob_operator.core.lenient import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
@@ -162,7 +162,7 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
         resource_version=meta.get("resourceVersion", ""),
         generation=generation,
         deleting="deletionTimestamp" in meta,
-        spec=known.spec if known and same else packed.spec(mapping(obj.get("spec"))),
+        spec=known.spec if known and same else compact_spec.spec(mapping(obj.get("spec"))),
         status=mapping(obj.get("status")),
     )
 
@@ -243,7 +243,7 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
 
 def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
     noted = mapping(meta.get("annotations")).get(crd.ANNOTATION_TRAINER)
-    return noted or packed.trainer_container(spec).get("name")
+    return noted or compact_spec.trainer_container(spec).get("name")
 
 
 def _failed_init(status: Mapping[str, Any]) -> Container | None:
@@ -259,7 +259,7 @@ def _failed_init(status: Mapping[str, Any]) -> Container | None:
 def _trainer(name: object, spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
     statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
     found = next((s for s in statuses if s.get("name") == name), mapping(None))
-    memory = clean(packed.memory_limit(spec, name), 32)
+    memory = clean(compact_spec.memory_limit(spec, name), 32)
     return replace(_container(found), memory=memory) if found else Container()
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
-from ddpjob_operator.core import packed, ports
+from ddpjob_operator.core import compact_spec, ports
+from ddpjob_operator.core.compact_spec import Packed, Template
 from ddpjob_operator.core.lenient import integer, mapping, text
-from ddpjob_operator.core.packed import Packed, Template
 
 #: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
 _PLAIN: Final = re.compile("[0-9]{1,9}")
@@ -123,7 +123,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
     Raises:
         SpecError: the field that cannot work and what to do about it.
     """
-    template, snapshot = packed.template(raw.get("template")), _snapshot(raw.get("snapshot"))
+    template, snapshot = compact_spec.template(raw.get("template")), _snapshot(raw.get("snapshot"))
     if not template.has_trainer:
         raise SpecError("spec.template.spec.containers: at least one container is needed")
     flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
@@ -210,7 +210,7 @@ def _snapshot(raw: object) -> Snapshot | None:
         return None
     return Snapshot(
         path=str(raw.get("path", "/snapshots")),
-        volume=packed.volume(raw.get("volume")),
+        volume=compact_spec.volume(raw.get("volume")),
         every_steps=_number(raw, "snapshot.everySteps"),
         keep=_number(raw, "snapshot.keep"),
         resume=str(raw.get("resume", DEFAULTS["snapshot.resume"])),
@@ -219,7 +219,7 @@ def _snapshot(raw: object) -> Snapshot | None:
 
 def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
     """Say why the job's snapshots would miss their volume; empty if they reach it."""
-    path = packed.place(snapshot.path)
+    path = compact_spec.place(snapshot.path)
     # CEL compares the path as written, and knows nothing of the directory in it.
     if mount := min(template.mounts & {path, f"{path}/{name}"}, default=""):
         return (

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 import aiohttp
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import observe, packed, ports
+from ddpjob_operator.core import compact_spec, observe, ports
 from ddpjob_operator.core.lenient import integer, mapping
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.shell.store import Key, Store
@@ -120,7 +120,7 @@ class ProgressReader:
             if (pod.replica, pod.attempt) == (0, attempt) and pod.trainer.state == "running":
                 master = integer(job.spec.get("port"), ports.MASTER)
                 metrics = integer(mapping(job.spec.get("metrics")).get("port"), ports.METRICS)
-                template = packed.template(job.spec.get("template"))
+                template = compact_spec.template(job.spec.get("template"))
                 found = ports.of(template, master, metrics, job.uid, pod.attempt or 0, 0)
                 return _url(pod.ip, found.metrics)
         return None
