@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import compact_spec
-from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.json_read import parse_time
 from ddpjob_operator.core.ranges import parse_ranges
 from support.objects import (
     TERMINAL,

@@ -8,7 +8,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.json_read import parse_time
 from ddpjob_operator.core.policy import quota_fairness
 from support.world import World, job_object
 

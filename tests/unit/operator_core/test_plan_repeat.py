@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.json_read import parse_time
 from ddpjob_operator.core.status import Progress
 from support.world import World, job_object
 

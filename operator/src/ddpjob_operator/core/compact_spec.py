@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.lenient import mapping, sequence
+from ddpjob_operator.core.json_read import mapping, sequence
 
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")

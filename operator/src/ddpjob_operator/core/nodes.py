@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from ddpjob_operator.core.lenient import mapping, parse_time, sequence, text
+from ddpjob_operator.core.json_read import mapping, parse_time, sequence, text
 
 #: An administrator's statement that the machine is off: Kubernetes then lets go of its pods.
 OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import ddpjob_contract as contract
 from ddpjob_contract import crd
 from ddpjob_operator.core import compact_spec, resumed
-from ddpjob_operator.core.lenient import mapping, parse_time, sequence
+from ddpjob_operator.core.json_read import mapping, parse_time, sequence
 from ddpjob_operator.core.status import Progress
 
 _INT32: Final = 2**31

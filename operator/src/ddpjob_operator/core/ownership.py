@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.actions import Body, Event, Existing
-from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.json_read import parse_time
 from ddpjob_operator.core.observe import clean
 
 #: Fields where an addition changes the meaning, as another label of a selector does.

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ddpjob_contract import crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core import compact_spec, ports
-from ddpjob_operator.core.lenient import integer, mapping, sequence
+from ddpjob_operator.core.json_read import integer, mapping, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.spec import Restart, Spec
 

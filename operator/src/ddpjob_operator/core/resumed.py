@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 import ddpjob_contract as contract
-from ddpjob_operator.core.lenient import mapping, opt_integer, sequence, text
+from ddpjob_operator.core.json_read import mapping, opt_integer, sequence, text
 
 _UID: Final = re.compile("[0-9A-Za-z-]{1,64}")
 _CHANGED: Final = {"script": "another script", "arguments": "other arguments"}

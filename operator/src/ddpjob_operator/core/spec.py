@@ -14,7 +14,7 @@ from typing import Any, Final
 from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
 from ddpjob_operator.core import compact_spec, ports
 from ddpjob_operator.core.compact_spec import Packed, Template
-from ddpjob_operator.core.lenient import integer, mapping, text
+from ddpjob_operator.core.json_read import integer, mapping, text
 
 #: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
 _PLAIN: Final = re.compile("[0-9]{1,9}")

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
-from ddpjob_operator.core.lenient import (
+from ddpjob_operator.core.json_read import (
     counter,
     format_time,
     integer,

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
-from ddpjob_operator.core.lenient import format_time
+from ddpjob_operator.core.json_read import format_time
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import LEASES, Api, Object
 

@@ -22,7 +22,7 @@ import aiohttp
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import compact_spec, observe, ports
-from ddpjob_operator.core.lenient import integer, mapping
+from ddpjob_operator.core.json_read import integer, mapping
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.shell.store import Key, Store
 

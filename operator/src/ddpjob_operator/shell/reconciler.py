@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Body
-from ddpjob_operator.core.lenient import integer, mapping
+from ddpjob_operator.core.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.clock import Clock

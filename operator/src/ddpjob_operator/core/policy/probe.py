@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ddpjob_operator.core import classify, observe
 from ddpjob_operator.core.actions import Outcomes, ReadEvents
-from ddpjob_operator.core.lenient import parse_time
+from ddpjob_operator.core.json_read import parse_time
 from ddpjob_operator.core.view import View
 
 #: Pods of an attempt. A signal may end the whole gang, and each list reads all Events.

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import Waiter
-from ddpjob_operator.core.lenient import mapping, parse_time, sequence
+from ddpjob_operator.core.json_read import mapping, parse_time, sequence
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.view import View
 

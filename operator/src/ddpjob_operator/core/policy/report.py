@@ -16,7 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_contract.crd import KIND
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
-from ddpjob_operator.core.lenient import mapping
+from ddpjob_operator.core.json_read import mapping
 from ddpjob_operator.core.observe import Pod, clean
 from ddpjob_operator.core.policy import (
     fence,
