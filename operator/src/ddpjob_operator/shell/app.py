@@ -28,6 +28,7 @@ from ddpjob_operator.shell.credentials import Credentials
 from ddpjob_operator.shell.elector import Elector
 from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.kopf_thread import JobWatcher
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.probes import Probes
 from ddpjob_operator.shell.progress import ProgressReader
@@ -36,7 +37,6 @@ from ddpjob_operator.shell.recorder import Recorder
 from ddpjob_operator.shell.resync import Resync, wait_for_crd
 from ddpjob_operator.shell.settings import Settings
 from ddpjob_operator.shell.store import Key, RewoundError, Store
-from ddpjob_operator.shell.watcher import JobWatcher
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """kopf, embedded: its watch of DDPJobs, each event handed on, and nothing else.
 
-watcher.py runs it in kopf's thread, where it is imported: importing kopf takes a second. Only
+kopf_thread.py runs it in kopf's thread, where it is imported: importing kopf takes a second. Only
 on.event and on.login are used: no annotation, no finalizer, no patch, no Event of kopf's. Its
 session is ours, so that kopf gets only slim records of a list: it would decode whole pages at once.
 """

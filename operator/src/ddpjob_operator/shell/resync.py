@@ -16,8 +16,8 @@ from functools import partial
 from ddpjob_contract import crd
 from ddpjob_operator.shell import errors
 from ddpjob_operator.shell.api import JOBS, Api, Object
+from ddpjob_operator.shell.kopf_thread import JobWatcher
 from ddpjob_operator.shell.store import Key, Store
-from ddpjob_operator.shell.watcher import JobWatcher
 
 log = logging.getLogger(__name__)
 
