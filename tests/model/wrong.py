@@ -11,11 +11,11 @@ from datetime import datetime
 from typing import Any
 
 from ddpjob_operator.core.actions import (
+    ApiFeedback,
     Confirmation,
     CreatePod,
     DeletePod,
     EnsureNetwork,
-    Outcomes,
     Plan,
     WriteStatus,
 )
@@ -30,12 +30,12 @@ class Question:
 
     job: Job
     pods: Sequence[Pod]
-    outcomes: Outcomes
+    feedback: ApiFeedback
     now: datetime
     nodes: Nodes | None
 
     def answer(self) -> Plan:
-        return plan(self.job, self.pods, self.outcomes, self.now, self.nodes)
+        return plan(self.job, self.pods, self.feedback, self.now, self.nodes)
 
     @property
     def attempt(self) -> int:
@@ -43,7 +43,7 @@ class Question:
 
     def sure(self) -> Question:
         """Whoever believes his cache."""
-        return replace(self, outcomes=replace(self.outcomes, confirmed=self.belief()))
+        return replace(self, feedback=replace(self.feedback, confirmed=self.belief()))
 
     def belief(self) -> Confirmation:
         mine = [p.replica for p in self.pods if p.attempt == self.attempt]
@@ -59,11 +59,11 @@ def creates_before_the_intent(*args: Any) -> Plan:
     status = _status(found)
     if status is None or status.get("phase") != "Starting" or asked.attempt == 0:
         return found
-    network = replace(asked.outcomes, network_attempt=0, confirmed=asked.belief())
-    ahead = replace(asked, job=replace(asked.job, status=status), outcomes=network)
+    network = replace(asked.feedback, network_attempt=0, confirmed=asked.belief())
+    ahead = replace(asked, job=replace(asked.job, status=status), feedback=network)
     first = ahead.answer().actions
     made = replace(network, network_attempt=asked.attempt)
-    then = replace(ahead, outcomes=made).answer().actions
+    then = replace(ahead, feedback=made).answer().actions
     early = [one for one in (*first, *then) if isinstance(one, (EnsureNetwork, CreatePod))]
     return Plan((*early, *found.actions), found.requeue_after)
 
@@ -100,7 +100,7 @@ def believes_its_cache(*args: Any) -> Plan:
 def counts_again_after_a_crash(*args: Any) -> Plan:
     """Remembers in its process which failed pods it has counted, and counts all others."""
     asked = Question(*args)
-    if asked.outcomes.confirmed or asked.job.status.get("phase") != "Restarting":
+    if asked.feedback.confirmed or asked.job.status.get("phase") != "Restarting":
         return asked.answer()
     failed = [p for p in asked.pods if p.trainer.exit_code not in (None, 0)]
     again = [replace(pod, attempt=asked.attempt) for pod in failed]

@@ -93,7 +93,7 @@ def test_a_program_that_breaks_one_gpu_after_another_is_charged():
 def test_progress_in_between_makes_it_free_again():
     world = running(restart={"maxRestarts": 0})
     for step in range(6):
-        world.outcomes = replace(world.outcomes, progress=Progress(snapshot_step=step + 1))
+        world.feedback = replace(world.feedback, progress=Progress(snapshot_step=step + 1))
         lose(world, 1)
     assert (world.phase, world.status["restarts"]["charged"]) == ("Running", 0)
 

@@ -48,7 +48,7 @@ def poll(world: World, **state: Any) -> World:
     """GET /state of replica 0 said so."""
     raw = {"version": 1, "attempt": world.status["attempt"], **state}
     found = observe.progress(raw, world.now)
-    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    world.feedback = replace(world.feedback, progress=found, rounds=observe.rounds(raw))
     return world.settle()
 
 
@@ -105,8 +105,8 @@ def test_the_budget_is_exact_again_after_it_has_healed():
 
 def test_another_operator_heals_by_the_stored_time():
     world = restarted().wait(HOUR - 1).restart_operator()
-    world.outcomes = replace(
-        world.outcomes, confirmed=Confirmation(3, world.now), network_attempt=3
+    world.feedback = replace(
+        world.feedback, confirmed=Confirmation(3, world.now), network_attempt=3
     )
     assert world.plan().requeue_after == 1
     assert spent(world.wait(1)) == (0, 0)

@@ -71,7 +71,7 @@ def test_a_gang_that_cannot_become_whole_any_more_is_released(reason: str, spec:
     world = World()
     while "Starting" not in str(world.job.get("status")):
         world.carry_out(world.plan().actions[0])
-    world.outcomes = act.Outcomes(confirmed=act.Confirmation(1, world.now), network_attempt=1)
+    world.feedback = act.ApiFeedback(confirmed=act.Confirmation(1, world.now), network_attempt=1)
     world.carry_out(world.plan().actions[0])
     assert len(world.pods) == 1
     world.patch(**spec)
@@ -193,7 +193,7 @@ def test_a_spec_that_no_schema_caught_waits_with_the_field_named(field: str, val
     assert (world.phase, world.pods) == ("Pending", {})
     assert f"spec.{field}" in world.condition("Invalid")["message"]
     assert world.plan().actions == ()
-    assert world.outcomes.confirmed is None  # nothing is asked for either
+    assert world.feedback.confirmed is None  # nothing is asked for either
     mend(world, {field: value}).run()
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
 

@@ -41,7 +41,7 @@ def test_an_old_refusal_says_nothing_about_a_new_attempt():
     world.refuse_network = lambda _: None
     world.wait(3).run().end(0, 1)
     kept = replace(refused(world, 502, "BadGateway"), attempt=1)
-    world.outcomes = replace(world.outcomes, network_refusal=kept)
+    world.feedback = replace(world.feedback, network_refusal=kept)
     assert world.wait(30).run().condition("Stalled")["status"] == "False"
 
 
@@ -64,7 +64,7 @@ def test_numbers_of_a_report_that_no_field_can_hold_are_dropped():
 )
 def test_nothing_that_a_trainer_tells_spoils_the_status(state: dict[str, object]):
     world = started().run()
-    world.outcomes = replace(world.outcomes, progress=observe.progress(state, world.now))
+    world.feedback = replace(world.feedback, progress=observe.progress(state, world.now))
     assert world.wait(60).end(1, 1).run().status["attempt"] == 2
 
 

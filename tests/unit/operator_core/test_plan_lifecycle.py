@@ -93,7 +93,7 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
     for replica in range(3):
         world.waiting(replica, "ContainerCreating")
     world.now += timedelta(hours=2) - behind * 3  # the API server was away
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.wait(599).status["attempt"] == 1
     assert world.wait(2).status["attempt"] == 2
     assert world.status["lastFailure"]["class"] == "Startup"
@@ -106,7 +106,7 @@ def test_a_stall_is_told_though_the_gang_was_begun_by_a_clock_ahead_of_ours():
         world.waiting(replica, "ContainerCreating")
     world.restart_operator()
     world.now -= timedelta(hours=1)
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.wait(20).condition("Stalled")["reason"] == "ContainerCreating"
     assert world.run().condition("Stalled")["status"] == "False"
 
@@ -269,7 +269,7 @@ def test_an_operator_that_sees_no_pods_yet_asks_before_it_says_suspended():
     world.patch(suspend=True)
     pods, world.pods = world.pods, {}
     world.restart_operator().wait(2)
-    world.outcomes = replace(world.outcomes, confirmed=None)
+    world.feedback = replace(world.feedback, confirmed=None)
     world.job["status"]["conditions"] = [
         {**c, "status": "False", "reason": "Suspending"} if c["type"] == "Suspended" else c
         for c in world.job["status"]["conditions"]
@@ -548,15 +548,15 @@ def test_reports_are_held_back_but_decisions_are_not():
 
 def test_progress_is_merged_and_quiet_polls_write_nothing():
     world = started().run().wait(2)
-    world.outcomes = replace(
-        world.outcomes, progress=Progress(step=10, loss=0.5, updated_at=world.now)
+    world.feedback = replace(
+        world.feedback, progress=Progress(step=10, loss=0.5, updated_at=world.now)
     )
     world.settle()
     assert world.status["progress"]["step"] == 10
     assert world.status["progress"]["stepOfTotal"] == "10"
     world.log.clear()
     world.wait(30)
-    world.outcomes = replace(world.outcomes, progress=Progress(step=10, updated_at=world.now))
+    world.feedback = replace(world.feedback, progress=Progress(step=10, updated_at=world.now))
     world.settle()
     assert world.log == []
 
@@ -568,7 +568,7 @@ def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
     world.log.clear()
     for step in range(minutes * 4):
         told = Progress(step=step + 1, updated_at=world.now)
-        world.outcomes = replace(world.outcomes, progress=told)
+        world.feedback = replace(world.feedback, progress=told)
         world.wait(15)
     assert 0 < len(world.log) <= most
     world.log.clear()
@@ -588,7 +588,7 @@ def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
     world = started().run()
     if polled:
         told = Progress(step=polled, total_steps=400, snapshot_step=350, updated_at=world.now)
-        world.outcomes = replace(world.outcomes, progress=told)
+        world.feedback = replace(world.feedback, progress=told)
     world.end(1, 0).end(2, 0).end(0, 0, message=report)
     assert world.status["phase"] == "Succeeded"
     assert world.status["progress"]["step"] == world.status["progress"]["totalSteps"] == 400
@@ -599,7 +599,7 @@ def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
 def test_of_what_ends_without_last_words_the_newest_poll_is_kept():
     world = started(restart={"maxRestarts": 0}).run()
     told = Progress(step=38, updated_at=world.now)
-    world.outcomes = replace(world.outcomes, progress=told)
+    world.feedback = replace(world.feedback, progress=told)
     world.end(1, 1)
     assert world.status["phase"] == "Failed"
     assert world.status["progress"]["step"] == 38

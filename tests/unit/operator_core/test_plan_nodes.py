@@ -149,7 +149,7 @@ def test_fence_counts_only_what_this_process_has_seen_without_a_gap(after: int, 
     world = running(**spec)
     assert world.machines
     world.machines.down["node2"] = world.now - timedelta(seconds=600)
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.settle().wait(least - 1).status["attempt"] == 1
     assert world.plan().requeue_after == 1
     assert world.wait(1).status["attempt"] == 2

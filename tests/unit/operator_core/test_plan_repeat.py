@@ -35,7 +35,7 @@ def poll(world: World, *rounds: dict[str, Any], **more: Any) -> World:
         "rounds": list(rounds), **more,
     }  # fmt: skip
     found = observe.progress(raw, world.now)
-    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    world.feedback = replace(world.feedback, progress=found, rounds=observe.rounds(raw))
     return world.settle()
 
 
@@ -200,7 +200,7 @@ def test_a_failure_after_a_step_is_tried_at_once_as_ever(how: str):
     for number in range(4):
         step = Progress(step=7 + number, updated_at=world.now)
         if how == "poll":
-            world.outcomes = replace(world.outcomes, progress=step)
+            world.feedback = replace(world.feedback, progress=step)
         message = report(7 + number) if how == "report" else ""
         found.append(delay(world.end(0, 1, message=message)))
         world.wait(8).run()

@@ -180,9 +180,9 @@ def test_a_new_snapshot_heals_the_budget():
 
 def test_a_snapshot_that_was_polled_heals_too():
     world = running(restart={"maxRestarts": 1})
-    world.outcomes = replace(world.outcomes, progress=Progress(step=40, updated_at=START))
+    world.feedback = replace(world.feedback, progress=Progress(step=40, updated_at=START))
     world.wait(2).end(1, 1).run()
-    world.outcomes = replace(world.outcomes, progress=Progress(snapshot_step=50))
+    world.feedback = replace(world.feedback, progress=Progress(snapshot_step=50))
     assert world.end(1, 1).run().status["restarts"]["charged"] == 1
 
 
@@ -262,7 +262,7 @@ def test_the_cause_is_waited_for_by_our_own_clock(hours: int):
 
     def phase(after: float) -> str:
         now = world.now + timedelta(seconds=after)
-        planned = plan(observe.job(world.job), pods, world.outcomes, now).actions
+        planned = plan(observe.job(world.job), pods, world.feedback, now).actions
         written = [a.status["phase"] for a in planned if isinstance(a, act.WriteStatus)]
         return str(written[0] if written else world.phase)
 
@@ -367,7 +367,7 @@ def test_an_outage_counts_from_the_last_step_that_was_heard_of(
     progress = Progress(step=7 if heard else None, updated_at=world.now)
     if heard == -10:
         progress = replace(progress, updated_at=world.now - timedelta(seconds=700))
-    world.outcomes = replace(world.outcomes, progress=progress)
+    world.feedback = replace(world.feedback, progress=progress)
     world.wait(abs(heard or 90))
     world.vanish(1) if code is None else world.end(1, code)
     assert world.status["attempt"] == 3
@@ -446,6 +446,6 @@ def test_a_delay_that_another_clock_has_stored_in_the_future_stays_a_delay():
     assert (world.phase, world.wait(0.5).phase) == ("Restarting", "Restarting")
     world.restart_operator()
     world.now -= timedelta(hours=1)  # the clock of the machine on which the next operator runs
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.settle().plan().requeue_after == 1.0
     assert world.wait(1).phase == "Starting"

@@ -23,7 +23,7 @@ def running() -> World:
 
 def poll(world: World, **more: Any) -> World:
     raw = {"version": 1, "attempt": world.status["attempt"], **more}
-    world.outcomes = replace(world.outcomes, progress=observe.progress(raw, world.now))
+    world.feedback = replace(world.feedback, progress=observe.progress(raw, world.now))
     return world.wait(60)
 
 

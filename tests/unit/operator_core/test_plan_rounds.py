@@ -38,7 +38,7 @@ def poll(world: World, count: int, *rounds: object, attempt: int | None = None) 
         "step": 40, "snapshotStep": 40, "rounds": list(rounds),
     }  # fmt: skip
     found = observe.progress(raw, world.now)
-    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    world.feedback = replace(world.feedback, progress=found, rounds=observe.rounds(raw))
     return world.settle()
 
 
@@ -76,8 +76,8 @@ def test_a_round_is_counted_once_however_often_and_by_whom_it_is_heard():
     world = poll(running(), 1, killed(0))
     poll(world, 1, killed(0))
     world.restart_operator()
-    world.outcomes = replace(
-        world.outcomes, confirmed=act.Confirmation(1, world.now), network_attempt=1
+    world.feedback = replace(
+        world.feedback, confirmed=act.Confirmation(1, world.now), network_attempt=1
     )
     poll(world, 2, killed(0), killed(1, 2))
     assert in_place(world) == (2, 2)
@@ -169,7 +169,7 @@ def test_a_round_does_not_cut_short_the_end_of_pods_that_may_save():
 
 def test_a_snapshot_made_between_rounds_heals_the_budget():
     world = running(restart={"maxRestarts": 1})
-    world.outcomes = replace(world.outcomes, progress=Progress(step=3, updated_at=START))
+    world.feedback = replace(world.feedback, progress=Progress(step=3, updated_at=START))
     poll(world.wait(2).end(1, 1).run(), 1, killed(0))  # and snapshotStep 40
     assert world.end(1, 1).run().status["restarts"]["charged"] == 1
 
@@ -335,7 +335,7 @@ def test_hearing_of_a_round_is_one_write():
     world = running()
     raw = {"attempt": 1, "round": 1, "step": 5, "rounds": [killed(0)]}
     progress, rounds = observe.progress(raw, world.now), observe.rounds(raw)
-    world.outcomes = replace(world.outcomes, progress=progress, rounds=rounds)
+    world.feedback = replace(world.feedback, progress=progress, rounds=rounds)
     (write,) = world.plan().actions
     assert isinstance(write, act.WriteStatus)
     world.carry_out(write)
@@ -355,5 +355,5 @@ def test_rounds_whose_processes_find_no_name_are_a_stall_until_one_gets_on():
     world = poll(world.wait(60), 2)
     assert world.condition("Stalled")["status"] == "True"
     news = Progress(step=41, updated_at=world.now)
-    world.outcomes = replace(world.outcomes, progress=news)
+    world.feedback = replace(world.feedback, progress=news)
     assert world.wait(60).wait(2).condition("Stalled")["status"] == "False"

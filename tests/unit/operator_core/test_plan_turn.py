@@ -36,7 +36,7 @@ def test_a_new_gang_begins_once_the_turn_of_an_earlier_one_is_over(waited: float
     earlier = Waiter(NOON - waited * MINUTE, "a", "big")
     while not (found := quota_fairness._turn((earlier,), world.now)):
         world.now += MINUTE
-    world.outcomes = replace(world.outcomes, waiters=(earlier,))
+    world.feedback = replace(world.feedback, waiters=(earlier,))
     assert world.settle().phase == "Pending"
     assert world.condition("Stalled")["reason"] == "WaitingForTurn"
     assert "DDPJob big has waited for quota since" in world.condition("Stalled")["message"]
@@ -84,7 +84,7 @@ def test_who_is_earlier_yields_to_nobody():
     assert world.settle().phase == "Pending"
     later = Waiter(world.now + MINUTE, "a", "later")
     assert quota_fairness._turn((later,), NOON)
-    world.outcomes = replace(world.outcomes, waiters=(later,))
+    world.feedback = replace(world.feedback, waiters=(later,))
     world.refuse = lambda _: None
     world.now = NOON
     assert world.settle().phase == "Starting"
@@ -93,7 +93,7 @@ def test_who_is_earlier_yields_to_nobody():
 def test_what_runs_and_restarts_yields_to_nobody():
     world = World().settle().run()
     world.now = NOON
-    world.outcomes = replace(world.outcomes, waiters=waiting(60))
+    world.feedback = replace(world.feedback, waiters=waiting(60))
     assert world.settle().end(0, 1).run().phase == "Running"
 
 
@@ -101,7 +101,7 @@ def test_a_restart_that_meets_the_quota_yields_to_nobody_either():
     """Its usage is brought up to date moments after the gang's old pods are gone."""
     world = World().settle().run()
     world.now = NOON
-    world.outcomes = replace(world.outcomes, waiters=waiting(60))
+    world.feedback = replace(world.feedback, waiters=waiting(60))
     world.refuse = lambda _: Refusal(2, 403, "Forbidden", "exceeded quota: q", world.now)
     assert world.settle().end(0, 1).phase == "Pending"
     world.refuse = lambda _: None

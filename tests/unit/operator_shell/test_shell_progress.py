@@ -108,7 +108,7 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
 
     async with reading(state) as (store, changed):
         await until(lambda: len(asked) >= 5)
-        progress = store.outcomes("u1").progress
+        progress = store.feedback("u1").progress
     assert progress is not None
     assert (progress.step, progress.total_steps, progress.snapshot_step) == (7, 100, 5)
     assert set(asked) == {"/state?uid=u1"}, "to strangers a launcher tells no rounds"
@@ -146,10 +146,10 @@ async def test_a_round_is_news_though_training_stands_where_it_stood() -> None:
 
     async with reading(state) as (store, changed):
         await until(lambda: changed)
-        assert store.outcomes("u1").rounds is None
+        assert store.feedback("u1").rounds is None
         count = 1
         await until(lambda: len(changed) == 2)
-        rounds = store.outcomes("u1").rounds
+        rounds = store.feedback("u1").rounds
     assert rounds is not None
     assert (rounds.attempt, rounds.count) == (1, 1)
     assert [(found.replica, found.code) for found in rounds.known] == [(2, 137)]
@@ -173,8 +173,8 @@ async def test_the_answer_of_another_attempts_or_gangs_launcher_is_ignored(
 
     async with reading(state) as (store, changed):
         await until(lambda: asked >= 3)
-        assert store.outcomes("u1").progress is None
-        assert store.outcomes("u1").rounds is None
+        assert store.feedback("u1").progress is None
+        assert store.feedback("u1").rounds is None
     assert changed == []
 
 
@@ -204,7 +204,7 @@ async def test_what_a_stranger_may_answer_is_ignored(answer: str) -> None:
 
     async with reading(state) as (store, changed):
         await until(lambda: asked >= 3)
-        assert store.outcomes("u1").progress is None
+        assert store.feedback("u1").progress is None
     assert changed == []
 
 
@@ -306,7 +306,7 @@ async def test_of_an_answer_without_end_little_is_looked_at(
         await until(lambda: floods >= 5)
         already = len(changed)
         await until(lambda: len(changed) > already)
-        assert store.outcomes("u2").progress is None
+        assert store.feedback("u2").progress is None
     server.close()
     assert set(changed) == {("ns", "job")}, "others are read beside it"
     assert looked < floods * 100_000

@@ -52,7 +52,7 @@ class Taker:
         for action in actions:
             self._version += 1
             version = str(self._version)
-            learnt = self._store.outcomes(known.uid)
+            learnt = self._store.feedback(known.uid)
             if isinstance(action, act.WriteStatus):
                 known = replace(known, status=action.status, resource_version=version)
                 self._store.put_job(known)
@@ -60,16 +60,16 @@ class Taker:
                 self._store.remove_pod(action.uid)
             elif isinstance(action, act.ConfirmGone):
                 read = act.Confirmation(attempt=action.attempt, at=self._now())
-                self._store.set_outcomes(known.uid, replace(learnt, confirmed=read))
+                self._store.set_feedback(known.uid, replace(learnt, confirmed=read))
             elif isinstance(action, act.EnsureNetwork):
-                self._store.set_outcomes(known.uid, replace(learnt, network_attempt=action.attempt))
+                self._store.set_feedback(known.uid, replace(learnt, network_attempt=action.attempt))
             elif isinstance(action, act.CreatePod):
                 uid = f"pod{action.replica}-{action.attempt}"
                 own = {"namespace": "ns", "uid": uid, "resourceVersion": version}
                 meta = {**action.body["metadata"], **own}
                 self._store.put_pod({**action.body, "metadata": meta}, from_watch=False)
-        written = replace(self._store.outcomes(known.uid), status_written_at=self._now())
-        self._store.set_outcomes(known.uid, written)
+        written = replace(self._store.feedback(known.uid), status_written_at=self._now())
+        self._store.set_feedback(known.uid, written)
 
 
 def job(replicas: int = 2, args: Sequence[str] = ()) -> dict[str, Any]:
@@ -113,7 +113,7 @@ async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
         }
     )
     read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
-    store.set_outcomes("u1", act.Outcomes(network_attempt=1, confirmed=read))
+    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))
     await asyncio.sleep(2)
@@ -145,7 +145,7 @@ async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
     reconciler = Reconciler(store, queue, taker, metrics, lambda: True, clock)
     store.put_job({**job(replicas), "status": {"phase": "Starting", "attempt": 1}})
     read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
-    store.set_outcomes("u1", act.Outcomes(network_attempt=1, confirmed=read))
+    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))
     await asyncio.sleep(2)

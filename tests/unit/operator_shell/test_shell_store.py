@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.core.actions import Confirmation, Outcomes
+from ddpjob_operator.core.actions import ApiFeedback, Confirmation
 from ddpjob_operator.shell.pods import slim_pod
 from ddpjob_operator.shell.store import RewoundError, Store
 
@@ -103,14 +103,14 @@ def test_versions_that_are_no_numbers_are_taken_as_they_come() -> None:
 
 def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
     store = stored()
-    store.set_outcomes("u1", Outcomes(network_attempt=3))
+    store.set_feedback("u1", ApiFeedback(network_attempt=3))
     store.put_pod(pod(6))
     assert store.put_job(job(9, uid="u2"))
     snapshot = store.snapshot(KEY)
     assert snapshot is not None
-    assert snapshot.outcomes == Outcomes()
+    assert snapshot.feedback == ApiFeedback()
     assert snapshot.pods == ()
-    assert store.outcomes("u1") == Outcomes()
+    assert store.feedback("u1") == ApiFeedback()
 
 
 def test_forget_wants_the_right_uid() -> None:
@@ -144,8 +144,8 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
 
 def test_outcomes_of_an_unknown_job_are_not_kept() -> None:
     store = stored()
-    store.set_outcomes("u9", Outcomes(network_attempt=1))
-    assert store.outcomes("u9") == Outcomes()
+    store.set_feedback("u9", ApiFeedback(network_attempt=1))
+    assert store.feedback("u9") == ApiFeedback()
 
 
 def test_pods_that_come_before_their_job_are_there_when_it_comes() -> None:
@@ -341,9 +341,9 @@ def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> No
 def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     store = stored()
     read = Confirmation(3, datetime(2026, 1, 1, tzinfo=UTC))
-    store.set_outcomes("u1", Outcomes(confirmed=read, network_attempt=3))
+    store.set_feedback("u1", ApiFeedback(confirmed=read, network_attempt=3))
     store.doubt_all()
-    assert store.outcomes("u1") == Outcomes(network_attempt=3)
+    assert store.feedback("u1") == ApiFeedback(network_attempt=3)
 
 
 def test_when_an_end_was_first_seen_is_kept() -> None:

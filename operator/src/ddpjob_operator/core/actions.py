@@ -1,6 +1,6 @@
 """The actions that the planner asks for, and the API's answers to them.
 
-plan() returns a Plan, shell/executor.py carries it out in order. Outcomes is the planner's only
+plan() returns a Plan, shell/executor.py carries it out in order. ApiFeedback is the planner's only
 memory outside the API server and holds what no watch returns: losing it (an operator restart) costs
 reads, never a decision.
 """
@@ -69,7 +69,7 @@ class DeletePod:
 class ConfirmGone:
     """One quorum LIST of the job's pods, then a GET of the job, both cached.
 
-    If the job is still at ``attempt``, Outcomes.confirmed holds the result. It comes before
+    If the job is still at ``attempt``, ApiFeedback.confirmed holds the result. It comes before
     creations, and before any decision that is final.
 
     ``by_name``: a second LIST, by the job's name, finds pods without the label of its uid.
@@ -88,7 +88,7 @@ class ReadNodes:
 
 @dataclass(frozen=True, slots=True)
 class ReadEvents:
-    """LIST a kubelet's Events of one container of a pod; Outcomes.probed holds the answer.
+    """LIST a kubelet's Events of one container of a pod; ApiFeedback.probed holds the answer.
 
     A refusal by the API server counts as the answer "".
     """
@@ -101,8 +101,8 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    When both exist with our owner uid, Outcomes.network_attempt becomes ``attempt``; a refusal goes
-    to Outcomes.network_refusal.
+    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal goes
+    to ApiFeedback.network_refusal.
     """
 
     attempt: int
@@ -111,7 +111,7 @@ class EnsureNetwork:
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
-    """POST one pod with fieldValidation=Strict; a refusal goes to Outcomes.refusals."""
+    """POST one pod with fieldValidation=Strict; a refusal goes to ApiFeedback.refusals."""
 
     replica: int
     attempt: int
@@ -223,7 +223,7 @@ class Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class ApiFeedback:
     """The API's answers about one job since this operator process started."""
 
     confirmed: Confirmation | None = None

@@ -1,4 +1,4 @@
-"""The one place where anything is decided: plan(job, pods, outcomes, now, nodes) -> Plan.
+"""The one place where anything is decided: plan(job, pods, feedback, now, nodes) -> Plan.
 
 shell/reconciler.py calls it for each key of the queue, and shell/executor.py carries out the Plan.
 It is level-triggered: it reads state and remembers nothing. First it works out the status to be
@@ -21,12 +21,12 @@ from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
+    ApiFeedback,
     ConfirmGone,
     CreatePod,
     DeleteJob,
     DeletePod,
     EnsureNetwork,
-    Outcomes,
     Plan,
     Refusal,
     WriteStatus,
@@ -66,20 +66,20 @@ _BATCH_BYTES: Final = 1024 * 1024
 
 
 def plan(
-    job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime, nodes: Nodes | None = None
+    job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None = None
 ) -> Plan:
     """Decide what to do about one job.
 
     Args:
         job: the DDPJob as last seen.
         pods: pods that carry its uid; those with another owner are ignored.
-        outcomes: what the API answered to earlier plans of this process.
+        feedback: what the API answered to earlier plans of this process.
         now: the operator's clock, UTC.
         nodes: those that the pods are on; None before they could be read.
     """
     status = st.from_dict(job.status)
     spec = spec_module.read(job.spec, job.name)
-    view = look(job, spec, status, pods, outcomes, now, nodes)
+    view = look(job, spec, status, pods, feedback, now, nodes)
     if job.deleting:
         return _leave(view)
     if job.status.get("attempt", 0) != status.attempt:  # forged
@@ -225,10 +225,10 @@ def _in_doubt(view: View) -> bool:
 def _write(view: View, change: Change) -> Plan | None:
     """Plan to store the status; None if there is nothing to store right now."""
     new, old = st.to_dict(change.status), st.to_dict(view.status)
-    if new == old or view.outcomes.pruned == (new, view.job.status):
+    if new == old or view.feedback.pruned == (new, view.job.status):
         return None  # what an older CRD drops would be written for ever
     if _reports_only(change.status, view.status):
-        last = view.outcomes.status_written_at
+        last = view.feedback.status_written_at
         progress = replace(view.status, progress=change.status.progress) == change.status
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
@@ -315,7 +315,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
 
 def _creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
-    attempt, outcomes = view.status.attempt, view.outcomes
+    attempt, feedback = view.status.attempt, view.feedback
     waiting = view.status.phase in ("Pending", "Restarting")
     if view.status.phase == "Running" or template_guard.why(view):
         return ()
@@ -323,14 +323,14 @@ def _creations(view: View) -> tuple[Action, ...]:
         return (ConfirmGone(attempt),) if _due(view) else ()
     if waiting or not view.missing:
         return ()
-    if outcomes.network_attempt != attempt:
-        if retry.resting(view, outcomes.network_refusal):
+    if feedback.network_attempt != attempt:
+        if retry.resting(view, feedback.network_refusal):
             return ()
-        bodies = render.network(view.job, view.spec, outcomes.metrics_from)
+        bodies = render.network(view.job, view.spec, feedback.metrics_from)
         return (EnsureNetwork(attempt, bodies),)
     refusals = view.refusals
     # After a refusal, create one pod alone to test whether the API accepts it again.
-    due_now = retry.ready(view)[: 1 if outcomes.setback else _batch(view)]
+    due_now = retry.ready(view)[: 1 if feedback.setback else _batch(view)]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
         *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
@@ -373,8 +373,8 @@ def _wake(view: View) -> float | None:
         times.append(view.begun_at + report.PATIENCE)
     times += [retry.due(view), quota_fairness.until(view)]
     times += retry.waits(view)
-    if view.outcomes.status_written_at:
-        times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
+    if view.feedback.status_written_at:
+        times.append(view.feedback.status_written_at + REPORT_INTERVAL)
     pods = (*view.members.values(), *view.others)
     times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]

@@ -59,7 +59,7 @@ class App:
         self._store = Store(self._now)
         self._clock = Clock(
             settings.resync_seconds + _AWAY,
-            stepped=self._store.forget_outcomes,
+            stepped=self._store.forget_feedback,
             namespaces=settings.namespaces,
         )
         self._queue: WorkQueue[Key] = WorkQueue(

@@ -18,6 +18,7 @@ from ddpjob_contract import crd
 from ddpjob_operator.core import observe, ownership
 from ddpjob_operator.core.actions import (
     Action,
+    ApiFeedback,
     Body,
     Confirmation,
     ConfirmGone,
@@ -26,7 +27,6 @@ from ddpjob_operator.core.actions import (
     DeletePod,
     EnsureNetwork,
     Existing,
-    Outcomes,
     ReadEvents,
     ReadNodes,
     Refusal,
@@ -196,7 +196,7 @@ class Executor:
         self._store.put_own_write(written)
         at, stored = self._now(), written.get("status")
         pruned = None if stored == action.status else (action.status, stored or {})
-        if pruned and not self._store.outcomes(job.uid).pruned:
+        if pruned and not self._store.feedback(job.uid).pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
         self._tell_of(job, action)
@@ -294,7 +294,7 @@ class Executor:
                         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
                         return None
             refusal = self._refusal(job, action.attempt, error, existing)
-            before = self._store.outcomes(job.uid).refusals.get(action.replica)
+            before = self._store.feedback(job.uid).refusals.get(action.replica)
             self._learn(job.uid, lambda known: retry.refused(known, action.replica, refusal))
             if error.code == 409 and not retry.same(before, refusal):
                 self._tell(job, refusal)
@@ -309,10 +309,10 @@ class Executor:
         for body in action.bodies:
             refusal = await self._ensure(job, action.attempt, body)
             if refusal is not None:
-                known = self._store.outcomes(job.uid)
+                known = self._store.feedback(job.uid)
                 before = known.network_refusal
                 known = replace(known, network_refusal=refusal)
-                self._store.set_outcomes(job.uid, known)
+                self._store.set_feedback(job.uid, known)
                 if refusal.code != 409:
                     self._set_back(job, refusal)
                 elif not retry.same(before, refusal):
@@ -373,7 +373,7 @@ class Executor:
     def _set_back(self, job: observe.Job, refusal: Refusal) -> None:
         """Log one line for each row of refusals, however long it grows."""
         self._learn(job.uid, lambda known: retry.met(known, refusal, job.generation))
-        found = self._store.outcomes(job.uid).setback
+        found = self._store.feedback(job.uid).setback
         if found is None or found.count == 1:
             self._tell(job, refusal)
 
@@ -381,8 +381,8 @@ class Executor:
         what = f"{refusal.code} {refusal.reason}: {refusal.message}"
         log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
 
-    def _learn(self, uid: str, change: Callable[[Outcomes], Outcomes]) -> None:
-        self._store.set_outcomes(uid, change(self._store.outcomes(uid)))
+    def _learn(self, uid: str, change: Callable[[ApiFeedback], ApiFeedback]) -> None:
+        self._store.set_feedback(uid, change(self._store.feedback(uid)))
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

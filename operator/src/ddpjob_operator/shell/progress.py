@@ -1,6 +1,6 @@
 """Asks replica 0 of each running job for its progress: GET /state on its metrics port.
 
-app.py runs the reader; answers go into the store's Outcomes, and the planner decides whether they
+app.py runs the reader; answers go into the store's ApiFeedback, and the planner decides whether they
 become a status write. It also learns of rounds (restarts in place) there; they are over when they
 show and decide nothing, so they are no reason to ask more often.
 
@@ -108,10 +108,10 @@ class ProgressReader:
         ):
             return  # the address or the port is another's now, or the gang was replaced meanwhile
         found, rounds = observe.progress(raw, datetime.now(UTC)), observe.rounds(raw)
-        known = self._store.outcomes(job.uid)
+        known = self._store.feedback(job.uid)
         if found is None or (_same(found, known.progress) and rounds == known.rounds):
             return
-        self._store.set_outcomes(job.uid, replace(known, progress=found, rounds=rounds))
+        self._store.set_feedback(job.uid, replace(known, progress=found, rounds=rounds))
         self._changed(job.key)
 
     def _address(self, job: observe.Job) -> str | None:

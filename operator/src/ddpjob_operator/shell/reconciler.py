@@ -91,14 +91,14 @@ class Reconciler:
         began = time.thread_time()
         job = snapshot.job
         seen = self._store.seen(job.uid, job.status.get("attempt"))
-        outcomes = replace(
-            snapshot.outcomes,
+        feedback = replace(
+            snapshot.feedback,
             seen=seen,
             seen_since=self._clock.seen_since(job.namespace),
             waiters=self._store.waiters(job.namespace),
             metrics_from=self._metrics_from,
         )
-        todo = plan(job, snapshot.pods, outcomes, now, snapshot.nodes)
+        todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
             known = len(seen) + _done(job)
             await self._executor.carry_out(job, todo.actions)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import observe
-from ddpjob_operator.core.actions import Outcomes, Waiter
+from ddpjob_operator.core.actions import ApiFeedback, Waiter
 from ddpjob_operator.core.nodes import Nodes
 from ddpjob_operator.core.policy import quota_fairness
 from ddpjob_operator.shell.nodes import NodeCache
@@ -37,7 +37,7 @@ class Snapshot:
 
     job: observe.Job
     pods: tuple[observe.Pod, ...]
-    outcomes: Outcomes
+    feedback: ApiFeedback
     nodes: Nodes | None = None
 
 
@@ -74,7 +74,7 @@ class RewoundError(Exception):
 
 
 class Store:
-    """Jobs by key and uid, pods by their controller's uid, outcomes by job uid.
+    """Jobs by key and uid, pods by their controller's uid, feedback by job uid.
 
     ``now()`` is UTC of the operator's clock.
     """
@@ -85,7 +85,7 @@ class Store:
         self._keys: dict[str, Key] = {}  # by job uid
         self._gangs: dict[str, _Gang] = {}  # by job uid
         self._owners: dict[str, str] = {}  # pod uid -> job uid
-        self._outcomes: dict[str, Outcomes] = {}
+        self._outcomes: dict[str, ApiFeedback] = {}
         self._waiters: dict[str, list[Waiter]] = {}  # for quota, by namespace, in order
         self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
         self.nodes = NodeCache()
@@ -191,7 +191,7 @@ class Store:
             return None
         pods = self.pods_of(job.uid)
         nodes = self.nodes.of({pod.node for pod in pods if pod.node})
-        return Snapshot(job, pods, self.outcomes(job.uid), nodes)
+        return Snapshot(job, pods, self.feedback(job.uid), nodes)
 
     def waiters(self, namespace: str) -> tuple[Waiter, ...]:
         """Return the few jobs that have waited longest for quota there."""
@@ -211,19 +211,19 @@ class Store:
         if not there:
             del self._waiters[job.namespace]
 
-    # --- outcomes ---
+    # --- feedback ---
 
-    def outcomes(self, uid: str) -> Outcomes:
+    def feedback(self, uid: str) -> ApiFeedback:
         """Return what the API's answers showed about that job."""
-        return self._outcomes.get(uid, Outcomes())
+        return self._outcomes.get(uid, ApiFeedback())
 
-    def set_outcomes(self, uid: str, outcomes: Outcomes) -> None:
-        """Remember the outcomes, unless the job is gone."""
+    def set_feedback(self, uid: str, feedback: ApiFeedback) -> None:
+        """Remember the feedback, unless the job is gone."""
         if uid in self._keys:
-            self._outcomes[uid] = outcomes
+            self._outcomes[uid] = feedback
 
-    def forget_outcomes(self) -> None:
-        """Forget all outcomes after the clock was set: that costs reads, never a decision."""
+    def forget_feedback(self) -> None:
+        """Forget all feedback after the clock was set: that costs reads, never a decision."""
         self._outcomes.clear()
 
     def doubt_all(self) -> None:

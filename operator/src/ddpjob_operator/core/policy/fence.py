@@ -163,8 +163,8 @@ def _left(view: View, node: Node) -> float:
     if _promised(node):
         return patience - node.down_seconds
     watched = view.nodes.calm_seconds if view.nodes else 0.0
-    if view.outcomes.seen_since is not None:
-        watched = min(watched, (view.now - view.outcomes.seen_since).total_seconds())
+    if view.feedback.seen_since is not None:
+        watched = min(watched, (view.now - view.feedback.seen_since).total_seconds())
     return max(patience - min(node.down_seconds, watched), CONFIRMATION - watched)
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from ddpjob_operator.core import classify, observe
-from ddpjob_operator.core.actions import Outcomes, ReadEvents
+from ddpjob_operator.core.actions import ApiFeedback, ReadEvents
 from ddpjob_operator.core.json_read import parse_time
 from ddpjob_operator.core.view import View
 
@@ -50,10 +50,10 @@ def reads(view: View) -> tuple[ReadEvents, ...]:
     return (ReadEvents(first.uid, container),) if first else ()
 
 
-def answered(outcomes: Outcomes, pod_uid: str, words: str) -> Outcomes:
+def answered(feedback: ApiFeedback, pod_uid: str, words: str) -> ApiFeedback:
     """Remember the answer for as long as its attempt may be asked about."""
-    newest = [*outcomes.probed.items(), (pod_uid, words)][-_READS:]
-    return replace(outcomes, probed=dict(newest))
+    newest = [*feedback.probed.items(), (pod_uid, words)][-_READS:]
+    return replace(feedback, probed=dict(newest))
 
 
 def heard(event: Mapping[str, Any]) -> Heard:

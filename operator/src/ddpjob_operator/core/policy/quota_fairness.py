@@ -62,7 +62,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 
 def _before(view: View) -> tuple[Waiter, datetime] | None:
     """Find an earlier gang that starts first, and until when."""
-    since, found = view.status.timings.started_at, _turn(view.outcomes.waiters, view.now)
+    since, found = view.status.timings.started_at, _turn(view.feedback.waiters, view.now)
     if found is None or since is None or view.status.phase != "Pending":
         return None
     if view.status.restarts.consecutive:

@@ -85,7 +85,7 @@ def fill(view: View, change: Change) -> Change:
     status = replace(change.status, conditions=_of_phase(change.status, view.now))
     fields: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
-        fields |= {"progress": heard(status.progress, view.outcomes.progress)}
+        fields |= {"progress": heard(status.progress, view.feedback.progress)}
         change = resume.began_from(view, change, fields["progress"])
     if status.terminal:
         fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}

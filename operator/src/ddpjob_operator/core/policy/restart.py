@@ -176,7 +176,7 @@ def _in_same_way(view: View, status: Status, loss: Failure) -> int:
 def _trained(view: View) -> bool:
     """Tell whether this attempt has reported a step beyond the snapshot that it began from."""
     reports = (pod.trainer.report for pod in view.members.values())
-    since, polled = view.begun_at, (view.outcomes.progress, view.status.progress)
+    since, polled = view.begun_at, (view.feedback.progress, view.status.progress)
     now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
     steps = [told.step or 0 for told in (*reports, *now) if told]
     return max(steps, default=0) > view.status.restarts.snapshot_step

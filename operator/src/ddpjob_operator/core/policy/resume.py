@@ -23,7 +23,7 @@ def began_from(view: View, change: Change, progress: Progress) -> Change:
 
 def proven(view: View, change: Change) -> Change:
     """Report whether the newest restart was proven; without news the condition stays."""
-    progress = view.outcomes.progress
+    progress = view.feedback.progress
     found = progress.proof if progress is not None else None
     if found is None:
         return change

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core.actions import Outcomes, Refusal, Setback
+from ddpjob_operator.core.actions import ApiFeedback, Refusal, Setback
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.policy import quota, report
 from ddpjob_operator.core.view import View
@@ -31,7 +31,7 @@ _MOST: Final = 300.0
 _FIGURES: Final = re.compile(r"\d+")
 
 
-def met(known: Outcomes, refusal: Refusal, generation: int) -> Outcomes:
+def met(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
     """Record a refused creation; other words begin a new row.
 
     A quota is left to policy/release.py, which has its own waits.
@@ -58,7 +58,7 @@ def same(before: Refusal | None, after: Refusal) -> bool:
     return before is not None and (before.code, before.message) == (after.code, after.message)
 
 
-def over(known: Outcomes) -> Outcomes:
+def over(known: ApiFeedback) -> ApiFeedback:
     """Clear the row after a success without refusals: the others may follow at once."""
     if known.setback is None:
         return known
@@ -66,7 +66,7 @@ def over(known: Outcomes) -> Outcomes:
     return replace(known, setback=None, refusals=kept)
 
 
-def refused(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
+def refused(known: ApiFeedback, replica: int, refusal: Refusal) -> ApiFeedback:
     """Record that the creation of a replica's pod was refused."""
     kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
     # Only a quorum list shows the outcome of an unanswered creation.
@@ -78,7 +78,7 @@ def refused(known: Outcomes, replica: int, refusal: Refusal) -> Outcomes:
     )
 
 
-def accepted(known: Outcomes, replica: int) -> Outcomes:
+def accepted(known: ApiFeedback, replica: int) -> ApiFeedback:
     """Record that the replica's pod exists, and is ours."""
     if replica not in known.refusals:
         return known
@@ -91,7 +91,7 @@ def due(view: View) -> datetime | None:
 
     A new generation of the job may have cured it.
     """
-    found = view.outcomes.setback
+    found = view.feedback.setback
     if found is None or found.generation != view.job.generation:
         return None
     doubled = _FIRST * 2.0 ** min(found.count - 1, 20)
@@ -127,7 +127,7 @@ def waits(view: View) -> list[datetime]:
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
-    at, found = due(view), view.outcomes.setback
+    at, found = due(view), view.feedback.setback
     if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
         return  # report.py reports this attempt's refusals, release.py the wait in Pending
     if not report.fresh(view):

@@ -65,7 +65,7 @@ def count(view: View, change: Change) -> Change:
 
 def _told(view: View) -> list[Rounds]:
     """Collect the reports: replica 0's /state, and the last words of ended launchers."""
-    polled = [view.outcomes.rounds] if view.outcomes.rounds else []
+    polled = [view.feedback.rounds] if view.feedback.rounds else []
     pods = (*view.members.values(), *view.others)
     reported = [
         Rounds(pod.attempt or 0, pod.trainer.report.round or 0, pod.trainer.report.rounds)

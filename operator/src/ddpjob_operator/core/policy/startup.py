@@ -45,7 +45,7 @@ def deadline(view: View) -> datetime:
     then the gang waited for the cluster; by the cluster's clock, but between once and twice the
     time.
     """
-    since, seen = view.begun_at or view.now, view.outcomes.seen_since
+    since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
     patience = timedelta(seconds=view.spec.startup_deadline)
     if view.missing or not all(pod.node for pod in view.members.values()):
