@@ -12,11 +12,11 @@ from typing import Any
 
 from ddpjob_operator.core.actions import (
     ApiFeedback,
-    Confirmation,
     CreatePod,
     DeletePod,
     EnsureNetwork,
     Plan,
+    QuorumRead,
     WriteStatus,
 )
 from ddpjob_operator.core.nodes import Nodes
@@ -45,11 +45,11 @@ class Question:
         """Whoever believes his cache."""
         return replace(self, feedback=replace(self.feedback, confirmed=self.belief()))
 
-    def belief(self) -> Confirmation:
+    def belief(self) -> QuorumRead:
         mine = [p.replica for p in self.pods if p.attempt == self.attempt]
         everybody = frozenset(range(self.job.spec.get("replicas", 1)))
         here = frozenset(r for r in mine if r is not None)
-        return Confirmation(self.attempt, self.now, True, True, everybody, here)
+        return QuorumRead(self.attempt, self.now, True, True, everybody, here)
 
 
 def creates_before_the_intent(*args: Any) -> Plan:

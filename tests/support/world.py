@@ -176,7 +176,7 @@ class World:
             case act.ConfirmGone():
                 older = [p for p in self.pods.values() if self._attempt(p) < action.attempt]
                 shown = (observe.pod(p) for p in self.pods.values())
-                found = act.Confirmation(
+                found = act.QuorumRead(
                     action.attempt,
                     self.now,
                     generation=self.job["metadata"]["generation"],

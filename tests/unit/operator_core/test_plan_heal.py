@@ -11,7 +11,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import observe, render, spec, status
-from ddpjob_operator.core.actions import Confirmation
+from ddpjob_operator.core.actions import QuorumRead
 from support.world import START, World, job_object
 
 HOUR = 3600
@@ -105,9 +105,7 @@ def test_the_budget_is_exact_again_after_it_has_healed():
 
 def test_another_operator_heals_by_the_stored_time():
     world = restarted().wait(HOUR - 1).restart_operator()
-    world.feedback = replace(
-        world.feedback, confirmed=Confirmation(3, world.now), network_attempt=3
-    )
+    world.feedback = replace(world.feedback, confirmed=QuorumRead(3, world.now), network_attempt=3)
     assert world.plan().requeue_after == 1
     assert spent(world.wait(1)) == (0, 0)
 

@@ -77,7 +77,7 @@ def test_a_round_is_counted_once_however_often_and_by_whom_it_is_heard():
     poll(world, 1, killed(0))
     world.restart_operator()
     world.feedback = replace(
-        world.feedback, confirmed=act.Confirmation(1, world.now), network_attempt=1
+        world.feedback, confirmed=act.QuorumRead(1, world.now), network_attempt=1
     )
     poll(world, 2, killed(0), killed(1, 2))
     assert in_place(world) == (2, 2)

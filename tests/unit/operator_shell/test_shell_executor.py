@@ -13,7 +13,6 @@ from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA
 from ddpjob_operator.core.actions import (
     Action,
     ApiFeedback,
-    Confirmation,
     ConfirmGone,
     CreatePod,
     DeleteJob,
@@ -21,6 +20,7 @@ from ddpjob_operator.core.actions import (
     EnsureNetwork,
     Event,
     Measurement,
+    QuorumRead,
     ReadEvents,
     ReadNodes,
     WriteStatus,
@@ -231,7 +231,7 @@ async def test_a_conflict_with_our_own_write_tells_of_it(stage: Stage) -> None:
 async def test_after_a_status_write_and_a_read_that_both_failed_nothing_is_confirmed(
     stage: Stage,
 ) -> None:
-    stage.store.set_feedback("u1", ApiFeedback(confirmed=Confirmation(2, NOW)))
+    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
     lost = errors.Unavailable(504, "", "lost")
     stage.api.script["replace ddpjobs"], stage.api.script["get ddpjobs"] = [lost], [lost]
     with pytest.raises(errors.Unavailable):
@@ -349,7 +349,7 @@ async def test_a_pod_of_ours_that_no_watch_shows_is_in_the_way(stage: Stage) -> 
 async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
     stage: Stage, code: int, confirmed: bool
 ) -> None:
-    read = Confirmation(2, NOW)
+    read = QuorumRead(2, NOW)
     stage.store.set_feedback("u1", ApiFeedback(confirmed=read))
     stage.api.script["create pods"] = [errors.from_status(code, {"reason": "R", "message": "m"})]
     await stage.do(create())
@@ -413,11 +413,11 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     ]
     stage.api.script["get ddpjobs"] = [job_object(6, attempt=2, phase="Running")] * 2
     await stage.do(ConfirmGone(2), create())
-    assert stage.feedback.confirmed == Confirmation(2, NOW, alone=False)
+    assert stage.feedback.confirmed == QuorumRead(2, NOW, alone=False)
     assert stage.pods == ["p0-1"]
     assert stage.api.calls == ["list pods", "get ddpjobs"], "the rest of the plan is dropped"
     await stage.do(ConfirmGone(2))
-    assert stage.feedback.confirmed == Confirmation(2, NOW, replicas=frozenset({1}))
+    assert stage.feedback.confirmed == QuorumRead(2, NOW, replicas=frozenset({1}))
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
@@ -446,7 +446,7 @@ async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stag
     snapshot = stage.store.snapshot(("ns", "job"))
     assert snapshot is not None
     await stage.executor.carry_out(snapshot.job, [ConfirmGone(2)])
-    assert stage.feedback.confirmed == Confirmation(
+    assert stage.feedback.confirmed == QuorumRead(
         2, NOW, running=True, seen=frozenset({0, 1}), replicas=frozenset({1, 2})
     )
 
@@ -458,7 +458,7 @@ async def test_the_barrier_brings_back_a_pod_that_was_thought_gone(stage: Stage)
     stage.api.script["get ddpjobs"] = [job_object(6, attempt=3)]
     await stage.do(ConfirmGone(3))
     assert stage.pods == ["p0-2"]
-    assert stage.feedback.confirmed == Confirmation(3, NOW, alone=False)
+    assert stage.feedback.confirmed == QuorumRead(3, NOW, alone=False)
 
 
 async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage: Stage) -> None:

@@ -59,7 +59,7 @@ class Taker:
             elif isinstance(action, act.DeletePod):
                 self._store.remove_pod(action.uid)
             elif isinstance(action, act.ConfirmGone):
-                read = act.Confirmation(attempt=action.attempt, at=self._now())
+                read = act.QuorumRead(attempt=action.attempt, at=self._now())
                 self._store.set_feedback(known.uid, replace(learnt, confirmed=read))
             elif isinstance(action, act.EnsureNetwork):
                 self._store.set_feedback(known.uid, replace(learnt, network_attempt=action.attempt))
@@ -112,7 +112,7 @@ async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
             "status": {"phase": "Starting", "attempt": 1, "membersSince": 1},
         }
     )
-    read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
+    read = act.QuorumRead(attempt=1, at=clock.now(), alone=True)
     store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))
@@ -144,7 +144,7 @@ async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
     taker: Any = Taker(store, clock.now)
     reconciler = Reconciler(store, queue, taker, metrics, lambda: True, clock)
     store.put_job({**job(replicas), "status": {"phase": "Starting", "attempt": 1}})
-    read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
+    read = act.QuorumRead(attempt=1, at=clock.now(), alone=True)
     store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.core.actions import ApiFeedback, Confirmation
+from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
 from ddpjob_operator.shell.pods import slim_pod
 from ddpjob_operator.shell.store import RewoundError, Store
 
@@ -340,7 +340,7 @@ def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> No
 
 def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     store = stored()
-    read = Confirmation(3, datetime(2026, 1, 1, tzinfo=UTC))
+    read = QuorumRead(3, datetime(2026, 1, 1, tzinfo=UTC))
     store.set_feedback("u1", ApiFeedback(confirmed=read, network_attempt=3))
     store.doubt_all()
     assert store.feedback("u1") == ApiFeedback(network_attempt=3)

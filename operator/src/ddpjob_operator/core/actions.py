@@ -179,7 +179,7 @@ class Existing:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmation:
+class QuorumRead:
     """The result of one quorum read of the job's pods, and then of the job.
 
     It guarantees: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
@@ -226,7 +226,7 @@ class Waiter:
 class ApiFeedback:
     """The API's answers about one job since this operator process started."""
 
-    confirmed: Confirmation | None = None
+    confirmed: QuorumRead | None = None
     network_attempt: int = 0
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica

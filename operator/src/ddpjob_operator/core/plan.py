@@ -196,7 +196,7 @@ def _due(view: View) -> bool:
 
 
 def _confirmed(view: View) -> bool:
-    """Tell whether a valid quorum read shows no older pod (actions.Confirmation)."""
+    """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
     return view.confirmed is not None and view.confirmed.alone
 
 

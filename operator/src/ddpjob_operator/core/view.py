@@ -16,10 +16,10 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     ApiFeedback,
-    Confirmation,
     Event,
     Existing,
     Measurement,
+    QuorumRead,
     Refusal,
 )
 from ddpjob_operator.core.nodes import Nodes
@@ -80,7 +80,7 @@ class View:
         return found if found and found.attempt == self.status.attempt else None
 
     @property
-    def confirmed(self) -> Confirmation | None:
+    def confirmed(self) -> QuorumRead | None:
         """Return the newest quorum read of this attempt, made by this process."""
         found = self.feedback.confirmed
         return found if found and found.attempt == self.status.attempt else None

@@ -20,13 +20,13 @@ from ddpjob_operator.core.actions import (
     Action,
     ApiFeedback,
     Body,
-    Confirmation,
     ConfirmGone,
     CreatePod,
     DeleteJob,
     DeletePod,
     EnsureNetwork,
     Existing,
+    QuorumRead,
     ReadEvents,
     ReadNodes,
     Refusal,
@@ -259,7 +259,7 @@ class Executor:
         now = self._store.snapshot(job.key)
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
-        found = Confirmation(
+        found = QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
