@@ -206,7 +206,7 @@ class World:
                 self.feedback = replace(
                     self.feedback, network_attempt=attempt, network_refusal=refusal
                 )
-                self._set_back(refusal)
+                self._back_off(refusal)
             case act.CreatePod():
                 self._create(action)
             case act.DeleteJob():
@@ -335,16 +335,18 @@ class World:
         else:
             refusals[action.replica] = refusal
         self.feedback = replace(self.feedback, refusals=refusals)
-        self._set_back(refusal)
+        self._back_off(refusal)
 
-    def _set_back(self, refusal: act.Refusal | None) -> None:
+    def _back_off(self, refusal: act.Refusal | None) -> None:
         if refusal and refusal.code != 409 and not self._was_refused():
             generation = self.job["metadata"]["generation"]
             self.feedback = retry.met(self.feedback, refusal, generation)
 
     def _was_refused(self) -> bool:
         """At this very moment: a batch counts once."""
-        return self.feedback.setback is not None and self.feedback.setback.at == self.now
+        return (
+            self.feedback.create_backoff is not None and self.feedback.create_backoff.at == self.now
+        )
 
     def _silent(self) -> set[str]:
         """Nodes whose kubelet never tells that a container has ended."""

@@ -65,7 +65,7 @@ def test_the_first_pod_that_is_taken_lets_the_others_follow_at_once():
     world.refuse = lambda _: None
     live(world, 60)
     assert len(world.pods) == 3
-    assert world.feedback.setback is None
+    assert world.feedback.create_backoff is None
     assert world.feedback.refusals == {}
 
 
@@ -73,15 +73,15 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
     said = [DENIED]
     world, _asked = refusing(lambda: said[0])
     live(world, 100)
-    assert world.feedback.setback
-    before = world.feedback.setback.count
+    assert world.feedback.create_backoff
+    before = world.feedback.create_backoff.count
     said[0] = DENIED.replace("job-0", "job-17")
     live(world, 100)
-    assert world.feedback.setback.count > before
+    assert world.feedback.create_backoff.count > before
     said[0] = 'serviceaccount "trainer" not found'
-    while "trainer" not in world.feedback.setback.words:
+    while "trainer" not in world.feedback.create_backoff.words:
         live(world, 1)
-    assert world.feedback.setback.count == 1
+    assert world.feedback.create_backoff.count == 1
 
 
 def test_a_new_generation_is_tried_at_once():

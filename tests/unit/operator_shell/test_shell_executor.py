@@ -728,12 +728,12 @@ async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
         script[f"create {kind}"] = [errors.Forbidden(403, "Forbidden", said)]
         script[f"get {kind}"] = [errors.NotFound(404, "NotFound", "no")]
         await stage.do(action)
-    assert stage.feedback.setback is not None
-    assert stage.feedback.setback.count == 4
+    assert stage.feedback.create_backoff is not None
+    assert stage.feedback.create_backoff.count == 4
     assert len([r for r in caplog.records if "is forbidden" in r.getMessage()]) == 1
     script["create pods"] = [pod()]
     await stage.do(create())
-    assert stage.feedback.setback is None
+    assert stage.feedback.create_backoff is None
 
 
 async def test_a_taken_name_is_told_once(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -741,7 +741,7 @@ async def test_a_taken_name_is_told_once(stage: Stage, caplog: pytest.LogCapture
         stage.api.script["create pods"] = [taken()]
         stage.api.script["get pods"] = [pod(owner="other")]
         await stage.do(create())
-    assert stage.feedback.setback is None
+    assert stage.feedback.create_backoff is None
     assert len([r for r in caplog.records if "is there" in r.getMessage()]) == 1
 
 

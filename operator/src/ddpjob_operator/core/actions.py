@@ -204,7 +204,7 @@ class QuorumRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Setback:
+class CreateBackoff:
     """Creations of a job, refused ``count`` times in a row in the same ``words``."""
 
     words: str
@@ -230,7 +230,7 @@ class ApiFeedback:
     network_attempt: int = 0
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
-    setback: Setback | None = None
+    create_backoff: CreateBackoff | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few

@@ -330,7 +330,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         return (EnsureNetwork(attempt, bodies),)
     refusals = view.refusals
     # After a refusal, create one pod alone to test whether the API accepts it again.
-    due_now = retry.ready(view)[: 1 if feedback.setback else _batch(view)]
+    due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
         *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),

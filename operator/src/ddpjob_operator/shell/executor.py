@@ -149,7 +149,7 @@ class Executor:
 
         await _all(one(action) for action in actions)
         if refused and not refused[0].existing:
-            self._set_back(job, refused[0])
+            self._back_off(job, refused[0])
         elif creating and not refused:
             self._learn(job.uid, retry.over)
         return not refused
@@ -314,7 +314,7 @@ class Executor:
                 known = replace(known, network_refusal=refusal)
                 self._store.set_feedback(job.uid, known)
                 if refusal.code != 409:
-                    self._set_back(job, refusal)
+                    self._back_off(job, refusal)
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
@@ -370,10 +370,10 @@ class Executor:
         message = observe.clean(error.message)
         return Refusal(attempt, error.code, error.reason, message, self._now(), existing)
 
-    def _set_back(self, job: observe.Job, refusal: Refusal) -> None:
+    def _back_off(self, job: observe.Job, refusal: Refusal) -> None:
         """Log one line for each row of refusals, however long it grows."""
         self._learn(job.uid, lambda known: retry.met(known, refusal, job.generation))
-        found = self._store.feedback(job.uid).setback
+        found = self._store.feedback(job.uid).create_backoff
         if found is None or found.count == 1:
             self._tell(job, refusal)
 

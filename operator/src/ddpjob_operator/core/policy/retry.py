@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core.actions import ApiFeedback, Refusal, Setback
+from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
 from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.policy import quota, report
 from ddpjob_operator.core.view import View
@@ -38,10 +38,10 @@ def met(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
     """
     if refusal.existing is not None or quota.over(refusal):
         return known
-    words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.setback
+    words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
     same = old is not None and (old.words, old.generation) == (words, generation)
     count = old.count + 1 if old and same else 1
-    return replace(known, setback=Setback(words, count, generation, refusal.at))
+    return replace(known, create_backoff=CreateBackoff(words, count, generation, refusal.at))
 
 
 def of_all(job: Job, refusal: Refusal) -> bool:
@@ -60,10 +60,10 @@ def same(before: Refusal | None, after: Refusal) -> bool:
 
 def over(known: ApiFeedback) -> ApiFeedback:
     """Clear the row after a success without refusals: the others may follow at once."""
-    if known.setback is None:
+    if known.create_backoff is None:
         return known
     kept = {r: refusal for r, refusal in known.refusals.items() if refusal.existing is not None}
-    return replace(known, setback=None, refusals=kept)
+    return replace(known, create_backoff=None, refusals=kept)
 
 
 def refused(known: ApiFeedback, replica: int, refusal: Refusal) -> ApiFeedback:
@@ -91,7 +91,7 @@ def due(view: View) -> datetime | None:
 
     A new generation of the job may have cured it.
     """
-    found = view.feedback.setback
+    found = view.feedback.create_backoff
     if found is None or found.generation != view.job.generation:
         return None
     doubled = _FIRST * 2.0 ** min(found.count - 1, 20)
@@ -127,7 +127,7 @@ def waits(view: View) -> list[datetime]:
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
-    at, found = due(view), view.feedback.setback
+    at, found = due(view), view.feedback.create_backoff
     if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
         return  # report.py reports this attempt's refusals, release.py the wait in Pending
     if not report.fresh(view):
