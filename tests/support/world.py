@@ -157,7 +157,7 @@ class World:
                 self.carry_out(action)
             created = any(isinstance(action, act.CreatePod) for action in todo)
             if created and not self._was_refused():
-                self.feedback = retry.over(self.feedback)
+                self.feedback = retry.clear(self.feedback)
         raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
 
     def carry_out(self, action: act.Action) -> None:
@@ -340,7 +340,7 @@ class World:
     def _back_off(self, refusal: act.Refusal | None) -> None:
         if refusal and refusal.code != 409 and not self._was_refused():
             generation = self.job["metadata"]["generation"]
-            self.feedback = retry.met(self.feedback, refusal, generation)
+            self.feedback = retry.back_off(self.feedback, refusal, generation)
 
     def _was_refused(self) -> bool:
         """At this very moment: a batch counts once."""

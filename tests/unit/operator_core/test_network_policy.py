@@ -91,8 +91,8 @@ def test_what_is_added_to_whom_it_selects_or_lets_in_is_taken_out(
     ours = next(made for made in wanted if made["kind"] == kind)
     there: dict[str, Any] = copy.deepcopy({**ours, "status": {}})
     there["spec"]["ipFamilies"] = ["IPv4"]
-    assert ownership.mended(there, ours) is None
+    assert ownership.repaired(there, ours) is None
     change(there["spec"])
-    mended = ownership.mended(there, ours)
+    mended = ownership.repaired(there, ours)
     assert mended
     assert mended["spec"] == {**ours["spec"], "ipFamilies": ["IPv4"]}

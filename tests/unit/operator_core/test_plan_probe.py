@@ -98,12 +98,12 @@ TEMPORARY = event("Unhealthy", "Readiness probe failed: HTTP probe failed with s
     ],
 )  # fmt: skip
 def test_a_kubelets_event_proves_a_failed_probe(events: list[dict[str, Any]], words: str):
-    assert probe.words(map(probe.heard, events)) == words
+    assert probe.words(map(probe.parse, events)) == words
 
 
 def test_the_words_of_a_probe_are_bounded():
     long = event("Unhealthy", "Liveness probe failed: " + "x" * 10_000)
-    assert len(probe.words(map(probe.heard, [event("Killing", KILLING), long]))) < 400
+    assert len(probe.words(map(probe.parse, [event("Killing", KILLING), long]))) < 400
 
 
 # --- what an end means then ---------------------------------------------------------------

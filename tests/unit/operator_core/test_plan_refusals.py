@@ -242,7 +242,7 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
     ],
 )  # fmt: skip
 def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure: str):
-    told = report.told(act.Refusal(1, 403, "Forbidden", message, World().now))
+    told = report.explained(act.Refusal(1, 403, "Forbidden", message, World().now))
     first, _, last = told.partition(message)
     assert first.startswith("refused by ")
     assert who in first
@@ -250,7 +250,10 @@ def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure:
 
 
 def test_other_words_are_told_as_they_are():
-    assert report.told(act.Refusal(1, 500, "InternalError", "etcd: no", World().now)) == "etcd: no"
+    assert (
+        report.explained(act.Refusal(1, 500, "InternalError", "etcd: no", World().now))
+        == "etcd: no"
+    )
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ async def test_the_end_fits_in_the_grace_that_the_chart_gives(
     monkeypatch.setattr(app._resyncs[None], "run", stubborn.run)
     monkeypatch.setattr(app._queue, "drained", endless)
     monkeypatch.setattr(app._elector, "_written_at", 0.0)
-    monkeypatch.setattr(app._elector, "_give_back", endless)
+    monkeypatch.setattr(app._elector, "_return_lease", endless)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     running: asyncio.Task[Any] = asyncio.create_task(app._run_parts(stop))
@@ -169,7 +169,7 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(
         return ""
 
     monkeypatch.setattr(app._elector, "_written_at", 0.0)
-    monkeypatch.setattr(app._elector, "_give_back", slow)
+    monkeypatch.setattr(app._elector, "_return_lease", slow)
     stop = asyncio.Event()
     stop.set()
     assert await app._run_parts(stop) == 0

@@ -47,7 +47,7 @@ def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
     return None if ended or seen or found.owner_uid != job_uid else found
 
 
-def mended(found: Mapping[str, Any], wanted: Body) -> Body | None:
+def repaired(found: Mapping[str, Any], wanted: Body) -> Body | None:
     """Return the object as it should be written; None if nothing differs.
 
     Additions of others stay: the API server's defaults, labels of other tools.
@@ -60,17 +60,17 @@ def mended(found: Mapping[str, Any], wanted: Body) -> Body | None:
 
 def _with(found: Any, wanted: Any) -> Any:
     if isinstance(wanted, Mapping) and isinstance(found, Mapping):
-        mended = {
+        repaired = {
             key: value if key in _WHOLE else _with(found.get(key), value)
             for key, value in wanted.items()
         }
-        return {**found, **mended}
+        return {**found, **repaired}
     if isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted):
         return [_with(old, new) for old, new in zip(found, wanted, strict=True)]
     return wanted
 
 
-def told(what: str, trouble: str = "") -> Event:
+def repair_event(what: str, trouble: str = "") -> Event:
     """Say that such an object was put right, or why it could not be."""
     if trouble:
         message = f"{what} has been changed and cannot be put right: {trouble}"

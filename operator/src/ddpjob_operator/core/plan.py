@@ -51,7 +51,7 @@ from ddpjob_operator.core.policy import (
 )
 from ddpjob_operator.core.ranges import counted
 from ddpjob_operator.core.status import Status
-from ddpjob_operator.core.view import Change, View, look
+from ddpjob_operator.core.view import Change, View, build_view
 
 #: Phases in which a gang is wanted.
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
@@ -79,7 +79,7 @@ def plan(
     """
     status = st.from_dict(job.status)
     spec = spec_module.read(job.spec, job.name)
-    view = look(job, spec, status, pods, feedback, now, nodes)
+    view = build_view(job, spec, status, pods, feedback, now, nodes)
     if job.deleting:
         return _leave(view)
     if job.status.get("attempt", 0) != status.attempt:  # forged
@@ -120,7 +120,7 @@ def _decide(view: View) -> Change:
     change = budget_reset.budgets(view, change)
     loss = root_cause.loss(view, change.status)
     if loss is not None:
-        return restart.after(view, root_cause.over(view, change), loss)
+        return restart.after(view, root_cause.finished(view, change), loss)
     if status.phase == "Starting":
         change = change if root_cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):
@@ -157,7 +157,7 @@ def _overdue(view: View, change: Change) -> Change:
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     """Name the failure that broke the gang before something else ends it, uncharged."""
-    loss = root_cause.known(view)
+    loss = root_cause.find(view)
     if loss is None:
         return change, what
     what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
@@ -288,7 +288,7 @@ def _leave(view: View) -> Plan:
     if len(view.gone) < len(view.were_there):
         return Plan((ConfirmGone(view.status.attempt),), wake)
     over = (
-        template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.known(view)
+        template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.find(view)
     )
     going = view.pods if over else view.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]

@@ -1,6 +1,6 @@
 """The input of one planning round: the job parsed, its pods sorted, the clock.
 
-plan() builds a View with look() and hands it to each policy, which returns a Change: the next
+plan() builds a View with build_view() and hands it to each policy, which returns a Change: the next
 status with the events and measurements about it.
 """
 
@@ -156,7 +156,7 @@ class View:
         return max((at for at in told if at is not None), default=None)
 
 
-def look(
+def build_view(
     job: Job,
     spec: Spec,
     status: Status,

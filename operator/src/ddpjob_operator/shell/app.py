@@ -248,11 +248,11 @@ class App:
         return {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
 
     def _age_of_pods(self) -> float:
-        return time.monotonic() - min(pods.heard_at for pods in self._informers.values())
+        return time.monotonic() - min(pods.received_at for pods in self._informers.values())
 
     def _age_of_jobs(self) -> float:
-        listed = min(resync.heard_at for resync in self._resyncs.values())
-        return time.monotonic() - max(self._watcher.heard_at, listed)
+        listed = min(resync.received_at for resync in self._resyncs.values())
+        return time.monotonic() - max(self._watcher.received_at, listed)
 
     def _unready(self) -> list[str]:
         """List the parts without an answer yet; one namespace without rights is only logged."""

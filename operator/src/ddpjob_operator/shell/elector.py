@@ -94,7 +94,7 @@ class Elector:
         why = ""
         try:
             async with asyncio.timeout(seconds):
-                while why := await self._give_back():
+                while why := await self._return_lease():
                     await self._sleep(_RELEASE_PAUSE)
         except TimeoutError:
             why = why or "no answer"
@@ -103,7 +103,7 @@ class Elector:
         if why:
             log.warning("cannot give the lease %s back: %s", self._where, why)
 
-    async def _give_back(self) -> str:
+    async def _return_lease(self) -> str:
         """Try to release once; return why to try again, or ""."""
         try:
             lease = await self._call(self._api.get(LEASES, self._namespace, self._name))

@@ -151,7 +151,7 @@ class Executor:
         if refused and not refused[0].existing:
             self._back_off(job, refused[0])
         elif creating and not refused:
-            self._learn(job.uid, retry.over)
+            self._learn(job.uid, retry.clear)
         return not refused
 
     def _check_leading(self) -> None:
@@ -338,13 +338,13 @@ class Executor:
             found = await self._read_back(resource, job, name)
         existing = ownership.existing(kind, found) if found else None
         if found and existing and existing.owner_uid == job.uid and not existing.deleting:
-            await self._mend(job, found, body)
+            await self._repair(job, found, body)
             return None
         return self._refusal(job, attempt, error, existing)
 
-    async def _mend(self, job: observe.Job, found: Object, body: Body) -> None:
+    async def _repair(self, job: observe.Job, found: Object, body: Body) -> None:
         """Put right what somebody has changed: one write, and no other before the next attempt."""
-        mended = ownership.mended(found, body)
+        mended = ownership.repaired(found, body)
         if mended is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
@@ -353,7 +353,7 @@ class Executor:
             await self._api.replace(resource, job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
-        self._recorder.send(job, [ownership.told(f"{kind} {name}", trouble)])
+        self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
 
     # --- what was learnt ---
 
@@ -372,7 +372,7 @@ class Executor:
 
     def _back_off(self, job: observe.Job, refusal: Refusal) -> None:
         """Log one line for each row of refusals, however long it grows."""
-        self._learn(job.uid, lambda known: retry.met(known, refusal, job.generation))
+        self._learn(job.uid, lambda known: retry.back_off(known, refusal, job.generation))
         found = self._store.feedback(job.uid).create_backoff
         if found is None or found.count == 1:
             self._tell(job, refusal)

@@ -51,7 +51,7 @@ class Informer(ABC):
         self._told = ""  # the trouble that was logged last
         self.synced = asyncio.Event()
         self.answered = asyncio.Event()  # it was read once, or refused
-        self.heard_at = time.monotonic()  # the server's last sign of life
+        self.received_at = time.monotonic()  # the server's last sign of life
         self.alive_at = time.monotonic()  # our own last action; too long ago, we are stuck
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Informer(ABC):
             self.resource, self._namespace, self.selector, keep=self._take
         )
         self._store.check_list(self.resource.plural, listing.resource_version, newest)
-        self._mark_heard()
+        self._mark_received()
         self._told = ""
         keys = self._replace(listing)
         self.synced.set()
@@ -135,7 +135,7 @@ class Informer(ABC):
                 async for kind, obj in events:
                     if time.monotonic() - began >= _BRIEF:
                         failures = self._gone = 0
-                    self._mark_heard()
+                    self._mark_received()
                     version = obj["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
                         for key in self._apply(kind, obj):
@@ -158,8 +158,8 @@ class Informer(ABC):
     def _mark_alive(self) -> None:
         self.alive_at = time.monotonic()
 
-    def _mark_heard(self) -> None:
-        self.heard_at = self.alive_at = time.monotonic()
+    def _mark_received(self) -> None:
+        self.received_at = self.alive_at = time.monotonic()
 
 
 class PodInformer(Informer):

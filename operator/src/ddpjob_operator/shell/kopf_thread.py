@@ -36,8 +36,8 @@ class JobWatcher:
     ) -> None:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
-        self.heard_at = time.monotonic()  # of the last event
-        self._heard: dict[str | None, float] = {}  # by namespace; None: of any
+        self.received_at = time.monotonic()  # of the last event
+        self._received: dict[str | None, float] = {}  # by namespace; None: of any
         self._missed: dict[str | None, float] = {}
 
     async def run(self, ready: Callable[[], Awaitable[None]]) -> None:
@@ -62,7 +62,7 @@ class JobWatcher:
         A watch without a word of it between two such lists counts as dead.
         """
         before = self._missed.get(namespace)
-        if before is None or self._heard.get(namespace, 0.0) > before:
+        if before is None or self._received.get(namespace, 0.0) > before:
             self._missed[namespace] = began
             return
         log.warning("the watch of DDPJobs misses events, starting it again")
@@ -95,7 +95,7 @@ class JobWatcher:
             loop.call_soon_threadsafe(_settle, ended, reason)
 
     def _on_event(self, kind: str | None, job: observe.Job) -> None:
-        self.heard_at = self._heard[None] = self._heard[job.namespace] = time.monotonic()
+        self.received_at = self._received[None] = self._received[job.namespace] = time.monotonic()
         self._deliver(kind, job)
 
 

@@ -55,7 +55,7 @@ async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
     of = f"involvedObject.fieldPath=spec.containers{{{action.container}}}"
     fields = f"involvedObject.uid={action.pod_uid},{of},source=kubelet"
     try:
-        found = await api.list_all(EVENTS, job.namespace, fields=fields, keep=probe.heard)
+        found = await api.list_all(EVENTS, job.namespace, fields=fields, keep=probe.parse)
     except errors.ApiError as error:
         what = "no failed probe can be told from an eviction"
         log.warning("%s/%s: %s: %s (uid %s)", *job.key, what, error, job.uid)

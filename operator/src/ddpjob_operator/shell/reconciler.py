@@ -105,14 +105,14 @@ class Reconciler:
             more = self._store.seen(job.uid, job.status.get("attempt"))
             left = self._store.snapshot(key)
             grew = left is not None and len(more) + _done(left.job) > known
-            self._look_again(key, job, grew=grew)
+            self._requeue(key, job, grew=grew)
             return
         self._busy.pop(key, None)
         self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
         if todo.requeue_after is not None:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 
-    def _look_again(self, key: Key, job: observe.Job, *, grew: bool) -> None:
+    def _requeue(self, key: Key, job: observe.Job, *, grew: bool) -> None:
         """Look again at once: most of what an action changes is already in the store.
 
         ``grew``: the attempt has a replica that it never had, or one more is done. A gang of large

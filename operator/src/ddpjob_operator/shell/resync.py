@@ -44,9 +44,9 @@ class Resync:
         self._api, self._store = api, store
         self._namespace = namespace
         self._changed, self._watcher, self._seconds = changed, watcher, seconds
-        self._heard = heard
+        self._received = heard
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self.alive_at = time.monotonic()
         self._told = ""
 
@@ -59,7 +59,7 @@ class Resync:
             delay = self._seconds
             try:
                 await self._list_all()
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
                 self.synced.set()
                 self._tell("")
             except errors.ApiError as error:
@@ -74,7 +74,7 @@ class Resync:
         newest = self._store.newest(JOBS.plural)
         take = partial(self._take, self._store.job_versions())
         listing = await self._api.list_all(JOBS, self._namespace, keep=take)
-        self._heard()
+        self._received()
         self._store.check_list(JOBS.plural, listing.resource_version, newest)
         uids = [uid for uid, _ in listing.items]
         gone = self._store.drop_vanished_jobs(self._namespace, uids, listing.resource_version)
@@ -88,7 +88,7 @@ class Resync:
     def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
         """Take one job of a list; return its uid and whether it is news."""
         self.alive_at = time.monotonic()
-        self._heard()
+        self._received()
         return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
 
     def _tell(self, trouble: str) -> None:

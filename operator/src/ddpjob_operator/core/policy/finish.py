@@ -131,7 +131,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
     timings = replace(view.status.timings, completed_at=view.now, next_restart_at=None)
     change = change.condition("Stalled", False, phase, "", view.now)
     change = change.measure(Measurement("finished_total", 1, phase))
-    progress = report.heard(change.status.progress, view.feedback.progress)
+    progress = report.received(change.status.progress, view.feedback.progress)
     return change.with_status(phase=phase, timings=timings, progress=progress)
 
 

@@ -29,7 +29,7 @@ _AT_ONCE: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Heard:
+class KubeletEvent:
     """The kept part of an Event."""
 
     at: str  # RFC 3339, UTC, of a kubelet's whole seconds
@@ -56,13 +56,13 @@ def answered(feedback: ApiFeedback, pod_uid: str, words: str) -> ApiFeedback:
     return replace(feedback, probed=dict(newest))
 
 
-def heard(event: Mapping[str, Any]) -> Heard:
+def parse(event: Mapping[str, Any]) -> KubeletEvent:
     """Parse an Event object."""
     at, reason = str(event.get("lastTimestamp") or ""), str(event.get("reason") or "")
-    return Heard(at, reason, " ".join(observe.clean(event.get("message"), _WORDS).split()))
+    return KubeletEvent(at, reason, " ".join(observe.clean(event.get("message"), _WORDS).split()))
 
 
-def words(events: Iterable[Heard]) -> str:
+def words(events: Iterable[KubeletEvent]) -> str:
     """Return the failed probe and its last words, if it ended the container; else "".
 
     A kubelet that ends a whole pod for a probe does not name it: then a probe that failed just
@@ -79,7 +79,7 @@ def words(events: Iterable[Heard]) -> str:
     return ""
 
 
-def _at_once(failed: Heard, ended: Heard) -> bool:
+def _at_once(failed: KubeletEvent, ended: KubeletEvent) -> bool:
     before, after = parse_time(failed.at), parse_time(ended.at)
     return before is not None and after is not None and after - before <= _AT_ONCE
 

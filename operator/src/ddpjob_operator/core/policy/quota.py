@@ -23,7 +23,7 @@ _DECIMAL: Final = dict(zip("num kMGTPE", range(-9, 19, 3), strict=True))
 _BINARY: Final = {f"{letter}i": 1 << 10 * n for n, letter in enumerate(" KMGTPE") if n}
 
 
-def over(refusal: Refusal) -> bool:
+def exceeded(refusal: Refusal) -> bool:
     """Tell a ResourceQuota's 403 Forbidden from that of RBAC, by its words."""
     return refusal.code == 403 and "exceeded quota" in refusal.message
 

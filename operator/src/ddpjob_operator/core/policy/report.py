@@ -85,7 +85,7 @@ def fill(view: View, change: Change) -> Change:
     status = replace(change.status, conditions=_of_phase(change.status, view.now))
     fields: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
-        fields |= {"progress": heard(status.progress, view.feedback.progress)}
+        fields |= {"progress": received(status.progress, view.feedback.progress)}
         change = resume.began_from(view, change, fields["progress"])
     if status.terminal:
         fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
@@ -298,10 +298,10 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
         return "NameConflict", what
     # A reason that is no word, as of a proxy's error page, would make the status invalid.
     word = refusal.reason.isascii() and refusal.reason.isalnum() and refusal.reason[0].isalpha()
-    return (refusal.reason if word else "CreationFailed"), told(refusal)
+    return (refusal.reason if word else "CreationFailed"), explained(refusal)
 
 
-def told(refusal: Refusal) -> str:
+def explained(refusal: Refusal) -> str:
     """Add to the API server's words, where known, who refused and what helps."""
     for words, who, cure in _REFUSERS:
         if words in refusal.message:
@@ -321,7 +321,7 @@ def _replicas(view: View) -> Replicas:
     )
 
 
-def heard(old: Progress, new: Progress | None) -> Progress:
+def received(old: Progress, new: Progress | None) -> Progress:
     """Return the newest progress; a poll without news moves no timestamp.
 
     The first one has its own: budget_reset.py asks whether anything was heard before.

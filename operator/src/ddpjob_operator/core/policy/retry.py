@@ -31,12 +31,12 @@ _MOST: Final = 300.0
 _FIGURES: Final = re.compile(r"\d+")
 
 
-def met(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
+def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
     """Record a refused creation; other words begin a new row.
 
     A quota is left to policy/release.py, which has its own waits.
     """
-    if refusal.existing is not None or quota.over(refusal):
+    if refusal.existing is not None or quota.exceeded(refusal):
         return known
     words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
     same = old is not None and (old.words, old.generation) == (words, generation)
@@ -58,7 +58,7 @@ def same(before: Refusal | None, after: Refusal) -> bool:
     return before is not None and (before.code, before.message) == (after.code, after.message)
 
 
-def over(known: ApiFeedback) -> ApiFeedback:
+def clear(known: ApiFeedback) -> ApiFeedback:
     """Clear the row after a success without refusals: the others may follow at once."""
     if known.create_backoff is None:
         return known

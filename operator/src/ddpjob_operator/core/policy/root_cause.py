@@ -47,7 +47,7 @@ def loss(view: View, status: Status) -> Failure | None:
     return None if unknown or _doubted(view, status, found) else found
 
 
-def known(view: View) -> Failure | None:
+def find(view: View) -> Failure | None:
     """Return the likely cause of a broken gang, for an end that waits for none."""
     found = _seen(view)
     return classify.settle(found) if found and found.cls == "Collateral" else found
@@ -87,7 +87,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         )
 
 
-def over(view: View, change: Change) -> Change:
+def finished(view: View, change: Change) -> Change:
     """Clear the condition about the wait, which the gang's restart ends."""
     told = view.status.condition("Stalled")
     if told is None or told.status != "True" or told.reason != WAITING:

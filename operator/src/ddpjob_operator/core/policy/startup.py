@@ -71,14 +71,14 @@ def advance(view: View, change: Change) -> Change:
     if wrong:
         what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
         return release(view, change, template_guard.POD_REFUSED, what, "Invalid")
-    full = next((r for r in refusals if quota.over(r)), None)
+    full = next((r for r in refusals if quota.exceeded(r)), None)
     if full:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
         never = "" if full is network else quota.too_small(full, _wanted(view))
         if never:
             return release(view, change, quota.TOO_SMALL, f"{never}; {full.message}")
-        return release(view, change, "QuotaExceeded", report.told(full))
+        return release(view, change, "QuotaExceeded", report.explained(full))
     if all_running(view):
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
