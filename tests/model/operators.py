@@ -235,7 +235,7 @@ class Operator:
     def resync(self) -> None:
         """The list of jobs every 30 s; all keys are looked at."""
         self._list(self._resync._list_all())
-        self._clock.heard()
+        self._clock.received()
         self.resynced_at = self.clock()
 
     def _list(self, listing: Coroutine[Any, Any, Any]) -> None:

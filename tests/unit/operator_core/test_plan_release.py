@@ -289,7 +289,7 @@ def test_long_deadlines_are_told_to_the_second():
 )  # fmt: skip
 @pytest.mark.fault("U5")
 def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, needs: str):
-    """It stands back for later ones then, and its age does not hurry it: see quota_fairness.waiter."""
+    """It stands back for later ones then, and its age does not hurry it (quota_fairness.waiter)."""
     world = World()
     words = f'pods "job-1" is forbidden: exceeded quota: q, {figures}'
     world.refuse = lambda action: refusal(world, 403, words) if action.replica else None

@@ -34,7 +34,7 @@ async def test_a_slow_list_is_no_gap_in_sight() -> None:
     api: Any = SlowApi()
     clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
     watcher: Any = SimpleNamespace(missed=lambda *_: None)
-    resync = Resync(api, Store(), None, lambda _: None, watcher, heard=clock.received)
+    resync = Resync(api, Store(), None, lambda _: None, watcher, received=clock.received)
     for _ in range(3):
         await resync._list_all()
         api.passed += 30

@@ -101,8 +101,8 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal goes
-    to ApiFeedback.network_refusal.
+    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal
+    goes to ApiFeedback.network_refusal.
     """
 
     attempt: int

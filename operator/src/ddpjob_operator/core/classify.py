@@ -1,9 +1,9 @@
 """Classifies the loss of a member, and picks the loss that ended an attempt.
 
-policy/root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the rules in
-their order (docs/guides/restarts.md): facts from before the end come before what the kubelet calls
-the end. Two classes are collateral: another member went first, so they explain an attempt only when
-no better cause turns up.
+policy/root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
+rules in their order (docs/guides/restarts.md): facts from before the end come before what the
+kubelet calls the end. Two classes are collateral: another member went first, so they explain an
+attempt only when no better cause turns up.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class App:
                 self._queue.add,
                 self._watcher,
                 settings.resync_seconds,
-                partial(self._clock.heard, namespace),
+                partial(self._clock.received, namespace),
             )
             self._informers[namespace] = PodInformer(
                 self._api, self._store, namespace, self._queue.add, relist

@@ -1,8 +1,8 @@
 """Asks replica 0 of each running job for its progress: GET /state on its metrics port.
 
-app.py runs the reader; answers go into the store's ApiFeedback, and the planner decides whether they
-become a status write. It also learns of rounds (restarts in place) there; they are over when they
-show and decide nothing, so they are no reason to ask more often.
+app.py runs the reader; answers go into the store's ApiFeedback, and the planner decides whether
+they become a status write. It also learns of rounds (restarts in place) there; they are over when
+they show and decide nothing, so they are no reason to ask more often.
 
 The answer is a stranger's: bounded in time and size, no redirects, and no answer is no failure.
 """

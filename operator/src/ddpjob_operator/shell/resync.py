@@ -27,7 +27,7 @@ _RETRY = 2.0
 class Resync:
     """Lists one namespace, or all (None), every ``seconds``.
 
-    ``changed(key)`` is called for every job, new, old and vanished; ``heard()`` as a list is read,
+    ``changed(key)`` is called for every job, new, old and vanished; ``received()`` as a list is read,
     however long that takes. ``answered`` is set once it was read, or refused.
     """
 
@@ -39,12 +39,12 @@ class Resync:
         changed: Callable[[Key], None],
         watcher: JobWatcher,
         seconds: float = 30.0,
-        heard: Callable[[], None] = lambda: None,
+        received: Callable[[], None] = lambda: None,
     ) -> None:
         self._api, self._store = api, store
         self._namespace = namespace
         self._changed, self._watcher, self._seconds = changed, watcher, seconds
-        self._received = heard
+        self._received = received
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.received_at = time.monotonic()
         self.alive_at = time.monotonic()

@@ -1,7 +1,7 @@
 """Turns the loss of a member into a new attempt or the job's end, by budgets.
 
-plan() calls after() with the loss that root_cause.py found. A charged restart is the user's doing and
-counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
+plan() calls after() with the loss that root_cause.py found. A charged restart is the user's doing
+and counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
 maxDisruptions. budget_reset.py gives both back.
 """
 
