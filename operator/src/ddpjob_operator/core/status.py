@@ -62,8 +62,8 @@ class Condition:
 class Restarts:
     """Counters of restarts.
 
-    ``charged`` and ``disruptions`` are the two budgets in use; policy/budget_reset.py sets both back
-    to 0. ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the newest at the
+    ``charged`` and ``disruptions`` are the two budgets in use; policy/budget_reset.py sets both to
+    0. ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the newest at the
     last restart: what is newer is progress. ``consecutive`` drives the backoff and heals too.
     ``in_place``: restarts of processes only; ``round``: those of the current attempt, so that each
     is counted once. ``released``: tries in a row that were given back before all replicas ran.

@@ -27,8 +27,8 @@ _RETRY = 2.0
 class Resync:
     """Lists one namespace, or all (None), every ``seconds``.
 
-    ``changed(key)`` is called for every job, new, old and vanished; ``received()`` as a list is read,
-    however long that takes. ``answered`` is set once it was read, or refused.
+    ``changed(key)`` is called for every job, new, old and vanished; ``received()`` as a list is
+    read, however long that takes. ``answered`` is set once it was read, or refused.
     """
 
     def __init__(
