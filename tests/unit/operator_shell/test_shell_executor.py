@@ -358,27 +358,18 @@ async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
     assert (refusal.code, refusal.reason, refusal.message) == (code, "R", "m")
 
 
-async def test_after_a_refusal_no_more_creations_begin_but_a_taken_name_is_one_pods_matter(
-    stage: Stage,
-) -> None:
-    # All creations that fit side by side have begun before the first answer is in.
-    stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "quota")] * 100
-    await stage.do(*(create(replica) for replica in range(100)))
-    assert len(stage.api.calls) < 100
-    stage.api.calls.clear()
-    stage.api.script["create pods"] = [taken()] * 100
-    stage.api.script["get pods"] = [pod(owner="other")] * 100
-    await stage.do(*(create(replica) for replica in range(100)))
-    assert stage.api.calls.count("create pods") == 100
-
-
 @pytest.mark.parametrize(
     "late",
-    [pod(0, attempt=1), pod(0, attempt=1, labels={}), pod(0, deletionTimestamp="x")],
-    ids=["of-an-older-attempt", "without-its-labels", "leaving"],
+    [
+        pod(0, attempt=1),
+        pod(0, attempt=1, labels={}),
+        pod(0, deletionTimestamp="x"),
+        pod(owner="other"),
+    ],
+    ids=["of-an-older-attempt", "without-its-labels", "leaving", "another-job's"],
 )
 @pytest.mark.fault("A4")
-async def test_where_a_pod_of_ours_has_a_name_no_more_creations_begin(
+async def test_where_a_name_is_taken_no_more_creations_begin(
     stage: Stage, late: Object
 ) -> None:
     """As when a call that timed out arrives after the barrier: what is planned is out of date."""

@@ -79,17 +79,16 @@ class Api:
     ) -> None:
         self._credentials, self._watches = credentials, watches
         self._count = count
-        self._server = credentials.endpoint.server
+        self._server = credentials.server
         self._pages: dict[tuple[str, str], int] = {}  # objects in one, where 500 are too many
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Api:
-        endpoint = self._credentials.endpoint
         context = self._credentials.ssl_context()
         connector = aiohttp.TCPConnector(limit=_CALLS + self._watches, ssl=context or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            proxy=endpoint.proxy,
+            proxy=self._credentials.proxy,
             headers={"User-Agent": f"ddpjob-operator/{__version__}", "Accept": "application/json"},
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -128,12 +127,6 @@ class Api:
         """PUT the object; raise Conflict if metadata.resourceVersion is not the newest."""
         path = resource.path(namespace, name, sub)
         return await self._call("update", resource, path, body, within=within)
-
-    async def patch(
-        self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]
-    ) -> Object:
-        """PATCH the object with a JSON merge patch."""
-        return await self._call("patch", resource, resource.path(namespace, name), body)
 
     async def delete(
         self,
@@ -324,10 +317,7 @@ class Api:
         data = None
         if body is not None:
             data = json.dumps(body).encode()
-            merge = method == "PATCH"
-            headers["Content-Type"] = (
-                "application/merge-patch+json" if merge else "application/json"
-            )
+            headers["Content-Type"] = "application/json"
         return self._session.request(
             method,
             self._server + path,
@@ -336,7 +326,7 @@ class Api:
             headers=headers,
             timeout=timeout,
             allow_redirects=False,
-            server_hostname=self._credentials.endpoint.server_name,
+            server_hostname=self._credentials.server_name,
         )
 
 
@@ -345,7 +335,6 @@ _METHODS = {
     "list": "GET",
     "create": "POST",
     "update": "PUT",
-    "patch": "PATCH",
     "delete": "DELETE",
 }
 

@@ -73,7 +73,7 @@ class App:
         self._lease_api = Api(credentials, self._metrics.count_call)
         self._elector = Elector(
             self._lease_api,
-            namespace=settings.lease_namespace or credentials.endpoint.namespace,
+            namespace=settings.lease_namespace or credentials.namespace,
             name=settings.lease_name,
             identity=settings.identity,
             seconds=settings.lease_seconds,

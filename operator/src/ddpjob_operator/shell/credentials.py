@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ssl
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,16 @@ class NoCredentialsError(Exception):
     """Neither a kubeconfig nor a ServiceAccount was found, or it cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The fixed part of the credentials: addresses and files, no tokens."""
-
-    server: str
-    ca_file: str | None
-    cert_file: str | None
-    key_file: str | None
-    verify: bool
-    server_name: str | None
-    proxy: str | None
-    namespace: str
-
-
 class Credentials:
     """Credentials, loaded once; ``authorization()`` stays fresh. Safe for several threads."""
 
     def __init__(self, configuration: Any, namespace: str) -> None:
         self._configuration = configuration
         self._lock = threading.Lock()
-        self.endpoint = Endpoint(
-            server=configuration.host.rstrip("/"),
-            ca_file=configuration.ssl_ca_cert,
-            cert_file=configuration.cert_file,
-            key_file=configuration.key_file,
-            verify=configuration.verify_ssl,
-            server_name=configuration.tls_server_name,
-            proxy=configuration.proxy,
-            namespace=namespace,
-        )
+        self.server: str = configuration.host.rstrip("/")
+        self.server_name: str | None = configuration.tls_server_name
+        self.proxy: str | None = configuration.proxy
+        self.namespace = namespace
 
     @classmethod
     def load(cls, kubeconfig: str = "", context: str = "") -> Credentials:
@@ -92,15 +71,15 @@ class Credentials:
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Make the context for https; None for a plain http server (a local proxy)."""
-        endpoint = self.endpoint
-        if not endpoint.server.startswith("https"):
+        if not self.server.startswith("https"):
             return None
-        context = ssl.create_default_context(cafile=endpoint.ca_file)
-        if not endpoint.verify:
+        given = self._configuration
+        context = ssl.create_default_context(cafile=given.ssl_ca_cert)
+        if not given.verify_ssl:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        if endpoint.cert_file:
-            context.load_cert_chain(endpoint.cert_file, endpoint.key_file)
+        if given.cert_file:
+            context.load_cert_chain(given.cert_file, given.key_file)
         return context
 
 

@@ -123,7 +123,7 @@ class Executor:
     async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
         """Delete side by side; create one first, then each time one more at once.
 
-        After most refusals no more are begun: the same refusal would meet every later pod.
+        After a refusal no more are begun: most would meet every later pod.
         """
         creating = isinstance(actions[0], CreatePod)
         gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
@@ -142,7 +142,7 @@ class Executor:
                     begins = not refused
                 if begins:
                     refusal = await self._create_pod(job, action, doubt)
-                    refused.extend([refusal] if refusal and retry.of_all(job, refusal) else [])
+                    refused.extend([refusal] if refusal else [])
                     if narrow and not refused:
                         narrow -= 1
                         gate.release()

@@ -66,17 +66,17 @@ def run_kopf(
 
 
 def _connection(credentials: Credentials) -> kopf.AiohttpSession:
-    endpoint, authorization = credentials.endpoint, credentials.authorization()
+    authorization = credentials.authorization()
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=credentials.ssl_context() or True),
         headers={"Authorization": authorization} if authorization else {},
-        proxy=endpoint.proxy,
+        proxy=credentials.proxy,
         response_class=_Response,
     )
     return kopf.AiohttpSession(
         aiohttp_session=session,
-        server=endpoint.server,
-        default_namespace=endpoint.namespace,
+        server=credentials.server,
+        default_namespace=credentials.namespace,
         expiration=datetime.now(UTC) + _LOGIN_LIFETIME if authorization else None,
     )
 

@@ -15,7 +15,6 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
-from ddpjob_operator.core.observe import Job
 from ddpjob_operator.core.policy import quota, report
 from ddpjob_operator.core.view import View
 
@@ -42,15 +41,6 @@ def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedba
     same = old is not None and (old.words, old.generation) == (words, generation)
     count = old.count + 1 if old and same else 1
     return replace(known, create_backoff=CreateBackoff(words, count, generation, refusal.at))
-
-
-def of_all(job: Job, refusal: Refusal) -> bool:
-    """Tell whether a refusal is about the whole gang, not about one pod's name.
-
-    A pod of ours under the name, as from a late creation of an older attempt, holds up the whole
-    attempt.
-    """
-    return refusal.code != 409 or _of(job, refusal)
 
 
 def same(before: Refusal | None, after: Refusal) -> bool:
@@ -112,11 +102,12 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 def ready(view: View) -> list[int]:
     """List the missing replicas to try now.
 
-    While a pod of ours keeps a name only that name is tried: the barrier was not passed.
+    While a name is taken only that one is tried: the gang cannot be whole without it, and if a pod
+    of ours has it the barrier was not passed.
     """
     refusals = view.refusals
-    kept = [r for r, refusal in refusals.items() if _of(view.job, refusal)]
-    return [r for r in kept or view.missing if not resting(view, refusals.get(r))]
+    taken = [r for r, refusal in refusals.items() if refusal.existing]
+    return [r for r in taken or view.missing if not resting(view, refusals.get(r))]
 
 
 def waits(view: View) -> list[datetime]:
@@ -133,10 +124,6 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if not report.fresh(view):
         what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
         yield "CreationFailed", what
-
-
-def _of(job: Job, refusal: Refusal) -> bool:
-    return refusal.existing is not None and refusal.existing.owner_uid == job.uid
 
 
 def rests_until(view: View, refusal: Refusal) -> datetime:
