@@ -45,7 +45,6 @@ class Informer(ABC):
     ) -> None:
         self._api, self._store, self._namespace = api, store, namespace
         self._changed = changed
-        self._news: set[Key] = set()  # of a list that has not ended yet
         self._relist_seconds = relist_seconds
         self._gone = 0  # times in a row that the server called our version too old
         self._told = ""  # the trouble that was logged last
@@ -168,20 +167,8 @@ class PodInformer(Informer):
     resource = PODS
     selector = crd.LABEL_JOB_UID
 
-    async def _list(self) -> str:
-        try:
-            return await super()._list()
-        except errors.ApiError:  # the next list takes it as known
-            for key in self._news:
-                self._changed(key)
-            raise
-        finally:
-            self._news.clear()
-
     def _keep(self, obj: Object) -> tuple[str, set[Key]]:
-        keys = self._store.put_pod(obj)
-        self._news |= keys
-        return obj["metadata"]["uid"], keys
+        return obj["metadata"]["uid"], self._store.put_pod(obj)
 
     def _replace(self, listing: Listing) -> Iterable[Key]:
         uids = [uid for uid, _ in listing.items]

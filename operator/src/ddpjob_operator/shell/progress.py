@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import compact_spec, observe, ports
@@ -29,6 +31,7 @@ from ddpjob_operator.shell.store import Key, Store
 log = logging.getLogger(__name__)
 
 _TIMEOUT = 2.0
+_MAX_ANSWER = contract.STATE_MAX_BYTES + 8 * 1024  # with its head
 _IN_PARALLEL = 32  # of those that answered last time, and as many of the others
 
 
@@ -55,6 +58,8 @@ class ProgressReader:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT)
         # The gates limit: a wait for one of the connector's would count against the timeout.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        kind: type[ResponseHandler] = _Bounded
+        connector._factory = partial(kind, loop=asyncio.get_running_loop())
         async with (
             aiohttp.ClientSession(
                 timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
@@ -136,6 +141,25 @@ def _url(ip: str, port: int) -> str | None:
         return None
     host = f"[{address}]" if address.version == 6 else str(address)
     return f"http://{host}:{port}/state"
+
+
+class _Bounded(ResponseHandler):
+    """Bounds the bytes of an answer in all: interim answers have no other limit."""
+
+    _left = _MAX_ANSWER
+
+    def data_received(self, data: bytes) -> None:
+        """Take data from the transport, at most 256 KiB."""
+        self._left -= len(data)
+        if self._left >= 0:
+            super().data_received(data)
+            return
+        error = aiohttp.ClientPayloadError("the answer is too long")
+        self.set_exception(error)
+        if self._payload is not None:
+            self._payload.set_exception(error)
+        if self.transport is not None:
+            self.transport.abort()
 
 
 async def _fetch(session: aiohttp.ClientSession, url: str, uid: str) -> object:
