@@ -5,7 +5,6 @@ Replicas 0 and 2 run on node1, replica 1 on node2. Pods go as kubelets let them 
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 
 import pytest
@@ -15,7 +14,6 @@ from support.world import Machines, World, job_object
 
 RULES = {"rules": [{"exitCodes": [1], "action": "Fail"}]}
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
-FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 30}}
 
 
 def running(**spec: object) -> World:
@@ -66,12 +64,6 @@ def test_the_end_waits_for_nobody_once_all_have_ended():
     assert world.end(1, 75).end(2, 75).phase == "Failed"
     assert world.status["lastFailure"]["class"] == "User"
     assert "WaitingForCause" not in [event.reason for event in world.events]
-
-
-def test_a_node_that_has_told_of_an_end_was_alive_then():
-    world = running(restart={"maxRestarts": 0})
-    world.end(1, 0).end(0, 1)
-    assert world.phase == "Failed", "replica 2 is on node1, too"
 
 
 def test_the_end_does_not_wait_where_no_node_may_be_read():
@@ -145,15 +137,6 @@ def test_the_removal_of_one_that_is_done_excuses_nobody():
     assert (world.phase, world.condition("Failed")["reason"]) == ("Failed", "MaxRestartsExceeded")
 
 
-def test_nor_does_it_cut_the_wait_short():
-    world = running(restart={"maxRestarts": 0}).end(2, 0, settle=False)
-    ended = world.pods["job-2"]["status"]["containerStatuses"][0]["state"]["terminated"]
-    ended["finishedAt"] = (world.now - timedelta(hours=1)).isoformat()
-    world.settle().pods["job-2"]["spec"]["nodeName"] = "node3"
-    assert world.terminate(2).end(0, 1).phase == "Running"
-    assert fall_silent(world, "node2").status["lastFailure"]["reason"] == "NodeLost"
-
-
 @pytest.mark.parametrize("message", ["", "no room"])
 def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message: str):
     """Replica 2 has no node, or does not start, and the time to start is over in the wait."""
@@ -168,14 +151,6 @@ def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message: str):
     assert world.phase == "Starting"
     assert world.wait(29).condition("Failed")["reason"] == "MaxRestartsExceeded"
     assert world.status["lastFailure"]["reason"] == "ExitCode1"
-
-
-def test_a_wait_that_is_over_is_told_no_more():
-    world = running(restart={"maxRestarts": 0}).end(0, 1).end(2, 1).wait(10)
-    assert world.status["reason"] == "WaitingForCause"
-    world.terminate(1)
-    assert (world.phase, world.status["reason"]) == ("Restarting", "PodDeleted")
-    assert world.condition("Stalled")["status"] == "False"
 
 
 @pytest.mark.parametrize(("code", "reason", "cls"), [
@@ -227,25 +202,6 @@ def test_whoever_deletes_the_one_that_is_waited_for_does_not_fail_the_job():
     assert (charged(world), world.status["restarts"]["disruptions"]) == (0, 1)
 
 
-def test_what_only_the_watch_does_not_show_excuses_nobody():
-    world = running(restart={"maxRestarts": 0})
-    pod = world.pods.pop("job-1")
-    world.end(0, 1, settle=False).end(2, 1, settle=False)
-    assert isinstance(world.plan().actions[0], act.ConfirmGone)
-    world.pods["job-1"] = pod
-    assert world.end(1, 1).condition("Failed")["reason"] == "MaxRestartsExceeded"
-
-
-def test_what_is_given_back_before_that_read_takes_no_failure_with_it():
-    """The template has changed, so a gang that starts and is not whole is given back."""
-    world = World(job_object(), machines=Machines(), graceful=True).settle().run(0, 1)
-    del world.pods["job-1"]
-    world.end(0, 1, settle=False).end(2, 1, settle=False)
-    world.patch(template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
-    assert world.status["lastFailure"]["reason"] == "PodDeleted"
-    assert world.status["restarts"]["disruptions"] == 1
-
-
 def gone_while_nobody_looked(**restart: object) -> World:
     """node2 went, its object too, and then a new operator lists the nodes that are there."""
     world = running(restart=restart).restart_operator()
@@ -283,15 +239,6 @@ def test_a_node_of_which_nobody_has_told_is_read_before_its_peers_are_charged(
     assert world.log.count("read node2") == 1
 
 
-def test_a_new_node_is_read_once_while_the_gang_is_well():
-    world = gone_while_nobody_looked()
-    machines = world.machines
-    assert machines
-    machines.truth = lambda: found_there(machines)
-    assert world.settle().log == ["read node2"]
-    assert world.wait(600).log.count("read node2") == 1
-
-
 def test_a_read_that_fails_holds_up_a_restart_for_a_minute_at_most():
     world = gone_while_nobody_looked(maxRestarts=3).end(0, 1, settle=False)
     began = world.now
@@ -322,13 +269,3 @@ def test_a_replica_that_ended_early_is_named_when_the_others_fail_for_want_of_it
     words = f"replica 1 ended with 0 (Succeeded){after} while others waited for them; then "
     assert words in world.condition("Running")["message"]
     assert world.status["lastFailure"]["message"].startswith(words)
-
-
-def test_who_ended_early_is_named_once_and_for_no_error_of_its_own():
-    named = "rank 1 after step 12 ended with exit code 0 while others trained; then rank 0: 75"
-    by_hub = json.dumps({"version": 1, "kind": "peerLost", "code": 75, "exception": named})
-    world = running().end(1, 0).end(0, 75, message=by_hub, settle=False).end(2, 75).wait(5)
-    assert "Succeeded" not in world.condition("Running")["message"]
-    assert named in world.condition("Running")["message"]
-    world = running(restart={"maxRestarts": 3}).end(1, 0).end(0, 1)
-    assert "(Succeeded)" not in world.condition("Running")["message"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import observe, render, spec, status
+from ddpjob_operator.core import observe, render, spec
 from ddpjob_operator.core.actions import QuorumRead
-from support.world import START, World, job_object
+from support.world import World, job_object
 
 HOUR = 3600
 #: Of the file server, whose clock has nothing to do with the operator's.
@@ -80,20 +80,6 @@ def test_an_hour_without_a_failure_heals_both_budgets_and_the_backoff_in_one_wri
     assert world.plan().requeue_after is None
 
 
-def test_a_job_that_spent_nothing_is_not_woken_or_written():
-    world = running()
-    world.wait(10)
-    world.log.clear()
-    assert world.plan().requeue_after is None
-    assert world.wait(9 * HOUR).log == []
-
-
-def test_disruptions_alone_heal_too():
-    world = running(restart={"maxDisruptions": 1}).vanish(0).wait(1).run().wait(HOUR)
-    assert spent(world) == (0, 0)
-    assert world.vanish(0).wait(1).run().phase == "Running"
-
-
 def test_the_budget_is_exact_again_after_it_has_healed():
     world = running(restart={"maxRestarts": 1, "healAfterSeconds": 60})
     for _ in range(3):
@@ -144,11 +130,6 @@ def test_while_the_cause_of_a_loss_is_waited_for_time_does_not_heal():
     assert spent(world.wait(2)) == (1, 1)
 
 
-def test_a_gang_of_which_some_are_done_heals():
-    world = restarted().end(2, 0)
-    assert spent(world.wait(HOUR)) == (0, 0)
-
-
 def test_a_round_starts_the_wait_anew_though_nothing_is_charged_for_it():
     world = restarted().wait(HOUR - 1)
     poll(world, round=1)
@@ -157,30 +138,10 @@ def test_a_round_starts_the_wait_anew_though_nothing_is_charged_for_it():
     assert spent(world.wait(1)) == (0, 0)
 
 
-def test_a_round_heard_of_when_the_time_is_over_is_no_hour_without_failure():
-    world = restarted()
-    world.now += timedelta(seconds=HOUR)
-    poll(world, round=1)
-    assert spent(world) == (1, 1)
-
-
 def test_zero_turns_healing_by_time_off():
     world = restarted(restart={"healAfterSeconds": 0})
     assert world.wait(10).plan().requeue_after is None
     assert spent(world.wait(99 * HOUR)) == (1, 1)
-
-
-def test_a_change_of_the_time_holds_at_once():
-    world = restarted().wait(100)
-    world.patch(restart={"healAfterSeconds": 60})
-    assert spent(world) == (0, 0)
-
-
-def test_a_status_without_the_time_of_running_heals_by_time_from_when_that_is_seen():
-    world = restarted()
-    del world.status["timings"]["runningAt"]
-    assert spent(world.wait(9 * HOUR)) == (1, 1)
-    assert spent(world.wait(HOUR)) == (0, 0)
 
 
 def test_a_clock_that_was_set_back_only_delays():
@@ -252,15 +213,6 @@ def test_the_first_snapshot_heals_if_there_was_none_before(
     assert spent(poll(world.restart_operator(), **first)) == (0, 0)
 
 
-def test_the_first_snapshot_heals_if_last_words_told_of_steps_and_of_none():
-    """The attempt that was charged was never polled."""
-    world = running(restart={"maxRestarts": 1}).end(1, 1, message=report(step=3)).wait(15).run()
-    heard(world)  # the launcher of the next one starts up: it does not know of steps yet
-    assert spent(poll(world.wait(15), step=60, snapshotStep=50)) == (0, 0)
-    world.end(1, 1, message=report(step=70, snapshotStep=50)).wait(70)
-    assert world.phase != "Failed"
-
-
 def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
     world = poll(running(), fileModifiedAt=NEW).end(1, 1).run()
     assert world.status["restarts"]["fileModifiedAt"] == NEW
@@ -272,42 +224,11 @@ def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
     assert spent(poll(world, fileModifiedAt=OLD)) == (1, 0)
 
 
-def test_what_the_last_words_tell_of_the_file_heals_before_the_restart_is_charged():
-    world = running(restart={"maxRestarts": 1})
-    for n, at in enumerate((OLD, NEW, NEWEST)):
-        world.end(1, 137, message=report(fileModifiedAt=at)).run()
-        assert (world.phase, spent(world)) == ("Running", (1, 0)), n
-    world.end(1, 137, message=report(fileModifiedAt=NEWEST))
-    assert world.phase == "Failed"
-
-
 def test_the_operators_clock_and_that_of_the_files_are_never_compared():
     """Files of 1999, of next year, and an operator in 2026: only later than before counts."""
     world = heard(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(300).run()
     assert spent(poll(world, fileModifiedAt="2098-01-01T00:00:00Z")) == (2, 1)
     assert spent(poll(world, fileModifiedAt="2099-01-01T00:00:00.000001Z")) == (0, 0)
-
-
-def test_a_job_that_has_succeeded_tells_the_last_time_of_its_file():
-    world = running()
-    for replica in (1, 2, 0):
-        world.end(replica, 0, message=report(kind="success", step=9, fileModifiedAt=NEW))
-    assert world.phase == "Succeeded"
-    assert world.status["progress"]["fileModifiedAt"] == NEW
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        None, 7, True, 1e300, [], {}, "", "soon", "9" * 9999, "0001-01-01T00:00:00+23:59",
-        "9999-12-31T23:59:59-23:59", "2026-13-01T00:00:00Z",
-    ],
-)  # fmt: skip
-def test_a_time_that_is_none_is_not_believed(told: object):
-    world = heard(restarted(), fileModifiedAt=told)
-    assert spent(world) == (1, 1)
-    assert "fileModifiedAt" not in world.status["progress"]
-    assert spent(world.end(1, 1, message=report(fileModifiedAt=told))) == (2, 1)
 
 
 # --- What the launcher and the status get -----------------------------------------------------
@@ -325,13 +246,3 @@ def test_the_launcher_is_told_what_counts_as_progress():
     env = env_of(restart={"healAfterSeconds": 0, "progressPath": "/data/checkpoints"})
     assert env[contract.PROGRESS_PATH] == "/data/checkpoints"
     assert env[contract.HEAL_AFTER_SECONDS] == "0"
-
-
-def test_the_marks_survive_the_way_through_the_status():
-    at = datetime(1999, 5, 5, tzinfo=UTC)
-    old = status.Status(
-        restarts=status.Restarts(file_at=at),
-        progress=status.Progress(file_at=at),
-        timings=status.Timings(last_round_at=START),
-    )
-    assert status.from_dict(status.to_dict(old)) == old

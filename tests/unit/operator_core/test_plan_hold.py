@@ -79,11 +79,6 @@ def test_a_gang_that_cannot_become_whole_any_more_is_released(reason: str, spec:
     assert len(mend(world, spec).pods) == 3
 
 
-@broken
-def test_a_gang_that_is_all_there_starts(reason: str, spec: dict[str, Any]):
-    assert started().patch(**spec).run().phase == "Running"
-
-
 def test_a_changed_template_is_taken_by_suspend_and_resume():
     world = started().run().patch(template=OTHER)
     assert "suspend" in world.condition("Invalid")["message"]
@@ -117,13 +112,6 @@ def test_a_volume_that_an_older_operator_did_not_note_is_noted_at_the_next_attem
     noted = world.status.pop("snapshotHash")
     assert world.wait(60).condition("Invalid") == {}
     assert world.end(0, 1).run().status["snapshotHash"] == noted
-
-
-@pytest.mark.parametrize("volume", [{}, {"azureFile": None}, {"hostPath": "/a"}])
-def test_a_volume_without_a_source_is_no_emptydir(volume: dict[str, Any]):
-    world = started(snapshot={"path": "/snapshots", "volume": volume})
-    assert (world.phase, world.pods) == ("Pending", {})
-    assert "spec.snapshot.volume" in world.condition("Invalid")["message"]
 
 
 MOUNTS = {
@@ -177,14 +165,6 @@ def test_the_advice_can_be_followed_quicker_than_it_is_stored(phase: str, looks:
     assert [e.reason for e in world.events][-3:] == ["Suspending", "Resumed", "Running"]
 
 
-def test_a_quick_resume_with_the_same_template_is_no_interruption():
-    world = started().run()
-    edit(world, suspend=True)
-    edit(world, suspend=False)
-    assert world.settle().status["observedGeneration"] == 3
-    assert (world.phase, world.status["attempt"]) == ("Running", 1)
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("nprocPerNode", "many"), ("template", {"spec": {"containers": []}})]
 )
@@ -196,13 +176,6 @@ def test_a_spec_that_no_schema_caught_waits_with_the_field_named(field: str, val
     assert world.feedback.confirmed is None  # nothing is asked for either
     mend(world, {field: value}).run()
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
-
-
-def test_a_resume_with_such_a_spec_waits_too():
-    world = started().run().patch(suspend=True).patch(suspend=False, nprocPerNode="many")
-    assert (world.phase, world.pods) == ("Suspended", {})
-    assert world.condition("Invalid")["reason"] == "SpecInvalid"
-    assert world.patch(nprocPerNode=1).run().phase == "Running"
 
 
 @pytest.mark.fault("U1")

@@ -52,23 +52,6 @@ def test_after_a_refusal_one_pod_is_tried_ever_more_seldom(code: int):
     assert all(later > earlier for earlier, later in itertools.pairwise(gaps))
 
 
-def test_a_day_of_refusals_is_some_hundred_calls():
-    world, asked = refusing()
-    world.job["spec"]["startupDeadlineSeconds"] = 2 * DAY
-    live(world, DAY)
-    assert 24 * 12 * 0.8 <= len(asked) <= 24 * 12 * 1.3
-
-
-def test_the_first_pod_that_is_taken_lets_the_others_follow_at_once():
-    world, _asked = refusing()
-    live(world, 60)
-    world.refuse = lambda _: None
-    live(world, 60)
-    assert len(world.pods) == 3
-    assert world.feedback.create_backoff is None
-    assert world.feedback.refusals == {}
-
-
 def test_other_words_begin_a_new_row_and_other_figures_do_not():
     said = [DENIED]
     world, _asked = refusing(lambda: said[0])
@@ -130,17 +113,6 @@ def test_a_refused_service_waits_the_same_way():
     world.refuse_network = lambda _: None
     live(world, 300)
     assert len(world.pods) == 3
-
-
-def test_no_two_jobs_knock_at_the_same_moments():
-    times = []
-    for uid in ("a", "b"):
-        world = World()
-        world.job["metadata"]["uid"] = uid
-        world.refuse = lambda a, world=world: act.Refusal(a.attempt, 403, "F", DENIED, world.now)
-        world.settle()
-        times.append(world.plan().requeue_after)
-    assert times[0] != times[1]
 
 
 def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason():
@@ -254,16 +226,3 @@ def test_other_words_are_told_as_they_are():
         report.explained(act.Refusal(1, 500, "InternalError", "etcd: no", World().now))
         == "etcd: no"
     )
-
-
-@pytest.mark.parametrize(
-    ("replicas", "begins", "runs"),
-    [
-        (1, "creating 1 pod, attempt 1", "the only replica of attempt 1 runs"),
-        (2, "creating 2 pods, attempt 1", "all 2 replicas of attempt 1 run"),
-    ],
-)
-def test_one_is_told_in_the_singular(replicas: int, begins: str, runs: str):
-    world = World(job_object(replicas=replicas)).settle().run()
-    told = [event.message for event in world.events]
-    assert {begins, runs} <= set(told)

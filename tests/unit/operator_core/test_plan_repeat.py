@@ -105,13 +105,6 @@ def test_failures_that_are_nobodys_or_seldom_are_no_loop():
         assert not loops(world)
 
 
-def test_a_resume_begins_with_a_clean_sheet():
-    world = poll(running(), *(record(number, 25 * number) for number in range(3)))
-    assert loops(world)
-    world.patch(suspend=True).wait(1).patch(suspend=False).run()
-    assert not loops(world)
-
-
 # --- The same again -------------------------------------------------------------------------
 
 
@@ -205,19 +198,3 @@ def test_a_failure_after_a_step_is_tried_at_once_as_ever(how: str):
         found.append(delay(world.end(0, 1, message=message)))
         world.wait(8).run()
     assert found == [0, 1, 2, 4]
-
-
-def test_a_gang_that_begins_from_a_snapshot_has_told_of_nothing_yet():
-    """A volume that does not mount any more, after a week of training."""
-    world = running()
-    world.end(0, 1, message=report(90, snapshotStep=80)).run()
-    world.end(0, 1, message=report(80, snapshotStep=80))
-    assert (world.phase, delay(world)) == ("Restarting", 300)
-
-
-def test_the_users_bound_holds_for_a_start_too():
-    assert waits(running(restart={"backoff": {"maxSeconds": 5}})) == [0, 5, 5]
-
-
-def test_what_cannot_be_cured_does_not_wait():
-    assert running().end(0, 64).phase == "Failed"

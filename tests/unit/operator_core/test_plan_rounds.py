@@ -12,7 +12,7 @@ import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import observe, render, spec
 from ddpjob_operator.core.status import Progress
-from support.world import START, World, job_object
+from support.world import World, job_object
 
 
 def running(**fields: object) -> World:
@@ -108,12 +108,6 @@ def test_a_drill_is_told_and_counted_as_nothing():
     assert told.count(("Warning", "RestartedInPlace")) == 2
 
 
-def test_an_answer_that_is_late_takes_nothing_back():
-    world = poll(running(), 2, killed(0), killed(1))
-    assert in_place(poll(world, 1, killed(0))) == (2, 2)
-    assert in_place(poll(world, 3, killed(2))) == (3, 3)
-
-
 def test_rounds_of_all_attempts_add_up_and_the_last_are_in_the_termination_report():
     world = poll(running(), 1, killed(0))
     last = report(3, killed(1), killed(2), rank=1, signal=9, step=50)
@@ -157,21 +151,6 @@ def test_rounds_of_a_suspended_job_are_counted_and_its_pods_may_still_save():
     assert in_place(world) == (2, 0)
     # A resume is no recovery from the failure that only ended a round.
     assert "lastRecoverySeconds" not in world.status["timings"]
-
-
-def test_a_round_does_not_cut_short_the_end_of_pods_that_may_save():
-    world = poll(running(activeDeadlineSeconds=60), 1, killed(0))
-    world.graceful = True
-    world.wait(60)
-    assert world.phase == "Failed"
-    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
-
-
-def test_a_snapshot_made_between_rounds_heals_the_budget():
-    world = running(restart={"maxRestarts": 1})
-    world.feedback = replace(world.feedback, progress=Progress(step=3, updated_at=START))
-    poll(world.wait(2).end(1, 1).run(), 1, killed(0))  # and snapshotStep 40
-    assert world.end(1, 1).run().status["restarts"]["charged"] == 1
 
 
 def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
@@ -237,11 +216,6 @@ def test_a_number_of_rounds_that_no_gang_has_is_not_believed(count: object):
     assert in_place(running().end(1, 1, message=report(count)))[0] == 0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("body", [[], None, {"round": 1}, {"attempt": "1", "round": 1}])
-def test_an_answer_that_names_no_attempt_tells_of_no_round(body: object):
-    assert observe.rounds(body) is None
-
-
 def test_the_sum_of_all_rounds_fits_its_field():
     world = running()
     world.job["status"]["restarts"]["inPlace"] = 2**31 - 2
@@ -264,12 +238,6 @@ def env_of(**fields: Any) -> dict[str, str]:
 )  # fmt: skip
 def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budget: str):
     assert env_of(restart=restart)[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] == budget
-
-
-@pytest.mark.parametrize("drill", ["Auto", "Always", "Never"])
-def test_the_launcher_is_told_of_drills(drill: str):
-    assert env_of(restart={"inPlace": {"drill": drill}})[contract.DRILL] == drill
-    assert env_of()[contract.DRILL] == "Auto"
 
 
 @pytest.mark.parametrize(
@@ -311,35 +279,12 @@ def test_the_hub_has_a_port_of_its_own(port: int, metrics: int, declared: list[i
     assert [p["port"] for p in everyone["ports"]] == [metrics]
 
 
-def test_the_environment_tells_when_a_process_hangs():
-    env = env_of(hang={"stepSeconds": 7})
-    names = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS)
-    assert [env[name] for name in (*names, contract.HANG_SNAPSHOT_SECONDS)] == ["600", "7", "600"]
-
-
 def test_a_hang_that_ends_the_attempt_is_told_as_such():
     world = running().end(1, 76, message=report(0, kind="hang", rank=1, log=["waiting"]))
     failure = world.status["lastFailure"]
     assert (failure["class"], failure["reason"]) == ("Hang", "ExitCode76")
     assert failure["message"].startswith("hang: no sign of life")
     assert world.status["restarts"]["charged"] == 1
-
-
-def test_diverged_ranks_fail_the_job_at_once_whatever_the_budget():
-    world = running().end(1, 70, message=report(0, kind="diverged", rank=1))
-    assert (world.phase, world.status["attempt"]) == ("Failed", 1)
-    assert world.status["lastFailure"]["message"].startswith("diverged: ")
-
-
-def test_hearing_of_a_round_is_one_write():
-    world = running()
-    raw = {"attempt": 1, "round": 1, "step": 5, "rounds": [killed(0)]}
-    progress, rounds = observe.progress(raw, world.now), observe.rounds(raw)
-    world.feedback = replace(world.feedback, progress=progress, rounds=rounds)
-    (write,) = world.plan().actions
-    assert isinstance(write, act.WriteStatus)
-    world.carry_out(write)
-    assert world.plan().actions == ()
 
 
 @pytest.mark.fault("T11")

@@ -46,13 +46,6 @@ def test_a_new_gang_begins_once_the_turn_of_an_earlier_one_is_over(waited: float
     assert world.wait(1).phase == "Starting"
 
 
-def test_who_has_waited_for_less_than_half_an_hour_has_no_turn():
-    looks = [NOON + n * MINUTE for n in range(60)]
-    assert not any(
-        quota_fairness._turn((Waiter(at - 33 * MINUTE, "a", "big"),), at) for at in looks
-    )
-
-
 @pytest.mark.parametrize("apart", [0, 0.001, 0.5, 1, 2, 2.9])
 @pytest.mark.parametrize("many", [1, 2, 3])
 def test_most_of_the_time_is_everybodys_whoever_waits_and_each_has_turns(apart: float, many: int):

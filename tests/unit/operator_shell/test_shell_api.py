@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import EVENTS, JOBS, PODS, Api, Listing, Resource
+from ddpjob_operator.shell.api import JOBS, PODS, Api, Resource
 from ddpjob_operator.shell.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -124,24 +124,6 @@ async def test_a_body_that_is_no_status_gives_a_message_but_no_reason(
     assert caught.value.message == text
 
 
-async def test_an_error_that_comes_in_pieces_is_read_to_its_end(api: Api, server: Server) -> None:
-    message = "exceeded quota " + "x" * 10_000
-
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(status=403)
-        await response.prepare(request)
-        body = json.dumps({"kind": "Status", "reason": "Forbidden", "message": message}).encode()
-        await response.write(body[:60])
-        await asyncio.sleep(0.05)
-        await response.write(body[60:])
-        return response
-
-    server.handle = refuse
-    with pytest.raises(errors.Forbidden) as caught:
-        await api.get(PODS, "ns", "x")
-    assert (caught.value.reason, caught.value.message) == ("Forbidden", message)
-
-
 @pytest.mark.parametrize("how", ["endless", "cut off"])
 async def test_an_error_without_an_end_is_one_all_the_same(
     api: Api, server: Server, how: str
@@ -212,17 +194,6 @@ async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
         assert request.query["limit"] == "500"
         assert request.query["labelSelector"] == "app=x"
         assert "resourceVersion" not in request.query, "a quorum read"
-
-
-async def test_fields_are_selected_by_the_server(api: Api, server: Server) -> None:
-    async def none(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"metadata": {"resourceVersion": "7"}, "items": []})
-
-    server.handle = none
-    await api.list_all(EVENTS, "ns", fields="source=kubelet")
-    await api.list_all(EVENTS, "ns")
-    selectors = [request.query.get("fieldSelector") for request in server.seen]
-    assert selectors == ["source=kubelet", None]
 
 
 async def test_of_each_object_only_what_is_kept_is_there(api: Api, server: Server) -> None:
@@ -321,23 +292,6 @@ async def test_pages_that_are_too_many_for_the_time_that_a_list_is_kept_grow(
     assert len((await api.list_all(JOBS, "ns")).items) == 100
 
 
-@pytest.mark.parametrize("broken", ["expired", "cut off"])
-async def test_a_list_that_breaks_between_its_pages_is_none(
-    api: Api, server: Server, broken: str
-) -> None:
-    async def page(request: web.Request) -> web.StreamResponse:
-        if "continue" not in request.query:
-            meta = {"resourceVersion": "7", "continue": "more"}
-            return web.json_response({"metadata": meta, "items": [{"a": 1}]})
-        if broken == "expired":
-            return status(410)
-        return web.Response(text='{"items":[{"a":2},{"a"', content_type="application/json")
-
-    server.handle = page
-    with pytest.raises(errors.Gone if broken == "expired" else errors.ApiError):
-        await api.list_all(PODS, "ns")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -364,16 +318,6 @@ async def test_an_answer_that_is_no_list_is_not_an_empty_one(
     with pytest.raises(errors.Unavailable, match="no answer") as caught:
         await api.list_all(PODS, "ns")
     assert caught.value.code == 0
-
-
-@pytest.mark.parametrize("items", [[], None], ids=["items", "nil"])
-async def test_an_empty_list_is_one(api: Api, server: Server, items: object) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        meta = {"resourceVersion": "7"}
-        return web.json_response({"kind": "PodList", "metadata": meta, "items": items})
-
-    server.handle = answer
-    assert await api.list_all(PODS, "ns") == Listing([], "7")
 
 
 @pytest.mark.parametrize(

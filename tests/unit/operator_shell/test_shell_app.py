@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -129,10 +128,6 @@ async def test_so_is_one_that_a_barrier_shows(
     assert "bug" not in caplog.text
 
 
-def test_the_lease_has_connections_of_its_own(app: App) -> None:
-    assert app._elector._api is not app._api
-
-
 @pytest.mark.looptime
 async def test_the_end_fits_in_the_grace_that_the_chart_gives(
     app: App, monkeypatch: pytest.MonkeyPatch
@@ -174,35 +169,6 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(
     stop.set()
     assert await app._run_parts(stop) == 0
     assert released
-
-
-def test_no_whole_search_for_cycles_while_the_caches_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It held the loop up for 90 ms beside 10,000 pods."""
-    usual = gc.get_threshold()
-    made = App(Settings(identity="a"), Credentials(FakeConfiguration(), "default"))
-
-    async def work() -> None:
-        begun = asyncio.Event()
-
-        async def run(*_: object) -> None:
-            begun.set()
-
-        monkeypatch.setattr(made._queue, "run", run)
-        task = asyncio.create_task(made._work())
-        await asyncio.sleep(0)
-        assert gc.get_threshold()[2] > 1000
-        for part in (made._resyncs[None], made._informers[None], made._node_informer):
-            part.synced.set()
-            part.answered.set()
-        await asyncio.gather(task, begun.wait())
-        assert gc.get_freeze_count() > 0
-
-    try:
-        asyncio.run(work())
-        assert gc.get_threshold() == usual
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*usual)
 
 
 class HalfRefused:

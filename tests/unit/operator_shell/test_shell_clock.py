@@ -75,14 +75,6 @@ def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
     assert machine.clock.seen_since() == healed
 
 
-def test_a_gap_that_nobody_asked_about_is_noticed_too():
-    machine = Machine()
-    machine.live(600)
-    machine.passed += 600  # the process was stopped
-    machine.clock.received()
-    assert machine.clock.seen_since() == machine.clock.now()
-
-
 def test_who_takes_over_begins_anew():
     machine = Machine()
     machine.live(600)

@@ -12,7 +12,6 @@ import pytest
 
 from ddpjob_operator.core import compact_spec, observe, spec
 from ddpjob_operator.shell import decode
-from support.world import crd_schema
 
 LIST: dict[str, Any] = {
     "apiVersion": "v1",
@@ -161,20 +160,3 @@ def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None
     sound = {"spec": {"containers": [{"name": "trainer"}]}}
     short = spec.read({"template": sound, "snapshot": {"path": "/s", "volume": volume}})
     assert "spec.snapshot.volume is" in short.flaw
-
-
-def test_a_packed_template_is_what_was_written() -> None:
-    raw = {"metadata": {"labels": {"é": "☃"}}, "spec": {"containers": [{"name": "a"}], "f": 1.5}}
-    found = compact_spec.template(raw)
-    assert found.packed.unpack() == raw
-    assert found.packed.unpack() is not found.packed.unpack()
-    assert compact_spec.template(found) is found
-    # Stored in the status of running jobs: another digest would hold the whole fleet.
-    assert found.packed.digest == "1b50501ac13eb7ff"
-
-
-def test_the_definition_tells_of_the_limits() -> None:
-    schema = crd_schema()["properties"]["spec"]["properties"]
-    assert f"{compact_spec.TEMPLATE_BYTES // 1024} KiB" in schema["template"]["description"]
-    volume = schema["snapshot"]["properties"]["volume"]
-    assert f"{compact_spec.VOLUME_BYTES // 1024} KiB" in volume["description"]

@@ -272,25 +272,12 @@ async def test_a_status_that_is_refused_is_an_error_with_the_servers_words(
     assert stage.recorder.sent == []
 
 
-async def test_a_job_that_is_gone_says_so(stage: Stage) -> None:
-    stage.api.script["replace ddpjobs"] = [errors.NotFound(404, "NotFound", "")]
-    with pytest.raises(JobGoneError):
-        await stage.do(WRITE)
-
-
 async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
     stage.leading = False
     for action in (WRITE, ConfirmGone(2), create(), DeletePod("job-0", "p", None)):
         with pytest.raises(NotLeadingError):
             await stage.do(action)
     assert stage.api.calls == []
-
-
-async def test_a_created_pod_is_known_at_once(stage: Stage) -> None:
-    stage.api.script["create pods"] = [pod(0), pod(1)]
-    await stage.do(create(0), create(1))
-    assert stage.pods == ["p0-2", "p1-2"]
-    assert stage.feedback.refusals == {}
 
 
 async def test_a_name_that_we_took_ourselves_is_success(stage: Stage) -> None:
@@ -369,9 +356,7 @@ async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
     ids=["of-an-older-attempt", "without-its-labels", "leaving", "another-job's"],
 )
 @pytest.mark.fault("A4")
-async def test_where_a_name_is_taken_no_more_creations_begin(
-    stage: Stage, late: Object
-) -> None:
+async def test_where_a_name_is_taken_no_more_creations_begin(stage: Stage, late: Object) -> None:
     """As when a call that timed out arrives after the barrier: what is planned is out of date."""
     pods = [pod(replica, version=20 + replica) for replica in range(1, 64)]
     stage.api.script["create pods"] = [*pods[:40], taken(), *pods[40:]]
@@ -387,14 +372,6 @@ async def test_where_a_name_is_taken_no_more_creations_begin(
     assert asked.is_set()
     assert stage.api.calls.count("create pods") == 41
     assert set(stage.feedback.refusals) == {0}
-
-
-async def test_a_success_takes_back_the_refusal(stage: Stage) -> None:
-    stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "no"), pod()]
-    await stage.do(create())
-    assert set(stage.feedback.refusals) == {0}
-    await stage.do(create())
-    assert stage.feedback.refusals == {}
 
 
 async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
@@ -440,16 +417,6 @@ async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stag
     assert stage.feedback.confirmed == QuorumRead(
         2, NOW, running=True, seen=frozenset({0, 1}), replicas=frozenset({1, 2})
     )
-
-
-async def test_the_barrier_brings_back_a_pod_that_was_thought_gone(stage: Stage) -> None:
-    stage.store.put_pod(pod())
-    stage.store.remove_pod("p0-2")
-    stage.api.script["list pods"] = [Listing([pod(version=10)], "20")]
-    stage.api.script["get ddpjobs"] = [job_object(6, attempt=3)]
-    await stage.do(ConfirmGone(3))
-    assert stage.pods == ["p0-2"]
-    assert stage.feedback.confirmed == QuorumRead(3, NOW, alone=False)
 
 
 async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage: Stage) -> None:
@@ -725,21 +692,6 @@ async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
     script["create pods"] = [pod()]
     await stage.do(create())
     assert stage.feedback.create_backoff is None
-
-
-async def test_a_taken_name_is_told_once(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(3):
-        stage.api.script["create pods"] = [taken()]
-        stage.api.script["get pods"] = [pod(owner="other")]
-        await stage.do(create())
-    assert stage.feedback.create_backoff is None
-    assert len([r for r in caplog.records if "is there" in r.getMessage()]) == 1
-
-
-async def test_a_refusal_of_the_first_pod_is_the_only_one(stage: Stage) -> None:
-    stage.api.script["create pods"] = [errors.Forbidden(403, "Forbidden", "no")] * 64
-    await stage.do(*(create(replica) for replica in range(64)))
-    assert stage.api.calls == ["create pods"]
 
 
 async def test_pods_that_are_taken_widen_the_way_up_to_a_bound(stage: Stage) -> None:

@@ -137,25 +137,6 @@ async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port
 
 
 @needs_address
-async def test_a_round_is_news_though_training_stands_where_it_stood() -> None:
-    count = 0
-
-    async def state(request: web.Request) -> web.StreamResponse:
-        records = [{"round": 0, "replica": 2, "rank": 2, "code": 137}] * (count > 0)
-        return web.json_response({"attempt": 1, "round": count, "step": 7, "rounds": records})
-
-    async with reading(state) as (store, changed):
-        await until(lambda: changed)
-        assert store.feedback("u1").rounds is None
-        count = 1
-        await until(lambda: len(changed) == 2)
-        rounds = store.feedback("u1").rounds
-    assert rounds is not None
-    assert (rounds.attempt, rounds.count) == (1, 1)
-    assert [(found.replica, found.code) for found in rounds.known] == [(2, 137)]
-
-
-@needs_address
 @pytest.mark.parametrize(
     "other", [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},
               {"attempt": 1, "uid": "u2"}]

@@ -92,15 +92,6 @@ def test_an_older_or_equal_job_changes_nothing() -> None:
     assert snapshot.job.status == {"phase": "Running"}
 
 
-def test_versions_that_are_no_numbers_are_taken_as_they_come() -> None:
-    store = stored()
-    assert store.put_job(job("b"))
-    assert store.put_job(job("a"))
-    store.put_pod(pod("x", phase="Pending"))
-    store.put_pod(pod("a", phase="Running"))
-    assert phases(store) == {"p0": "Running"}
-
-
 def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
     store = stored()
     store.set_feedback("u1", ApiFeedback(network_attempt=3))
@@ -140,19 +131,6 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
     assert sorted(store.keys_in(None)) == [("ns", "job"), ("ns", "young")]
     assert store.drop_vanished_jobs("elsewhere", [], "99") == []
     assert (store.keys_in("elsewhere"), len(store.keys_in("ns"))) == ([], 2)
-
-
-def test_outcomes_of_an_unknown_job_are_not_kept() -> None:
-    store = stored()
-    store.set_feedback("u9", ApiFeedback(network_attempt=1))
-    assert store.feedback("u9") == ApiFeedback()
-
-
-def test_pods_that_come_before_their_job_are_there_when_it_comes() -> None:
-    store = Store()
-    assert store.put_pod(pod(3)) == set(), "no key to look at yet"
-    store.put_job(job(5))
-    assert phases(store) == {"p0": "Pending"}
 
 
 def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
@@ -219,16 +197,6 @@ def test_a_pod_that_lost_its_controller_is_its_former_jobs_no_more() -> None:
     assert store.put_pod(pod(8)) == {KEY}, "given back, it counts again"
 
 
-def test_a_relist_too_shows_that_a_pod_lost_its_controller() -> None:
-    store = stored()
-    store.put_pod(pod(6))
-    stripped = pod(7)
-    del stripped["metadata"]["ownerReferences"]
-    assert store.put_pod(stripped) == {KEY}
-    assert store.drop_vanished_pods(None, [stripped["metadata"]["uid"]], "20") == set()
-    assert phases(store) == {}
-
-
 def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
     store = stored()
     store.put_job(job(6, uid="u2", name="other"))
@@ -237,14 +205,6 @@ def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
     assert (phases(store), phases(store, "u2")) == ({}, {"p0": "Pending"})
     assert store.put_pod(pod(7)) == set(), "a late event does not undo it"
     assert (phases(store), phases(store, "u2")) == ({}, {"p0": "Pending"})
-
-
-def test_a_list_for_a_job_that_is_gone_leaves_nothing_behind() -> None:
-    store = stored()
-    store.put_pod(pod(6))
-    store.forget_job(KEY, "u1")
-    store.replace_pods("u1", [], "20")
-    assert store._gangs == {}
 
 
 def test_a_late_event_does_not_bring_a_removed_pod_back() -> None:
@@ -318,13 +278,6 @@ def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None
         store.put_read_job(job(7), before)
     store.put_job(job(12))
     assert not store.put_read_job(job(11), before)  # an event has overtaken it
-
-
-def test_a_list_too_is_something_that_was_known() -> None:
-    store = Store()
-    store.check_list("nodes", "40", store.newest("nodes"))
-    with pytest.raises(RewoundError):
-        store.check_list("nodes", "39", store.newest("nodes"))
 
 
 def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> None:
