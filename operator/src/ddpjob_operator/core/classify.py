@@ -25,7 +25,7 @@ from ddpjob_contract.exits import (
     settled,
     signal_of,
 )  # fmt: skip
-from ddpjob_operator.core import observe, told
+from ddpjob_operator.core import told
 from ddpjob_operator.core.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
 
@@ -94,10 +94,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         return None
     report, code = trainer.report, decisive(pod).exit_code
     cls, reason = _verdict(pod)
-    said, message = told.said(pod, decisive(pod)), told.message(pod)
-    if reason == _OOM and decisive(pod) is trainer and not (report and report.exception):
-        said = told.out_of_memory(trainer)
-        message = observe.clean(f"{said}\n{message}")
+    said, message = told.ended(pod, decisive(pod), oom=reason == _OOM)
     return Failure(
         attempt=pod.attempt or 0,
         round=report.round if report else None,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_contract import ExitCode
+from ddpjob_contract import LEFT_EARLY, ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.observe import Pod, clean
@@ -29,7 +29,6 @@ WAITING: Final = "WaitingForCause"
 _BY_PEERS: Final = ("Hang", "Killed", "User")
 #: Exit codes of a process that has lost a peer or waits for one.
 _WITHOUT_PEERS: Final = (ExitCode.PEER_LOST, ExitCode.HANG)
-_BY_HUB: Final = "ended with exit code 0 while"
 _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 
 
@@ -129,7 +128,7 @@ def _named(view: View, found: Failure) -> Failure:
 
     Where one hub hears all launchers, it has named the ranks.
     """
-    if found.exit_code not in _WITHOUT_PEERS or _BY_HUB in found.exception:
+    if found.exit_code not in _WITHOUT_PEERS or LEFT_EARLY in found.exception:
         return found
     said = left_early(found.exception or found.reason, view.succeeded, view.members)
     message = clean(f"{said}\n{found.message}")
