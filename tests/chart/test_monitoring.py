@@ -13,7 +13,8 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from ddpjob_operator.shell import api
+from ddpjob_operator.shell.api import client as api
 from support.cluster import ROOT
 from support.manifest import rights
 

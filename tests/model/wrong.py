@@ -19,8 +19,8 @@ from ddpjob_operator.core.actions import (
     QuorumRead,
     WriteStatus,
 )
-from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.plan import plan
 
 

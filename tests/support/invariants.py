@@ -16,8 +16,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import compact_spec
-from ddpjob_operator.core.json_read import parse_time
+from ddpjob_operator.core.objects import compact_spec
+from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.ranges import parse_ranges
 from support.objects import (
     TERMINAL,

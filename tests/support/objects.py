@@ -1,6 +1,6 @@
 """What a test reads off a DDPJob or a Pod, as Kubernetes writes it.
 
-On purpose not by way of core/observe.py: who judges the operator must not see with its eyes.
+On purpose not by way of the operator's observe.py: who judges it must not see with its eyes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import compact_spec
+from ddpjob_operator.core.objects import compact_spec
 
 Object = Mapping[str, Any]
 TERMINAL = ("Succeeded", "Failed")

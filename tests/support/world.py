@@ -20,10 +20,11 @@ import yaml
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.policy import probe, retry
+from ddpjob_operator.core.policy.restarting import probe
+from ddpjob_operator.core.policy.starting import retry
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

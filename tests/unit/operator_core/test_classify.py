@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import classify, observe
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.objects import observe
 from support.world import START, World, job_object
 
 AT = "2026-01-01T00:00:00Z"

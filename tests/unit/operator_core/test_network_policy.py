@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, ownership, render, spec
+from ddpjob_operator.core import ownership, render
+from ddpjob_operator.core.objects import observe, spec
 from support.network import NAMESPACE, Pod, reaches
 from support.world import job_object
 

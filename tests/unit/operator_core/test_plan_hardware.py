@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import ExitCode
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
 from ddpjob_operator.core import status as st
+from ddpjob_operator.core.objects import observe, spec
 from support.world import World, job_object
 
 BROKEN = int(ExitCode.HARDWARE)

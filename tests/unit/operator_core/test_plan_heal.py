@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
 from ddpjob_operator.core.actions import QuorumRead
+from ddpjob_operator.core.objects import observe, spec
 from support.world import World, job_object
 
 HOUR = 3600

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import compact_spec
+from ddpjob_operator.core.objects import compact_spec
 from support.world import World, crd_schema, job_object
 
 OTHER = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
+from ddpjob_operator.core.objects import observe
 from support.world import JOB_UID, World, job_object
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.status import Progress
 from support.world import JOB_UID, World, job_object
 

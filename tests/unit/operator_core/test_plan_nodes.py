@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from ddpjob_operator.core.nodes import FORBIDDEN, OUT_OF_SERVICE, record
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, OUT_OF_SERVICE, record
 from support.world import Machines, World, job_object
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}

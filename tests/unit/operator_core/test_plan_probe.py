@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import classify, compact_spec, observe
-from ddpjob_operator.core.policy import probe
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.objects import compact_spec, observe
+from ddpjob_operator.core.policy.restarting import probe
 from support.world import START, World, job_object
 from unit.operator_core.test_classify import (
     AT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe, resumed
+from ddpjob_operator.core.objects import observe, resumed
 from support.world import World, job_object
 
 EQUAL = {"equal": True, "first": 13, "last": 15}

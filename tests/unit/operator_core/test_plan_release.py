@@ -7,9 +7,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.json_read import parse_time
-from ddpjob_operator.core.policy import quota_fairness
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import parse_time
+from ddpjob_operator.core.policy.starting import quota_fairness
 from support.world import World, job_object
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.json_read import parse_time
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.status import Progress
 from support.world import World, job_object
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe, resumed
+from ddpjob_operator.core.objects import observe, resumed
 from support.world import World, job_object
 
 OTHER = {"step": 400, "uid": "8f1c-2", "changed": ["script"]}

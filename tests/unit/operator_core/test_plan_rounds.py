@@ -10,7 +10,8 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.core.status import Progress
 from support.world import World, job_object
 

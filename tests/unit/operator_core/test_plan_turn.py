@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Refusal, Waiter
-from ddpjob_operator.core.policy import quota_fairness
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.policy.starting import quota_fairness
+from ddpjob_operator.shell.cache.store import Store
 from support.world import START, World, job_object
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import JOBS, PODS, Api, Resource
-from ddpjob_operator.shell.credentials import Credentials
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import JOBS, PODS, Api, Resource
+from ddpjob_operator.shell.api.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -213,7 +213,7 @@ async def test_only_the_servers_silence_ends_a_list(
     api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is long to decode, for one user has made it so, would keep the list from all others."""
-    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 2.0)
+    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 2.0)
 
     async def page(request: web.Request) -> web.StreamResponse:
         items = [{"fill": "x" * 50_000}] * 40
@@ -231,7 +231,7 @@ async def test_only_the_servers_silence_ends_a_list(
         return response
 
     server.handle = stall
-    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
+    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
     with pytest.raises(errors.Unavailable, match=r"no answer within 0\.2 s"):
         await api.list_all(PODS, "ns")
 
@@ -257,7 +257,7 @@ async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
         return [request.query["limit"] for request in server.seen]
 
     server.handle = page
-    monkeypatch.setattr("ddpjob_operator.shell.api._QUICK", 0.0)  # every page takes long
+    monkeypatch.setattr("ddpjob_operator.shell.api.client._QUICK", 0.0)  # every page takes long
     largest = 0
     assert await limits(8) == ["500", "250", "125", "62", "31", "15", "10", "10"]
     largest = 40

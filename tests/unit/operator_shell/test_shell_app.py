@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import ConfirmGone, Plan
-from ddpjob_operator.shell import errors, reconciler
-from ddpjob_operator.shell.api import JOBS, Listing, Object, Resource
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell import reconciler
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import JOBS, Listing, Object, Resource
+from ddpjob_operator.shell.api.credentials import Credentials
 from ddpjob_operator.shell.app import App
-from ddpjob_operator.shell.credentials import Credentials
-from ddpjob_operator.shell.resync import Resync
 from ddpjob_operator.shell.settings import Settings
+from ddpjob_operator.shell.watch.resync import Resync
 from support.world import job_object
 
 DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import compact_spec, observe, spec
-from ddpjob_operator.shell import decode
+from ddpjob_operator.core.objects import compact_spec, observe, spec
+from ddpjob_operator.shell.api import decode
 
 LIST: dict[str, Any] = {
     "apiVersion": "v1",

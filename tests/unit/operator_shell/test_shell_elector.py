@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Object, Resource
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Object, Resource
 from ddpjob_operator.shell.elector import Elector
 from support.patience import PATIENCE
 

@@ -25,12 +25,12 @@ from ddpjob_operator.core.actions import (
     ReadNodes,
     WriteStatus,
 )
-from ddpjob_operator.core.observe import Job
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Listing, Object, Resource
+from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Listing, Object, Resource
+from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.store import Store
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 Answer = Object | errors.ApiError
@@ -627,7 +627,7 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage
 
 def test_the_scripted_double_has_the_real_ones_methods() -> None:
     """So that a renamed method cannot leave this file green."""
-    from ddpjob_operator.shell.api import Api
+    from ddpjob_operator.shell.api.client import Api
 
     for name in ("get", "create", "replace", "delete", "list_all"):
         method: Callable[..., Any] = getattr(Api, name)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.nodes import FORBIDDEN
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Listing, Object
-from ddpjob_operator.shell.informer import NodeInformer, PodInformer
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.core.objects.nodes import FORBIDDEN
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Listing, Object
+from ddpjob_operator.shell.cache.store import Store
+from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 
 pytestmark = [pytest.mark.looptime]
 
@@ -54,7 +54,7 @@ class ForgetfulApi:
 async def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The informer's clock is the simulated one."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-    monkeypatch.setattr("ddpjob_operator.shell.informer.time", clock)
+    monkeypatch.setattr("ddpjob_operator.shell.watch.informer.time", clock)
 
 
 @contextlib.asynccontextmanager

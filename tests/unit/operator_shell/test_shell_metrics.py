@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from ddpjob_contract.exits import SEVERITY
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.metrics import Metrics
 
 ONE = observe.Job(

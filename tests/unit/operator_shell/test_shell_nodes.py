@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.nodes import FORBIDDEN, Node
-from ddpjob_operator.shell.nodes import NodeCache, slim
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node
+from ddpjob_operator.shell.cache.nodes import NodeCache, slim
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -12,13 +12,13 @@ import pytest
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.shell import errors
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.reconciler import Reconciler
-from ddpjob_operator.shell.store import Key, Store
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 pytestmark = [pytest.mark.looptime]

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from ddpjob_operator.core.actions import Event
-from ddpjob_operator.core.observe import Job
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Object, Resource
+from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Object, Resource
 from ddpjob_operator.shell.recorder import Recorder
 
 STARTED = Event("Normal", "Started", "creating 3 pods")

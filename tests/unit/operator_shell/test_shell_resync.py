@@ -6,10 +6,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from ddpjob_operator.shell.api import Listing
+from ddpjob_operator.shell.api.client import Listing
+from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.clock import Clock
-from ddpjob_operator.shell.resync import Resync
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.shell.watch.resync import Resync
 from support.world import START, job_object
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
-from ddpjob_operator.shell.pods import slim_pod
-from ddpjob_operator.shell.store import RewoundError, Store
+from ddpjob_operator.shell.cache.pods import slim_pod
+from ddpjob_operator.shell.cache.store import RewoundError, Store
 
 KEY = ("ns", "job")
 

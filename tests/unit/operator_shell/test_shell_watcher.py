@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob_operator.core import observe
-from ddpjob_operator.shell.kopf_thread import JobWatcher
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
 from support.world import job_object
 
 
 def watcher(monkeypatch: Any) -> tuple[JobWatcher, list[bool]]:
     made, restarts = JobWatcher(None, ("a", "b"), lambda *_: None), list[bool]()  # type: ignore[arg-type]
     monkeypatch.setattr(made, "restart", lambda: restarts.append(True))
-    monkeypatch.setattr("ddpjob_operator.shell.kopf_thread.time.monotonic", lambda: 45.0)
+    monkeypatch.setattr("ddpjob_operator.shell.watch.kopf_thread.time.monotonic", lambda: 45.0)
     return made, restarts
 
 

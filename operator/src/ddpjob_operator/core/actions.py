@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from ddpjob_operator.core.observe import Rounds
+from ddpjob_operator.core.objects.observe import Rounds
 from ddpjob_operator.core.status import Progress
 
 Body = Mapping[str, Any]

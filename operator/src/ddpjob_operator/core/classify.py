@@ -1,6 +1,6 @@
 """Classifies the loss of a member, and picks the loss that ended an attempt.
 
-policy/root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
+root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
 rules in their order (docs/guides/restarts.md): facts from before the end come before what the
 kubelet calls the end. Two classes are collateral: another member went first, so they explain an
 attempt only when no better cause turns up.
@@ -26,7 +26,7 @@ from ddpjob_contract.exits import (
     signal_of,
 )  # fmt: skip
 from ddpjob_operator.core import told
-from ddpjob_operator.core.observe import Container, Pod, Round
+from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.status import Failure
 
 Verdict = tuple[str, str]  # class and reason

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.actions import Body, Event, Existing
-from ddpjob_operator.core.json_read import parse_time
-from ddpjob_operator.core.observe import clean
+from ddpjob_operator.core.objects.json_read import parse_time
+from ddpjob_operator.core.objects.observe import clean
 
 #: Fields where an addition changes the meaning, as another label of a selector does.
 _WHOLE: Final = ("selector", "podSelector", "ingress")

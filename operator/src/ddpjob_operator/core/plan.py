@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import render
-from ddpjob_operator.core import spec as spec_module
 from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
@@ -31,21 +30,23 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import (
+from ddpjob_operator.core.objects import spec as spec_module
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.objects.observe import Job, Pod
+from ddpjob_operator.core.policy import finish
+from ddpjob_operator.core.policy.reporting import repeat, report
+from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
-    finish,
-    node_avoidance,
     probe,
-    quota_fairness,
-    repeat,
-    report,
     restart,
-    retry,
     root_cause,
     rounds,
+)
+from ddpjob_operator.core.policy.starting import (
+    node_avoidance,
+    quota_fairness,
+    retry,
     startup,
     template_guard,
 )

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.compact_spec import Template
+from ddpjob_operator.core.objects.compact_spec import Template
 
 MASTER: Final[int] = crd.DEFAULTS["port"]
 METRICS: Final[int] = crd.DEFAULTS["metrics.port"]

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
-from ddpjob_operator.core.json_read import (
+from ddpjob_operator.core.objects.json_read import (
     counter,
     format_time,
     integer,
@@ -24,8 +24,8 @@ from ddpjob_operator.core.json_read import (
     sequence,
     text,
 )
+from ddpjob_operator.core.objects.resumed import Proof
 from ddpjob_operator.core.ranges import format_ranges, parse_ranges
-from ddpjob_operator.core.resumed import Proof
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
@@ -62,7 +62,7 @@ class Condition:
 class Restarts:
     """Counters of restarts.
 
-    ``charged`` and ``disruptions`` are the two budgets in use; policy/budget_reset.py sets both to
+    ``charged`` and ``disruptions`` are the two budgets in use; budget_reset.py sets both to
     0. ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the newest at the
     last restart: what is newer is progress. ``consecutive`` drives the backoff and heals too.
     ``in_place``: restarts of processes only; ``round``: those of the current attempt, so that each

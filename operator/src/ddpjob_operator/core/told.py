@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ddpjob_contract import PERMANENT_EXIT_CODES
-from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
+from ddpjob_operator.core.objects.observe import MESSAGE_MAX, Container, Pod, clean
 from ddpjob_operator.core.ranges import format_ranges
 
 #: Words for a launcher's kind of end, if the program left none.

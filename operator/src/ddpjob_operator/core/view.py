@@ -22,9 +22,9 @@ from ddpjob_operator.core.actions import (
     QuorumRead,
     Refusal,
 )
-from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod, clean
-from ddpjob_operator.core.spec import Spec
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.objects.observe import Job, Pod, clean
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.status import Failure, Status
 
 #: More restarts than this between a backup of etcd and its restore are not assumed.

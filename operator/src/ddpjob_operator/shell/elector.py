@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
-from ddpjob_operator.core.json_read import format_time
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import LEASES, Api, Object
+from ddpjob_operator.core.objects.json_read import format_time
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import LEASES, Api, Object
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, ownership
+from ddpjob_operator.core import ownership
 from ddpjob_operator.core.actions import (
     Action,
     ApiFeedback,
@@ -32,9 +32,11 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import probe, retry
-from ddpjob_operator.shell import errors, nodes
-from ddpjob_operator.shell.api import (
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.policy.restarting import probe
+from ddpjob_operator.core.policy.starting import retry
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import (
     JOBS,
     NETWORK_POLICIES,
     PODS,
@@ -43,10 +45,11 @@ from ddpjob_operator.shell.api import (
     Object,
     Resource,
 )
+from ddpjob_operator.shell.cache import nodes
+from ddpjob_operator.shell.cache.pods import failed_probe, hidden_pods, slim_pod
+from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.pods import failed_probe, hidden_pods, slim_pod
 from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Body
-from ddpjob_operator.core.json_read import integer, mapping
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)

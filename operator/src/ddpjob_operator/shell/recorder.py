@@ -17,10 +17,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Event
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import EVENTS, Api
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import EVENTS, Api
 
 log = logging.getLogger(__name__)
 

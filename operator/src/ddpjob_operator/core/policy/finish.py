@@ -21,7 +21,8 @@ from ddpjob_operator.core.actions import (
     Plan,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import fence, report, resume
+from ddpjob_operator.core.policy.reporting import report, resume
+from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.ranges import every
 from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View

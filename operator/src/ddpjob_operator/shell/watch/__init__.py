@@ -1,0 +1,1 @@
+"""What fills the cache: lists, watches, and the launchers' /state."""
