@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import JOBS, PODS, Api, Resource
+from ddpjob_operator.shell.api.client import JOBS, PODS, Api
 from ddpjob_operator.shell.api.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -234,62 +233,6 @@ async def test_only_the_servers_silence_ends_a_list(
     monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
     with pytest.raises(errors.Unavailable, match=r"no answer within 0\.2 s"):
         await api.list_all(PODS, "ns")
-
-
-async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
-    api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    largest = 40
-
-    async def page(request: web.Request) -> web.StreamResponse:
-        rest = '],"metadata":{"resourceVersion":"7"}}'
-        whole = int(request.query["limit"]) <= largest
-        return web.Response(text='{"items":[{}' + (rest if whole else ""))
-
-    async def no_list(_: web.Request) -> web.StreamResponse:
-        return web.Response(text="{}")
-
-    async def limits(lists: int, resource: Resource = JOBS) -> list[str]:
-        server.seen.clear()
-        for _ in range(lists):
-            with contextlib.suppress(errors.Unavailable):
-                await api.list_all(resource, "ns")
-        return [request.query["limit"] for request in server.seen]
-
-    server.handle = page
-    monkeypatch.setattr("ddpjob_operator.shell.api.client._QUICK", 0.0)  # every page takes long
-    largest = 0
-    assert await limits(8) == ["500", "250", "125", "62", "31", "15", "10", "10"]
-    largest = 40
-    assert await limits(2) == ["10", "10"]
-    assert await limits(1, PODS) == ["500"], "the list of another kind"
-    monkeypatch.undo()
-    largest = 500
-    assert await limits(8) == ["10", "20", "40", "80", "160", "320", "500", "500"], "quick again"
-    server.handle = no_list
-    assert set(await limits(3)) == {"500"}, "smaller pages would be none either"
-
-
-async def test_pages_that_are_too_many_for_the_time_that_a_list_is_kept_grow(
-    api: Api, server: Server
-) -> None:
-    kept = 3  # pages
-
-    async def page(request: web.Request) -> web.StreamResponse:
-        begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
-        if begin >= kept * limit:
-            return status(410)
-        end = min(begin + limit, 100)
-        meta = {"resourceVersion": "7", **({"continue": str(end)} if end < 100 else {})}
-        return web.json_response({"metadata": meta, "items": [{}] * (end - begin)})
-
-    server.handle = page
-    api._pages["/apis/ddpjob.dev/v1alpha1/namespaces/ns/ddpjobs", ""] = 10
-    for limit in (10, 20):
-        with pytest.raises(errors.Gone):
-            await api.list_all(JOBS, "ns")
-        assert server.seen[-1].query["limit"] == str(limit)
-    assert len((await api.list_all(JOBS, "ns")).items) == 100
 
 
 @pytest.mark.parametrize(

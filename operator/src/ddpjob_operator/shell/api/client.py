@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,9 +26,9 @@ Object = decode.Object
 _TIMEOUT = 20.0  # seconds for one call, or of silence in a list
 _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
 _THROTTLE_RETRIES = 3
+# The server gives up on a page that is not fetched within a minute, and a DDPJob may be a megabyte.
 _PAGE = 500
-_SMALLEST_PAGE = 10
-_QUICK = 1.0  # seconds for a page: after a quicker one try larger pages
+_PAGE_OF_JOBS = 100
 _CALLS = 128  # at once
 _ERROR_BYTES = 64 * 1024
 
@@ -80,7 +79,6 @@ class Api:
         self._credentials, self._watches = credentials, watches
         self._count = count
         self._server = credentials.server
-        self._pages: dict[tuple[str, str], int] = {}  # objects in one, where 500 are too many
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Api:
@@ -168,9 +166,8 @@ class Api:
         ``keep`` is called with one object at a time, as it arrives: whole ones would fill the
         memory. Raises Gone if the pages took too long.
         """
-        path, began = resource.path(namespace), time.monotonic()
-        limit = self._pages.get((path, selector), _PAGE)
-        params = {"limit": str(limit)}
+        path = resource.path(namespace)
+        params = {"limit": str(_PAGE_OF_JOBS if resource == JOBS else _PAGE)}
         if selector:
             params["labelSelector"] = selector
         if fields:
@@ -178,35 +175,17 @@ class Api:
         items: list[Any] = []
 
         async def read(response: aiohttp.ClientResponse) -> Object:
-            try:
-                found, rest = await decode.read_list(response.content.iter_any(), keep)
-            except decode.NoListError:
-                raise
-            except (aiohttp.ClientError, OSError, ValueError):
-                # The server gives up on an answer that is not fetched within a minute.
-                self._pages[path, selector] = max(limit // 2, _SMALLEST_PAGE)
-                raise
+            found, rest = await decode.read_list(response.content.iter_any(), keep)
             _version(rest)
             items.extend(found)
             return rest
 
-        def grow() -> None:
-            self._pages[path, selector] = min(2 * limit, _PAGE)
-
-        pages = 0
-        try:
-            while True:
-                pages += 1
-                page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
-                meta = page["metadata"]
-                if not meta.get("continue"):
-                    break
-                params["continue"] = meta["continue"]
-        except errors.Gone:  # so many pages take longer than the server keeps the list
-            grow()
-            raise
-        if limit < _PAGE and time.monotonic() - began < _QUICK * pages:
-            grow()
+        while True:
+            page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
+            meta = page["metadata"]
+            if not meta.get("continue"):
+                break
+            params["continue"] = meta["continue"]
         return Listing(items, meta["resourceVersion"])
 
     async def watch(

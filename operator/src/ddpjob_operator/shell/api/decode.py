@@ -47,17 +47,13 @@ def shallow(text: bytes) -> bytes:
     return text
 
 
-class NoListError(ValueError):
-    """A whole answer that is no list."""
-
-
 async def read_list(
     content: AsyncIterable[bytes], keep: Callable[[Object], Any]
 ) -> tuple[list[Any], Object]:
     """Decode the body of a list; return what ``keep`` makes of items, and the rest.
 
-    Raises NoListError for anything else: no items are not the same as none left. ValueError: it is
-    no JSON, or incomplete.
+    Raises ValueError for anything else (no items are not the same as none left), and for what is no
+    JSON, or incomplete.
     """
     text = _Text(content)
     items: list[Any] | None = None
@@ -76,7 +72,7 @@ async def read_list(
     if items is None:
         nil = rest.pop("items", ...) is None  # as some servers in Go spell an empty one
         if not (nil and str(rest.get("kind")).endswith("List")):
-            raise NoListError(f"no list: it has no items, but {list(rest)}"[:200])
+            raise ValueError(f"no list: it has no items, but {list(rest)}"[:200])
         items = []
     return items, rest
 
