@@ -66,12 +66,12 @@ class Clock:
         self._received_at[self._served(namespace)] = self._monotonic()
 
     def interrupted(self) -> None:
-        """Until this moment somebody else, or nobody, has acted."""
+        """Note that somebody else, or nobody, has acted until this moment."""
         self.now()
         self._begin_anew()
 
     def seen_since(self, namespace: str | None = None) -> datetime:
-        """Since when this process has seen it and acted without a gap; now, while it sees nothing.
+        """Return since when this process has seen it and acted without a gap; now, without sight.
 
         What cannot be seen of one namespace is no gap in another's sight.
         """

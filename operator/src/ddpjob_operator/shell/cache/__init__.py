@@ -1,1 +1,1 @@
-"""What the operator knows of the cluster."""
+"""Keeps the operator's knowledge of the cluster."""

@@ -1,1 +1,1 @@
-"""What fills the cache: lists, watches, and the launchers' /state."""
+"""Fills the cache by lists, watches, and the launchers' /state."""

@@ -1,1 +1,1 @@
-"""What the status says besides decisions."""
+"""Fills the status besides decisions."""

@@ -1,10 +1,10 @@
-"""Whose turn it is where a quota has no room for all: a later gang yields to an earlier one.
+"""Lets the oldest waiting gang start first when a ResourceQuota cannot hold all.
 
-A gang needs all its places at once, so a stream of smaller ones would starve it: each takes what
-the last has left. Now and then, for a time that grows with its own wait, no later gang of the
-namespace begins while it waits. A gang that fits nowhere has such turns too, and so may several:
-turns of all lie together, one has each, and most of the time is everybody's. What runs, or
-restarts, is left alone.
+plan() and report.py ask. A gang needs all its places at once, so a stream of smaller ones would
+starve it. Now and then, for a time that grows with its own wait, no later gang of the namespace
+begins while it waits. A gang that fits nowhere has such turns too, and so may several: their turns
+lie together, one has each, and most of the time is everybody's. Running and restarting gangs are
+left alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def waiter(job: Job) -> Waiter | None:
 
 
 def until(view: View) -> datetime | None:
-    """When the turn of an earlier gang ends; None if this one may begin."""
+    """Return when the turn of an earlier gang ends; None if this one may begin."""
     found = _before(view)
     return found[1] if found else None
 
@@ -72,7 +72,7 @@ def _before(view: View) -> tuple[Waiter, datetime] | None:
 
 
 def _turn(waiters: Sequence[Waiter], now: datetime) -> tuple[Waiter, datetime] | None:
-    """Who has a turn now, and until when: who has waited longest; alike ones by rotation."""
+    """Pick the gang that has waited longest, by rotation among equals, and the end of its turn."""
     cycles = [(_cycle(now - waiter.since), waiter) for waiter in waiters]
     turns = [(cycle, waiter) for cycle, waiter in cycles if cycle and _is_turn(cycle, now)]
     if not turns:
@@ -84,7 +84,7 @@ def _turn(waiters: Sequence[Waiter], now: datetime) -> tuple[Waiter, datetime] |
 
 
 def _cycle(waited: timedelta) -> timedelta | None:
-    """How long the cycle is of a gang that has waited so long; None: it has no turns yet."""
+    """Return the cycle of a gang that has waited so long; None: it has no turns yet."""
     if waited < _SHORTEST:
         return None
     cycle = _LONGEST
