@@ -53,16 +53,6 @@ def test_a_broken_gpu_is_charged_to_nobody_and_its_node_is_avoided():
     assert message.startswith("a GPU of node2 failed")
 
 
-def test_each_node_is_named_once_and_later_attempts_avoid_all():
-    world = running()
-    for replica in (1, 0, 1):
-        lose(world, replica)
-    assert world.status["avoidedNodes"] == ["node2", "node1"]
-    assert {tuple(kept_off(pod)) for pod in world.pods.values()} == {("node1", "node2")}
-    lose(world, 0, 1)
-    assert {tuple(kept_off(pod)) for pod in world.pods.values()} == {("node1", "node2")}
-
-
 @pytest.mark.parametrize("other", [1, ExitCode.HANG, ExitCode.DIVERGED, ExitCode.PEER_LOST, 137])
 def test_a_broken_gpu_explains_what_befell_the_others(other: int):
     world = running()

@@ -11,7 +11,6 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import render
-from ddpjob_operator.core.actions import QuorumRead
 from ddpjob_operator.core.objects import observe, spec
 from support.world import World, job_object
 
@@ -90,13 +89,6 @@ def test_the_budget_is_exact_again_after_it_has_healed():
     assert world.end(1, 1).phase == "Failed"
 
 
-def test_another_operator_heals_by_the_stored_time():
-    world = restarted().wait(HOUR - 1).restart_operator()
-    world.feedback = replace(world.feedback, confirmed=QuorumRead(3, world.now), network_attempt=3)
-    assert world.plan().requeue_after == 1
-    assert spent(world.wait(1)) == (0, 0)
-
-
 def test_time_before_running_and_between_attempts_does_not_count():
     world = restarted(startupDeadlineSeconds=9 * HOUR, restart={"backoff": {"maxSeconds": 9999}})
     world.wait(HOUR - 1).end(1, 1)
@@ -124,13 +116,6 @@ def test_a_gang_found_broken_does_not_heal_by_time_however_long_the_operator_was
     assert spent(world.end(1, 1)) == (2, 1)
 
 
-def test_while_the_cause_of_a_loss_is_waited_for_time_does_not_heal():
-    world = restarted().wait(HOUR - 1)
-    world.end(0, 75)
-    assert world.phase == "Running"
-    assert spent(world.wait(2)) == (1, 1)
-
-
 def test_a_round_starts_the_wait_anew_though_nothing_is_charged_for_it():
     world = restarted().wait(HOUR - 1)
     poll(world, round=1)
@@ -143,14 +128,6 @@ def test_zero_turns_healing_by_time_off():
     world = restarted(restart={"healAfterSeconds": 0})
     assert world.wait(10).plan().requeue_after is None
     assert spent(world.wait(99 * HOUR)) == (1, 1)
-
-
-def test_a_clock_that_was_set_back_only_delays():
-    world = restarted()
-    world.now -= timedelta(hours=2)
-    assert spent(world.settle()) == (1, 1)
-    assert spent(world.wait(3 * HOUR - 1)) == (1, 1)
-    assert spent(world.wait(1)) == (0, 0)
 
 
 # --- By progress ------------------------------------------------------------------------------

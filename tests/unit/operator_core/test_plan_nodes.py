@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, OUT_OF_SERVICE, record
+from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, record
 from support.world import Machines, World, job_object
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
@@ -86,14 +86,6 @@ def test_fence_reads_the_node_before_it_gives_up_its_pods():
     assert world.condition("Stalled")["status"] == "False"
 
 
-def test_an_old_read_is_no_confirmation():
-    world = fall_silent(running(**FENCE), "node2")
-    assert world.machines
-    world.machines.read["node2"] = world.now
-    world.wait(30)
-    assert "read node2" in world.log
-
-
 def test_fence_waits_when_no_worker_is_ready():
     world = fall_silent(running(**FENCE), "node1", "node2").wait(600)
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
@@ -139,15 +131,6 @@ def test_fence_counts_only_what_this_process_has_seen_without_a_gap(after: int, 
     assert world.settle().wait(least - 1).status["attempt"] == 1
     assert world.plan().requeue_after == 1
     assert world.wait(1).status["attempt"] == 2
-
-
-def test_a_node_that_comes_back_in_time_costs_nothing():
-    world = fall_silent(running(**FENCE), "node2").wait(20)
-    assert world.machines
-    world.machines.down.clear()
-    world.settle().wait(100)
-    assert world.status["attempt"] == 1
-    assert world.condition("Stalled")["status"] == "False"
 
 
 def test_wait_says_what_it_waits_for_and_what_a_person_can_do():
@@ -303,15 +286,6 @@ def test_fence_without_rights_is_told_and_behaves_as_wait():
     world.machines = Machines()
     world.wait(3)
     assert world.condition("Unsupported")["status"] == "False"
-
-
-def test_nodes_that_could_not_be_read_yet_are_no_want_of_rights():
-    world = World(job_object(**FENCE), nodes=None).settle().run()
-    assert world.condition("Unsupported") == {}
-    world.nodes = FORBIDDEN
-    world.wait(3)
-    world.nodes = None
-    assert world.wait(3).condition("Unsupported")["status"] == "True", "still not known"
 
 
 def test_fence_without_snapshot_is_refused():

@@ -186,16 +186,6 @@ def test_classes_of_rounds(record: dict[str, Any], cls: str, reason: str, messag
         cls, reason, message)  # fmt: skip
 
 
-def test_the_replica_of_a_rank_follows_from_the_processes_per_pod():
-    world = poll(running(nprocPerNode=4), 1, {"round": 0, "rank": 9, "code": 1})
-    assert world.status["lastFailure"]["replica"] == 2
-    assert poll(world, 2, {"round": 1, "replica": 0, "code": 1}).status["lastFailure"] == {
-        "attempt": 1, "round": 1, "replica": 0, "pod": "job-0", "node": "node1", "class": "User",
-        "reason": "ExitCode1", "exitCode": 1, "detectedAt": "2026-01-01T00:00:00.000000Z",
-        "inPlace": True,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -209,18 +199,6 @@ def test_a_record_that_makes_no_sense_leaves_a_round_of_unknown_cause(record: ob
     assert in_place(world) == (1, 1)
     assert "failures" not in world.status
     assert "1 round of attempt 1 ended, cause unknown" in world.events[0].message
-
-
-@pytest.mark.parametrize("count", [0, -1, True, "1", 1.5, None, 100_000, 10**30])
-def test_a_number_of_rounds_that_no_gang_has_is_not_believed(count: object):
-    assert observe.rounds({"attempt": 1, "round": count, "rounds": [killed(0)]}) is None
-    assert in_place(running().end(1, 1, message=report(count)))[0] == 0  # type: ignore[arg-type]
-
-
-def test_the_sum_of_all_rounds_fits_its_field():
-    world = running()
-    world.job["status"]["restarts"]["inPlace"] = 2**31 - 2
-    assert in_place(poll(world, 9)) == (2**31 - 1, 9)
 
 
 def env_of(**fields: Any) -> dict[str, str]:

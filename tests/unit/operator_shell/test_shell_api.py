@@ -108,21 +108,6 @@ async def test_errors_carry_the_servers_words(
     assert calls == {("get", "pods", code): 1}
 
 
-@pytest.mark.parametrize("code", [403, 429, 502, 503])
-@pytest.mark.parametrize("text", ["<html>too bad", '{"reason": "Too Bad", "note": "too bad"}'])
-async def test_a_body_that_is_no_status_gives_a_message_but_no_reason(
-    api: Api, server: Server, code: int, text: str
-) -> None:
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=code, text=text, headers={"Retry-After": "0"})
-
-    server.handle = refuse
-    with pytest.raises(errors.ApiError, match="too bad") as caught:
-        await api.get(PODS, "ns", "x")
-    assert (caught.value.code, caught.value.reason) == (code, "")
-    assert caught.value.message == text
-
-
 @pytest.mark.parametrize("how", ["endless", "cut off"])
 async def test_an_error_without_an_end_is_one_all_the_same(
     api: Api, server: Server, how: str
@@ -166,17 +151,6 @@ async def test_a_throttled_call_is_repeated_when_the_server_says(
     server.handle = later
     assert await api.create(PODS, "ns", {"a": 1}) == {"ok": True}
     assert calls == {("create", "pods", 429): 2, ("create", "pods", 200): 1}
-
-
-async def test_a_long_retry_after_goes_to_the_caller(api: Api, server: Server) -> None:
-    async def later(request: web.Request) -> web.StreamResponse:
-        return status(429, headers={"Retry-After": "120"})
-
-    server.handle = later
-    with pytest.raises(errors.Throttled) as caught:
-        await api.get(PODS, "ns", "x")
-    assert caught.value.retry_after == 120
-    assert len(server.seen) == 1
 
 
 async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:

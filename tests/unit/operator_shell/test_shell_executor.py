@@ -22,7 +22,6 @@ from ddpjob_operator.core.actions import (
     Measurement,
     QuorumRead,
     ReadEvents,
-    ReadNodes,
     WriteStatus,
 )
 from ddpjob_operator.core.objects.observe import Job
@@ -205,18 +204,6 @@ async def test_what_an_older_crd_dropped_of_a_status_is_known(stage: Stage) -> N
     assert stage.feedback.pruned is None
 
 
-async def test_a_conflict_reads_the_job_again_and_drops_the_rest(stage: Stage) -> None:
-    stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
-    stage.api.script["get ddpjobs"] = [job_object(8, phase="Running")]
-    await stage.do(WRITE, create())
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    assert snapshot.job.status == {"phase": "Running"}
-    assert stage.api.calls == ["replace ddpjobs", "get ddpjobs"]
-    assert stage.recorder.sent == []
-    assert stage.feedback.status_written_at is None
-
-
 async def test_a_conflict_with_our_own_write_tells_of_it(stage: Stage) -> None:
     """The answer to the first try was lost, and aiohttp made a second one by itself."""
     stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
@@ -258,34 +245,12 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(
     assert (counted or 0) == len(told)
 
 
-async def test_a_status_that_is_refused_is_an_error_with_the_servers_words(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    refused = errors.Invalid(422, "Invalid", "status.step: must be an int32")
-    stage.api.script["replace ddpjobs"] = [refused]
-    with pytest.raises(errors.Invalid):
-        await stage.do(WRITE, create())
-    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "ns/job" in record.getMessage()
-    assert "status.step: must be an int32" in record.getMessage()
-    assert stage.api.calls == ["replace ddpjobs"]
-    assert stage.recorder.sent == []
-
-
 async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
     stage.leading = False
     for action in (WRITE, ConfirmGone(2), create(), DeletePod("job-0", "p", None)):
         with pytest.raises(NotLeadingError):
             await stage.do(action)
     assert stage.api.calls == []
-
-
-async def test_a_name_that_we_took_ourselves_is_success(stage: Stage) -> None:
-    stage.api.script["create pods"] = [taken()]
-    stage.api.script["get pods"] = [pod()]
-    await stage.do(create())
-    assert stage.pods == ["p0-2"]
-    assert stage.feedback.refusals == {}
 
 
 @pytest.mark.parametrize(
@@ -541,25 +506,6 @@ SERVICE = {
 ENSURE = EnsureNetwork(2, (SERVICE,))
 
 
-@pytest.mark.parametrize(
-    ("gets", "creates", "calls"),
-    [
-        ([missing()], [service()], ["get", "create"]),
-        ([service()], [], ["get"]),
-        ([missing(), service()], [taken()], ["get", "create", "get"]),
-    ],
-    ids=["made", "there", "made-by-a-lost-call"],
-)
-async def test_network_that_stands(
-    stage: Stage, gets: list[Any], creates: list[Any], calls: list[str]
-) -> None:
-    stage.api.script = {"get services": list(gets), "create services": list(creates)}
-    await stage.do(ENSURE)
-    assert stage.feedback.network_attempt == 2
-    assert stage.feedback.network_refusal is None
-    assert stage.api.calls == [f"{verb} services" for verb in calls]
-
-
 def changed(**spec: Any) -> Object:
     found = service(labels={"ours": "other", "theirs": "y"}, resourceVersion="7")
     return {**found, "spec": {**found["spec"], **spec}}
@@ -623,26 +569,6 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage
     with pytest.raises(errors.Unavailable):
         await stage.do(DeletePod("job-0", "p0-2", 2), DeletePod("job-1", "p1-2", 2))
     assert stage.pods == ["p0-2"]
-
-
-def test_the_scripted_double_has_the_real_ones_methods() -> None:
-    """So that a renamed method cannot leave this file green."""
-    from ddpjob_operator.shell.api.client import Api
-
-    for name in ("get", "create", "replace", "delete", "list_all"):
-        method: Callable[..., Any] = getattr(Api, name)
-        assert callable(method)
-
-
-async def test_nodes_are_read_and_what_they_say_is_known(stage: Stage) -> None:
-    stage.store.nodes.replace_all([])
-    silent = {"metadata": {"name": "a", "resourceVersion": "4"}, "status": {}}
-    stage.api.script["get nodes"] = [silent, errors.NotFound(404, "NotFound", "no such node")]
-    await stage.do(ReadNodes(("a", "b")))
-    found = stage.store.nodes.of(["a", "b"])
-    assert found is not None
-    assert [(n.exists, n.ready) for n in found.known.values()] == [(True, False), (False, False)]
-    assert all(n.read_seconds is not None for n in found.known.values())
 
 
 KILLING: Object = {"reason": "Killing", "lastTimestamp": "2026-01-01T00:00:09Z",

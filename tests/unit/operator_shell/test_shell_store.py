@@ -61,35 +61,8 @@ def test_of_a_template_no_objects_are_kept() -> None:
     assert volume not in seen
 
 
-def test_a_spec_is_packed_once_for_each_generation() -> None:
-    store = Store()
-
-    def put(version: int, generation: int, replicas: int) -> Any:
-        found = job(version)
-        found["metadata"]["generation"] = generation
-        found["spec"] = {"replicas": replicas}
-        store.put_job(found)
-        snapshot = store.snapshot(KEY)
-        assert snapshot is not None
-        return snapshot.job.spec
-
-    first = put(5, 1, 2)
-    assert put(6, 1, 2) is first
-    assert put(7, 2, 3)["replicas"] == 3
-
-
 def phases(store: Store, uid: str = "u1") -> dict[str, str]:
     return {found.uid: found.phase for found in store.pods_of(uid)}
-
-
-def test_an_older_or_equal_job_changes_nothing() -> None:
-    store = stored()
-    assert not store.put_job(job(5, phase="Running"))
-    assert not store.put_job(job(4, phase="Running"))
-    assert store.put_job(job(10, phase="Running")), "10 is newer than 5, as text it is not"
-    snapshot = store.snapshot(KEY)
-    assert snapshot is not None
-    assert snapshot.job.status == {"phase": "Running"}
 
 
 def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
@@ -102,14 +75,6 @@ def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
     assert snapshot.feedback == ApiFeedback()
     assert snapshot.pods == ()
     assert store.feedback("u1") == ApiFeedback()
-
-
-def test_forget_wants_the_right_uid() -> None:
-    store = stored()
-    assert not store.forget_job(KEY, "other")
-    assert store.snapshot(KEY) is not None
-    assert store.forget_job(KEY, "u1")
-    assert store.snapshot(KEY) is None
 
 
 def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
@@ -141,14 +106,6 @@ def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
     assert phases(store) == {"p0": "Pending"}
     assert store.remove_pod("p0") == KEY
     assert store.remove_pod("p0") is None
-
-
-def test_a_pod_without_a_controller_is_nobodys() -> None:
-    store = stored()
-    body = pod(6)
-    del body["metadata"]["ownerReferences"]
-    assert store.put_pod(body) == set()
-    assert store.pod_count() == 0
 
 
 def test_no_pod_is_of_another_namespaces_job() -> None:

@@ -100,25 +100,6 @@ async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
     queue.forget("b")
 
 
-async def test_close_lets_work_under_way_end_and_hands_out_no_more() -> None:
-    queue: WorkQueue[str] = WorkQueue()
-    done: list[str] = []
-
-    async def work(key: str) -> None:
-        await asyncio.sleep(3)
-        done.append(key)
-
-    async with working(queue, work):
-        queue.add("a")
-        await asyncio.sleep(1)
-        queue.close()
-        queue.add("b")
-        await queue.drained()
-        assert done == ["a"]
-        await asyncio.sleep(10)
-    assert done == ["a"]
-
-
 async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None:
     queue: WorkQueue[int] = WorkQueue()
     turns: list[int] = []
