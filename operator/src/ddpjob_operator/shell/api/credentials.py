@@ -1,6 +1,6 @@
 """The API server's address and our credentials, as `kubernetes.config` finds them.
 
-api.py and kopf's login ask for them. In a pod the ServiceAccount's token file, which the kubelet
+client.py and kopf's login ask for them. In a pod the ServiceAccount's token file, which the kubelet
 rotates, is read again every minute; exec plugins of a kubeconfig run again when their token is
 about to expire.
 """

@@ -1,6 +1,6 @@
 """Decodes JSON from the API server, whatever users have put into it.
 
-api.py and kopf's session (handlers.py) call it. A list is decoded item by item as it arrives, so
+client.py and kopf's session (handlers.py) call it. A list is decoded item by item as it arrives, so
 that never more than one item is there as dicts, and other tasks run between two items. What is
 nested so deep that Python's decoder gives up on it (a DDPJob of 4 KB can be) is replaced by NaN,
 which no JSON of Kubernetes holds.
