@@ -1,6 +1,6 @@
 """Reports the resume of a job: whose snapshot it took, and whether its restart was proven.
 
-report.py and finish.py call it with the progress that a launcher told.
+report.py and finish.py call it with the progress that a launcher reports.
 """
 
 from __future__ import annotations
