@@ -82,7 +82,7 @@ MUTATIONS = (
              CORE_TESTS + "test_plan_hostile.py"),
     Mutation("all pods of a large template are rendered at once", CORE + "plan.py",
              "_BATCH_BYTES // max(1, size)", "_BATCH_BYTES", CORE_TESTS + "test_plan_restart.py"),
-    Mutation("a number of an attempt that no label holds is believed", CORE + "status.py",
+    Mutation("a number of an attempt that no label holds is believed", CORE + "objects/status.py",
              "attempt if 0 <= attempt < MOST_ATTEMPTS else 0", "attempt",
              CORE_TESTS + "test_plan_hostile.py"),
     Mutation("a pod of another namespace is one of the gang", SHELL + "cache/store.py",

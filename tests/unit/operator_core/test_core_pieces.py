@@ -10,8 +10,8 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
-from ddpjob_operator.core import classify, ranges, render, status
-from ddpjob_operator.core.objects import observe, spec
+from ddpjob_operator.core import classify, render
+from ddpjob_operator.core.objects import observe, ranges, spec, status
 from ddpjob_operator.core.policy.restarting import restart
 from support.world import START, World, job_object
 

@@ -8,8 +8,8 @@ import pytest
 
 from ddpjob_contract import ExitCode
 from ddpjob_operator.core import render
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.objects import observe, spec
+from ddpjob_operator.core.objects import status as st
 from support.world import World, job_object
 
 BROKEN = int(ExitCode.HARDWARE)

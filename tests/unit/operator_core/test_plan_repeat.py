@@ -10,7 +10,7 @@ import pytest
 
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects.status import Progress
 from support.world import World, job_object
 
 SHAPES = "ValueError: shapes (3, 4) and (5,) do not match"

@@ -9,8 +9,8 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.status import Progress
 from support.world import World, job_object
 
 

@@ -12,7 +12,7 @@ import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects.status import Progress
 from support.world import World, job_object
 
 

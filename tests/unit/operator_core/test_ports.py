@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import ports, render
-from ddpjob_operator.core.objects import compact_spec, observe, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
 from support.world import job_object
 
 HOST = compact_spec.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})

@@ -15,8 +15,8 @@ from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.core import ports, render
-from ddpjob_operator.core.objects import compact_spec, observe, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
 from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.watch.progress import ProgressReader, _url
 from support.patience import PATIENCE

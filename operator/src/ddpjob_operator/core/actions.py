@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from ddpjob_operator.core.objects.observe import Rounds
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects.status import Progress
 
 Body = Mapping[str, Any]
 

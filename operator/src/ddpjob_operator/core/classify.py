@@ -27,7 +27,7 @@ from ddpjob_contract.exits import (
 )  # fmt: skip
 from ddpjob_operator.core import told
 from ddpjob_operator.core.objects.observe import Container, Pod, Round
-from ddpjob_operator.core.status import Failure
+from ddpjob_operator.core.objects.status import Failure
 
 Verdict = tuple[str, str]  # class and reason
 INIT_FAILED: Final = "InitContainerFailed"

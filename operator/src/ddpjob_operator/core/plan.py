@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import render
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
     ApiFeedback,
@@ -31,8 +30,11 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.objects import spec as spec_module
+from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
+from ddpjob_operator.core.objects.ranges import counted
+from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.policy import finish
 from ddpjob_operator.core.policy.reporting import repeat, report
 from ddpjob_operator.core.policy.restarting import (
@@ -50,8 +52,6 @@ from ddpjob_operator.core.policy.starting import (
     startup,
     template_guard,
 )
-from ddpjob_operator.core.ranges import counted
-from ddpjob_operator.core.status import Status
 from ddpjob_operator.core.view import Change, View, build_view
 
 #: Phases in which a gang is wanted.

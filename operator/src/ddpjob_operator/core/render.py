@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from ddpjob_contract import crd, exits
 from ddpjob_contract.environment import Member, Snapshots
-from ddpjob_operator.core import ports
-from ddpjob_operator.core.objects import compact_spec
+from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.core.objects.spec import Restart, Spec

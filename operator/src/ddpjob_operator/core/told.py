@@ -12,7 +12,7 @@ from typing import Final
 
 from ddpjob_contract import PERMANENT_EXIT_CODES
 from ddpjob_operator.core.objects.observe import MESSAGE_MAX, Container, Pod, clean
-from ddpjob_operator.core.ranges import format_ranges
+from ddpjob_operator.core.objects.ranges import format_ranges
 
 #: Words for a launcher's kind of end, if the program left none.
 KINDS: Final[Mapping[str, str]] = {

@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any, Literal
 
 from ddpjob_operator.core import classify
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     ApiFeedback,
     Event,
@@ -22,10 +21,11 @@ from ddpjob_operator.core.actions import (
     QuorumRead,
     Refusal,
 )
+from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod, clean
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.status import Failure, Status
+from ddpjob_operator.core.objects.status import Failure, Status
 
 #: More restarts than this between a backup of etcd and its restore are not assumed.
 _ATTEMPTS_AHEAD = 10_000

@@ -27,9 +27,8 @@ from prometheus_client.registry import Collector
 from ddpjob_contract import crd
 from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator import __version__
-from ddpjob_operator.core import status
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import observe, status
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SLOW = (0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300, 600, 1800)

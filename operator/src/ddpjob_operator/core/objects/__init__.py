@@ -1,1 +1,1 @@
-"""The API server's objects, read into slim records: what comes from strangers is bounded here."""
+"""Reads the API server's objects into slim records; text of strangers is bounded here."""

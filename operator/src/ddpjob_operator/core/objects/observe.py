@@ -17,7 +17,7 @@ import ddpjob_contract as contract
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec, resumed
 from ddpjob_operator.core.objects.json_read import mapping, parse_time, sequence
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects.status import Progress
 
 _INT32: Final = 2**31
 #: No attempt has so many rounds: a larger number is ignored.

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
-from ddpjob_operator.core import ports
-from ddpjob_operator.core.objects import compact_spec
+from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.compact_spec import Packed, Template
 from ddpjob_operator.core.objects.json_read import integer, mapping, text
 

@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import classify
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
     ConfirmGone,
@@ -21,10 +20,11 @@ from ddpjob_operator.core.actions import (
     Plan,
     WriteStatus,
 )
+from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.ranges import every
+from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.policy.reporting import report, resume
 from ddpjob_operator.core.policy.restarting import fence
-from ddpjob_operator.core.ranges import every
-from ddpjob_operator.core.status import Progress
 from ddpjob_operator.core.view import Change, View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.

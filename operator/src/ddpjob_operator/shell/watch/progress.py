@@ -23,10 +23,9 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import ports
-from ddpjob_operator.core.objects import compact_spec, observe
+from ddpjob_operator.core.objects import compact_spec, observe, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.shell.cache.store import Key, Store
 
 log = logging.getLogger(__name__)

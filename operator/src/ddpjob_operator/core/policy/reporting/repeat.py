@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract.exits import FREE
+from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.policy.restarting import restart
-from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.view import View
 
 CRASH_LOOPING: Final = "CrashLooping"

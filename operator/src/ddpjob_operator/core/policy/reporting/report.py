@@ -18,11 +18,17 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.objects.json_read import mapping
 from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.ranges import format_ranges
+from ddpjob_operator.core.objects.status import (
+    Condition,
+    Progress,
+    Replicas,
+    Status,
+    with_condition,
+)
 from ddpjob_operator.core.policy.reporting import resume
 from ddpjob_operator.core.policy.restarting import fence, restart
 from ddpjob_operator.core.policy.starting import node_avoidance, quota_fairness, template_guard
-from ddpjob_operator.core.ranges import format_ranges
-from ddpjob_operator.core.status import Condition, Progress, Replicas, Status, with_condition
 from ddpjob_operator.core.told import after_step, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 

@@ -6,7 +6,7 @@ report.py and finish.py call it with the progress that a launcher reports.
 from __future__ import annotations
 
 from ddpjob_operator.core.objects import resumed
-from ddpjob_operator.core.status import Progress, with_condition
+from ddpjob_operator.core.objects.status import Progress, with_condition
 from ddpjob_operator.core.view import Change, View
 
 

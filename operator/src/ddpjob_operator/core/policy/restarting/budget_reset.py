@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from ddpjob_operator.core.objects.status import Restarts, Status
 from ddpjob_operator.core.policy.starting import startup
-from ddpjob_operator.core.status import Restarts, Status
 from ddpjob_operator.core.view import Change, View
 
 

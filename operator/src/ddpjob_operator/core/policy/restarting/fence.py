@@ -19,7 +19,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import ReadNodes
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.objects.observe import Pod
-from ddpjob_operator.core.status import Failure
+from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.view import View
 
 #: A read of a Node serves the decision and its deletions, but none much later.

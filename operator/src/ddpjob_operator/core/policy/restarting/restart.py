@@ -15,9 +15,9 @@ from ddpjob_contract import exits
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.policy import finish
 from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
-from ddpjob_operator.core.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.view import Change, View
 
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come

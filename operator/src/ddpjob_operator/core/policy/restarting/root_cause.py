@@ -16,8 +16,8 @@ from ddpjob_contract import LEFT_EARLY, ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.policy.restarting import fence, probe, restart
-from ddpjob_operator.core.status import Failure, Status
 from ddpjob_operator.core.told import left_early, shorten
 from ddpjob_operator.core.view import Change, View
 

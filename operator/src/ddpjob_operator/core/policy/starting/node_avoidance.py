@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ddpjob_operator.core.status import MAX_AVOIDED, Failure
+from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
 
 #: Up to so many of these failures in a row, without progress in between, are free.

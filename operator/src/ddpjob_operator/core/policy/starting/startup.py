@@ -13,12 +13,12 @@ from typing import Final
 
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects.ranges import every
+from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy.reporting import repeat, report
 from ddpjob_operator.core.policy.restarting import fence, restart
 from ddpjob_operator.core.policy.starting import node_avoidance, quota, template_guard
 from ddpjob_operator.core.policy.starting.release import release
-from ddpjob_operator.core.ranges import every
-from ddpjob_operator.core.status import Failure
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.

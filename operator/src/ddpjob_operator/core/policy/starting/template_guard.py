@@ -12,7 +12,7 @@ from typing import Final
 
 from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_operator.core.objects.observe import clean
-from ddpjob_operator.core.status import with_condition
+from ddpjob_operator.core.objects.status import with_condition
 from ddpjob_operator.core.view import Change, View
 
 SUSPENDING: Final = "Suspending"

@@ -24,8 +24,8 @@ from ddpjob_operator.core.objects.json_read import (
     sequence,
     text,
 )
+from ddpjob_operator.core.objects.ranges import format_ranges, parse_ranges
 from ddpjob_operator.core.objects.resumed import Proof
-from ddpjob_operator.core.ranges import format_ranges, parse_ranges
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
