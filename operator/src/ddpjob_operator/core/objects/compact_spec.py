@@ -99,7 +99,7 @@ def template(raw: object) -> Template:
         gpu=gpu,
         gpus=gpus,
         ports=frozenset(number for number in numbers if isinstance(number, int)),
-        mounts=frozenset(place(path) for path in mounts if isinstance(path, str)),
+        mounts=frozenset(normal_path(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
         probed=str(trainer.get("name")) if _PROBES & trainer.keys() else "",
     )
@@ -126,7 +126,7 @@ def spec(raw: Mapping[str, Any]) -> dict[str, Any]:
     return slim
 
 
-def place(path: str) -> str:
+def normal_path(path: str) -> str:
     """Normalize a path in a container: /a is also at a, //a and /b/../a."""
     return "/" + posixpath.normpath(f"/{path}").lstrip("/")
 

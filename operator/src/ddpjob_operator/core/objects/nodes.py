@@ -22,7 +22,7 @@ _FEW: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class NodeRecord:
     """The part of a Node object that is kept.
 
     ``since``: the last transition of its Ready condition by the cluster's clock, so only good to
@@ -82,13 +82,13 @@ def disrupted(workers: int, unready: int) -> bool:
     return unready == workers or most
 
 
-def record(obj: Mapping[str, Any]) -> Record:
+def record(obj: Mapping[str, Any]) -> NodeRecord:
     """Parse a Node object; one without a Ready condition is not ready, as for Kubernetes."""
     taints = {text(mapping(t).get("key")) for t in sequence(mapping(obj.get("spec")).get("taints"))}
     conditions = sequence(mapping(obj.get("status")).get("conditions"))
     found = (mapping(c) for c in conditions if mapping(c).get("type") == "Ready")
     ready: Mapping[str, Any] = next(found, {})
-    return Record(
+    return NodeRecord(
         name=obj["metadata"]["name"],
         ready=ready.get("status") == "True",
         since=parse_time(ready.get("lastTransitionTime")),

@@ -219,7 +219,7 @@ def _snapshot(raw: object) -> Snapshot | None:
 
 def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
     """Say why the job's snapshots would miss their volume; empty if they reach it."""
-    path = compact_spec.place(snapshot.path)
+    path = compact_spec.normal_path(snapshot.path)
     # CEL compares the path as written, and knows nothing of the directory in it.
     if mount := min(template.mounts & {path, f"{path}/{name}"}, default=""):
         return (

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes, Record, disrupted, record
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, NodeRecord, Nodes, disrupted, record
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import NODES, Api
 
 _REMEMBERED = 1000  # nodes that are gone
 
-Slim = tuple[Record, int | None]  # with its resourceVersion
+Slim = tuple[NodeRecord, int | None]  # with its resourceVersion
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Seen:
     ``read_at``: when a quorum read showed it in this state; None after news from a watch.
     """
 
-    record: Record | None
+    record: NodeRecord | None
     version: int | None
     down_since: float | None
     read_at: float | None = None
@@ -132,7 +132,7 @@ class NodeCache:
         if before or self._disrupted:
             self._calm_since = self._clock()
 
-    def _silent_since(self, found: Record, old: _Seen | None) -> float:
+    def _silent_since(self, found: NodeRecord, old: _Seen | None) -> float:
         """Go on counting only if the node itself was not ready all the time."""
         same = old is not None and old.record is not None and old.record.since == found.since
         goes_on = old.down_since if old and same else None
@@ -154,7 +154,7 @@ def slim(obj: Mapping[str, Any]) -> Slim:
     return record(obj), int(version) if version.isdecimal() else None
 
 
-def _shown(found: Record | None) -> tuple[bool, bool, bool] | None:
+def _shown(found: NodeRecord | None) -> tuple[bool, bool, bool] | None:
     return None if found is None else (found.ready, found.out_of_service, found.control_plane)
 
 

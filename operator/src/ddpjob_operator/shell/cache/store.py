@@ -32,7 +32,7 @@ _WAITERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class JobState:
     """One job with all that is known about it, for one planning round."""
 
     job: observe.Job
@@ -184,14 +184,14 @@ class Store:
         """Iterate over all jobs; the store must not change meanwhile."""
         return iter(self._jobs.values())
 
-    def snapshot(self, key: Key) -> Snapshot | None:
+    def snapshot(self, key: Key) -> JobState | None:
         """Return all that is known about one job, or None if there is none."""
         job = self._jobs.get(key)
         if job is None:
             return None
         pods = self.pods_of(job.uid)
         nodes = self.nodes.of({pod.node for pod in pods if pod.node})
-        return Snapshot(job, pods, self.feedback(job.uid), nodes)
+        return JobState(job, pods, self.feedback(job.uid), nodes)
 
     def waiters(self, namespace: str) -> tuple[Waiter, ...]:
         """Return the few jobs that have waited longest for quota there."""
