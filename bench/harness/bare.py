@@ -13,7 +13,8 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from harness.wire import Client, Gone
 from support.rest import Object
 

@@ -100,9 +100,9 @@ def _others(roles: Sequence[str]) -> Iterator[Plan]:
     assert set(TURNS) <= set(roles)
 
 
-#: The story has no use for these: the same event twice, a node that is silent, and an admission
+#: The story has no use for these: a node that is silent, and an admission
 #: plugin that is off.
-UNUSED = ("patch-events", "get-nodes", "update-ddpjobs-finalizers")
+UNUSED = ("get-nodes", "update-ddpjobs-finalizers")
 
 
 def _rights() -> Iterator[Plan]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob_operator.shell import api, reconciler
+from ddpjob_operator.shell import reconciler
+from ddpjob_operator.shell.api import client as api
 from model import wrong
 
 

@@ -30,7 +30,7 @@ RIGHTS = {
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
     ("", "services"): {"get", "create", "update"},
     ("networking.k8s.io", "networkpolicies"): {"get", "create", "update"},
-    ("", "events"): {"list", "create", "patch"},
+    ("", "events"): {"list", "create"},
 }
 NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
 

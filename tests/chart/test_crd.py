@@ -17,7 +17,7 @@ import yaml
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_operator.core import spec
+from ddpjob_operator.core.objects import spec
 from ddpjob_trainer import cli
 from devcluster import binaries
 from support.cluster import CRD, ROOT

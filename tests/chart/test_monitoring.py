@@ -13,7 +13,8 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
@@ -47,7 +48,7 @@ def known() -> set[str]:
     """Names of all series that operator and trainers serve."""
     metrics = Metrics()
     metrics.expose_jobs(list)
-    metrics.expose_watch_ages(dict)
+    metrics.expose_watch_ages({})
     found = set()
     for one in (*metric_names.WORKER, *metric_names.LAUNCHER):
         found |= {one.exposed, *(f"{one.full_name}_bucket" for _ in one.buckets)}
@@ -68,7 +69,7 @@ def test_the_operators_metrics_keep_prometheus_conventions() -> None:
     host.ensure_packages({"promtool": "prometheus"}, print)
     metrics = Metrics()
     metrics.expose_jobs(list)
-    metrics.expose_watch_ages(lambda: {"pods": 1.0})
+    metrics.expose_watch_ages({"pods": lambda: 1.0})
     page = generate_latest(metrics.registry)
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=page, capture_output=True, check=False

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from ddpjob_operator.shell import api
+from ddpjob_operator.shell.api import client as api
 from support.cluster import ROOT
 from support.manifest import rights
 
@@ -16,7 +16,6 @@ VERBS = {
     "get": "get",
     "create": "create",
     "replace": "update",
-    "patch": "patch",
     "delete": "delete",
     "list_all": "list",
     "watch": "watch",
@@ -38,7 +37,7 @@ VARIABLE = {
 
 def used() -> Iterator[tuple[tuple[str, str], str]]:
     """Yield ((group, resource), verb) of every call of the Api in the shell."""
-    for path in sorted(SHELL.glob("*.py")):
+    for path in sorted(SHELL.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue

@@ -13,7 +13,8 @@ import yaml
 from kubernetes_validate import utils
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from support.cluster import ROOT
 from support.manifest import example, examples
 from support.world import crd_schema

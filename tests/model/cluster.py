@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.lenient import parse_time
-from ddpjob_operator.shell import errors
+from ddpjob_operator.core.objects.json_read import parse_time
+from ddpjob_operator.shell.api import errors
 from support.invariants import Write
 from support.objects import ended
 

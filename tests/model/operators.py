@@ -14,19 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Plan
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.plan import plan as real_plan
 from ddpjob_operator.shell import app, reconciler
-from ddpjob_operator.shell.api import Listing, Resource
+from ddpjob_operator.shell.api.client import Listing, Resource
+from ddpjob_operator.shell.cache.nodes import NodeCache
+from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.nodes import NodeCache
 from ddpjob_operator.shell.reconciler import Reconciler
-from ddpjob_operator.shell.resync import Resync
-from ddpjob_operator.shell.store import Key, RewoundError, Store
+from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.watch.resync import Resync
 from model.cluster import START, Cluster, Object, selects
 from model.wire import Call, Crash, Wire
 
@@ -173,7 +173,7 @@ class Operator:
         self.store = Store(self._told)
         self.store.nodes = NodeCache(self._monotonic)
         self._clock = Clock(
-            wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_outcomes
+            wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_feedback
         )
         self.queue = ModelQueue(self.clock)
         self.api = ModelApi(self)
@@ -235,7 +235,7 @@ class Operator:
     def resync(self) -> None:
         """The list of jobs every 30 s; all keys are looked at."""
         self._list(self._resync._list_all())
-        self._clock.heard()
+        self._clock.received()
         self.resynced_at = self.clock()
 
     def _list(self, listing: Coroutine[Any, Any, Any]) -> None:

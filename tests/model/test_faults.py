@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,8 @@ from model.faults import EVENTS, SEEN, UNSEEN, Fault, play, reference, singles, 
 from model.story import World, job_body
 from model.wire import Call
 from support import tiers
-from support.invariants import Violation
-from support.objects import attempt, status
+from support.invariants import Violation, check
+from support.objects import attempt, owner, status, uid_of
 
 #: One pair of so many is played in `make test-all`; `make soak` plays all, or its share of them.
 THINNED = 4001
@@ -168,6 +169,33 @@ def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(
     world.must_rest()
     assert not world.cluster.processes
     assert world.phase() == {"suspend": "Suspended", "deadline": "Failed"}[how]
+
+
+def test_a_job_deleted_while_its_watch_is_silent_gets_no_pod_but_of_its_last_intent(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """The pod of the old uid goes with the garbage collector; the new job of the name goes on."""
+    world = World(loop, fate=lambda *_: None)
+    world.cluster.create(crd.PLURAL, job_body())
+    assert world.run(lambda: world.phase() == "Starting")
+    old = world.cluster.get(crd.PLURAL, "job")
+    goes_on = world.freeze(world.operator, plurals=(crd.PLURAL,))
+    EVENTS["job-recreate"](world)
+    assert world.run(lambda: any(owner(pod) == uid_of(old) for pod in world.cluster.pods()))
+    goes_on()
+    world.heal()
+    world.must_end()
+
+    made = next(w for w in world.cluster.history if w.plural == "pods")
+    assert (owner(made.obj), attempt(made.obj)) == (uid_of(old), 1)
+    before = world.cluster.history[: world.cluster.history.index(made)]
+    for number, uid in (("2", uid_of(old)), ("1", "uid-of-nobody")):
+        meta = {**made.obj["metadata"], "uid": "uid-of-another"}
+        meta["labels"] = {**meta["labels"], crd.LABEL_ATTEMPT: number}
+        meta["ownerReferences"] = [{**meta["ownerReferences"][0], "uid": uid}]
+        with pytest.raises(Violation) as found:
+            check([*before, replace(made, obj={**made.obj, "metadata": meta})])
+        assert found.value.name in ("i4_intent_first", "i3_service_first")
 
 
 @pytest.mark.timeout(0)  # the whole of it takes hours

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ddpjob_contract import crd
-from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import errors
 from model.cluster import NODES, Object
 from model.faults import SEEN, UNSEEN
 from model.operators import Operator

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import errors
 from model.cluster import Cluster
 
 

@@ -11,16 +11,16 @@ from datetime import datetime
 from typing import Any
 
 from ddpjob_operator.core.actions import (
-    Confirmation,
+    ApiFeedback,
     CreatePod,
     DeletePod,
     EnsureNetwork,
-    Outcomes,
     Plan,
+    QuorumRead,
     WriteStatus,
 )
-from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.plan import plan
 
 
@@ -30,12 +30,12 @@ class Question:
 
     job: Job
     pods: Sequence[Pod]
-    outcomes: Outcomes
+    feedback: ApiFeedback
     now: datetime
     nodes: Nodes | None
 
     def answer(self) -> Plan:
-        return plan(self.job, self.pods, self.outcomes, self.now, self.nodes)
+        return plan(self.job, self.pods, self.feedback, self.now, self.nodes)
 
     @property
     def attempt(self) -> int:
@@ -43,13 +43,13 @@ class Question:
 
     def sure(self) -> Question:
         """Whoever believes his cache."""
-        return replace(self, outcomes=replace(self.outcomes, confirmed=self.belief()))
+        return replace(self, feedback=replace(self.feedback, confirmed=self.belief()))
 
-    def belief(self) -> Confirmation:
+    def belief(self) -> QuorumRead:
         mine = [p.replica for p in self.pods if p.attempt == self.attempt]
         everybody = frozenset(range(self.job.spec.get("replicas", 1)))
         here = frozenset(r for r in mine if r is not None)
-        return Confirmation(self.attempt, self.now, True, True, everybody, here)
+        return QuorumRead(self.attempt, self.now, True, True, everybody, here)
 
 
 def creates_before_the_intent(*args: Any) -> Plan:
@@ -59,11 +59,11 @@ def creates_before_the_intent(*args: Any) -> Plan:
     status = _status(found)
     if status is None or status.get("phase") != "Starting" or asked.attempt == 0:
         return found
-    network = replace(asked.outcomes, network_attempt=0, confirmed=asked.belief())
-    ahead = replace(asked, job=replace(asked.job, status=status), outcomes=network)
+    network = replace(asked.feedback, network_attempt=0, confirmed=asked.belief())
+    ahead = replace(asked, job=replace(asked.job, status=status), feedback=network)
     first = ahead.answer().actions
     made = replace(network, network_attempt=asked.attempt)
-    then = replace(ahead, outcomes=made).answer().actions
+    then = replace(ahead, feedback=made).answer().actions
     early = [one for one in (*first, *then) if isinstance(one, (EnsureNetwork, CreatePod))]
     return Plan((*early, *found.actions), found.requeue_after)
 
@@ -100,7 +100,7 @@ def believes_its_cache(*args: Any) -> Plan:
 def counts_again_after_a_crash(*args: Any) -> Plan:
     """Remembers in its process which failed pods it has counted, and counts all others."""
     asked = Question(*args)
-    if asked.outcomes.confirmed or asked.job.status.get("phase") != "Restarting":
+    if asked.feedback.confirmed or asked.job.status.get("phase") != "Restarting":
         return asked.answer()
     failed = [p for p in asked.pods if p.trainer.exit_code not in (None, 0)]
     again = [replace(pod, attempt=asked.attempt) for pod in failed]

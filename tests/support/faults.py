@@ -80,11 +80,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "N14": (
             "peers of a dead machine end as if the program had failed, before Kubernetes knows",
-            "charged to nobody in the end; the job has not failed for it",
-        ),
-        "N15": (
-            "the template names a node that does not exist",
-            "told, waited for, tried ever more seldom; charged to nobody",
+            "the job does not fail for it; one charge at most, until the next snapshot",
         ),
         "N16": (
             "an init container fails",

@@ -16,9 +16,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import packed
-from ddpjob_operator.core.lenient import parse_time
-from ddpjob_operator.core.ranges import parse_ranges
+from ddpjob_operator.core.objects import compact_spec
+from ddpjob_operator.core.objects.json_read import parse_time
+from ddpjob_operator.core.objects.ranges import parse_ranges
 from support.objects import (
     TERMINAL,
     Object,
@@ -79,6 +79,7 @@ class State:
 
     deposed: bool = False
     jobs: dict[str, Object] = field(default_factory=dict)  # by uid, those below too
+    deleted: dict[str, Object] = field(default_factory=dict)  # jobs, as they were at last
     pods: dict[str, dict[str, Object]] = field(default_factory=dict)  # by uid of the job
     services: dict[str, Object] = field(default_factory=dict)
     unserved: set[str] = field(default_factory=set)  # jobs whose Service somebody else took
@@ -109,7 +110,9 @@ class State:
                 told = status(write.obj)
                 done = {(told.get("attempt", 0), r) for r in _done(told)}
                 self.proven.setdefault(write.uid, set()).update(done)
-            self.done.pop(write.uid, None) if write.kind == "DELETED" else None
+            if write.kind == "DELETED":
+                self.deleted[write.uid] = write.obj
+                self.done.pop(write.uid, None)
         elif write.plural == SERVICES:
             _put(self.services, write)
             if write.kind == "DELETED" and not write.by:
@@ -251,7 +254,7 @@ def i4_intent_first(state: State, write: Write) -> str | None:
     if write.kind == "ADDED":
         if state.deposed or not untimely(state, write):
             return None
-        now = _stored(state, write.obj)
+        now = _asked(state, write.obj)
         where = f"{now.get('phase')}, attempt {now.get('attempt')}" if now else "no such job"
         return f"{name(write.obj)} of attempt {attempt(write.obj)} is created; stored: {where}"
     now = _stored(state, write.obj)
@@ -267,7 +270,7 @@ def i16_bijection(state: State, write: Write) -> str | None:
     if not _created(write):
         return None
     job = state.jobs.get(owner(write.obj) or "")
-    trainer = packed.trainer_container(write.obj["spec"])
+    trainer = compact_spec.trainer_container(write.obj["spec"])
     env = {one["name"]: one.get("value") for one in trainer.get("env") or ()}
     told = (env.get("DDPJOB_REPLICA"), env.get("DDPJOB_ATTEMPT"), env.get("PET_NODE_RANK"))
     mine = (str(replica(write.obj)), str(attempt(write.obj)), str(replica(write.obj)))
@@ -428,7 +431,7 @@ def untimely(state: State, write: Write) -> bool:
     """A pod that an operator creates for an attempt that is not the one being created."""
     if not _created(write):
         return False
-    now = _stored(state, write.obj)
+    now = _asked(state, write.obj)
     if now is None:
         return True
     return (now.get("phase"), now.get("attempt")) != ("Starting", attempt(write.obj))
@@ -452,6 +455,12 @@ def _suspended(found: Mapping[str, Any]) -> bool:
 def _stored(state: State, pod: Object) -> Mapping[str, Any] | None:
     job = state.jobs.get(owner(pod) or "")
     return None if job is None else status(job)
+
+
+def _asked(state: State, pod: Object) -> Mapping[str, Any] | None:
+    """The status last stored for the pod's job; a deletion shows late to a silent watch."""
+    gone = state.deleted.get(owner(pod) or "")
+    return _stored(state, pod) or (None if gone is None else status(gone))
 
 
 def _belongs(number: int, now: Mapping[str, Any] | None) -> bool:

@@ -1,6 +1,6 @@
 """What a test reads off a DDPJob or a Pod, as Kubernetes writes it.
 
-On purpose not by way of core/observe.py: who judges the operator must not see with its eyes.
+On purpose not by way of the operator's observe.py: who judges it must not see with its eyes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import packed
+from ddpjob_operator.core.objects import compact_spec
 
 Object = Mapping[str, Any]
 TERMINAL = ("Succeeded", "Failed")
@@ -86,7 +86,7 @@ def hurt(pod: Object) -> bool:
 
 def trainer_state(pod: Object) -> Mapping[str, Any]:
     """The state of the container that trains."""
-    wanted = packed.trainer_container(pod["spec"]).get("name")
+    wanted = compact_spec.trainer_container(pod["spec"]).get("name")
     found = (pod.get("status") or {}).get("containerStatuses", ())
     return next((c.get("state") or {} for c in found if c["name"] == wanted), {})
 

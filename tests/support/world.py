@@ -20,10 +20,11 @@ import yaml
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.nodes import FORBIDDEN, Node, Nodes
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.policy import probe, retry
+from ddpjob_operator.core.policy.restarting import probe
+from ddpjob_operator.core.policy.starting import retry
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -122,7 +123,7 @@ class World:
 
     job: dict[str, Any] = field(default_factory=job_object)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
-    outcomes: act.Outcomes = field(default_factory=act.Outcomes)
+    feedback: act.ApiFeedback = field(default_factory=act.ApiFeedback)
     now: datetime = START
     log: list[str] = field(default_factory=list)
     events: list[act.Event] = field(default_factory=list)
@@ -143,9 +144,9 @@ class World:
 
     def plan(self) -> act.Plan:
         nodes = self.machines.seen(self.now) if self.machines else self.nodes
-        outcomes = replace(self.outcomes, seen=self._seen())
+        feedback = replace(self.feedback, seen=self._seen())
         return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
-                    outcomes, self.now, nodes)  # fmt: skip
+                    feedback, self.now, nodes)  # fmt: skip
 
     def settle(self, rounds: int = 60) -> World:
         """Plan and act until nothing is left to do now. Fails if that never comes."""
@@ -157,7 +158,7 @@ class World:
                 self.carry_out(action)
             created = any(isinstance(action, act.CreatePod) for action in todo)
             if created and not self._was_refused():
-                self.outcomes = retry.over(self.outcomes)
+                self.feedback = retry.clear(self.feedback)
         raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
 
     def carry_out(self, action: act.Action) -> None:
@@ -167,7 +168,7 @@ class World:
                 stored = {k: v for k, v in action.status.items() if k not in self.prunes}
                 pruned = (action.status, stored) if self.prunes else None
                 self.job["status"] = stored
-                self.outcomes = replace(self.outcomes, status_written_at=self.now, pruned=pruned)
+                self.feedback = replace(self.feedback, status_written_at=self.now, pruned=pruned)
                 self.events += action.events
                 self.measurements += action.measurements
                 self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")
@@ -176,7 +177,7 @@ class World:
             case act.ConfirmGone():
                 older = [p for p in self.pods.values() if self._attempt(p) < action.attempt]
                 shown = (observe.pod(p) for p in self.pods.values())
-                found = act.Confirmation(
+                found = act.QuorumRead(
                     action.attempt,
                     self.now,
                     generation=self.job["metadata"]["generation"],
@@ -190,7 +191,7 @@ class World:
                         if p.attempt == action.attempt and p.replica is not None
                     ),
                 )
-                self.outcomes = replace(self.outcomes, confirmed=found)
+                self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():
                 assert self.machines
                 self.machines.truth()
@@ -199,14 +200,14 @@ class World:
             case act.ReadEvents():
                 self.log.append(f"events of {action.container} in {action.pod_uid}")
                 told = self.probed.get(action.pod_uid, "")
-                self.outcomes = probe.answered(self.outcomes, action.pod_uid, told)
+                self.feedback = probe.answered(self.feedback, action.pod_uid, told)
             case act.EnsureNetwork():
                 refusal = self.refuse_network(action)
-                attempt = self.outcomes.network_attempt if refusal else action.attempt
-                self.outcomes = replace(
-                    self.outcomes, network_attempt=attempt, network_refusal=refusal
+                attempt = self.feedback.network_attempt if refusal else action.attempt
+                self.feedback = replace(
+                    self.feedback, network_attempt=attempt, network_refusal=refusal
                 )
-                self._set_back(refusal)
+                self._back_off(refusal)
             case act.CreatePod():
                 self._create(action)
             case act.DeleteJob():
@@ -214,7 +215,7 @@ class World:
                 self.log.append("delete job")
 
     def restart_operator(self) -> World:
-        self.outcomes = act.Outcomes()
+        self.feedback = act.ApiFeedback()
         self.seen.clear()
         return self
 
@@ -318,7 +319,7 @@ class World:
 
     def _create(self, action: act.CreatePod) -> None:
         refusal = self.refuse(action)
-        refusals = {r: f for r, f in self.outcomes.refusals.items() if r != action.replica}
+        refusals = {r: f for r, f in self.feedback.refusals.items() if r != action.replica}
         if refusal is None:
             self.serial += 1
             body: dict[str, Any] = dict(action.body)
@@ -334,17 +335,19 @@ class World:
             self.seen.add((action.attempt, action.replica))
         else:
             refusals[action.replica] = refusal
-        self.outcomes = replace(self.outcomes, refusals=refusals)
-        self._set_back(refusal)
+        self.feedback = replace(self.feedback, refusals=refusals)
+        self._back_off(refusal)
 
-    def _set_back(self, refusal: act.Refusal | None) -> None:
+    def _back_off(self, refusal: act.Refusal | None) -> None:
         if refusal and refusal.code != 409 and not self._was_refused():
             generation = self.job["metadata"]["generation"]
-            self.outcomes = retry.met(self.outcomes, refusal, generation)
+            self.feedback = retry.back_off(self.feedback, refusal, generation)
 
     def _was_refused(self) -> bool:
         """At this very moment: a batch counts once."""
-        return self.outcomes.setback is not None and self.outcomes.setback.at == self.now
+        return (
+            self.feedback.create_backoff is not None and self.feedback.create_backoff.at == self.now
+        )
 
     def _silent(self) -> set[str]:
         """Nodes whose kubelet never tells that a container has ended."""

@@ -26,7 +26,7 @@ namespaces is off, and discovery is open to every ServiceAccount.
 # list: of a pod that its own probe may have ended, at most three an attempt
 - apiGroups: [""]
   resources: [events]
-  verbs: [list, create, patch]
+  verbs: [list, create]
 {{- end }}
 
 {{/* Nodes are of no namespace: a Role cannot give these. For spec.nodeLost. */}}

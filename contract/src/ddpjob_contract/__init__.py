@@ -186,6 +186,8 @@ class TerminationReport(TypedDict, total=False):
 
 #: In the exception of a round whose processes found no address of rank 0.
 UNRESOLVED: Final = "does not resolve"
+#: In a hub's word on ranks that left the others, which names them: the operator adds no names.
+LEFT_EARLY: Final = "ended with exit code 0 while"
 
 
 class State(TypedDict, total=False):

@@ -23,8 +23,8 @@ def main() -> None:
         signal.signal(number, _end)
     # After the handlers, for this takes a while.
     from ddpjob_operator.shell import logs, settings
+    from ddpjob_operator.shell.api.credentials import Credentials, NoCredentialsError
     from ddpjob_operator.shell.app import App
-    from ddpjob_operator.shell.credentials import Credentials, NoCredentialsError
 
     options = settings.parse()
     logs.configure(options.log_level, options.log_format)

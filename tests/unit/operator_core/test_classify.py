@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import classify, observe
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.objects import observe
 from support.world import START, World, job_object
 
 AT = "2026-01-01T00:00:00Z"
@@ -161,30 +162,8 @@ def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw: dict[str, Any
     assert ("step 7" in found.message) == ("step 7" in str(raw))
 
 
-def test_rules_meet_an_out_of_memory_that_only_the_launcher_tells_of():
-    rules = [{"reasons": [OOM], "action": "Fail"}]
-    world = World(job_object(restart={"rules": rules})).settle().run()
-    assert world.end(0, 137, message=report("oom", 137, exception=WORDS)).phase == "Failed"
-    assert WORDS in world.condition("Failed")["message"]
-
-
 def test_a_success_is_one_though_something_was_killed_for_memory_before():
     assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
-
-
-def evict(world: World, replica: int, code: int) -> World:
-    """A drain of a pod in which an out of memory was survived."""
-    world.end(replica, code, reason=OOM, settle=False)
-    world.pods[f"job-{replica}"]["status"] |= {"phase": "Failed", "conditions": [EVICTION]}
-    return world.settle()
-
-
-def test_evictions_after_a_survived_out_of_memory_are_charged_to_nobody():
-    world = World(job_object(restart={"maxRestarts": 1})).settle().run()
-    evict(evict(world, 0, 143).run(), 1, 0).wait(10).run()
-    assert (world.phase, world.status["attempt"]) == ("Running", 3)
-    assert world.status["restarts"]["charged"] == 0
-    assert [loss["class"] for loss in world.status["failures"]] == ["Disruption"] * 2
 
 
 def test_a_survived_out_of_memory_does_not_hide_the_cause_on_another_replica():
@@ -192,20 +171,6 @@ def test_a_survived_out_of_memory_does_not_hide_the_cause_on_another_replica():
     world.end(0, 75, reason=OOM).end(1, 1)
     loss = world.status["lastFailure"]
     assert (loss["replica"], loss["class"]) == (1, "User")
-
-
-@pytest.mark.parametrize("code", [137, 143])
-def test_rules_for_out_of_memory_do_not_meet_one_that_was_survived(code: int):
-    rules = [{"reasons": [OOM], "action": "Fail"}]
-    world = World(job_object(restart={"rules": rules})).settle().run()
-    world.end(0, code, reason=OOM).wait(6)
-    assert (world.phase == "Failed") == (code == 137)
-
-
-def test_what_is_no_out_of_memory_is_an_error_to_rules():
-    rules = [{"reasons": ["Error"], "action": "Fail"}]
-    world = World(job_object(restart={"rules": rules})).settle().run()
-    assert world.end(0, 76, reason=OOM).phase == "Failed"
 
 
 #: The kubelet's sentences end with a blank.
@@ -233,11 +198,6 @@ def test_a_pod_that_outgrows_its_own_limit_is_its_programs_doing(
     assert judged(disrupted) == EVICTED
     deleted = {**raw, "metadata": raw["metadata"] | DELETED}
     assert judged(deleted) == EVICTED
-
-
-def test_a_pod_that_is_evicted_before_it_starts_has_met_a_limit_too():
-    raw = pod({"name": "trainer", "state": {"waiting": {}}}, reason="Evicted", message=EMPTY_DIR)
-    assert judged(raw) == STORAGE
 
 
 def test_a_templates_own_deadline_is_its_programs_doing():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ddpjob_contract import ExitCode
-from ddpjob_operator.core import observe, render, spec
-from ddpjob_operator.core import status as st
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
+from ddpjob_operator.core.objects import status as st
 from support.world import World, job_object
 
 BROKEN = int(ExitCode.HARDWARE)
@@ -54,22 +53,6 @@ def test_a_broken_gpu_is_charged_to_nobody_and_its_node_is_avoided():
     assert message.startswith("a GPU of node2 failed")
 
 
-def test_a_failure_of_the_program_avoids_nothing():
-    world = lose(running(), 1, 1)
-    assert "avoidedNodes" not in world.status
-    assert all("affinity" not in pod["spec"] for pod in world.pods.values())
-
-
-def test_each_node_is_named_once_and_later_attempts_avoid_all():
-    world = running()
-    for replica in (1, 0, 1):
-        lose(world, replica)
-    assert world.status["avoidedNodes"] == ["node2", "node1"]
-    assert {tuple(kept_off(pod)) for pod in world.pods.values()} == {("node1", "node2")}
-    lose(world, 0, 1)
-    assert {tuple(kept_off(pod)) for pod in world.pods.values()} == {("node1", "node2")}
-
-
 @pytest.mark.parametrize("other", [1, ExitCode.HANG, ExitCode.DIVERGED, ExitCode.PEER_LOST, 137])
 def test_a_broken_gpu_explains_what_befell_the_others(other: int):
     world = running()
@@ -88,14 +71,6 @@ def test_a_program_that_breaks_one_gpu_after_another_is_charged():
     world.end(1, BROKEN)
     assert world.phase == "Failed"
     assert world.condition("Failed")["reason"] == "MaxRestartsExceeded"
-
-
-def test_progress_in_between_makes_it_free_again():
-    world = running(restart={"maxRestarts": 0})
-    for step in range(6):
-        world.outcomes = replace(world.outcomes, progress=Progress(snapshot_step=step + 1))
-        lose(world, 1)
-    assert (world.phase, world.status["restarts"]["charged"]) == ("Running", 0)
 
 
 def test_a_rule_of_the_user_comes_first():
@@ -157,10 +132,6 @@ def test_the_templates_own_affinity_is_kept():
         {"matchFields": [*fields["matchFields"], *not_these]},
         {},  # matches nothing
     ]
-
-
-def test_a_pod_that_names_its_node_is_left_alone():
-    assert "affinity" not in rendered(nodeName="a")["spec"]
 
 
 def test_the_list_is_bounded_and_names_only_what_can_be_a_node():

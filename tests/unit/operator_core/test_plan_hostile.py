@@ -11,8 +11,7 @@ import pytest
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import format_time
+from ddpjob_operator.core.objects import observe
 from support.world import JOB_UID, World, job_object
 
 
@@ -34,18 +33,6 @@ def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str
     assert world.wait(3).run().phase == "Running"
 
 
-def test_an_old_refusal_says_nothing_about_a_new_attempt():
-    world = World()
-    world.refuse_network = lambda _: refused(world, 502, "BadGateway")
-    world.settle()
-    assert world.phase == "Starting"
-    world.refuse_network = lambda _: None
-    world.wait(3).run().end(0, 1)
-    kept = replace(refused(world, 502, "BadGateway"), attempt=1)
-    world.outcomes = replace(world.outcomes, network_refusal=kept)
-    assert world.wait(30).run().condition("Stalled")["status"] == "False"
-
-
 def test_numbers_of_a_report_that_no_field_can_hold_are_dropped():
     world = started().run()
     report = (
@@ -65,7 +52,7 @@ def test_numbers_of_a_report_that_no_field_can_hold_are_dropped():
 )
 def test_nothing_that_a_trainer_tells_spoils_the_status(state: dict[str, object]):
     world = started().run()
-    world.outcomes = replace(world.outcomes, progress=observe.progress(state, world.now))
+    world.feedback = replace(world.feedback, progress=observe.progress(state, world.now))
     assert world.wait(60).end(1, 1).run().status["attempt"] == 2
 
 
@@ -121,47 +108,6 @@ def test_a_container_that_a_webhook_puts_first_is_not_the_trainer():
     assert observe.pod(body).trainer.exit_code == 1
 
 
-@pytest.mark.fault("O2")
-def test_a_new_leader_with_a_stale_pod_cache_asks_before_it_calls_a_member_vanished():
-    world = started().run()
-    pods = dict(world.pods)
-    world.pods.clear()  # the watch has not delivered them yet
-    world.restart_operator()
-    counts = world.plan().actions
-    if isinstance(counts[0], act.WriteStatus):  # a report of what is seen, no decision
-        assert (counts[0].status["phase"], counts[0].status["attempt"]) == ("Running", 1)
-        world.carry_out(counts[0])
-    todo = world.plan().actions
-    assert todo == (act.ConfirmGone(1),)
-    world.pods = pods
-    assert world.settle().status["attempt"] == 1
-
-
-def test_a_watch_alone_never_makes_a_member_vanish():
-    """The word of a stale API server, after its list has once been confirmed."""
-    world = started().run()
-    for _ in range(2):
-        pods = dict(world.pods)
-        del world.pods["job-1"]
-        (read,) = world.plan().actions
-        assert read == act.ConfirmGone(1)
-        world.pods = pods
-        world.carry_out(read)
-        assert world.settle().status["attempt"] == 1
-    assert world.vanish(1).status["attempt"] == 2
-    assert world.status["lastFailure"]["reason"] == "PodDeleted"
-
-
-@pytest.mark.fault("O2")
-def test_a_stale_view_of_the_job_deletes_no_newer_pod():
-    world = started().run()
-    old = {**world.job, "status": dict(world.status)}
-    world.end(1, 1).run()
-    world.job = old
-    (write,) = world.plan().actions  # guarded by the resourceVersion: it will be refused
-    assert isinstance(write, act.WriteStatus)
-
-
 @pytest.mark.fault("N11")
 def test_a_number_that_somebody_wrote_on_a_pod_does_not_become_ours():
     world = started().run()
@@ -180,15 +126,6 @@ def test_after_a_restore_of_etcd_no_attempt_comes_twice():
     world.job = old
     assert world.settle().status["attempt"] == 5
     assert world.attempts() == {5}
-
-
-def test_a_job_whose_status_was_taken_away_can_be_suspended():
-    """Until then it acts on no generation, and the CRD's -1 is none that a condition may name."""
-    world = started().run()
-    world.job["status"] = {"observedGeneration": -1}
-    world.patch(suspend=True)
-    assert (world.phase, world.pods) == ("Suspended", {})
-    assert world.status["observedGeneration"] == 2
 
 
 def test_a_drain_of_a_plain_program_is_not_charged_to_it():
@@ -230,15 +167,6 @@ def test_a_stored_success_stays_whatever_its_pod_says_later():
     assert world.status["attempt"] == 1
 
 
-def test_quota_on_services_releases_and_is_not_charged():
-    world = World()
-    denied = "exceeded quota: services"
-    world.refuse_network = lambda _: replace(refused(world, 403, "Forbidden"), message=denied)
-    world.settle()
-    assert world.condition("Stalled")["reason"] == "QuotaExceeded"
-    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
-
-
 @pytest.mark.parametrize("reason", ["Error", "Evicted", "TerminationByKubelet"])
 def test_rules_match_every_reason_that_kubernetes_gives(reason: str):
     world = started(restart={"rules": [{"reasons": [reason], "action": "Fail"}]}).run()
@@ -273,13 +201,6 @@ def test_waiting_for_quota_does_not_delay_a_later_restart():
     assert world.end(0, 1).phase == "Starting"
 
 
-def test_a_resume_does_not_cut_short_what_still_saves_a_snapshot():
-    world = started().run()
-    world.graceful = True
-    world.patch(suspend=True).patch(suspend=False)
-    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 30
-
-
 def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
     world = started().run().terminate(1)
     world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()
@@ -297,14 +218,6 @@ def test_a_pod_that_a_finalizer_holds_is_no_matter_of_its_node():
     assert (world.phase, world.status["attempt"]) == ("Restarting", 2)
     assert world.condition("Stalled")["reason"] == "WaitingForDeletion"
     assert "finalizers" in world.condition("Stalled")["message"]
-
-
-def test_counts_after_the_end_and_while_suspended():
-    world = started().run().end(0, 2)
-    assert world.status["replicas"]["active"] == 0
-    assert "ready" not in world.status, "0/3 would read as trouble"
-    world = started().run().end(0, 0).patch(suspend=True)
-    assert world.status.get("succeededReplicas", "") == ""
 
 
 @pytest.mark.fault("N11")
@@ -406,82 +319,9 @@ def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase: st
     assert world.restart_operator().settle().run().phase == "Running", "no deadline has passed"
 
 
-def test_a_status_from_the_year_9999_is_no_deadline():
-    world = started(activeDeadlineSeconds=10).run()
-    world.job["status"]["timings"]["startedAt"] = "9999-12-31T23:59:59Z"
-    assert world.settle().phase == "Running"
-
-
 def test_a_field_of_the_status_that_an_older_crd_drops_is_not_written_for_ever():
     world = World(prunes=frozenset({"reason"})).settle().run().end(0, 1)
     assert (world.phase, world.status["attempt"], len(world.pods)) == ("Starting", 2, 3)
     written = len(world.log)
     assert world.settle().log[written:] == []
     assert world.restart_operator().run().phase == "Running"
-
-
-def in_phase(phase: str) -> World:
-    """After a restart, so that each time has been set and cleared before."""
-    world = started(replicas=1, activeDeadlineSeconds=9999, ttlSecondsAfterFinished=9999)
-    if phase == "Pending":
-        world.run().end(0, 1)
-        denied = "exceeded quota: pods"
-        world.refuse = lambda _: replace(refused(world, 403, "Forbidden"), message=denied)
-        return world.run().end(0, 1).wait(330)
-    if phase == "Restarting":
-        world.run().graceful = True
-        return world.terminate(0).end(0, 1)
-    world.run().end(0, 1)
-    if phase == "Starting":
-        return world
-    world.run().wait(5)
-    if phase == "Suspended":
-        return world.patch(suspend=True)
-    return world if phase == "Running" else world.end(0, 0 if phase == "Succeeded" else 2)
-
-
-@pytest.mark.parametrize(
-    ("phase", "needed"),
-    [
-        ("Pending", {"startedAt", "attemptStartedAt"}),
-        ("Starting", {"startedAt", "attemptStartedAt"}),
-        ("Running", {"startedAt", "attemptStartedAt", "runningAt"}),
-        ("Restarting", {"startedAt", "attemptStartedAt"}),
-        ("Suspended", set()),  # the resume begins them all
-        ("Succeeded", {"completedAt"}),
-        ("Failed", {"completedAt"}),
-    ],
-)
-def test_a_time_that_somebody_took_away_becomes_now_once(phase: str, needed: set[str]):
-    """Without it a deadline, healing, the time to live or the word of a stall never came."""
-    world = in_phase(phase)
-    assert (world.phase, needed - world.status["timings"].keys()) == (phase, set())
-    for key in ("startedAt", "attemptStartedAt", "runningAt", "completedAt"):
-        before = deepcopy(world.status)
-        world.status["timings"].pop(key, None)
-        world.now += timedelta(milliseconds=1)
-        first = world.plan().actions[:1]
-        if key not in needed:
-            assert not any(isinstance(a, act.WriteStatus) for a in first), key
-            world.job["status"] = before
-            continue
-        (write,) = first
-        assert isinstance(write, act.WriteStatus)
-        restored = {**before["timings"], key: format_time(world.now)}
-        assert write.status == before | {"timings": restored}
-        world.carry_out(write)
-        assert not any(isinstance(a, act.WriteStatus) for a in world.plan().actions), key
-
-
-def test_a_time_that_an_older_crd_drops_is_not_restored_for_ever():
-    world = World(prunes=frozenset({"timings"})).settle().run().wait(5)
-    assert (world.phase, world.end(1, 1).status["attempt"]) == ("Running", 2)
-
-
-def test_a_gang_whose_times_were_taken_away_is_told_to_stall_and_given_back():
-    world = started(startupDeadlineSeconds=600)
-    for replica in range(3):
-        world.waiting(replica, "ContainerCreating")
-    world.status["timings"].clear()
-    assert world.settle().wait(20).condition("Stalled")["reason"] == "ContainerCreating"
-    assert world.wait(580).status["lastFailure"]["class"] == "Startup"

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.status import Progress, Status, to_dict
-from ddpjob_operator.core.view import Change
-from support.world import JOB_UID, START, World, check_status, job_object
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.status import Progress
+from support.world import JOB_UID, World, job_object
 
 
 def started(**spec: object) -> World:
@@ -23,16 +22,6 @@ def started(**spec: object) -> World:
 def refusal(world: World, code: int, message: str, **more: object) -> act.Refusal:
     attempt = world.status["attempt"]
     return act.Refusal(attempt, code, "Reason", message, world.now, **more)  # type: ignore[arg-type]
-
-
-def test_success_needs_every_replica_of_one_attempt():
-    world = started().run().end(0, 0).end(2, 0)
-    assert world.phase == "Running"
-    assert world.status["succeededReplicas"] == "0,2"
-    world.end(1, 0)
-    assert world.phase == "Succeeded"
-    assert world.condition("Complete")["status"] == "True"
-    assert world.status["succeededReplicas"] == "0-2"
 
 
 @pytest.mark.fault("U2")
@@ -93,44 +82,20 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
     for replica in range(3):
         world.waiting(replica, "ContainerCreating")
     world.now += timedelta(hours=2) - behind * 3  # the API server was away
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.wait(599).status["attempt"] == 1
     assert world.wait(2).status["attempt"] == 2
     assert world.status["lastFailure"]["class"] == "Startup"
 
 
 @pytest.mark.fault("U4")
-def test_times_of_a_clock_that_was_a_year_ahead_hold_up_nothing():
-    """Deadline, healing and time to live count from now, once; not from next year."""
-    job = job_object(activeDeadlineSeconds=3600, ttlSecondsAfterFinished=60)
-    world = World(job, now=START + timedelta(days=365)).settle().run()
-    world.now = START
-    world.restart_operator().settle()
-    assert world.wait(3590).phase == "Running"
-    assert world.wait(10).phase == "Failed"
-    world.job["status"]["timings"]["completedAt"] = "2100-01-01T00:00:00Z"
-    assert world.settle().wait(59).plan() == act.Plan((), 1)
-    world.now += timedelta(seconds=1)
-    assert world.plan().actions == (act.DeleteJob(JOB_UID),)
-
-
-def test_a_delay_of_such_a_clock_stays_a_delay():
-    job = job_object(restart={"backoff": {"maxSeconds": 1}})
-    world = World(job, now=START + timedelta(days=365)).settle().run().end(0, 1).run().end(0, 1)
-    assert (world.phase, world.plan().requeue_after) == ("Restarting", 1)
-    world.now = START
-    world.restart_operator().settle()
-    assert world.phase == "Restarting"
-    assert world.wait(1).run().phase == "Running"
-
-
 def test_a_stall_is_told_though_the_gang_was_begun_by_a_clock_ahead_of_ours():
     world = started()
     for replica in range(3):
         world.waiting(replica, "ContainerCreating")
     world.restart_operator()
     world.now -= timedelta(hours=1)
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.wait(20).condition("Stalled")["reason"] == "ContainerCreating"
     assert world.run().condition("Stalled")["status"] == "False"
 
@@ -174,12 +139,6 @@ def test_ten_thousand_replicas_of_which_each_second_one_is_done_are_told_in_a_bo
     assert all(len(event.message) <= observe.MESSAGE_MAX for event in write.events)
 
 
-def test_the_message_of_any_condition_fits_the_crd():
-    change = Change(Status()).condition("Invalid", True, "SpecInvalid", "x" * 40_000, START)
-    check_status(to_dict(change.status))
-    assert len(change.status.conditions[0].message) == observe.MESSAGE_MAX
-
-
 @pytest.mark.parametrize("told_before", [False, True])
 def test_replicas_that_do_not_end_are_told_though_the_pods_of_the_others_are_gone(told_before):
     world = started().run().end(0, 0)
@@ -193,13 +152,6 @@ def test_a_finished_pod_that_is_drained_is_not_a_lost_one():
     world = started().run().end(0, 0).vanish(0)
     assert world.status["attempt"] == 1
     assert world.end(1, 0).end(2, 0).phase == "Succeeded"
-
-
-def test_success_of_an_older_attempt_does_not_count():
-    world = started().run().end(0, 0).end(1, 1)
-    assert world.status.get("succeededReplicas", "") == ""
-    world.run().end(1, 0).end(2, 0)
-    assert world.phase == "Running"
 
 
 def test_success_before_all_ran_still_counts():
@@ -283,30 +235,6 @@ def test_suspend_keeps_the_grace_period_and_resume_is_a_new_attempt():
     assert (world.phase, world.status["attempt"]) == ("Running", 2)
     assert world.status["restarts"]["total"] == 0
     assert world.condition("Suspended")["status"] == "False"
-
-
-@pytest.mark.fault("O2")
-def test_an_operator_that_sees_no_pods_yet_asks_before_it_says_suspended():
-    """Kueue and whoever waits for the condition take the room of what is gone."""
-    world = started().run()
-    world.graceful = True
-    world.patch(suspend=True)
-    pods, world.pods = world.pods, {}
-    world.restart_operator().wait(2)
-    world.outcomes = replace(world.outcomes, confirmed=None)
-    world.job["status"]["conditions"] = [
-        {**c, "status": "False", "reason": "Suspending"} if c["type"] == "Suspended" else c
-        for c in world.job["status"]["conditions"]
-    ]
-    assert world.plan().actions == (act.ConfirmGone(1, by_name=True),)
-    world.pods = pods
-    assert world.settle().condition("Suspended")["status"] == "False"
-
-
-def test_a_job_that_is_born_suspended_creates_nothing():
-    world = started(suspend=True)
-    assert (world.phase, world.pods) == ("Suspended", {})
-    assert world.patch(suspend=False).status["attempt"] == 1
 
 
 def unlabelled(world: World, replica: int) -> World:
@@ -415,18 +343,6 @@ def test_a_foreign_pod_in_the_way_is_named_and_waited_for():
     assert "job-1" in world.wait(1).pods
 
 
-def test_an_old_pod_of_ours_in_the_way_is_no_conflict():
-    world = World()
-    leaving = act.Existing("Pod", "job-1", JOB_UID, 0, True)
-    world.refuse = lambda action: (
-        refusal(world, 409, "exists", existing=leaving) if action.replica == 1 else None
-    )
-    world.settle()
-    assert world.condition("Stalled") == {}
-    world.refuse = lambda _: None
-    assert "job-1" in world.wait(2).pods
-
-
 def test_what_a_deleted_namesake_left_is_waited_for():
     world = World()
     left = act.Existing("Service", "job", "older uid", None, False, "DDPJob job")
@@ -448,22 +364,6 @@ def test_a_foreign_service_in_the_way_stops_before_the_first_pod():
     assert len(world.wait(10).pods) == 3
 
 
-def test_a_refused_service_without_a_reason_is_shown_too():
-    world = World()
-    world.refuse_network = lambda _: act.Refusal(1, 0, "", "no answer", world.now)
-    assert world.settle().condition("Stalled")["reason"] == "CreationFailed"
-
-
-def test_another_refusal_is_shown_and_tried_again():
-    world = World()
-    world.refuse = lambda _: refusal(world, 403, "violates PodSecurity")
-    world.settle()
-    told = world.condition("Stalled")["message"]
-    assert told.startswith("refused by the namespace's Pod Security level: violates PodSecurity; ")
-    world.refuse = lambda _: None
-    assert len(world.wait(3).pods) == 3
-
-
 def test_a_pod_that_takes_long_to_go_or_to_start_is_named():
     world = started().run()
     world.graceful = True
@@ -482,25 +382,6 @@ def test_a_pod_that_no_scheduler_looks_at_is_named():
     stalled = world.wait(1).condition("Stalled")
     assert stalled["reason"] == "Unschedulable"
     assert "no scheduler has looked at it" in stalled["message"]
-
-
-def test_trouble_that_passes_is_cleared_while_still_starting():
-    world = started()
-    world.waiting(1, "ErrImagePull").wait(21)
-    world.pods["job-1"]["status"] = {"phase": "Pending"}
-    del world.pods["job-1"]["spec"]["nodeName"]
-    for pod in world.pods.values():  # as new ones, which a scheduler will look at
-        pod["metadata"]["creationTimestamp"] = world.now.isoformat()
-    world.settle()
-    assert world.condition("Stalled")["status"] == "False"
-
-
-def test_the_template_may_change_while_suspended():
-    world = started().run().patch(suspend=True)
-    other = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
-    world.patch(template=other).patch(suspend=False).run()
-    assert world.phase == "Running"
-    assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
 
 
 def deleted(world: World) -> World:
@@ -545,18 +426,6 @@ def test_the_gang_of_a_job_in_deletion_ends_once_it_is_broken_or_late(why: str):
     assert (world.status, [one for one in world.log if "delete" not in one]) == (before, [])
 
 
-def test_a_finished_job_in_deletion_is_not_deleted_again():
-    world = deleted(started(ttlSecondsAfterFinished=0).run())
-    del world.job["metadata"]["deletionTimestamp"]
-    world.graceful = False
-    while world.phase != "Failed":
-        world.end(0, 2, settle=False)
-        world.carry_out(world.plan().actions[0])
-    deleted(world).settle().wait(60)
-    assert not world.job_deleted
-    assert leaving(world) == {"job-1", "job-2"}
-
-
 def test_reports_are_held_back_but_decisions_are_not():
     world = started()
     for replica in range(3):
@@ -572,15 +441,15 @@ def test_reports_are_held_back_but_decisions_are_not():
 
 def test_progress_is_merged_and_quiet_polls_write_nothing():
     world = started().run().wait(2)
-    world.outcomes = replace(
-        world.outcomes, progress=Progress(step=10, loss=0.5, updated_at=world.now)
+    world.feedback = replace(
+        world.feedback, progress=Progress(step=10, loss=0.5, updated_at=world.now)
     )
     world.settle()
     assert world.status["progress"]["step"] == 10
     assert world.status["progress"]["stepOfTotal"] == "10"
     world.log.clear()
     world.wait(30)
-    world.outcomes = replace(world.outcomes, progress=Progress(step=10, updated_at=world.now))
+    world.feedback = replace(world.feedback, progress=Progress(step=10, updated_at=world.now))
     world.settle()
     assert world.log == []
 
@@ -592,7 +461,7 @@ def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
     world.log.clear()
     for step in range(minutes * 4):
         told = Progress(step=step + 1, updated_at=world.now)
-        world.outcomes = replace(world.outcomes, progress=told)
+        world.feedback = replace(world.feedback, progress=told)
         world.wait(15)
     assert 0 < len(world.log) <= most
     world.log.clear()
@@ -612,21 +481,12 @@ def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
     world = started().run()
     if polled:
         told = Progress(step=polled, total_steps=400, snapshot_step=350, updated_at=world.now)
-        world.outcomes = replace(world.outcomes, progress=told)
+        world.feedback = replace(world.feedback, progress=told)
     world.end(1, 0).end(2, 0).end(0, 0, message=report)
     assert world.status["phase"] == "Succeeded"
     assert world.status["progress"]["step"] == world.status["progress"]["totalSteps"] == 400
     assert world.status["progress"]["stepOfTotal"] == "400/400"
     assert world.status["progress"]["snapshotStep"] == 400
-
-
-def test_of_what_ends_without_last_words_the_newest_poll_is_kept():
-    world = started(restart={"maxRestarts": 0}).run()
-    told = Progress(step=38, updated_at=world.now)
-    world.outcomes = replace(world.outcomes, progress=told)
-    world.end(1, 1)
-    assert world.status["phase"] == "Failed"
-    assert world.status["progress"]["step"] == 38
 
 
 @pytest.mark.fault("U6")
@@ -642,57 +502,8 @@ def test_a_member_removed_while_starting_is_a_disruption_like_any_other(how: str
     assert world.status["restarts"]["charged"] == 0
 
 
-def test_a_pod_that_no_watch_has_shown_yet_is_not_taken_for_removed():
-    world = started()
-    pods = dict(world.pods)
-    del world.pods["job-2"]
-    (read,) = world.plan().actions
-    assert read == act.ConfirmGone(1)
-    world.pods = pods
-    world.carry_out(read)
-    assert world.run().status["attempt"] == 1
-
-
-def test_an_operator_that_has_seen_no_pod_creates_what_is_missing():
-    world = started().run(0, 1)
-    del world.pods["job-2"]
-    assert world.restart_operator().settle().attempts() == {1}
-    assert len(world.pods) == 3
-
-
 def test_lost_steps_are_measured():
     world = started().run()
     world.end(1, 137, message='{"version":1,"kind":"signal","step":60,"snapshotStep":50}')
     lost = [m.value for m in world.measurements if m.name == "lost_steps"]
     assert lost == [10]
-
-
-def with_resources(**resources: object) -> World:
-    container = {"name": "trainer", "image": "i", "resources": resources}
-    template = {"spec": {"containers": [{"name": "log", "image": "i"}, container]}}
-    return World(job_object(template=template)).settle()
-
-
-@pytest.mark.parametrize(
-    ("resources", "said"),
-    [
-        ({"limits": {"cpu": "10m", "memory": "64Mi"}},
-         "limits.cpu 10m (at least 100m), limits.memory 64Mi (at least 400Mi)"),
-        ({"requests": {"memory": "64Mi"}}, "requests.memory 64Mi (at least 400Mi)"),
-        ({"limits": {"memory": 1e8}}, "limits.memory 100000000.0 (at least 400Mi)"),
-        ({"limits": {"memory": "3e2"}}, "limits.memory 3e2 (at least 400Mi)"),
-        ({"limits": {"memory": "300Mi"}}, "limits.memory 300Mi (at least 400Mi)"),
-        ({"limits": {"memory": "1E"}, "requests": {"cpu": ".09"}},
-         "requests.cpu .09 (at least 100m)"),
-        ({"limits": {"cpu": 0.1, "memory": "400Mi"}}, ""),
-        ({"limits": {"cpu": "2"}, "requests": {"cpu": "10m"}}, ""),
-        ({"limits": {"memory": "0.42G", "cpu": "100000u"}}, ""),
-        ({"limits": {"cpu": "many"}}, ""), ({}, ""),
-    ],
-)  # fmt: skip
-def test_too_little_for_torch_is_told_once_at_the_start(resources: dict[str, Any], said: str):
-    world = with_resources(**resources)
-    world.run().end(0, 1).run()
-    told = [e for e in world.events if e.reason == "TooFewResources"]
-    assert [f"has {said}: importing torch" in e.message for e in told] == [True] * bool(said)
-    assert {e.type for e in told} <= {"Warning"}

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import pytest
 
-from ddpjob_operator.core.nodes import FORBIDDEN, OUT_OF_SERVICE, Record, record
-from support.world import START, Machines, World, job_object
+from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, record
+from support.world import Machines, World, job_object
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
 FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 30}}
@@ -76,20 +76,6 @@ def test_a_pod_that_ended_as_its_node_fell_silent_holds_nothing_up_for_ever(poli
         assert world.attempts() == {2}
 
 
-def test_fence_does_not_need_the_pod_to_be_evicted():
-    world = fall_silent(running(**FENCE), "node2").wait(30)
-    assert world.attempts() == {2}
-
-
-def test_a_node_that_is_back_soon_after_the_gang_began_is_no_stall_any_more():
-    """In the first seconds of an attempt too: nothing else would look at the job in time."""
-    world = fall_silent(running(**FENCE), "node2")
-    assert world.condition("Stalled")["reason"] == "NodeNotReady"
-    assert world.machines
-    world.machines.down.clear()
-    assert world.wait(2).condition("Stalled")["status"] == "False"
-
-
 def test_fence_reads_the_node_before_it_gives_up_its_pods():
     world = fall_silent(running(**FENCE), "node2")
     assert world.machines
@@ -98,14 +84,6 @@ def test_fence_reads_the_node_before_it_gives_up_its_pods():
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
     assert world.log[-2:] == ["read node2", "status Running 1"]
     assert world.condition("Stalled")["status"] == "False"
-
-
-def test_an_old_read_is_no_confirmation():
-    world = fall_silent(running(**FENCE), "node2")
-    assert world.machines
-    world.machines.read["node2"] = world.now
-    world.wait(30)
-    assert "read node2" in world.log
 
 
 def test_fence_waits_when_no_worker_is_ready():
@@ -149,19 +127,10 @@ def test_fence_counts_only_what_this_process_has_seen_without_a_gap(after: int, 
     world = running(**spec)
     assert world.machines
     world.machines.down["node2"] = world.now - timedelta(seconds=600)
-    world.outcomes = replace(world.outcomes, seen_since=world.now)
+    world.feedback = replace(world.feedback, seen_since=world.now)
     assert world.settle().wait(least - 1).status["attempt"] == 1
     assert world.plan().requeue_after == 1
     assert world.wait(1).status["attempt"] == 2
-
-
-def test_a_node_that_comes_back_in_time_costs_nothing():
-    world = fall_silent(running(**FENCE), "node2").wait(20)
-    assert world.machines
-    world.machines.down.clear()
-    world.settle().wait(100)
-    assert world.status["attempt"] == 1
-    assert world.condition("Stalled")["status"] == "False"
 
 
 def test_wait_says_what_it_waits_for_and_what_a_person_can_do():
@@ -187,14 +156,6 @@ def test_out_of_service_is_the_word_of_an_administrator(policy: str):
     assert "job-1" not in world.pods
 
 
-def test_out_of_service_while_the_kubelet_answers_is_its_business():
-    world = running(**FENCE)
-    assert world.machines
-    world.machines.out_of_service.add("node2")
-    evict(world.settle(), 1).wait(600)
-    assert world.status["attempt"] == 1
-
-
 def test_a_node_of_which_no_watch_has_told_yet_is_no_trouble():
     """A new machine: its first pod may be told of before it."""
     world = running()
@@ -218,13 +179,6 @@ def test_what_fails_beside_a_node_of_which_no_watch_has_told_yet_is_charged_to_t
     failure = world.status["lastFailure"]
     assert (failure["class"], failure["reason"], failure["replica"]) == ("User", "ExitCode1", 0)
     assert world.status["restarts"]["charged"] == 1
-
-
-def test_a_pod_that_starts_too_late_on_such_a_node_is_not_lost_with_it():
-    machines = Machines(gone={"node2": START}, guessed={"node2"})
-    world = World(job_object(startupDeadlineSeconds=50), machines=machines).settle()
-    world.run(0, 2).waiting(1, "ContainerCreating").wait(50)
-    assert world.status["lastFailure"]["class"] == "Startup"
 
 
 def test_a_deleted_node_takes_its_pods_along_at_once_under_fence():
@@ -267,11 +221,6 @@ def test_a_pod_that_cannot_start_since_its_node_is_silent_is_charged_to_nobody()
     assert (world.status["attempt"], world.status["restarts"]["charged"]) == (2, 0)
 
 
-def test_a_permanent_failure_is_one_whatever_the_node_does():
-    world = fall_silent(running(), "node2").end(0, 2)
-    assert world.phase == "Failed"
-
-
 def test_the_barrier_under_fence_lets_go_of_a_node_that_falls_silent_during_it():
     world = running(**FENCE)
     world.graceful = True
@@ -280,15 +229,6 @@ def test_the_barrier_under_fence_lets_go_of_a_node_that_falls_silent_during_it()
     assert (world.phase, world.attempts()) == ("Restarting", {1})
     world.wait(30)
     assert world.attempts() == {2}
-
-
-def test_a_replica_that_was_done_is_not_lost_with_its_node():
-    world = running(**FENCE).end(1, 0)
-    fall_silent(world, "node2").wait(30)
-    assert world.status["attempt"] == 1
-    assert world.condition("Stalled") == {}, "nothing is there to wait for"
-    world.end(0, 0).end(2, 0)
-    assert world.phase == "Succeeded"
 
 
 def test_a_finished_replica_with_a_sidecar_is_not_lost_but_does_not_block_either():
@@ -348,19 +288,6 @@ def test_fence_without_rights_is_told_and_behaves_as_wait():
     assert world.condition("Unsupported")["status"] == "False"
 
 
-def test_nodes_that_could_not_be_read_yet_are_no_want_of_rights():
-    world = World(job_object(**FENCE), nodes=None).settle().run()
-    assert world.condition("Unsupported") == {}
-    world.nodes = FORBIDDEN
-    world.wait(3)
-    world.nodes = None
-    assert world.wait(3).condition("Unsupported")["status"] == "True", "still not known"
-
-
-def test_wait_needs_no_rights():
-    assert World(job_object()).settle().run().condition("Unsupported") == {}
-
-
 def test_fence_without_snapshot_is_refused():
     world = World(job_object(nodeLost={"policy": "Fence"})).settle()
     assert "Fence needs spec.snapshot" in world.condition("Invalid")["message"]
@@ -381,35 +308,3 @@ def test_what_is_kept_of_a_node(status: str | None, ready: bool):
     )
     assert (found.ready, found.out_of_service, found.control_plane) == (ready, True, False)
     assert found.since is not None
-
-
-def test_an_empty_node_is_not_ready():
-    assert record({"metadata": {"name": "n"}}) == Record("n", False, None)
-
-
-@pytest.mark.fault("N15")
-@pytest.mark.parametrize("policy", ["Wait", "Fence"])
-def test_a_template_that_names_a_node_which_is_not_there_waits_and_is_told(policy: str):
-    template = {"spec": {"nodeName": "node2", "containers": [{"name": "trainer", "image": "i"}]}}
-    nodes = {"snapshot": SNAPSHOT, "nodeLost": {"policy": policy, "afterSeconds": 5}}
-    machines = Machines(gone={"node2": START}, guessed={"node2"})
-    machines.truth = machines.guessed.clear
-    world = World(job_object(template=template, **nodes), machines=machines).settle()
-    world.wait(20)
-    assert (world.phase, world.status["reason"]) == ("Pending", "Unschedulable")
-    assert "spec.nodeName of the template is node2" in world.condition("Stalled")["message"]
-    for _ in range(40):
-        world.wait(world.plan().requeue_after or 0)
-    assert world.status["restarts"]["total"] == 0
-    assert world.now - START > timedelta(seconds=600), "ever more seldom"
-    machines.gone.clear()
-    for _ in range(10):
-        world.wait(world.plan().requeue_after or 0)
-    assert world.run().phase == "Running"
-
-
-def test_a_late_start_is_not_the_doing_of_a_node_on_which_all_run():
-    world = World(job_object(startupDeadlineSeconds=60), machines=Machines()).settle()
-    world.run(1).waiting(0, "ImagePullBackOff").waiting(2, "ImagePullBackOff")
-    fall_silent(world, "node2").wait(60)
-    assert world.status["lastFailure"]["class"] == "Startup"

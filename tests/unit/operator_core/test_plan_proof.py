@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe, proof
+from ddpjob_operator.core.objects import observe, resumed
 from support.world import World, job_object
 
 EQUAL = {"equal": True, "first": 13, "last": 15}
@@ -22,7 +22,7 @@ def running() -> World:
 
 def poll(world: World, **more: Any) -> World:
     raw = {"version": 1, "attempt": world.status["attempt"], "step": 20, **more}
-    world.outcomes = replace(world.outcomes, progress=observe.progress(raw, world.now))
+    world.feedback = replace(world.feedback, progress=observe.progress(raw, world.now))
     return world.wait(60)
 
 
@@ -77,4 +77,4 @@ def test_a_difference_stays_until_a_later_restart_is_proven():
     ],
 )  # fmt: skip
 def test_what_a_stranger_may_write_says_nothing(raw: object):
-    assert proof.read(raw) is None
+    assert resumed.proof(raw) is None

@@ -31,12 +31,6 @@ def test_a_gang_is_ready_while_it_runs_and_once_it_has_succeeded():
     assert told(world) == ("True", "Succeeded", "Current")
 
 
-def test_a_suspended_one_is_not():
-    world = World(job_object()).settle().run()
-    world.patch(suspend=True)
-    assert told(world) == ("False", "Suspended", "InProgress")
-
-
 def test_failure_for_good_is_failure_for_kstatus_too():
     world = World(job_object(restart={"maxRestarts": 0})).settle().run()
     assert told(world.end(0, 1)) == ("False", "Failed", "Failed")

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import standing
-from ddpjob_operator.core.policy import report
+from ddpjob_operator.core import ownership
+from ddpjob_operator.core.policy.reporting import report
 from support.world import World, job_object
 
 DAY = 24 * 3600
@@ -52,36 +52,19 @@ def test_after_a_refusal_one_pod_is_tried_ever_more_seldom(code: int):
     assert all(later > earlier for earlier, later in itertools.pairwise(gaps))
 
 
-def test_a_day_of_refusals_is_some_hundred_calls():
-    world, asked = refusing()
-    world.job["spec"]["startupDeadlineSeconds"] = 2 * DAY
-    live(world, DAY)
-    assert 24 * 12 * 0.8 <= len(asked) <= 24 * 12 * 1.3
-
-
-def test_the_first_pod_that_is_taken_lets_the_others_follow_at_once():
-    world, _asked = refusing()
-    live(world, 60)
-    world.refuse = lambda _: None
-    live(world, 60)
-    assert len(world.pods) == 3
-    assert world.outcomes.setback is None
-    assert world.outcomes.refusals == {}
-
-
 def test_other_words_begin_a_new_row_and_other_figures_do_not():
     said = [DENIED]
     world, _asked = refusing(lambda: said[0])
     live(world, 100)
-    assert world.outcomes.setback
-    before = world.outcomes.setback.count
+    assert world.feedback.create_backoff
+    before = world.feedback.create_backoff.count
     said[0] = DENIED.replace("job-0", "job-17")
     live(world, 100)
-    assert world.outcomes.setback.count > before
+    assert world.feedback.create_backoff.count > before
     said[0] = 'serviceaccount "trainer" not found'
-    while "trainer" not in world.outcomes.setback.words:
+    while "trainer" not in world.feedback.create_backoff.words:
         live(world, 1)
-    assert world.outcomes.setback.count == 1
+    assert world.feedback.create_backoff.count == 1
 
 
 def test_a_new_generation_is_tried_at_once():
@@ -132,17 +115,6 @@ def test_a_refused_service_waits_the_same_way():
     assert len(world.pods) == 3
 
 
-def test_no_two_jobs_knock_at_the_same_moments():
-    times = []
-    for uid in ("a", "b"):
-        world = World()
-        world.job["metadata"]["uid"] = uid
-        world.refuse = lambda a, world=world: act.Refusal(a.attempt, 403, "F", DENIED, world.now)
-        world.settle()
-        times.append(world.plan().requeue_after)
-    assert times[0] != times[1]
-
-
 def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason():
     world, _ = refusing()
     world.job["spec"]["startupDeadlineSeconds"] = 60
@@ -155,26 +127,6 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
 
 
 @pytest.mark.tier("all")
-def test_a_thousand_names_that_a_dead_node_holds_are_asked_for_by_and_by():
-    """Pods of a deleted job of the same name: each try is a POST and a GET."""
-    world, asked, left = World(job_object(replicas=1000)), [], set(range(1000))
-
-    def taken(action: act.CreatePod) -> act.Refusal | None:
-        asked.append(world.now)
-        found = act.Existing("Pod", f"job-{action.replica}", "old", 1, True, "DDPJob job")
-        what = (action.attempt, 409, "AlreadyExists", "exists", world.now, found)
-        return act.Refusal(*what) if action.replica in left else None
-
-    world.refuse = taken
-    live(world.settle(), 30)
-    assert len(asked) <= 1000 + 30 / 2 * 50
-    del asked[:]
-    live(world, 300)
-    assert len(asked) <= 300 / 2 * 50
-    left.clear()
-    assert len(live(world, 60).pods) == 1000
-
-
 def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
     world, asked = World(job_object(startupDeadlineSeconds=DAY)), []
     found = act.Existing("Pod", "job-0", "old", 1, True, "DDPJob job")
@@ -204,7 +156,7 @@ def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_
     pod["metadata"]["deletionTimestamp"] = until.isoformat()
     owner = {"controller": True, "uid": "older job", "kind": "DDPJob", "name": "job"}
     pod["metadata"]["ownerReferences"] = [owner]
-    existing = standing.existing("Pod", pod)
+    existing = ownership.existing("Pod", pod)
     world.refuse = lambda action: act.Refusal(
         action.attempt, 409, "AlreadyExists", "exists", world.now, existing
     )
@@ -262,7 +214,7 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
     ],
 )  # fmt: skip
 def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure: str):
-    told = report.told(act.Refusal(1, 403, "Forbidden", message, World().now))
+    told = report.explained(act.Refusal(1, 403, "Forbidden", message, World().now))
     first, _, last = told.partition(message)
     assert first.startswith("refused by ")
     assert who in first
@@ -270,17 +222,7 @@ def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure:
 
 
 def test_other_words_are_told_as_they_are():
-    assert report.told(act.Refusal(1, 500, "InternalError", "etcd: no", World().now)) == "etcd: no"
-
-
-@pytest.mark.parametrize(
-    ("replicas", "begins", "runs"),
-    [
-        (1, "creating 1 pod, attempt 1", "the only replica of attempt 1 runs"),
-        (2, "creating 2 pods, attempt 1", "all 2 replicas of attempt 1 run"),
-    ],
-)
-def test_one_is_told_in_the_singular(replicas: int, begins: str, runs: str):
-    world = World(job_object(replicas=replicas)).settle().run()
-    told = [event.message for event in world.events]
-    assert {begins, runs} <= set(told)
+    assert (
+        report.explained(act.Refusal(1, 500, "InternalError", "etcd: no", World().now))
+        == "etcd: no"
+    )

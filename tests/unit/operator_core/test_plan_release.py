@@ -7,9 +7,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import parse_time
-from ddpjob_operator.core.policy import turn
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import parse_time
+from ddpjob_operator.core.policy.starting import quota_fairness
 from support.world import World, job_object
 
 
@@ -143,12 +143,6 @@ def test_the_reason_is_that_of_the_present_state():
     assert (done.phase, done.status.get("reason")) == ("Succeeded", None)
 
 
-def test_a_pod_that_no_scheduler_has_looked_at_is_waited_for():
-    world = started(startupDeadlineSeconds=60).run(0, 1).wait(60)
-    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
-    assert "no scheduler" in world.condition("Stalled")["message"]
-
-
 def placed(world: World, replica: int, at: datetime) -> World:
     """It gets its node, and its image is pulled."""
     world.waiting(replica, "ContainerCreating")
@@ -202,53 +196,6 @@ def test_a_release_does_not_hide_a_crash_loop():
     assert (world.phase, world.status["restarts"]["consecutive"]) == ("Running", 6)
 
 
-def test_a_resume_begins_without_any_wait_of_the_past():
-    world = started(restart={"maxRestarts": 9, "backoff": {"maxSeconds": 16}}).run()
-    for _ in range(5):
-        world.end(0, 1).wait(20).run()
-    world.patch(suspend=True).patch(suspend=False).run()
-    assert world.end(0, 1).phase == "Starting"
-
-
-def test_the_waits_of_two_gangs_differ_and_those_of_one_do_not_change():
-    def waits(uid: str) -> list[float]:
-        job = job_object()
-        job["metadata"]["uid"] = uid
-        world, found = World(job), []
-        world.refuse = lambda _: refusal(world, 403, "exceeded quota")
-        for _ in range(10):
-            found.append(pause(world.settle()))
-            world.wait(600)
-        return found
-
-    one, other = waits("one"), waits("other")
-    assert one == waits("one")
-    assert all(a != b for a, b in zip(one, other, strict=True))
-    assert all(0.5 <= wait <= 450 for wait in (*one, *other))
-    assert max(one) > 20
-
-
-def test_a_short_backoff_does_not_let_two_gangs_that_held_each_other_up_meet_again():
-    """The waits of two must differ by more than it takes to create a gang."""
-    backoff = {"initialSeconds": 1, "maxSeconds": 1}
-    world = started(restart={"backoff": backoff}, startupDeadlineSeconds=600).run(0, 1)
-    unscheduled(world, 2).wait(600)
-    assert world.phase == "Pending"
-    assert 30 <= pause(world) <= 90
-
-
-def test_who_has_waited_long_tries_more_often():
-    def wait_after(hours: int) -> float:
-        world = World()
-        world.refuse = lambda _: refusal(world, 403, "exceeded quota")
-        world.settle()
-        for _ in range(hours * 12):
-            world.wait(300)
-        return pause(world)
-
-    assert wait_after(1) > 45 > wait_after(24)
-
-
 def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
     """It was taken for a first start, as long as the job was old."""
     world = started().run().wait(86400)
@@ -262,13 +209,6 @@ def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
     assert (world.phase, took.name) == ("Running", "recovery_seconds")
     assert 600 < took.value < 1800
     assert world.status["timings"]["lastRecoverySeconds"] == round(took.value, 3)
-
-
-def test_long_deadlines_are_told_to_the_second():
-    world = started(activeDeadlineSeconds=1209601).run().wait(1209601)
-    assert "activeDeadlineSeconds 1209601 has" in world.condition("Failed")["message"]
-    world = started(startupDeadlineSeconds=1209601).run(0, 1).waiting(2, "ErrImagePull")
-    assert "within 1209601 s" in world.wait(1209601).status["lastFailure"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +229,7 @@ def test_long_deadlines_are_told_to_the_second():
 )  # fmt: skip
 @pytest.mark.fault("U5")
 def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, needs: str):
-    """It stands back for later ones then, and its age does not hurry it: see turn.waiter."""
+    """It stands back for later ones then, and its age does not hurry it (quota_fairness.waiter)."""
     world = World()
     words = f'pods "job-1" is forbidden: exceeded quota: q, {figures}'
     world.refuse = lambda action: refusal(world, 403, words) if action.replica else None
@@ -299,7 +239,7 @@ def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, nee
     assert words.strip() in stalled["message"]
     for _ in range(24 * 12):
         world.wait(300)
-    assert (turn.waiter(observe.job(world.job)) is None) == bool(needs)
+    assert (quota_fairness.waiter(observe.job(world.job)) is None) == bool(needs)
     waits = [pause(world.wait(500)) for _ in range(5)]
     assert min(waits) >= 150 if needs else max(waits) <= 45
     assert world.status["restarts"]["total"] == 0

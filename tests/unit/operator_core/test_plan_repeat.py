@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe
-from ddpjob_operator.core.lenient import parse_time
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import parse_time
+from ddpjob_operator.core.objects.status import Progress
 from support.world import World, job_object
 
 SHAPES = "ValueError: shapes (3, 4) and (5,) do not match"
@@ -35,7 +35,7 @@ def poll(world: World, *rounds: dict[str, Any], **more: Any) -> World:
         "rounds": list(rounds), **more,
     }  # fmt: skip
     found = observe.progress(raw, world.now)
-    world.outcomes = replace(world.outcomes, progress=found, rounds=observe.rounds(raw))
+    world.feedback = replace(world.feedback, progress=found, rounds=observe.rounds(raw))
     return world.settle()
 
 
@@ -103,13 +103,6 @@ def test_failures_that_are_nobodys_or_seldom_are_no_loop():
     for _ in range(4):
         world.wait(460).end(0, 1).wait(300).run().wait(5).wait(5)  # looked at while it runs
         assert not loops(world)
-
-
-def test_a_resume_begins_with_a_clean_sheet():
-    world = poll(running(), *(record(number, 25 * number) for number in range(3)))
-    assert loops(world)
-    world.patch(suspend=True).wait(1).patch(suspend=False).run()
-    assert not loops(world)
 
 
 # --- The same again -------------------------------------------------------------------------
@@ -200,24 +193,8 @@ def test_a_failure_after_a_step_is_tried_at_once_as_ever(how: str):
     for number in range(4):
         step = Progress(step=7 + number, updated_at=world.now)
         if how == "poll":
-            world.outcomes = replace(world.outcomes, progress=step)
+            world.feedback = replace(world.feedback, progress=step)
         message = report(7 + number) if how == "report" else ""
         found.append(delay(world.end(0, 1, message=message)))
         world.wait(8).run()
     assert found == [0, 1, 2, 4]
-
-
-def test_a_gang_that_begins_from_a_snapshot_has_told_of_nothing_yet():
-    """A volume that does not mount any more, after a week of training."""
-    world = running()
-    world.end(0, 1, message=report(90, snapshotStep=80)).run()
-    world.end(0, 1, message=report(80, snapshotStep=80))
-    assert (world.phase, delay(world)) == ("Restarting", 300)
-
-
-def test_the_users_bound_holds_for_a_start_too():
-    assert waits(running(restart={"backoff": {"maxSeconds": 5}})) == [0, 5, 5]
-
-
-def test_what_cannot_be_cured_does_not_wait():
-    assert running().end(0, 64).phase == "Failed"

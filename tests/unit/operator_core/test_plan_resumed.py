@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe, resumed
+from ddpjob_operator.core.objects import observe, resumed
 from support.world import World, job_object
 
 OTHER = {"step": 400, "uid": "8f1c-2", "changed": ["script"]}
@@ -23,7 +23,7 @@ def running() -> World:
 
 def poll(world: World, **more: Any) -> World:
     raw = {"version": 1, "attempt": world.status["attempt"], **more}
-    world.outcomes = replace(world.outcomes, progress=observe.progress(raw, world.now))
+    world.feedback = replace(world.feedback, progress=observe.progress(raw, world.now))
     return world.wait(60)
 
 

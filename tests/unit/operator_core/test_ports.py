@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import observe, packed, ports, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
 from support.world import job_object
 
-HOST = packed.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})
+HOST = compact_spec.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})
 
 
 def host_pod(attempt: int = 1, replica: int = 0, pod: object = None, **fields: Any) -> Any:
@@ -44,21 +45,6 @@ def test_all_replicas_know_the_same_master_and_hub_and_have_pages_of_their_own()
     assert all(len(one) == 3 for one in numbers)
 
 
-def test_another_job_and_another_attempt_draw_others():
-    drawn = [ports.of(HOST, ports.MASTER, ports.METRICS, uid, attempt, 0)
-             for uid in ("a", "b") for attempt in (1, 2)]  # fmt: skip
-    assert drawn[0] == ports.of(HOST, ports.MASTER, ports.METRICS, "a", 1, 0)
-    for one in map(dataclasses.astuple, drawn):
-        assert sum(bool({*one} & {*dataclasses.astuple(other)}) for other in drawn) == 1
-
-
-def test_drawn_ports_are_nobody_elses_on_a_node():
-    """Neither those of Services on nodes nor those that a kernel hands out."""
-    for number in range(300):
-        drawn = ports.of(HOST, ports.MASTER, ports.METRICS, f"{number}", 1, number)
-        assert all(20000 <= port < 30000 for port in dataclasses.astuple(drawn))
-
-
 @pytest.mark.parametrize("master", [31000, 20001, "first", "second"])
 def test_a_port_that_the_user_has_chosen_is_kept(master: int | str):
     drawn = ports.of(HOST, ports.MASTER, ports.METRICS, "u", 1, 2)
@@ -69,9 +55,9 @@ def test_a_port_that_the_user_has_chosen_is_kept(master: int | str):
     assert found.hub != chosen
 
 
-def host_template(*declared: int) -> packed.Template:
+def host_template(*declared: int) -> compact_spec.Template:
     trainer = {"name": "trainer", "ports": [{"containerPort": port} for port in declared]}
-    return packed.template({"spec": {"hostNetwork": True, "containers": [trainer]}})
+    return compact_spec.template({"spec": {"hostNetwork": True, "containers": [trainer]}})
 
 
 def test_what_is_drawn_is_not_what_the_user_has_chosen_or_declared():

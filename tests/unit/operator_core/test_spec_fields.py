@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob_operator.core import spec
+from ddpjob_operator.core.objects import spec
 from support.world import crd_schema, job_object
 
 #: Kept as they are, and read when pods are rendered.

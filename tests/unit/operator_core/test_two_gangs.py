@@ -56,7 +56,7 @@ class Yard:
             for uid, actions in plans.items():
                 if actions:
                     self.worlds[uid].carry_out(actions.pop(0))
-                    if self.worlds[uid].outcomes.refusals:
+                    if self.worlds[uid].feedback.refusals:
                         actions.clear()
 
     def _kubelet(self, uid: str, world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections import Counter
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import EVENTS, JOBS, PODS, Api, Listing, Resource
-from ddpjob_operator.shell.credentials import Credentials
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import JOBS, PODS, Api
+from ddpjob_operator.shell.api.credentials import Credentials
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -109,39 +108,6 @@ async def test_errors_carry_the_servers_words(
     assert calls == {("get", "pods", code): 1}
 
 
-@pytest.mark.parametrize("code", [403, 429, 502, 503])
-@pytest.mark.parametrize("text", ["<html>too bad", '{"reason": "Too Bad", "note": "too bad"}'])
-async def test_a_body_that_is_no_status_gives_a_message_but_no_reason(
-    api: Api, server: Server, code: int, text: str
-) -> None:
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=code, text=text, headers={"Retry-After": "0"})
-
-    server.handle = refuse
-    with pytest.raises(errors.ApiError, match="too bad") as caught:
-        await api.get(PODS, "ns", "x")
-    assert (caught.value.code, caught.value.reason) == (code, "")
-    assert caught.value.message == text
-
-
-async def test_an_error_that_comes_in_pieces_is_read_to_its_end(api: Api, server: Server) -> None:
-    message = "exceeded quota " + "x" * 10_000
-
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(status=403)
-        await response.prepare(request)
-        body = json.dumps({"kind": "Status", "reason": "Forbidden", "message": message}).encode()
-        await response.write(body[:60])
-        await asyncio.sleep(0.05)
-        await response.write(body[60:])
-        return response
-
-    server.handle = refuse
-    with pytest.raises(errors.Forbidden) as caught:
-        await api.get(PODS, "ns", "x")
-    assert (caught.value.reason, caught.value.message) == ("Forbidden", message)
-
-
 @pytest.mark.parametrize("how", ["endless", "cut off"])
 async def test_an_error_without_an_end_is_one_all_the_same(
     api: Api, server: Server, how: str
@@ -187,17 +153,6 @@ async def test_a_throttled_call_is_repeated_when_the_server_says(
     assert calls == {("create", "pods", 429): 2, ("create", "pods", 200): 1}
 
 
-async def test_a_long_retry_after_goes_to_the_caller(api: Api, server: Server) -> None:
-    async def later(request: web.Request) -> web.StreamResponse:
-        return status(429, headers={"Retry-After": "120"})
-
-    server.handle = later
-    with pytest.raises(errors.Throttled) as caught:
-        await api.get(PODS, "ns", "x")
-    assert caught.value.retry_after == 120
-    assert len(server.seen) == 1
-
-
 async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
     async def page(request: web.Request) -> web.StreamResponse:
         token = request.query.get("continue")
@@ -212,17 +167,6 @@ async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
         assert request.query["limit"] == "500"
         assert request.query["labelSelector"] == "app=x"
         assert "resourceVersion" not in request.query, "a quorum read"
-
-
-async def test_fields_are_selected_by_the_server(api: Api, server: Server) -> None:
-    async def none(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"metadata": {"resourceVersion": "7"}, "items": []})
-
-    server.handle = none
-    await api.list_all(EVENTS, "ns", fields="source=kubelet")
-    await api.list_all(EVENTS, "ns")
-    selectors = [request.query.get("fieldSelector") for request in server.seen]
-    assert selectors == ["source=kubelet", None]
 
 
 async def test_of_each_object_only_what_is_kept_is_there(api: Api, server: Server) -> None:
@@ -242,7 +186,7 @@ async def test_only_the_servers_silence_ends_a_list(
     api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is long to decode, for one user has made it so, would keep the list from all others."""
-    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 2.0)
+    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 2.0)
 
     async def page(request: web.Request) -> web.StreamResponse:
         items = [{"fill": "x" * 50_000}] * 40
@@ -260,81 +204,8 @@ async def test_only_the_servers_silence_ends_a_list(
         return response
 
     server.handle = stall
-    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
+    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
     with pytest.raises(errors.Unavailable, match=r"no answer within 0\.2 s"):
-        await api.list_all(PODS, "ns")
-
-
-async def test_a_page_that_was_cut_off_is_asked_for_in_smaller_ones(
-    api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    largest = 40
-
-    async def page(request: web.Request) -> web.StreamResponse:
-        rest = '],"metadata":{"resourceVersion":"7"}}'
-        whole = int(request.query["limit"]) <= largest
-        return web.Response(text='{"items":[{}' + (rest if whole else ""))
-
-    async def no_list(_: web.Request) -> web.StreamResponse:
-        return web.Response(text="{}")
-
-    async def limits(lists: int, resource: Resource = JOBS) -> list[str]:
-        server.seen.clear()
-        for _ in range(lists):
-            with contextlib.suppress(errors.Unavailable):
-                await api.list_all(resource, "ns")
-        return [request.query["limit"] for request in server.seen]
-
-    server.handle = page
-    monkeypatch.setattr("ddpjob_operator.shell.api._QUICK", 0.0)  # every page takes long
-    largest = 0
-    assert await limits(8) == ["500", "250", "125", "62", "31", "15", "10", "10"]
-    largest = 40
-    assert await limits(2) == ["10", "10"]
-    assert await limits(1, PODS) == ["500"], "the list of another kind"
-    monkeypatch.undo()
-    largest = 500
-    assert await limits(8) == ["10", "20", "40", "80", "160", "320", "500", "500"], "quick again"
-    server.handle = no_list
-    assert set(await limits(3)) == {"500"}, "smaller pages would be none either"
-
-
-async def test_pages_that_are_too_many_for_the_time_that_a_list_is_kept_grow(
-    api: Api, server: Server
-) -> None:
-    kept = 3  # pages
-
-    async def page(request: web.Request) -> web.StreamResponse:
-        begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
-        if begin >= kept * limit:
-            return status(410)
-        end = min(begin + limit, 100)
-        meta = {"resourceVersion": "7", **({"continue": str(end)} if end < 100 else {})}
-        return web.json_response({"metadata": meta, "items": [{}] * (end - begin)})
-
-    server.handle = page
-    api._pages["/apis/ddpjob.dev/v1alpha1/namespaces/ns/ddpjobs", ""] = 10
-    for limit in (10, 20):
-        with pytest.raises(errors.Gone):
-            await api.list_all(JOBS, "ns")
-        assert server.seen[-1].query["limit"] == str(limit)
-    assert len((await api.list_all(JOBS, "ns")).items) == 100
-
-
-@pytest.mark.parametrize("broken", ["expired", "cut off"])
-async def test_a_list_that_breaks_between_its_pages_is_none(
-    api: Api, server: Server, broken: str
-) -> None:
-    async def page(request: web.Request) -> web.StreamResponse:
-        if "continue" not in request.query:
-            meta = {"resourceVersion": "7", "continue": "more"}
-            return web.json_response({"metadata": meta, "items": [{"a": 1}]})
-        if broken == "expired":
-            return status(410)
-        return web.Response(text='{"items":[{"a":2},{"a"', content_type="application/json")
-
-    server.handle = page
-    with pytest.raises(errors.Gone if broken == "expired" else errors.ApiError):
         await api.list_all(PODS, "ns")
 
 
@@ -364,16 +235,6 @@ async def test_an_answer_that_is_no_list_is_not_an_empty_one(
     with pytest.raises(errors.Unavailable, match="no answer") as caught:
         await api.list_all(PODS, "ns")
     assert caught.value.code == 0
-
-
-@pytest.mark.parametrize("items", [[], None], ids=["items", "nil"])
-async def test_an_empty_list_is_one(api: Api, server: Server, items: object) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        meta = {"resourceVersion": "7"}
-        return web.json_response({"kind": "PodList", "metadata": meta, "items": items})
-
-    server.handle = answer
-    assert await api.list_all(PODS, "ns") == Listing([], "7")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import ConfirmGone, Plan
-from ddpjob_operator.shell import errors, reconciler
-from ddpjob_operator.shell.api import JOBS, Listing, Object, Resource
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell import reconciler
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import JOBS, Listing, Object, Resource
+from ddpjob_operator.shell.api.credentials import Credentials
 from ddpjob_operator.shell.app import App
-from ddpjob_operator.shell.credentials import Credentials
-from ddpjob_operator.shell.resync import Resync
 from ddpjob_operator.shell.settings import Settings
+from ddpjob_operator.shell.watch.resync import Resync
 from support.world import job_object
 
 DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
@@ -129,10 +129,6 @@ async def test_so_is_one_that_a_barrier_shows(
     assert "bug" not in caplog.text
 
 
-def test_the_lease_has_connections_of_its_own(app: App) -> None:
-    assert app._elector._api is not app._api
-
-
 @pytest.mark.looptime
 async def test_the_end_fits_in_the_grace_that_the_chart_gives(
     app: App, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +140,7 @@ async def test_the_end_fits_in_the_grace_that_the_chart_gives(
     monkeypatch.setattr(app._resyncs[None], "run", stubborn.run)
     monkeypatch.setattr(app._queue, "drained", endless)
     monkeypatch.setattr(app._elector, "_written_at", 0.0)
-    monkeypatch.setattr(app._elector, "_give_back", endless)
+    monkeypatch.setattr(app._elector, "_return_lease", endless)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     running: asyncio.Task[Any] = asyncio.create_task(app._run_parts(stop))
@@ -169,40 +165,11 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(
         return ""
 
     monkeypatch.setattr(app._elector, "_written_at", 0.0)
-    monkeypatch.setattr(app._elector, "_give_back", slow)
+    monkeypatch.setattr(app._elector, "_return_lease", slow)
     stop = asyncio.Event()
     stop.set()
     assert await app._run_parts(stop) == 0
     assert released
-
-
-def test_no_whole_search_for_cycles_while_the_caches_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It held the loop up for 90 ms beside 10,000 pods."""
-    usual = gc.get_threshold()
-    made = App(Settings(identity="a"), Credentials(FakeConfiguration(), "default"))
-
-    async def work() -> None:
-        begun = asyncio.Event()
-
-        async def run(*_: object) -> None:
-            begun.set()
-
-        monkeypatch.setattr(made._queue, "run", run)
-        task = asyncio.create_task(made._work())
-        await asyncio.sleep(0)
-        assert gc.get_threshold()[2] > 1000
-        for part in (made._resyncs[None], made._informers[None], made._node_informer):
-            part.synced.set()
-            part.answered.set()
-        await asyncio.gather(task, begun.wait())
-        assert gc.get_freeze_count() > 0
-
-    try:
-        asyncio.run(work())
-        assert gc.get_threshold() == usual
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*usual)
 
 
 class HalfRefused:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import observe, packed, spec
-from ddpjob_operator.shell import decode
-from support.patience import PATIENCE
-from support.world import crd_schema
+from ddpjob_operator.core.objects import compact_spec, observe, spec
+from ddpjob_operator.shell.api import decode
 
 LIST: dict[str, Any] = {
     "apiVersion": "v1",
@@ -154,7 +150,7 @@ async def test_lines_of_any_length(size: int) -> None:
 def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None:
     env = [{"name": f"N{n}", "value": "v" * 100} for n in range(2000)]
     raw = {"spec": {"containers": [{"name": "trainer", "env": env}]}}
-    found = packed.template(raw)
+    found = compact_spec.template(raw)
     assert found.packed.data == b""
     read = spec.read({"replicas": 2, "suspend": True, "template": raw})
     assert "ConfigMap" in read.flaw
@@ -164,44 +160,3 @@ def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None
     sound = {"spec": {"containers": [{"name": "trainer"}]}}
     short = spec.read({"template": sound, "snapshot": {"path": "/s", "volume": volume}})
     assert "spec.snapshot.volume is" in short.flaw
-
-
-def test_a_packed_template_is_what_was_written() -> None:
-    raw = {"metadata": {"labels": {"é": "☃"}}, "spec": {"containers": [{"name": "a"}], "f": 1.5}}
-    found = packed.template(raw)
-    assert found.packed.unpack() == raw
-    assert found.packed.unpack() is not found.packed.unpack()
-    assert packed.template(found) is found
-    # Stored in the status of running jobs: another digest would hold the whole fleet.
-    assert found.packed.digest == "1b50501ac13eb7ff"
-
-
-def test_the_definition_tells_of_the_limits() -> None:
-    schema = crd_schema()["properties"]["spec"]["properties"]
-    assert f"{packed.TEMPLATE_BYTES // 1024} KiB" in schema["template"]["description"]
-    volume = schema["snapshot"]["properties"]["volume"]
-    assert f"{packed.VOLUME_BYTES // 1024} KiB" in volume["description"]
-
-
-async def test_the_collector_is_off_until_the_last_thread_has_decoded_and_then_on() -> None:
-    """Its switch is the whole process's, and kopf decodes in a thread of its own."""
-    begun, overlapping = threading.Event(), threading.Event()
-
-    def keep_first(_: object) -> None:
-        begun.set()
-        assert overlapping.wait(PATIENCE)
-
-    def keep_second(_: object) -> bool:
-        overlapping.set()
-        other.join(PATIENCE)
-        return gc.isenabled()
-
-    def read_first() -> None:
-        asyncio.run(decode.read_list(chunks(b'{"items":[{}]}', 100), keep_first))
-
-    other = threading.Thread(target=read_first)
-    assert gc.isenabled()
-    other.start()
-    assert begun.wait(PATIENCE)
-    assert await decode.read_list(chunks(b'{"items":[{}]}', 100), keep_second) == ([False], {})
-    assert gc.isenabled()

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Object, Resource
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Object, Resource
 from ddpjob_operator.shell.elector import Elector
 from support.patience import PATIENCE
 
@@ -200,23 +200,6 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None
     assert server.holder == ""
 
 
-async def test_a_release_outlasts_a_passing_error(caplog: pytest.LogCaptureFixture) -> None:
-    server, clock = LeaseServer(), Clock()
-    first = await dead_leader(server, clock)
-    passing = [errors.Unavailable(0, "", "refused"), errors.Unavailable(503, "", "starting")]
-
-    def fail(verb: str) -> None:
-        if passing:
-            raise passing.pop()
-
-    server.fail = fail
-    release = asyncio.create_task(first.elector.release(PATIENCE))
-    await clock.pass_by(3)
-    assert server.holder == ""
-    await release
-    assert "cannot" not in caplog.text
-
-
 @pytest.mark.looptime
 @pytest.mark.parametrize(
     ("error", "seconds"),
@@ -243,28 +226,6 @@ async def test_a_release_that_cannot_be_says_why(
     await first.elector.release(7)
     assert loop.time() - began == seconds
     assert f"cannot give the lease ns/lease back: {error}" in caplog.text
-
-
-@pytest.mark.looptime
-async def test_a_lease_that_is_gone_needs_no_release(caplog: pytest.LogCaptureFixture) -> None:
-    server, loop = LeaseServer(), asyncio.get_running_loop()
-    first = Candidate(server, loop.time, "a", asyncio.sleep)
-    await asyncio.sleep(5)
-    await first.die()
-    server.lease = None
-    await first.elector.release(7)
-    assert "cannot" not in caplog.text
-
-
-async def test_release_touches_nobody_elses_lease() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    assert server.lease is not None
-    server.lease["spec"]["holderIdentity"] = "somebody"
-    await first.elector.release(PATIENCE)
-    assert server.holder == "somebody"
-    await first.die()
 
 
 async def test_a_restarted_pod_takes_its_own_lease_back_at_once() -> None:
@@ -295,44 +256,6 @@ async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() 
     await clock.pass_by(5)
     assert first.task.done(), "run() returns, so that the process ends"
     assert first.changes == [True, False]
-
-
-async def test_it_waits_for_an_api_server_that_is_not_there_yet() -> None:
-    server, clock = LeaseServer(), Clock()
-
-    def down(verb: str) -> None:
-        raise errors.Unavailable(503, "", "starting")
-
-    server.fail = down
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(60)
-    assert not first.leads()
-    server.fail = lambda verb: None
-    await clock.pass_by(4)
-    assert first.leads()
-    await first.die()
-
-
-async def test_a_lost_race_for_the_lease_is_lost() -> None:
-    server, clock = LeaseServer(), Clock()
-    raced = False
-
-    def race(verb: str) -> None:
-        nonlocal raced
-        if verb == "replace" and not raced and server.lease is not None:
-            raced = True
-            server.lease["spec"]["holderIdentity"] = "winner"
-            server._store(server.lease)
-
-    await dead_leader(server, clock)
-    server.fail = race
-    second = Candidate(server, clock, "b")
-    await clock.pass_by(16)
-    assert raced
-    assert not second.leads()
-    assert second.changes == []
-    assert server.holder == "winner"
-    await second.die()
 
 
 async def test_a_lease_taken_by_another_ends_leadership_at_once() -> None:
@@ -381,39 +304,6 @@ async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None
     assert first.changes == [True, True]
     await clock.pass_by(20)
     assert first.changes == [True, True], "renewals in time tell nothing"
-    await first.die()
-
-
-@pytest.mark.looptime
-async def test_one_renewal_that_hangs_is_no_pause(caplog: pytest.LogCaptureFixture) -> None:
-    """A lost packet, a dead connection: time is simulated."""
-    server, loop = LeaseServer(), asyncio.get_running_loop()
-    first = Candidate(server, loop.time, "a", asyncio.sleep)
-    await asyncio.sleep(5)
-    hung = iter([3600.0])
-    server.slow = lambda verb: asyncio.sleep(next(hung, 0.0))
-    for _ in range(300):
-        assert first.leads()
-        await asyncio.sleep(0.1)
-    assert not [*hung]
-    assert "cannot reach the lease ns/lease: no answer" in caplog.text
-    await first.die()
-
-
-@pytest.mark.looptime
-@pytest.mark.parametrize(("seconds", "share"), [(2.4, 1.0), (4.8, 0.5)])
-async def test_slow_calls_leave_a_leader(seconds: float, share: float) -> None:
-    """Where every call takes that long: whoever holds the lease also acts, most of the time."""
-    server, loop = LeaseServer(), asyncio.get_running_loop()
-    server.slow = lambda verb: asyncio.sleep(seconds)
-    first = Candidate(server, loop.time, "a", asyncio.sleep)
-    await asyncio.sleep(2 * seconds + 0.1)
-    led = 0
-    for _ in range(600):
-        led += first.leads()
-        await asyncio.sleep(0.1)
-    assert not first.task.done()
-    assert led >= share * 600
     await first.die()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.nodes import FORBIDDEN
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Api, Listing, Object
-from ddpjob_operator.shell.informer import NodeInformer, PodInformer
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.core.objects.nodes import FORBIDDEN
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Listing, Object
+from ddpjob_operator.shell.cache.store import Store
+from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 
 pytestmark = [pytest.mark.looptime]
 
@@ -54,7 +54,7 @@ class ForgetfulApi:
 async def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The informer's clock is the simulated one."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-    monkeypatch.setattr("ddpjob_operator.shell.informer.time", clock)
+    monkeypatch.setattr("ddpjob_operator.shell.watch.informer.time", clock)
 
 
 @contextlib.asynccontextmanager
@@ -82,18 +82,6 @@ async def test_repeated_gone_is_no_storm_of_lists(
     assert told == (once if gone_lists else [])
 
 
-async def test_an_event_ends_the_row() -> None:
-    api = ForgetfulApi()
-    async with informing(api):
-        await asyncio.sleep(60)
-        api.events, api.pause = [BOOKMARK], 5.0
-        api.listed.clear()
-        await api.listed.wait()
-        before = len(api.lists)
-        await asyncio.sleep(60)
-    assert len(api.lists) >= before + 10, "each watch said something: it lists at once"
-
-
 @pytest.mark.parametrize("too_old", [True, False], ids=["too old", "ends"])
 async def test_a_watch_that_tells_something_and_ends_at_once_is_no_storm(too_old: bool) -> None:
     api = ForgetfulApi()
@@ -102,26 +90,6 @@ async def test_a_watch_that_tells_something_and_ends_at_once_is_no_storm(too_old
         await asyncio.sleep(600)
     assert 10 < api.watches < 300
     assert 10 < len(api.lists) < 100
-
-
-async def test_the_news_of_a_list_that_broke_off_are_told() -> None:
-    """The next one shows nothing that the first has not put into the store."""
-    store, told = store_with_a_pod_on("a"), []
-    before = store.pods_of("u1")
-
-    class BrokenApi(ForgetfulApi):
-        async def list_all(self, *_: object, keep: Any = None, **__: object) -> Listing:
-            meta = {"namespace": "ns", "name": "job", "uid": "p", "resourceVersion": "4"}
-            owners = [{"controller": True, "uid": "u1"}]
-            keep({"metadata": {**meta, "ownerReferences": owners}, "status": {"phase": "Failed"}})
-            raise errors.Gone(410, "Expired", "the next page took too long")
-
-    informer = PodInformer(BrokenApi(), store, None, told.append)  # type: ignore[arg-type]
-    for _ in range(2):
-        with pytest.raises(errors.Gone):
-            await informer._list()
-    assert store.pods_of("u1") != before
-    assert told == [("ns", "job")], "the second list had no news"
 
 
 class NodesApi(ForgetfulApi):
@@ -214,17 +182,6 @@ async def test_trouble_of_the_api_servers_is_no_want_of_rights() -> None:
     task.cancel()
 
 
-async def test_another_error_does_not_forget_the_nodes() -> None:
-    api = NodesApi(errors.Unavailable(503, "", "down"))
-    store = Store()
-    store.nodes.replace_all([])
-    informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
-    task = asyncio.create_task(informer.run())
-    await informer.synced.wait()
-    assert store.nodes.of([]) is not None
-    task.cancel()
-
-
 async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
     """All of them may take longer than a loop may seem stuck."""
     api = NodesApi([node("a", 3)])
@@ -256,9 +213,3 @@ async def test_no_server_makes_it_wait_for_an_hour(part: str) -> None:
     await asyncio.sleep(100)
     task.cancel()
     assert 3 <= (len(api.lists) if part == "list" else api.watches) <= 6
-
-
-def test_the_double_has_the_real_ones_methods() -> None:
-    for name in ("list_all", "watch"):
-        method: Callable[..., Any] = getattr(Api, name)
-        assert callable(method)

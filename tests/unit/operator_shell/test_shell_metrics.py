@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from ddpjob_contract.exits import SEVERITY
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.metrics import Metrics
 
 ONE = observe.Job(
@@ -85,28 +85,6 @@ def test_a_namespace_without_jobs_for_a_day_has_no_series_any_more(told: Told) -
     assert told("ddpjob_refused_creations_total", namespace="a", code="403") == 0
 
 
-def test_one_whose_jobs_went_before_the_first_scrape_begins_at_zero_too(told: Told) -> None:
-    """A first failure after that is an increase: the alert on failed jobs lives on it."""
-    told.metrics.record("a", [Measurement("finished_total", 1, "Succeeded")])
-    told("ddpjob_jobs")
-    assert told("ddpjob_finished_total", namespace="a", result="Failed") == 0
-    assert told("ddpjob_finished_total", namespace="a", result="Succeeded") == 1
-
-
-def test_so_has_one_whose_jobs_came_and_went_between_two_scrapes(told: Told) -> None:
-    told.metrics.record("a", [Measurement("finished_total", 1, "Failed")])
-    told.metrics.count_refusal("b", 403)
-    for now, there in ((0.0, True), (86_500.0, True), (86_501.0, False)):  # the second ends them
-        told.now = now
-        text = generate_latest(told.metrics.registry).decode()
-        assert ('namespace="a"' in text, 'namespace="b"' in text) == (there, there)
-
-
-def test_an_operator_that_never_led_tells_of_no_job(told: Told) -> None:
-    """Two replicas tell of the same jobs else: sums would be double."""
-    assert not [f for f in told.metrics.registry.collect() if f.name == "ddpjob_jobs" and f.samples]
-
-
 def test_what_is_not_as_it_should_be_is_counted_by_reason_until_its_end(told: Told) -> None:
     told.jobs = [
         job("a", phase="Starting", reason="Unschedulable"),
@@ -131,8 +109,3 @@ def test_counters_of_a_namespace_begin_at_zero(told: Told) -> None:
     told.metrics.count_refusal("a", 403)
     assert told("ddpjob_finished_total", namespace="a", result="Failed") == 1
     assert told("ddpjob_refused_creations_total", namespace="a", code="403") == 1
-
-
-def test_the_version_is_told(told: Told) -> None:
-    (info,) = [f for f in told.metrics.registry.collect() if f.name == "ddpjob_build"]
-    assert info.samples[0].labels.keys() == {"version", "python"}

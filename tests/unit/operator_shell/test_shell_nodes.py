@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.nodes import FORBIDDEN, Node
-from ddpjob_operator.shell.nodes import NodeCache, slim
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node
+from ddpjob_operator.shell.cache.nodes import NodeCache, slim
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -52,11 +52,6 @@ def look(cache: NodeCache, name: str = "a") -> Node:
     return nodes.known[name]
 
 
-def test_nothing_is_known_before_the_first_list(cache: NodeCache) -> None:
-    cache.put(node(3))
-    assert cache.of(["a"]) is None
-
-
 def test_silence_is_measured_by_the_own_clock(cache: NodeCache, clock: Clock) -> None:
     cache.replace_all([node(3)])
     clock.seconds += 10
@@ -67,15 +62,6 @@ def test_silence_is_measured_by_the_own_clock(cache: NodeCache, clock: Clock) ->
     assert look(cache).down_seconds == 10
     assert cache.put(node(6))
     assert (look(cache).ready, look(cache).down_seconds) == (True, 0)
-
-
-def test_silence_older_than_the_process_counts_from_when_it_was_seen(
-    cache: NodeCache, clock: Clock
-) -> None:
-    cache.replace_all([node(3, "Unknown", since=-600)])
-    assert look(cache).down_seconds == 0
-    clock.seconds += 7
-    assert look(cache).down_seconds == 7
 
 
 def test_a_node_that_was_ready_while_nobody_looked_counts_anew(
@@ -148,13 +134,6 @@ def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) ->
     assert look(cache).down_seconds == 0
 
 
-def test_a_relist_finds_what_was_missed(cache: NodeCache) -> None:
-    assert cache.replace_all([node(3)]) == ["a"]
-    assert cache.replace_all([node(3)]) == []
-    assert cache.replace_all([]) == ["a"]
-    assert not look(cache).exists
-
-
 @pytest.mark.parametrize(
     ("status", "taint", "ready"),
     [
@@ -174,14 +153,6 @@ def test_a_control_plane_node_is_no_worker(
     assert cache.of([]) == FORBIDDEN
     cache.replace_all([])
     assert cache.of([]) is not None
-
-
-def test_the_memory_of_nodes_that_are_gone_is_bounded(cache: NodeCache) -> None:
-    cache.replace_all([])
-    for number in range(2000):
-        cache.remove(f"n{number}")
-    assert len(cache._nodes) == 1000
-    assert look(cache, "n1999").exists is False
 
 
 def test_after_a_silence_of_most_nodes_their_calm_begins_anew(

@@ -15,9 +15,10 @@ from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.core import observe, packed, ports, render, spec
-from ddpjob_operator.shell.progress import ProgressReader, _url
-from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
+from ddpjob_operator.shell.cache.store import Key, Store
+from ddpjob_operator.shell.watch.progress import ProgressReader, _url
 from support.patience import PATIENCE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -108,7 +109,7 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
 
     async with reading(state) as (store, changed):
         await until(lambda: len(asked) >= 5)
-        progress = store.outcomes("u1").progress
+        progress = store.feedback("u1").progress
     assert progress is not None
     assert (progress.step, progress.total_steps, progress.snapshot_step) == (7, 100, 5)
     assert set(asked) == {"/state?uid=u1"}, "to strangers a launcher tells no rounds"
@@ -116,7 +117,7 @@ async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
 
 
 DRAWN = ports.of(
-    packed.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
+    compact_spec.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
 ).metrics
 
 
@@ -137,25 +138,6 @@ async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port
 
 
 @needs_address
-async def test_a_round_is_news_though_training_stands_where_it_stood() -> None:
-    count = 0
-
-    async def state(request: web.Request) -> web.StreamResponse:
-        records = [{"round": 0, "replica": 2, "rank": 2, "code": 137}] * (count > 0)
-        return web.json_response({"attempt": 1, "round": count, "step": 7, "rounds": records})
-
-    async with reading(state) as (store, changed):
-        await until(lambda: changed)
-        assert store.outcomes("u1").rounds is None
-        count = 1
-        await until(lambda: len(changed) == 2)
-        rounds = store.outcomes("u1").rounds
-    assert rounds is not None
-    assert (rounds.attempt, rounds.count) == (1, 1)
-    assert [(found.replica, found.code) for found in rounds.known] == [(2, 137)]
-
-
-@needs_address
 @pytest.mark.parametrize(
     "other", [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},
               {"attempt": 1, "uid": "u2"}]
@@ -173,8 +155,8 @@ async def test_the_answer_of_another_attempts_or_gangs_launcher_is_ignored(
 
     async with reading(state) as (store, changed):
         await until(lambda: asked >= 3)
-        assert store.outcomes("u1").progress is None
-        assert store.outcomes("u1").rounds is None
+        assert store.feedback("u1").progress is None
+        assert store.feedback("u1").rounds is None
     assert changed == []
 
 
@@ -204,7 +186,7 @@ async def test_what_a_stranger_may_answer_is_ignored(answer: str) -> None:
 
     async with reading(state) as (store, changed):
         await until(lambda: asked >= 3)
-        assert store.outcomes("u1").progress is None
+        assert store.feedback("u1").progress is None
     assert changed == []
 
 
@@ -306,7 +288,7 @@ async def test_of_an_answer_without_end_little_is_looked_at(
         await until(lambda: floods >= 5)
         already = len(changed)
         await until(lambda: len(changed) > already)
-        assert store.outcomes("u2").progress is None
+        assert store.feedback("u2").progress is None
     server.close()
     assert set(changed) == {("ns", "job")}, "others are read beside it"
     assert looked < floods * 100_000

@@ -12,13 +12,13 @@ import pytest
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import observe
-from ddpjob_operator.shell import errors
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.reconciler import Reconciler
-from ddpjob_operator.shell.store import Key, Store
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 pytestmark = [pytest.mark.looptime]
@@ -52,24 +52,24 @@ class Taker:
         for action in actions:
             self._version += 1
             version = str(self._version)
-            learnt = self._store.outcomes(known.uid)
+            learnt = self._store.feedback(known.uid)
             if isinstance(action, act.WriteStatus):
                 known = replace(known, status=action.status, resource_version=version)
                 self._store.put_job(known)
             elif isinstance(action, act.DeletePod):
                 self._store.remove_pod(action.uid)
             elif isinstance(action, act.ConfirmGone):
-                read = act.Confirmation(attempt=action.attempt, at=self._now())
-                self._store.set_outcomes(known.uid, replace(learnt, confirmed=read))
+                read = act.QuorumRead(attempt=action.attempt, at=self._now())
+                self._store.set_feedback(known.uid, replace(learnt, confirmed=read))
             elif isinstance(action, act.EnsureNetwork):
-                self._store.set_outcomes(known.uid, replace(learnt, network_attempt=action.attempt))
+                self._store.set_feedback(known.uid, replace(learnt, network_attempt=action.attempt))
             elif isinstance(action, act.CreatePod):
                 uid = f"pod{action.replica}-{action.attempt}"
                 own = {"namespace": "ns", "uid": uid, "resourceVersion": version}
                 meta = {**action.body["metadata"], **own}
                 self._store.put_pod({**action.body, "metadata": meta}, from_watch=False)
-        written = replace(self._store.outcomes(known.uid), status_written_at=self._now())
-        self._store.set_outcomes(known.uid, written)
+        written = replace(self._store.feedback(known.uid), status_written_at=self._now())
+        self._store.set_feedback(known.uid, written)
 
 
 def job(replicas: int = 2, args: Sequence[str] = ()) -> dict[str, Any]:
@@ -112,8 +112,8 @@ async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
             "status": {"phase": "Starting", "attempt": 1, "membersSince": 1},
         }
     )
-    read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
-    store.set_outcomes("u1", act.Outcomes(network_attempt=1, confirmed=read))
+    read = act.QuorumRead(attempt=1, at=clock.now(), alone=True)
+    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))
     await asyncio.sleep(2)
@@ -144,8 +144,8 @@ async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
     taker: Any = Taker(store, clock.now)
     reconciler = Reconciler(store, queue, taker, metrics, lambda: True, clock)
     store.put_job({**job(replicas), "status": {"phase": "Starting", "attempt": 1}})
-    read = act.Confirmation(attempt=1, at=clock.now(), alone=True)
-    store.set_outcomes("u1", act.Outcomes(network_attempt=1, confirmed=read))
+    read = act.QuorumRead(attempt=1, at=clock.now(), alone=True)
+    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
     queue.add(KEY)
     task = asyncio.create_task(queue.run(2, reconciler.reconcile))
     await asyncio.sleep(2)

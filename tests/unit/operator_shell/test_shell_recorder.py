@@ -1,4 +1,4 @@
-"""Events: the same one again is counted, too many are cut, failures stay here."""
+"""Events: too many are cut, failures stay here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from ddpjob_operator.core.actions import Event
-from ddpjob_operator.core.observe import Job
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import Object, Resource
+from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Object, Resource
 from ddpjob_operator.shell.recorder import Recorder
 
 STARTED = Event("Normal", "Started", "creating 3 pods")
@@ -23,7 +23,6 @@ def job(uid: str = "u1") -> Job:
 class Sink:
     def __init__(self) -> None:
         self.created: list[Object] = []
-        self.patched: list[tuple[str, Object]] = []
         self.fail: list[errors.ApiError] = []
 
     async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
@@ -31,12 +30,6 @@ class Sink:
             raise self.fail.pop()
         assert namespace == "ns"
         self.created.append(body)
-        return body
-
-    async def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        if self.fail:
-            raise self.fail.pop()
-        self.patched.append((name, body))
         return body
 
 
@@ -72,39 +65,6 @@ async def test_an_event_names_the_job() -> None:
     assert (body["type"], body["reason"], body["count"]) == ("Normal", "Started", 1)
 
 
-async def test_the_same_event_again_raises_the_count() -> None:
-    async with recording() as (recorder, sink, time):
-        for _ in range(3):
-            recorder.send(job(), [STARTED])
-            time.now += 60
-        recorder.send(job("u2"), [STARTED])
-        recorder.send(job(), [FAILED])
-        await recorder.flush()
-    assert len(sink.created) == 3, "another job and another reason are not the same"
-    name = sink.created[0]["metadata"]["name"]
-    assert [(to, body["count"]) for to, body in sink.patched] == [(name, 2), (name, 3)]
-
-
-async def test_after_a_while_it_is_a_new_event() -> None:
-    async with recording() as (recorder, sink, time):
-        recorder.send(job(), [STARTED])
-        await recorder.flush()
-        time.now += 601
-        recorder.send(job(), [STARTED])
-        await recorder.flush()
-    assert (len(sink.created), len(sink.patched)) == (2, 0)
-
-
-async def test_an_event_that_the_server_has_dropped_is_sent_anew() -> None:
-    async with recording() as (recorder, sink, _):
-        recorder.send(job(), [STARTED])
-        await recorder.flush()
-        sink.fail = [errors.NotFound(404, "NotFound", "expired")]
-        recorder.send(job(), [STARTED])
-        await recorder.flush()
-    assert len(sink.created) == 2
-
-
 async def test_one_job_cannot_flood_and_does_not_silence_others() -> None:
     async with recording() as (recorder, sink, time):
         flood = [Event("Normal", "Flood", str(number)) for number in range(500)]
@@ -115,7 +75,7 @@ async def test_one_job_cannot_flood_and_does_not_silence_others() -> None:
         time.now += 60  # three more may pass
         recorder.send(job(), flood)
         await recorder.flush()
-    assert len(sink.created) + len(sink.patched) == 44
+    assert len(sink.created) == 44
 
 
 async def test_a_failure_to_send_is_no_failure() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from ddpjob_operator.shell.api import Listing
+from ddpjob_operator.shell.api.client import Listing
+from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.clock import Clock
-from ddpjob_operator.shell.resync import Resync
-from ddpjob_operator.shell.store import Store
+from ddpjob_operator.shell.watch.resync import Resync
 from support.world import START, job_object
 
 
@@ -34,7 +34,7 @@ async def test_a_slow_list_is_no_gap_in_sight() -> None:
     api: Any = SlowApi()
     clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
     watcher: Any = SimpleNamespace(missed=lambda *_: None)
-    resync = Resync(api, Store(), None, lambda _: None, watcher, heard=clock.heard)
+    resync = Resync(api, Store(), None, lambda _: None, watcher, received=clock.received)
     for _ in range(3):
         await resync._list_all()
         api.passed += 30

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
-from ddpjob_operator.core.actions import Confirmation, Outcomes
-from ddpjob_operator.shell.pods import slim_pod
-from ddpjob_operator.shell.store import RewoundError, Store
+from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
+from ddpjob_operator.shell.cache.pods import slim_pod
+from ddpjob_operator.shell.cache.store import RewoundError, Store
 
 KEY = ("ns", "job")
 
@@ -61,64 +61,20 @@ def test_of_a_template_no_objects_are_kept() -> None:
     assert volume not in seen
 
 
-def test_a_spec_is_packed_once_for_each_generation() -> None:
-    store = Store()
-
-    def put(version: int, generation: int, replicas: int) -> Any:
-        found = job(version)
-        found["metadata"]["generation"] = generation
-        found["spec"] = {"replicas": replicas}
-        store.put_job(found)
-        snapshot = store.snapshot(KEY)
-        assert snapshot is not None
-        return snapshot.job.spec
-
-    first = put(5, 1, 2)
-    assert put(6, 1, 2) is first
-    assert put(7, 2, 3)["replicas"] == 3
-
-
 def phases(store: Store, uid: str = "u1") -> dict[str, str]:
     return {found.uid: found.phase for found in store.pods_of(uid)}
 
 
-def test_an_older_or_equal_job_changes_nothing() -> None:
-    store = stored()
-    assert not store.put_job(job(5, phase="Running"))
-    assert not store.put_job(job(4, phase="Running"))
-    assert store.put_job(job(10, phase="Running")), "10 is newer than 5, as text it is not"
-    snapshot = store.snapshot(KEY)
-    assert snapshot is not None
-    assert snapshot.job.status == {"phase": "Running"}
-
-
-def test_versions_that_are_no_numbers_are_taken_as_they_come() -> None:
-    store = stored()
-    assert store.put_job(job("b"))
-    assert store.put_job(job("a"))
-    store.put_pod(pod("x", phase="Pending"))
-    store.put_pod(pod("a", phase="Running"))
-    assert phases(store) == {"p0": "Running"}
-
-
 def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
     store = stored()
-    store.set_outcomes("u1", Outcomes(network_attempt=3))
+    store.set_feedback("u1", ApiFeedback(network_attempt=3))
     store.put_pod(pod(6))
     assert store.put_job(job(9, uid="u2"))
     snapshot = store.snapshot(KEY)
     assert snapshot is not None
-    assert snapshot.outcomes == Outcomes()
+    assert snapshot.feedback == ApiFeedback()
     assert snapshot.pods == ()
-    assert store.outcomes("u1") == Outcomes()
-
-
-def test_forget_wants_the_right_uid() -> None:
-    store = stored()
-    assert not store.forget_job(KEY, "other")
-    assert store.snapshot(KEY) is not None
-    assert store.forget_job(KEY, "u1")
-    assert store.snapshot(KEY) is None
+    assert store.feedback("u1") == ApiFeedback()
 
 
 def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
@@ -142,19 +98,6 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
     assert (store.keys_in("elsewhere"), len(store.keys_in("ns"))) == ([], 2)
 
 
-def test_outcomes_of_an_unknown_job_are_not_kept() -> None:
-    store = stored()
-    store.set_outcomes("u9", Outcomes(network_attempt=1))
-    assert store.outcomes("u9") == Outcomes()
-
-
-def test_pods_that_come_before_their_job_are_there_when_it_comes() -> None:
-    store = Store()
-    assert store.put_pod(pod(3)) == set(), "no key to look at yet"
-    store.put_job(job(5))
-    assert phases(store) == {"p0": "Pending"}
-
-
 def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
     store = stored()
     assert store.put_pod(pod(6)) == {KEY}
@@ -163,14 +106,6 @@ def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
     assert phases(store) == {"p0": "Pending"}
     assert store.remove_pod("p0") == KEY
     assert store.remove_pod("p0") is None
-
-
-def test_a_pod_without_a_controller_is_nobodys() -> None:
-    store = stored()
-    body = pod(6)
-    del body["metadata"]["ownerReferences"]
-    assert store.put_pod(body) == set()
-    assert store.pod_count() == 0
 
 
 def test_no_pod_is_of_another_namespaces_job() -> None:
@@ -219,16 +154,6 @@ def test_a_pod_that_lost_its_controller_is_its_former_jobs_no_more() -> None:
     assert store.put_pod(pod(8)) == {KEY}, "given back, it counts again"
 
 
-def test_a_relist_too_shows_that_a_pod_lost_its_controller() -> None:
-    store = stored()
-    store.put_pod(pod(6))
-    stripped = pod(7)
-    del stripped["metadata"]["ownerReferences"]
-    assert store.put_pod(stripped) == {KEY}
-    assert store.drop_vanished_pods(None, [stripped["metadata"]["uid"]], "20") == set()
-    assert phases(store) == {}
-
-
 def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
     store = stored()
     store.put_job(job(6, uid="u2", name="other"))
@@ -237,14 +162,6 @@ def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
     assert (phases(store), phases(store, "u2")) == ({}, {"p0": "Pending"})
     assert store.put_pod(pod(7)) == set(), "a late event does not undo it"
     assert (phases(store), phases(store, "u2")) == ({}, {"p0": "Pending"})
-
-
-def test_a_list_for_a_job_that_is_gone_leaves_nothing_behind() -> None:
-    store = stored()
-    store.put_pod(pod(6))
-    store.forget_job(KEY, "u1")
-    store.replace_pods("u1", [], "20")
-    assert store._gangs == {}
 
 
 def test_a_late_event_does_not_bring_a_removed_pod_back() -> None:
@@ -320,13 +237,6 @@ def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None
     assert not store.put_read_job(job(11), before)  # an event has overtaken it
 
 
-def test_a_list_too_is_something_that_was_known() -> None:
-    store = Store()
-    store.check_list("nodes", "40", store.newest("nodes"))
-    with pytest.raises(RewoundError):
-        store.check_list("nodes", "39", store.newest("nodes"))
-
-
 def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> None:
     store = stored()
     for attempt in range(1, 7):
@@ -340,10 +250,10 @@ def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> No
 
 def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     store = stored()
-    read = Confirmation(3, datetime(2026, 1, 1, tzinfo=UTC))
-    store.set_outcomes("u1", Outcomes(confirmed=read, network_attempt=3))
+    read = QuorumRead(3, datetime(2026, 1, 1, tzinfo=UTC))
+    store.set_feedback("u1", ApiFeedback(confirmed=read, network_attempt=3))
     store.doubt_all()
-    assert store.outcomes("u1") == Outcomes(network_attempt=3)
+    assert store.feedback("u1") == ApiFeedback(network_attempt=3)
 
 
 def test_when_an_end_was_first_seen_is_kept() -> None:

@@ -69,25 +69,6 @@ async def test_a_key_is_never_worked_on_twice_at_once_and_comes_back_once() -> N
     assert rounds == {"a": 2, "b": 2}
 
 
-async def test_no_more_workers_than_asked_for() -> None:
-    queue: WorkQueue[str] = WorkQueue()
-    inside = most = 0
-
-    async def work(key: str) -> None:
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
-        await asyncio.sleep(1)
-        inside -= 1
-
-    for number in range(20):
-        queue.add(str(number))
-    async with working(queue, work, workers=3):
-        await asyncio.sleep(10)
-    assert most == 3
-    assert len(queue) == 0
-
-
 async def test_the_earliest_of_several_delays_counts() -> None:
     queue: WorkQueue[str] = WorkQueue()
     loop = asyncio.get_running_loop()
@@ -105,21 +86,6 @@ async def test_the_earliest_of_several_delays_counts() -> None:
     assert [round(at - began) for at in times] == [10]
 
 
-async def test_work_cancels_the_delay_that_was_set_before() -> None:
-    queue: WorkQueue[str] = WorkQueue()
-    rounds = 0
-
-    async def work(key: str) -> None:
-        nonlocal rounds
-        rounds += 1
-
-    queue.add_after("a", 10)
-    queue.add("a")
-    async with working(queue, work):
-        await asyncio.sleep(100)
-    assert rounds == 1
-
-
 async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
     queue: WorkQueue[str] = WorkQueue()
     delays = [queue.add_failed("a") for _ in range(12)]
@@ -132,47 +98,6 @@ async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
     assert queue.add_failed("a", at_least=77) == 77, "the server's Retry-After is honoured"
     queue.forget("a")
     queue.forget("b")
-
-
-async def test_forget_drops_the_timer() -> None:
-    queue: WorkQueue[str] = WorkQueue()
-    queue.add_after("a", 5)
-    queue.forget("a")
-    await asyncio.sleep(10)
-    assert len(queue) == 0
-
-
-async def test_close_lets_work_under_way_end_and_hands_out_no_more() -> None:
-    queue: WorkQueue[str] = WorkQueue()
-    done: list[str] = []
-
-    async def work(key: str) -> None:
-        await asyncio.sleep(3)
-        done.append(key)
-
-    async with working(queue, work):
-        queue.add("a")
-        await asyncio.sleep(1)
-        queue.close()
-        queue.add("b")
-        await queue.drained()
-        assert done == ["a"]
-        await asyncio.sleep(10)
-    assert done == ["a"]
-
-
-async def test_latency_is_the_time_in_line() -> None:
-    waited: list[float] = []
-    queue: WorkQueue[str] = WorkQueue(waited.append)
-    queue.add("a")
-    await asyncio.sleep(4)
-
-    async def work(key: str) -> None:
-        pass
-
-    async with working(queue, work):
-        await asyncio.sleep(1)
-    assert [round(seconds) for seconds in waited] == [4]
 
 
 async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None:

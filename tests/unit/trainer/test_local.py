@@ -12,7 +12,8 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_contract import exits
-from ddpjob_operator.core import observe, render, spec
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from ddpjob_trainer import cli
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices

@@ -1,6 +1,6 @@
 """The actions that the planner asks for, and the API's answers to them.
 
-plan() returns a Plan, shell/executor.py carries it out in order. Outcomes is the planner's only
+plan() returns a Plan, shell/executor.py carries it out in order. ApiFeedback is the planner's only
 memory outside the API server and holds what no watch returns: losing it (an operator restart) costs
 reads, never a decision.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from ddpjob_operator.core.observe import Rounds
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects.observe import Rounds
+from ddpjob_operator.core.objects.status import Progress
 
 Body = Mapping[str, Any]
 
@@ -69,7 +69,7 @@ class DeletePod:
 class ConfirmGone:
     """One quorum LIST of the job's pods, then a GET of the job, both cached.
 
-    If the job is still at ``attempt``, Outcomes.confirmed holds the result. It comes before
+    If the job is still at ``attempt``, ApiFeedback.confirmed holds the result. It comes before
     creations, and before any decision that is final.
 
     ``by_name``: a second LIST, by the job's name, finds pods without the label of its uid.
@@ -88,7 +88,7 @@ class ReadNodes:
 
 @dataclass(frozen=True, slots=True)
 class ReadEvents:
-    """LIST a kubelet's Events of one container of a pod; Outcomes.probed holds the answer.
+    """LIST a kubelet's Events of one container of a pod; ApiFeedback.probed holds the answer.
 
     A refusal by the API server counts as the answer "".
     """
@@ -101,8 +101,8 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    When both exist with our owner uid, Outcomes.network_attempt becomes ``attempt``; a refusal goes
-    to Outcomes.network_refusal.
+    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal
+    goes to ApiFeedback.network_refusal.
     """
 
     attempt: int
@@ -111,7 +111,7 @@ class EnsureNetwork:
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
-    """POST one pod with fieldValidation=Strict; a refusal goes to Outcomes.refusals."""
+    """POST one pod with fieldValidation=Strict; a refusal goes to ApiFeedback.refusals."""
 
     replica: int
     attempt: int
@@ -179,7 +179,7 @@ class Existing:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmation:
+class QuorumRead:
     """The result of one quorum read of the job's pods, and then of the job.
 
     It guarantees: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
@@ -204,7 +204,7 @@ class Confirmation:
 
 
 @dataclass(frozen=True, slots=True)
-class Setback:
+class CreateBackoff:
     """Creations of a job, refused ``count`` times in a row in the same ``words``."""
 
     words: str
@@ -223,14 +223,14 @@ class Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class ApiFeedback:
     """The API's answers about one job since this operator process started."""
 
-    confirmed: Confirmation | None = None
+    confirmed: QuorumRead | None = None
     network_attempt: int = 0
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
-    setback: Setback | None = None
+    create_backoff: CreateBackoff | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few

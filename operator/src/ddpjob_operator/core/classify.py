@@ -1,9 +1,9 @@
 """Classifies the loss of a member, and picks the loss that ended an attempt.
 
-policy/cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the rules in
-their order (docs/guides/restarts.md): facts from before the end come before what the kubelet calls
-the end. Two classes are collateral: another member went first, so they explain an attempt only when
-no better cause turns up.
+root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
+rules in their order (docs/guides/restarts.md): facts from before the end come before what the
+kubelet calls the end. Two classes are collateral: another member went first, so they explain an
+attempt only when no better cause turns up.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ddpjob_contract.exits import (
     settled,
     signal_of,
 )  # fmt: skip
-from ddpjob_operator.core import observe, told
-from ddpjob_operator.core.observe import Container, Pod, Round
-from ddpjob_operator.core.status import Failure
+from ddpjob_operator.core import told
+from ddpjob_operator.core.objects.observe import Container, Pod, Round
+from ddpjob_operator.core.objects.status import Failure
 
 Verdict = tuple[str, str]  # class and reason
 INIT_FAILED: Final = "InitContainerFailed"
@@ -94,10 +94,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         return None
     report, code = trainer.report, decisive(pod).exit_code
     cls, reason = _verdict(pod)
-    said, message = told.said(pod, decisive(pod)), told.message(pod)
-    if reason == _OOM and decisive(pod) is trainer and not (report and report.exception):
-        said = told.out_of_memory(trainer)
-        message = observe.clean(f"{said}\n{message}")
+    said, message = told.ended(pod, decisive(pod), oom=reason == _OOM)
     return Failure(
         attempt=pod.attempt or 0,
         round=report.round if report else None,

@@ -1,4 +1,4 @@
-"""The one place where anything is decided: plan(job, pods, outcomes, now, nodes) -> Plan.
+"""The one place where anything is decided: plan(job, pods, feedback, now, nodes) -> Plan.
 
 shell/reconciler.py calls it for each key of the queue, and shell/executor.py carries out the Plan.
 It is level-triggered: it reads state and remembers nothing. First it works out the status to be
@@ -17,42 +17,42 @@ from typing import Any, Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import render
-from ddpjob_operator.core import spec as spec_module
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
+    ApiFeedback,
     ConfirmGone,
     CreatePod,
     DeleteJob,
     DeletePod,
     EnsureNetwork,
-    Outcomes,
     Plan,
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod
-from ddpjob_operator.core.policy import (
-    ahead,
-    avoid,
-    cause,
+from ddpjob_operator.core.objects import spec as spec_module
+from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.objects.observe import Job, Pod
+from ddpjob_operator.core.objects.ranges import counted
+from ddpjob_operator.core.objects.status import Status
+from ddpjob_operator.core.policy import finish
+from ddpjob_operator.core.policy.reporting import repeat, report
+from ddpjob_operator.core.policy.restarting import (
+    budget_reset,
     fence,
-    finish,
-    heal,
-    hold,
     probe,
-    repeat,
-    report,
     restart,
-    retry,
+    root_cause,
     rounds,
-    startup,
-    turn,
 )
-from ddpjob_operator.core.ranges import counted
-from ddpjob_operator.core.status import Status
-from ddpjob_operator.core.view import Change, View, look
+from ddpjob_operator.core.policy.starting import (
+    node_avoidance,
+    quota_fairness,
+    retry,
+    startup,
+    template_guard,
+)
+from ddpjob_operator.core.view import Change, View, build_view
 
 #: Phases in which a gang is wanted.
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
@@ -67,27 +67,24 @@ _BATCH_BYTES: Final = 1024 * 1024
 
 
 def plan(
-    job: Job, pods: Sequence[Pod], outcomes: Outcomes, now: datetime, nodes: Nodes | None = None
+    job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None = None
 ) -> Plan:
     """Decide what to do about one job.
 
     Args:
         job: the DDPJob as last seen.
         pods: pods that carry its uid; those with another owner are ignored.
-        outcomes: what the API answered to earlier plans of this process.
+        feedback: what the API answered to earlier plans of this process.
         now: the operator's clock, UTC.
         nodes: those that the pods are on; None before they could be read.
     """
     status = st.from_dict(job.status)
-    dropped = outcomes.pruned is not None and outcomes.pruned[1] == job.status  # by an older CRD
-    timings = ahead.mended(status.timings if dropped else ahead.restored(status, now), now)
-    if job.deleting:
-        view = look(job, spec_module.read(job.spec, job.name), status, pods, outcomes, now, nodes)
-        return _leave(view)
-    if timings != status.timings or job.status.get("attempt", 0) != status.attempt:  # forged
-        return Plan((WriteStatus(st.to_dict(replace(status, timings=timings))),))
     spec = spec_module.read(job.spec, job.name)
-    view = look(job, spec, status, pods, outcomes, now, nodes)
+    view = build_view(job, spec, status, pods, feedback, now, nodes)
+    if job.deleting:
+        return _leave(view)
+    if job.status.get("attempt", 0) != status.attempt:  # forged
+        return Plan((WriteStatus(st.to_dict(status)),))
     if status.terminal:
         return finish.answer(view) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
@@ -104,7 +101,9 @@ def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
     if view.next_attempt > status.attempt + 1:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
-        if status.phase == "Suspended" and not (hold.suspends(view) or hold.why(view)):
+        if status.phase == "Suspended" and not (
+            template_guard.suspends(view) or template_guard.why(view)
+        ):
             return _start(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     change = rounds.count(view, change)
@@ -112,24 +111,24 @@ def _decide(view: View) -> Change:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
     if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
         return _overdue(view, change)
-    change = hold.tell(view, change)
-    if hold.suspends(view):
+    change = template_guard.tell(view, change)
+    if template_guard.suspends(view):
         return change if _may_be_done(view) else _suspend(view, change)
     if status.phase in (None, "Suspended") or status.attempt == 0:
-        if hold.why(view):
+        if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
-    change = heal.budgets(view, cause.refund(view, change))
-    loss = cause.loss(view, change.status)
+    change = budget_reset.budgets(view, change)
+    loss = root_cause.loss(view, change.status)
     if loss is not None:
-        return restart.after(view, cause.over(view, change), loss)
+        return restart.after(view, root_cause.finished(view, change), loss)
     if status.phase == "Starting":
-        change = change if cause.awaited(view) else startup.advance(view, change)
+        change = change if root_cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
         loops = repeat.reasons(view, change.status)
-        why = chain(cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
+        why = chain(root_cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
         change = report.stall(view, change, why)
     return change
 
@@ -143,18 +142,12 @@ def _start(view: View, change: Change) -> Change:
         timings=replace(change.status.timings, started_at=view.now),
         restarts=replace(change.status.restarts, consecutive=0, released=0),
     )
-    change = avoid.nothing(change, "the job was suspended and resumed")
+    change = node_avoidance.nothing(change, "the job was suspended and resumed")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     change = change.condition("Suspended", False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    change = change.tell("Normal", reason, message)
-    scarce = view.spec.template.scarce
-    if not scarce:
-        return change
-    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
-    cure = "killed; raise them in spec.template, which may change while the job is suspended"
-    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
+    return change.tell("Normal", reason, message)
 
 
 def _overdue(view: View, change: Change) -> Change:
@@ -165,7 +158,7 @@ def _overdue(view: View, change: Change) -> Change:
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     """Name the failure that broke the gang before something else ends it, uncharged."""
-    loss = cause.known(view)
+    loss = root_cause.find(view)
     if loss is None:
         return change, what
     what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
@@ -175,7 +168,7 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
 def _suspend(view: View, change: Change) -> Change:
     """End the pods, with their grace period for a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
-        return hold.suspended(view, change)
+        return template_guard.suspended(view, change)
     message = "spec.suspend is true: set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
@@ -188,7 +181,7 @@ def _suspend(view: View, change: Change) -> Change:
     )
     change = change.condition("Stalled", False, "Suspended", "", view.now)
     change = change.condition("Running", False, "Suspended", message, view.now)
-    return hold.suspended(view, change, message)
+    return template_guard.suspended(view, change, message)
 
 
 def _barrier_passed(view: View) -> bool:
@@ -199,12 +192,12 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    waits = (restart.due(view), retry.due(view), turn.until(view))
+    waits = (restart.due(view), retry.due(view), quota_fairness.until(view))
     return all(at is None or view.now >= at for at in waits)
 
 
 def _confirmed(view: View) -> bool:
-    """Tell whether a valid quorum read shows no older pod (actions.Confirmation)."""
+    """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
     return view.confirmed is not None and view.confirmed.alone
 
 
@@ -225,7 +218,7 @@ def _in_doubt(view: View) -> bool:
         return True
     if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
         return True
-    if hold.suspends(view) and (_may_be_done(view) or hold.unsure(view)):
+    if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
 
@@ -233,10 +226,10 @@ def _in_doubt(view: View) -> bool:
 def _write(view: View, change: Change) -> Plan | None:
     """Plan to store the status; None if there is nothing to store right now."""
     new, old = st.to_dict(change.status), st.to_dict(view.status)
-    if new == old or view.outcomes.pruned == (new, view.job.status):
+    if new == old or view.feedback.pruned == (new, view.job.status):
         return None  # what an older CRD drops would be written for ever
     if _reports_only(change.status, view.status):
-        last = view.outcomes.status_written_at
+        last = view.feedback.status_written_at
         progress = replace(view.status, progress=change.status.progress) == change.status
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
@@ -275,7 +268,7 @@ def _act(view: View) -> Plan:
     if leaving:
         return Plan(leaving, wake)
     if _in_doubt(view):
-        return Plan((ConfirmGone(view.status.attempt, by_name=hold.unsure(view)),), wake)
+        return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
     if asked := probe.reads(view):
         return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:
@@ -295,7 +288,9 @@ def _leave(view: View) -> Plan:
         return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
     if len(view.gone) < len(view.were_there):
         return Plan((ConfirmGone(view.status.attempt),), wake)
-    over = hold.suspends(view) or finish.past_active_deadline(view) or cause.known(view)
+    over = (
+        template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.find(view)
+    )
     going = view.pods if over else view.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
     return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left), wake)
@@ -321,22 +316,22 @@ def _deletions(view: View) -> tuple[Action, ...]:
 
 def _creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
-    attempt, outcomes = view.status.attempt, view.outcomes
+    attempt, feedback = view.status.attempt, view.feedback
     waiting = view.status.phase in ("Pending", "Restarting")
-    if view.status.phase == "Running" or hold.why(view):
+    if view.status.phase == "Running" or template_guard.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (ConfirmGone(attempt),) if _due(view) else ()
     if waiting or not view.missing:
         return ()
-    if outcomes.network_attempt != attempt:
-        if retry.resting(view, outcomes.network_refusal):
+    if feedback.network_attempt != attempt:
+        if retry.resting(view, feedback.network_refusal):
             return ()
-        bodies = render.network(view.job, view.spec, outcomes.metrics_from)
+        bodies = render.network(view.job, view.spec, feedback.metrics_from)
         return (EnsureNetwork(attempt, bodies),)
     refusals = view.refusals
     # After a refusal, create one pod alone to test whether the API accepts it again.
-    due_now = retry.ready(view)[: 1 if outcomes.setback else _batch(view)]
+    due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     return (
         *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
         *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
@@ -370,18 +365,18 @@ def _unlabelled(refusal: Refusal) -> DeletePod:
 def _wake(view: View) -> float | None:
     """Return the seconds until time alone may change the answer."""
     status, now = view.status, view.now
-    times = [restart.due(view), finish.active_deadline(view), heal.due(view, status)]
-    times += [report.lingers(view), repeat.quiet_at(status), hold.looks_again(view)]
+    times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
+    times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
     if status.phase == "Starting":
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
-    times += [retry.due(view), turn.until(view)]
+    times += [retry.due(view), quota_fairness.until(view)]
     times += retry.waits(view)
-    if view.outcomes.status_written_at:
-        times.append(view.outcomes.status_written_at + REPORT_INTERVAL)
+    if view.feedback.status_written_at:
+        times.append(view.feedback.status_written_at + REPORT_INTERVAL)
     pods = (*view.members.values(), *view.others)
     times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
-    return min([*left, *fence.waits(view), *cause.waits(view)], default=None)
+    return min([*left, *fence.waits(view), *root_cause.waits(view)], default=None)

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from ddpjob_contract import crd, exits
 from ddpjob_contract.environment import Member, Snapshots
-from ddpjob_operator.core import packed, ports
-from ddpjob_operator.core.lenient import integer, mapping, sequence
-from ddpjob_operator.core.observe import Job
-from ddpjob_operator.core.spec import Restart, Spec
+from ddpjob_operator.core.objects import compact_spec, ports
+from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
+from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.core.objects.spec import Restart, Spec
 
 SNAPSHOT_VOLUME: Final = "ddpjob-snapshot"
 SHM_VOLUME: Final = "ddpjob-shm"
@@ -59,7 +59,7 @@ def pod(
     # refuses 0; a job that an older CRD took gets 1 here.
     grace = max(1, integer(body.get("terminationGracePeriodSeconds"), crd.GRACE_SECONDS))
     body["terminationGracePeriodSeconds"] = grace
-    trainer = packed.trainer_container(body)
+    trainer = compact_spec.trainer_container(body)
     assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from ddpjob_contract import PERMANENT_EXIT_CODES
-from ddpjob_operator.core.observe import MESSAGE_MAX, Container, Pod, clean
-from ddpjob_operator.core.ranges import format_ranges
+from ddpjob_operator.core.objects.observe import MESSAGE_MAX, Container, Pod, clean
+from ddpjob_operator.core.objects.ranges import format_ranges
 
 #: Words for a launcher's kind of end, if the program left none.
 KINDS: Final[Mapping[str, str]] = {
@@ -41,10 +41,19 @@ def shorten(text: str, limit: int = _LINE) -> str:
     return f"{line[: limit - tail - 1]}\N{HORIZONTAL ELLIPSIS}{line[len(line) - tail :]}"
 
 
-def said(pod: Pod, ended: Container) -> str:
+def ended(pod: Pod, by: Container, *, oom: bool) -> tuple[str, str]:
+    """Say in one line, and in a message, why the container ``by`` ended the pod."""
+    report, message = pod.trainer.report, _message(pod)
+    if oom and by is pod.trainer and not (report and report.exception):
+        said = _out_of_memory(by)
+        return said, clean(f"{said}\n{message}")
+    return _said(pod, by), message
+
+
+def _said(pod: Pod, ended: Container) -> str:
     """Quote in one line the kubelet, the runtime or the program; "" if silent.
 
-    ``ended`` is the container that ended the pod: of an init container the last line counts.
+    Of an init container that ended the pod the last line counts.
     """
     words = pod.message.splitlines()
     if words and ended is not pod.trainer:
@@ -54,7 +63,7 @@ def said(pod: Pod, ended: Container) -> str:
     return shorten(words[0] if words else _exception(pod.trainer))
 
 
-def out_of_memory(ended: Container) -> str:
+def _out_of_memory(ended: Container) -> str:
     """Describe a container that was killed as a whole, so that no process could report."""
     limit = f"limit {ended.memory}" if ended.memory else "no limit of its own"
     field = "limits" if ended.memory else "requests"
@@ -81,7 +90,7 @@ def after_step(done: frozenset[int], members: Mapping[int, Pod]) -> str:
     return f" after step {min(steps)}" if steps else ""
 
 
-def message(pod: Pod) -> str:
+def _message(pod: Pod) -> str:
     """Say why the pod ended, add the program's error, then its log's end."""
     report = pod.trainer.report
     lines = [line for line in (pod.message, _exception(pod.trainer)) if line]

@@ -1,6 +1,6 @@
 """The input of one planning round: the job parsed, its pods sorted, the clock.
 
-plan() builds a View with look() and hands it to each policy, which returns a Change: the next
+plan() builds a View with build_view() and hands it to each policy, which returns a Change: the next
 status with the events and measurements about it.
 """
 
@@ -13,19 +13,19 @@ from datetime import datetime
 from typing import Any, Literal
 
 from ddpjob_operator.core import classify
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
-    Confirmation,
+    ApiFeedback,
     Event,
     Existing,
     Measurement,
-    Outcomes,
+    QuorumRead,
     Refusal,
 )
-from ddpjob_operator.core.nodes import Nodes
-from ddpjob_operator.core.observe import Job, Pod, clean
-from ddpjob_operator.core.spec import Spec
-from ddpjob_operator.core.status import Failure, Status
+from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.objects.observe import Job, Pod, clean
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import Failure, Status
 
 #: More restarts than this between a backup of etcd and its restore are not assumed.
 _ATTEMPTS_AHEAD = 10_000
@@ -40,7 +40,7 @@ class View:
     status: Status
     members: Mapping[int, Pod]
     others: tuple[Pod, ...]
-    outcomes: Outcomes
+    feedback: ApiFeedback
     now: datetime
     nodes: Nodes | None = None  # None: they could not be read yet
 
@@ -67,28 +67,28 @@ class View:
     def refusals(self) -> dict[int, Refusal]:
         """Return the API's refusals of this attempt's creations that still leave a gap."""
         return {
-            replica: self.outcomes.refusals[replica]
+            replica: self.feedback.refusals[replica]
             for replica in self.missing
-            if replica in self.outcomes.refusals
-            and self.outcomes.refusals[replica].attempt == self.status.attempt
+            if replica in self.feedback.refusals
+            and self.feedback.refusals[replica].attempt == self.status.attempt
         }
 
     @property
     def network_refusal(self) -> Refusal | None:
         """Return the API's refusal of this attempt's Service or NetworkPolicy."""
-        found = self.outcomes.network_refusal
+        found = self.feedback.network_refusal
         return found if found and found.attempt == self.status.attempt else None
 
     @property
-    def confirmed(self) -> Confirmation | None:
+    def confirmed(self) -> QuorumRead | None:
         """Return the newest quorum read of this attempt, made by this process."""
-        found = self.outcomes.confirmed
+        found = self.feedback.confirmed
         return found if found and found.attempt == self.status.attempt else None
 
     @property
     def begun_at(self) -> datetime | None:
         """Return when the attempt began; a time ahead was stored by another clock."""
-        since, seen = self.status.timings.attempt_started_at, self.outcomes.seen_since
+        since, seen = self.status.timings.attempt_started_at, self.feedback.seen_since
         return seen if since and seen and since > self.now else since
 
     @property
@@ -123,7 +123,7 @@ class View:
         if self.status.phase == "Running":
             return self.missing
         starting = self.status.phase == "Starting"
-        return [r for r in self.missing if starting and r in self.outcomes.seen]
+        return [r for r in self.missing if starting and r in self.feedback.seen]
 
     @property
     def next_attempt(self) -> int:
@@ -139,8 +139,8 @@ class View:
     def snapshot_step(self) -> int:
         """Return the newest committed snapshot that any source reports."""
         told = [self.status.progress.snapshot_step, self.status.restarts.snapshot_step]
-        if self.outcomes.progress:
-            told.append(self.outcomes.progress.snapshot_step)
+        if self.feedback.progress:
+            told.append(self.feedback.progress.snapshot_step)
         reports = (pod.trainer.report for pod in self.members.values())
         told += [report.snapshot_step for report in reports if report]
         return max(step or 0 for step in told)
@@ -149,19 +149,19 @@ class View:
     def file_at(self) -> datetime | None:
         """Return the newest mtime at the progress path that any source reports."""
         told = [self.status.progress.file_at, self.status.restarts.file_at]
-        if self.outcomes.progress:
-            told.append(self.outcomes.progress.file_at)
+        if self.feedback.progress:
+            told.append(self.feedback.progress.file_at)
         reports = (pod.trainer.report for pod in self.members.values())
         told += [report.file_at for report in reports if report]
         return max((at for at in told if at is not None), default=None)
 
 
-def look(
+def build_view(
     job: Job,
     spec: Spec,
     status: Status,
     pods: Sequence[Pod],
-    outcomes: Outcomes,
+    feedback: ApiFeedback,
     now: datetime,
     nodes: Nodes | None = None,
 ) -> View:
@@ -173,7 +173,7 @@ def look(
     for seen in pods:
         if seen.owner_uid != job.uid:
             continue
-        known = outcomes.probed.get(seen.uid)
+        known = feedback.probed.get(seen.uid)
         pod = seen
         if known is not None:  # such a pod has no other message of its kubelet
             pod = replace(seen, probed=known, message=seen.message or known)
@@ -182,7 +182,7 @@ def look(
             members[replica] = pod
         else:
             others.append(pod)
-    return View(job, spec, status, members, tuple(others), outcomes, now, nodes)
+    return View(job, spec, status, members, tuple(others), feedback, now, nodes)
 
 
 def recovers_from(status: Status) -> Failure | None:

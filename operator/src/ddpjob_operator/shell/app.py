@@ -21,22 +21,22 @@ from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator import __version__
-from ddpjob_operator.core import observe
-from ddpjob_operator.shell.api import Api
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.api.client import Api
+from ddpjob_operator.shell.api.credentials import Credentials
+from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
-from ddpjob_operator.shell.credentials import Credentials
 from ddpjob_operator.shell.elector import Elector
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.probes import Probes
-from ddpjob_operator.shell.progress import ProgressReader
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.resync import Resync, wait_for_crd
 from ddpjob_operator.shell.settings import Settings
-from ddpjob_operator.shell.store import Key, RewoundError, Store
-from ddpjob_operator.shell.watcher import JobWatcher
+from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
+from ddpjob_operator.shell.watch.progress import ProgressReader
+from ddpjob_operator.shell.watch.resync import Resync, wait_for_crd
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class App:
         self._store = Store(self._now)
         self._clock = Clock(
             settings.resync_seconds + _AWAY,
-            stepped=self._store.forget_outcomes,
+            stepped=self._store.forget_feedback,
             namespaces=settings.namespaces,
         )
         self._queue: WorkQueue[Key] = WorkQueue(
@@ -73,7 +73,7 @@ class App:
         self._lease_api = Api(credentials, self._metrics.count_call)
         self._elector = Elector(
             self._lease_api,
-            namespace=settings.lease_namespace or credentials.endpoint.namespace,
+            namespace=settings.lease_namespace or credentials.namespace,
             name=settings.lease_name,
             identity=settings.identity,
             seconds=settings.lease_seconds,
@@ -106,7 +106,7 @@ class App:
                 self._queue.add,
                 self._watcher,
                 settings.resync_seconds,
-                partial(self._clock.heard, namespace),
+                partial(self._clock.received, namespace),
             )
             self._informers[namespace] = PodInformer(
                 self._api, self._store, namespace, self._queue.add, relist
@@ -247,12 +247,12 @@ class App:
         jobs = max(now - resync.alive_at for resync in self._resyncs.values())
         return {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
 
-    def _watch_ages(self) -> dict[str, float]:
-        now = time.monotonic()
-        pods = max(now - informer.heard_at for informer in self._informers.values())
-        listed = min(resync.heard_at for resync in self._resyncs.values())
-        heard = max(self._watcher.heard_at, listed)
-        return {"pods": pods, crd.PLURAL: now - heard}
+    def _age_of_pods(self) -> float:
+        return time.monotonic() - min(pods.received_at for pods in self._informers.values())
+
+    def _age_of_jobs(self) -> float:
+        listed = min(resync.received_at for resync in self._resyncs.values())
+        return time.monotonic() - max(self._watcher.received_at, listed)
 
     def _unready(self) -> list[str]:
         """List the parts without an answer yet; one namespace without rights is only logged."""
@@ -270,7 +270,7 @@ class App:
 
     def _expose(self) -> None:
         self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])
-        self._metrics.expose_watch_ages(self._watch_ages)
+        self._metrics.expose_watch_ages({"pods": self._age_of_pods, crd.PLURAL: self._age_of_jobs})
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
 
 

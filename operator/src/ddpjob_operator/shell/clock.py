@@ -22,7 +22,7 @@ _STEP: Final = timedelta(hours=12)
 
 
 class Clock:
-    """``heard(namespace)`` is called at each sign of life of the API server about a namespace.
+    """``received(namespace)`` is called at each sign of life of the API server about a namespace.
 
     Within ``tolerance`` seconds; ``namespaces`` are those with a sight of their own, None all that
     have none. ``stepped()``: the time has been set; what was remembered with its time is of another
@@ -42,7 +42,7 @@ class Clock:
         self._wall, self._monotonic, self._tolerance = wall, monotonic, tolerance
         self._at, self._shown = monotonic(), wall()
         served = namespaces or (None,)
-        self._heard_at: dict[str | None, float] = dict.fromkeys(served, self._at)
+        self._received_at: dict[str | None, float] = dict.fromkeys(served, self._at)
         self._seen_since: dict[str | None, datetime] = dict.fromkeys(served, self._shown)
 
     def now(self) -> datetime:
@@ -60,28 +60,28 @@ class Clock:
             self._shown += passed + max(-passed * _SLEW, min(off, passed * _SLEW))
         return self._shown
 
-    def heard(self, namespace: str | None = None) -> None:
+    def received(self, namespace: str | None = None) -> None:
         """Note what the API server has just said of its time."""
         self.seen_since(namespace)
-        self._heard_at[self._served(namespace)] = self._monotonic()
+        self._received_at[self._served(namespace)] = self._monotonic()
 
     def interrupted(self) -> None:
-        """Until this moment somebody else, or nobody, has acted."""
+        """Note that somebody else, or nobody, has acted until this moment."""
         self.now()
         self._begin_anew()
 
     def seen_since(self, namespace: str | None = None) -> datetime:
-        """Since when this process has seen it and acted without a gap; now, while it sees nothing.
+        """Return since when this process has seen it and acted without a gap; now, without sight.
 
         What cannot be seen of one namespace is no gap in another's sight.
         """
         served = self._served(namespace)
-        if self._monotonic() - self._heard_at[served] > self._tolerance:
+        if self._monotonic() - self._received_at[served] > self._tolerance:
             self._seen_since[served] = self.now()
         return self._seen_since[served]
 
     def _served(self, namespace: str | None) -> str | None:
-        return namespace if namespace in self._heard_at else None
+        return namespace if namespace in self._received_at else None
 
     def _begin_anew(self) -> None:
         self._seen_since = dict.fromkeys(self._seen_since, self._shown)

@@ -13,28 +13,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
-from ddpjob_operator.core.lenient import format_time
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import LEASES, Object, Resource
+from ddpjob_operator.core.objects.json_read import format_time
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import LEASES, Api, Object
 
 log = logging.getLogger(__name__)
 
 _RELEASE_PAUSE = 0.2  # seconds between two tries to give the lease back
-
-
-class LeaseApi(Protocol):
-    """The three calls that the elector makes."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """Read the Lease."""
-
-    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create the Lease."""
-
-    async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Write the Lease, guarded by its resourceVersion."""
 
 
 class Elector:
@@ -48,7 +35,7 @@ class Elector:
 
     def __init__(
         self,
-        api: LeaseApi,
+        api: Api,
         *,
         namespace: str,
         name: str,
@@ -107,7 +94,7 @@ class Elector:
         why = ""
         try:
             async with asyncio.timeout(seconds):
-                while why := await self._give_back():
+                while why := await self._return_lease():
                     await self._sleep(_RELEASE_PAUSE)
         except TimeoutError:
             why = why or "no answer"
@@ -116,7 +103,7 @@ class Elector:
         if why:
             log.warning("cannot give the lease %s back: %s", self._where, why)
 
-    async def _give_back(self) -> str:
+    async def _return_lease(self) -> str:
         """Try to release once; return why to try again, or ""."""
         try:
             lease = await self._call(self._api.get(LEASES, self._namespace, self._name))

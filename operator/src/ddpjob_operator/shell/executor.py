@@ -15,26 +15,28 @@ from itertools import groupby
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe, standing
+from ddpjob_operator.core import ownership
 from ddpjob_operator.core.actions import (
     Action,
+    ApiFeedback,
     Body,
-    Confirmation,
     ConfirmGone,
     CreatePod,
     DeleteJob,
     DeletePod,
     EnsureNetwork,
     Existing,
-    Outcomes,
+    QuorumRead,
     ReadEvents,
     ReadNodes,
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import probe, retry
-from ddpjob_operator.shell import errors, nodes
-from ddpjob_operator.shell.api import (
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.policy.restarting import probe
+from ddpjob_operator.core.policy.starting import retry
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import (
     JOBS,
     NETWORK_POLICIES,
     PODS,
@@ -43,10 +45,11 @@ from ddpjob_operator.shell.api import (
     Object,
     Resource,
 )
+from ddpjob_operator.shell.cache import nodes
+from ddpjob_operator.shell.cache.pods import failed_probe, hidden_pods, slim_pod
+from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.pods import failed_probe, hidden_pods, slim_pod
 from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +126,7 @@ class Executor:
     async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
         """Delete side by side; create one first, then each time one more at once.
 
-        After most refusals no more are begun: the same refusal would meet every later pod.
+        After a refusal no more are begun: most would meet every later pod.
         """
         creating = isinstance(actions[0], CreatePod)
         gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
@@ -142,16 +145,16 @@ class Executor:
                     begins = not refused
                 if begins:
                     refusal = await self._create_pod(job, action, doubt)
-                    refused.extend([refusal] if refusal and retry.of_all(job, refusal) else [])
+                    refused.extend([refusal] if refusal else [])
                     if narrow and not refused:
                         narrow -= 1
                         gate.release()
 
         await _all(one(action) for action in actions)
         if refused and not refused[0].existing:
-            self._set_back(job, refused[0])
+            self._back_off(job, refused[0])
         elif creating and not refused:
-            self._learn(job.uid, retry.over)
+            self._learn(job.uid, retry.clear)
         return not refused
 
     def _check_leading(self) -> None:
@@ -196,7 +199,7 @@ class Executor:
         self._store.put_own_write(written)
         at, stored = self._now(), written.get("status")
         pruned = None if stored == action.status else (action.status, stored or {})
-        if pruned and not self._store.outcomes(job.uid).pruned:
+        if pruned and not self._store.feedback(job.uid).pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
         self._tell_of(job, action)
@@ -259,7 +262,7 @@ class Executor:
         now = self._store.snapshot(job.key)
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
-        found = Confirmation(
+        found = QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
@@ -285,7 +288,7 @@ class Executor:
             if error.code == 409:
                 async with doubt:
                     found = await self._read_back(PODS, job, action.body["metadata"]["name"])
-                existing = standing.existing("Pod", found) if found else None
+                existing = ownership.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
                     # Without our label no watch shows it: it counts as gone and keeps the name.
@@ -294,7 +297,7 @@ class Executor:
                         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
                         return None
             refusal = self._refusal(job, action.attempt, error, existing)
-            before = self._store.outcomes(job.uid).refusals.get(action.replica)
+            before = self._store.feedback(job.uid).refusals.get(action.replica)
             self._learn(job.uid, lambda known: retry.refused(known, action.replica, refusal))
             if error.code == 409 and not retry.same(before, refusal):
                 self._tell(job, refusal)
@@ -309,12 +312,12 @@ class Executor:
         for body in action.bodies:
             refusal = await self._ensure(job, action.attempt, body)
             if refusal is not None:
-                known = self._store.outcomes(job.uid)
+                known = self._store.feedback(job.uid)
                 before = known.network_refusal
                 known = replace(known, network_refusal=refusal)
-                self._store.set_outcomes(job.uid, known)
+                self._store.set_feedback(job.uid, known)
                 if refusal.code != 409:
-                    self._set_back(job, refusal)
+                    self._back_off(job, refusal)
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
@@ -336,15 +339,15 @@ class Executor:
             if error.code != 409:
                 return self._refusal(job, attempt, error, None)
             found = await self._read_back(resource, job, name)
-        existing = standing.existing(kind, found) if found else None
+        existing = ownership.existing(kind, found) if found else None
         if found and existing and existing.owner_uid == job.uid and not existing.deleting:
-            await self._mend(job, found, body)
+            await self._repair(job, found, body)
             return None
         return self._refusal(job, attempt, error, existing)
 
-    async def _mend(self, job: observe.Job, found: Object, body: Body) -> None:
+    async def _repair(self, job: observe.Job, found: Object, body: Body) -> None:
         """Put right what somebody has changed: one write, and no other before the next attempt."""
-        mended = standing.mended(found, body)
+        mended = ownership.repaired(found, body)
         if mended is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
@@ -353,7 +356,7 @@ class Executor:
             await self._api.replace(resource, job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
-        self._recorder.send(job, [standing.told(f"{kind} {name}", trouble)])
+        self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
 
     # --- what was learnt ---
 
@@ -370,10 +373,10 @@ class Executor:
         message = observe.clean(error.message)
         return Refusal(attempt, error.code, error.reason, message, self._now(), existing)
 
-    def _set_back(self, job: observe.Job, refusal: Refusal) -> None:
+    def _back_off(self, job: observe.Job, refusal: Refusal) -> None:
         """Log one line for each row of refusals, however long it grows."""
-        self._learn(job.uid, lambda known: retry.met(known, refusal, job.generation))
-        found = self._store.outcomes(job.uid).setback
+        self._learn(job.uid, lambda known: retry.back_off(known, refusal, job.generation))
+        found = self._store.feedback(job.uid).create_backoff
         if found is None or found.count == 1:
             self._tell(job, refusal)
 
@@ -381,8 +384,8 @@ class Executor:
         what = f"{refusal.code} {refusal.reason}: {refusal.message}"
         log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
 
-    def _learn(self, uid: str, change: Callable[[Outcomes], Outcomes]) -> None:
-        self._store.set_outcomes(uid, change(self._store.outcomes(uid)))
+    def _learn(self, uid: str, change: Callable[[ApiFeedback], ApiFeedback]) -> None:
+        self._store.set_feedback(uid, change(self._store.feedback(uid)))
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

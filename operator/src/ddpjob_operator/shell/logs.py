@@ -26,7 +26,7 @@ def _quiet(record: logging.LogRecord) -> bool:
     """Leave out two useless messages of kopf.
 
     It is in a thread on purpose, so it need not warn that it gets no signals; and the end of a
-    watch is one line of watcher.py, not two tracebacks.
+    watch is one line of kopf_thread.py, not two tracebacks.
     """
     if not record.name.startswith("kopf"):
         return True

@@ -27,8 +27,8 @@ from prometheus_client.registry import Collector
 from ddpjob_contract import crd
 from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator import __version__
-from ddpjob_operator.core import observe, status
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects import observe, status
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SLOW = (0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300, 600, 1800)
@@ -163,16 +163,16 @@ class Metrics:
         for counter in (self.restarts, self.rounds, self.finished, self.refused):
             counter.remove_by_labels({"namespace": namespace})
 
-    def expose_watch_ages(self, ages: Callable[[], Mapping[str, float]]) -> None:
+    def expose_watch_ages(self, ages: Mapping[str, Callable[[], float]]) -> None:
         """Expose ddpjob_watch_age_seconds{resource}: since the API server's last sign of life."""
-        self.registry.register(
-            _Computed(
-                "ddpjob_watch_age_seconds",
-                "Time since the API server last said anything about this resource",
-                "resource",
-                ages,
-            )
+        gauge = Gauge(
+            "ddpjob_watch_age_seconds",
+            "Time since the API server last said anything about this resource",
+            ["resource"],
+            registry=self.registry,
         )
+        for resource, age in ages.items():
+            gauge.labels(resource).set_function(age)
 
 
 class _Jobs(Collector):
@@ -230,21 +230,3 @@ class _Jobs(Collector):
         for namespace in [n for n, at in self._seen.items() if now - at > _FORGET_AFTER]:
             del self._seen[namespace]
             self._forget(namespace)
-
-
-class _Computed(Collector):
-    """A gauge with one label whose values are asked for on every scrape."""
-
-    def __init__(
-        self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._name, self._text, self._label, self._values = name, text, label, values
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield GaugeMetricFamily(self._name, self._text, labels=[self._label])
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
-        for label, value in self._values().items():
-            family.add_metric([label], value)
-        yield family

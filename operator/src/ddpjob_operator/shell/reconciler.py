@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Body
-from ddpjob_operator.core.lenient import integer, mapping
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.shell import errors
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
@@ -91,28 +91,28 @@ class Reconciler:
         began = time.thread_time()
         job = snapshot.job
         seen = self._store.seen(job.uid, job.status.get("attempt"))
-        outcomes = replace(
-            snapshot.outcomes,
+        feedback = replace(
+            snapshot.feedback,
             seen=seen,
             seen_since=self._clock.seen_since(job.namespace),
             waiters=self._store.waiters(job.namespace),
             metrics_from=self._metrics_from,
         )
-        todo = plan(job, snapshot.pods, outcomes, now, snapshot.nodes)
+        todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
             known = len(seen) + _done(job)
             await self._executor.carry_out(job, todo.actions)
             more = self._store.seen(job.uid, job.status.get("attempt"))
             left = self._store.snapshot(key)
             grew = left is not None and len(more) + _done(left.job) > known
-            self._look_again(key, job, grew=grew)
+            self._requeue(key, job, grew=grew)
             return
         self._busy.pop(key, None)
         self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
         if todo.requeue_after is not None:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 
-    def _look_again(self, key: Key, job: observe.Job, *, grew: bool) -> None:
+    def _requeue(self, key: Key, job: observe.Job, *, grew: bool) -> None:
         """Look again at once: most of what an action changes is already in the store.
 
         ``grew``: the attempt has a replica that it never had, or one more is done. A gang of large

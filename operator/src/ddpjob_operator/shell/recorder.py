@@ -1,7 +1,7 @@
 """Kubernetes Events about jobs, as `kubectl describe ddpjob` shows them.
 
-The executor sends them. The same event again within ten minutes raises the count of the first; a
-job with too many events is cut short. Sending delays and fails nothing else.
+The executor sends them. A job with too many events is cut short. Sending delays and fails nothing
+else.
 """
 
 from __future__ import annotations
@@ -14,40 +14,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import observe
 from ddpjob_operator.core.actions import Event
-from ddpjob_operator.shell import errors
-from ddpjob_operator.shell.api import EVENTS, Object, Resource
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import EVENTS, Api
 
 log = logging.getLogger(__name__)
 
 _COMPONENT = "ddpjob-operator"
-_SAME_WITHIN = 600.0  # seconds
 _BURST = 40  # events that one job may send at once ...
 _REFILL = 20.0  # ... and one more every so many seconds
 _REMEMBERED = 4096
 _QUEUE = 1000
 _MESSAGE_MAX = 1024
-
-
-class EventApi(Protocol):
-    """The two calls that the recorder makes."""
-
-    async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Create an Event."""
-
-    async def patch(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
-        """Raise its count."""
-
-
-@dataclass(slots=True)
-class _Sent:
-    name: str
-    count: int
-    last: float
 
 
 @dataclass(slots=True)
@@ -61,13 +43,12 @@ class Recorder:
 
     def __init__(
         self,
-        api: EventApi,
+        api: Api,
         instance: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api, self._instance, self._clock = api, instance, clock
         self._line: asyncio.Queue[tuple[observe.Job, Event]] = asyncio.Queue(_QUEUE)
-        self._sent: OrderedDict[tuple[str, Event], _Sent] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def send(self, job: observe.Job, events: Iterable[Event]) -> None:
@@ -86,7 +67,7 @@ class Recorder:
         while True:
             job, event = await self._line.get()
             try:
-                await self._send(job, event)
+                await self._api.create(EVENTS, job.namespace, _body(job, event, self._instance))
             except errors.ApiError as error:
                 log.info("%s/%s: event %s not sent: %s", *job.key, event.reason, error)
             except Exception:
@@ -97,24 +78,6 @@ class Recorder:
     async def flush(self) -> None:
         """Wait until every event in line has been tried, for an orderly end."""
         await self._line.join()
-
-    async def _send(self, job: observe.Job, event: Event) -> None:
-        now = self._clock()
-        sent = self._sent.get((job.uid, event))
-        if sent is not None and now - sent.last < _SAME_WITHIN:
-            sent.count, sent.last = sent.count + 1, now
-            body: Object = {"count": sent.count, "lastTimestamp": _stamp()}
-            try:
-                await self._api.patch(EVENTS, job.namespace, sent.name, body)
-                return
-            except errors.NotFound:
-                pass  # the API server keeps events for an hour only
-        body = _body(job, event, self._instance)
-        await self._api.create(EVENTS, job.namespace, body)
-        self._sent[job.uid, event] = _Sent(body["metadata"]["name"], 1, now)
-        self._sent.move_to_end((job.uid, event))
-        if len(self._sent) > _REMEMBERED:
-            self._sent.popitem(last=False)
 
     def _allows(self, uid: str) -> bool:
         now = self._clock()

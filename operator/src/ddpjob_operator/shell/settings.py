@@ -42,24 +42,8 @@ class Settings:
 
 def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
     """Parse flags and environment; exit with status 2 and a message on a bad flag."""
-    args = _parser(environ).parse_args(argv)
-    return Settings(
-        namespaces=tuple(part for part in (p.strip() for p in args.namespaces.split(",")) if part),
-        workers=args.workers,
-        progress_seconds=args.progress_seconds,
-        resync_seconds=args.resync_seconds,
-        metrics_from=args.metrics_from,
-        probe_host=args.probe_host,
-        probe_port=args.probe_port,
-        lease_name=args.lease_name,
-        lease_namespace=args.lease_namespace,
-        lease_seconds=args.lease_seconds,
-        identity=_identity(environ),
-        log_level=args.log_level,
-        log_format=args.log_format,
-        kubeconfig=args.kubeconfig,
-        context=args.context,
-    )
+    given = vars(_parser(environ).parse_args(argv))
+    return Settings(**given, identity=_identity(environ))
 
 
 def _identity(environ: Mapping[str, str]) -> str:
@@ -81,7 +65,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     scope = parser.add_argument_group("what it serves")
     scope.add_argument(
         "--namespaces",
-        default="",
+        type=_names,
+        default=(),
         metavar="A,B",
         help="serve only these namespaces; empty serves the whole cluster",
     )
@@ -161,6 +146,10 @@ def _process_flags(parser: argparse.ArgumentParser) -> None:
     process.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="for people or for machines"
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in (name.strip() for name in text.split(",")) if part)
 
 
 def _positive(text: str) -> float:

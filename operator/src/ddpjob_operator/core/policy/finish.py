@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import classify
-from ddpjob_operator.core import status as st
 from ddpjob_operator.core.actions import (
     Action,
     ConfirmGone,
@@ -21,9 +20,11 @@ from ddpjob_operator.core.actions import (
     Plan,
     WriteStatus,
 )
-from ddpjob_operator.core.policy import fence, report
-from ddpjob_operator.core.ranges import every
-from ddpjob_operator.core.status import Progress
+from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.ranges import every
+from ddpjob_operator.core.objects.status import Progress
+from ddpjob_operator.core.policy.reporting import report, resume
+from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
@@ -43,7 +44,7 @@ def succeed(view: View, change: Change) -> Change:
     progress = _final_progress(view, change)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
-    change = report.began_from(view, change.with_status(progress=progress), progress)
+    change = resume.began_from(view, change.with_status(progress=progress), progress)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)
@@ -131,7 +132,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
     timings = replace(view.status.timings, completed_at=view.now, next_restart_at=None)
     change = change.condition("Stalled", False, phase, "", view.now)
     change = change.measure(Measurement("finished_total", 1, phase))
-    progress = report.heard(change.status.progress, view.outcomes.progress)
+    progress = report.received(change.status.progress, view.feedback.progress)
     return change.with_status(phase=phase, timings=timings, progress=progress)
 
 

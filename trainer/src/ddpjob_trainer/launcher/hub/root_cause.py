@@ -11,7 +11,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddpjob_contract import ExitCode, ReportKind, Round
+from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
 from ddpjob_trainer.liveness.heartbeat import DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
@@ -85,7 +85,7 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
     early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at]
     if not early:
         return ""
-    what = "ended with exit code 0 while others trained: sys.exit() on some ranks only?"
+    what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"
     return f"{whom(early)} {what}"
 
 

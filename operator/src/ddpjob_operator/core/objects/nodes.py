@@ -1,0 +1,97 @@
+"""The nodes that a job's pods are on: ready, silent and since when, or gone.
+
+shell/cache/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from ddpjob_operator.core.objects.json_read import mapping, parse_time, sequence, text
+
+#: An administrator's statement that the machine is off: Kubernetes then lets go of its pods.
+OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"
+_CONTROL_PLANE: Final = "node-role.kubernetes.io/control-plane"
+#: --unhealthy-zone-threshold of kube-controller-manager, which holds for more than two nodes.
+_UNHEALTHY_SHARE: Final = 0.55
+_FEW: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """The part of a Node object that is kept.
+
+    ``since``: the last transition of its Ready condition by the cluster's clock, so only good to
+    tell one transition from another.
+    """
+
+    name: str
+    ready: bool
+    since: datetime | None
+    out_of_service: bool = False
+    control_plane: bool = False  # tainted so: work goes elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node in one planning round.
+
+    ``down_seconds``: for how long this process has seen that it is not ready. ``read_seconds``: the
+    age of the last quorum read; None if only a watch has shown it. ``guessed``: only a pod names it
+    so far, no list and no watch.
+    """
+
+    name: str
+    exists: bool = True
+    ready: bool = True
+    out_of_service: bool = False
+    down_seconds: float = 0.0
+    read_seconds: float | None = None
+    guessed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes with a job's pods, by name, and counts of the cluster's workers.
+
+    ``calm_seconds``: for how long the cluster has not been disrupted.
+    """
+
+    workers: int
+    unready: int
+    calm_seconds: float = math.inf
+    known: Mapping[str, Node] = field(default_factory=dict)
+    readable: bool = True  # False: the API server has said that the operator may not
+
+    @property
+    def disrupted(self) -> bool:
+        """Tell whether so many are silent that the control plane or its network has failed."""
+        return disrupted(self.workers, self.unready)
+
+
+FORBIDDEN: Final = Nodes(workers=0, unready=0, readable=False)
+
+
+def disrupted(workers: int, unready: int) -> bool:
+    """Apply the rule by which Kubernetes' node lifecycle controller stops or slows evictions."""
+    most = unready > _FEW and unready >= _UNHEALTHY_SHARE * workers
+    return unready == workers or most
+
+
+def record(obj: Mapping[str, Any]) -> NodeRecord:
+    """Parse a Node object; one without a Ready condition is not ready, as for Kubernetes."""
+    taints = {text(mapping(t).get("key")) for t in sequence(mapping(obj.get("spec")).get("taints"))}
+    conditions = sequence(mapping(obj.get("status")).get("conditions"))
+    found = (mapping(c) for c in conditions if mapping(c).get("type") == "Ready")
+    ready: Mapping[str, Any] = next(found, {})
+    return NodeRecord(
+        name=obj["metadata"]["name"],
+        ready=ready.get("status") == "True",
+        since=parse_time(ready.get("lastTransitionTime")),
+        out_of_service=OUT_OF_SERVICE in taints,
+        control_plane=_CONTROL_PLANE in taints,
+    )

@@ -1,0 +1,391 @@
+"""Turns raw API objects into the slim records that the planner reads.
+
+The informer and the store call it for each event and keep one small record per pod. It bounds and
+escapes all text that a stranger could have written, so nothing behind it has to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Final, cast
+
+import ddpjob_contract as contract
+from ddpjob_contract import crd
+from ddpjob_operator.core.objects import compact_spec, resumed
+from ddpjob_operator.core.objects.json_read import mapping, parse_time, sequence
+from ddpjob_operator.core.objects.status import Progress
+
+_INT32: Final = 2**31
+#: No attempt has so many rounds: a larger number is ignored.
+_ROUNDS: Final = 100_000
+MESSAGE_MAX: Final = 1024
+#: Waiting reasons that persist. The kubelet alternates between the two of a failing pull; one name
+#: for both keeps the condition still.
+_BLOCKED: Final = {
+    "ErrImagePull": "ImagePullBackOff",
+    "ImagePullBackOff": "ImagePullBackOff",
+    "InvalidImageName": "InvalidImageName",
+    "ErrImageNeverPull": "ErrImageNeverPull",
+    "CreateContainerConfigError": "CreateContainerConfigError",
+    "CreateContainerError": "CreateContainerError",
+    "RunContainerError": "RunContainerError",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round that ended and was followed by another one: contract.Round, each field checked."""
+
+    number: int
+    replica: int | None = None
+    rank: int | None = None
+    code: int | None = None
+    signal: int | None = None
+    kind: str = ""
+    exception: str = ""
+    step: int | None = None
+    snapshot_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """``count`` rounds of an attempt have ended in place; ``known`` tells of the newest."""
+
+    attempt: int
+    count: int
+    known: tuple[Round, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The part of a TerminationReport that decisions use, each field checked."""
+
+    kind: str
+    rank: int | None = None
+    code: int | None = None
+    signal: int | None = None
+    exception: str = ""
+    log: tuple[str, ...] = ()
+    step: int | None = None
+    loss: float | None = None
+    round: int | None = None
+    snapshot_step: int | None = None
+    file_at: datetime | None = None
+    rounds: tuple[Round, ...] = ()
+    resumed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """State of the trainer container. ``state``: waiting, running, terminated or unknown."""
+
+    state: str = "unknown"
+    reason: str = ""
+    message: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    finished_at: datetime | None = None
+    ready: bool = False
+    restart_count: int = 0
+    report: Report | None = None
+    memory: str = ""  # the limit as written
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod that carries our labels."""
+
+    namespace: str
+    name: str
+    uid: str
+    owner_uid: str | None  # of its controller
+    attempt: int | None
+    replica: int | None
+    phase: str
+    reason: str = ""  # status.reason, e.g. Evicted
+    message: str = ""
+    node: str = ""
+    ip: str = ""
+    deleting: bool = False
+    deletion_grace: int | None = None
+    deletion_at: datetime | None = None  # when its grace period is over
+    disruption: str = ""  # reason of a true DisruptionTarget condition
+    unschedulable: str = ""  # message of PodScheduled=False
+    scheduled_at: datetime | None = None  # when it got its node, by the cluster's clock
+    waiting_reason: str = ""  # of the first container that cannot start, e.g. ErrImagePull
+    waiting_message: str = ""
+    created_at: datetime | None = None
+    stopped: bool = False  # every container has ended, whatever the phase still says
+    trainer: Container = Container()
+    init: Container | None = None  # that failed, so that the trainer never starts
+    told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
+    probed: str | None = None  # Events: the failed probe that ended it; "": none; None: not read
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the pod has ended for good."""
+        return self.stopped or self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One DDPJob as it was last seen; ``spec``, packed, and ``status`` are raw objects."""
+
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    generation: int
+    deleting: bool
+    spec: Mapping[str, Any]
+    status: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return namespace and name."""
+        return (self.namespace, self.name)
+
+
+def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
+    """Parse a DDPJob object; reuse the packed spec of ``known`` if it is the same."""
+    meta = obj["metadata"]
+    generation = meta.get("generation", 0)
+    same = known is not None and known.uid == meta["uid"] and known.generation == generation != 0
+    return Job(
+        namespace=meta["namespace"],
+        name=meta["name"],
+        uid=meta["uid"],
+        resource_version=meta.get("resourceVersion", ""),
+        generation=generation,
+        deleting="deletionTimestamp" in meta,
+        spec=known.spec if known and same else compact_spec.spec(mapping(obj.get("spec"))),
+        status=mapping(obj.get("status")),
+    )
+
+
+def pod(obj: Mapping[str, Any]) -> Pod:
+    """Parse a Pod object, whatever a user or a kubelet may have written into it."""
+    meta, status, spec = obj["metadata"], mapping(obj.get("status")), mapping(obj.get("spec"))
+    labels = mapping(meta.get("labels"))
+    owners = [mapping(o) for o in meta.get("ownerReferences") or ()]
+    owner = next((o for o in owners if o.get("controller")), mapping(None))
+    disruption = _condition(status, "DisruptionTarget", "True")
+    unscheduled, scheduled = (_condition(status, "PodScheduled", v) for v in ("False", "True"))
+    waiting_reason, waiting_message = _blocked(status)
+    init = _failed_init(status)
+    return Pod(
+        namespace=meta["namespace"],
+        name=meta["name"],
+        uid=meta["uid"],
+        owner_uid=owner.get("uid"),
+        attempt=_number(labels.get(crd.LABEL_ATTEMPT)),
+        replica=_replica(meta["name"], labels, owner),
+        phase=str(status.get("phase") or "Pending"),
+        reason=clean(status.get("reason"), 64),
+        message=clean(status.get("message")) or (init.message if init else ""),
+        node=str(spec.get("nodeName") or ""),
+        ip=str(status.get("podIP") or ""),
+        deleting="deletionTimestamp" in meta,
+        deletion_grace=meta.get("deletionGracePeriodSeconds"),
+        deletion_at=parse_time(meta.get("deletionTimestamp")),
+        disruption=clean(disruption.get("reason"), 64) or ("Unknown" if disruption else ""),
+        unschedulable=clean(unscheduled.get("message"), 300),
+        scheduled_at=parse_time(scheduled.get("lastTransitionTime")),
+        waiting_reason=waiting_reason,
+        waiting_message=waiting_message,
+        created_at=parse_time(meta.get("creationTimestamp")),
+        stopped=_stopped(spec, status),
+        trainer=_trainer(_trainer_name(meta, spec), spec, status),
+        init=init,
+    )
+
+
+def progress(raw: object, now: datetime) -> Progress | None:
+    """Parse the body of GET /state as Progress; None if it is malformed."""
+    if not isinstance(raw, Mapping):
+        return None
+    return Progress(
+        step=_count(raw.get("step")),
+        total_steps=_count(raw.get("totalSteps")),
+        loss=_rounded(raw.get("loss"), 6),
+        samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
+        snapshot_step=_count(raw.get("snapshotStep")),
+        file_at=parse_time(raw.get("fileModifiedAt")),
+        resumed=resumed.words(raw.get("resumed")),
+        proof=resumed.proof(raw.get("proof")),
+        updated_at=now,
+    )
+
+
+def rounds(raw: object) -> Rounds | None:
+    """Parse the rounds in the body of GET /state; None if it has none."""
+    body = mapping(raw)
+    attempt, count = _count(body.get("attempt"), _INT32), _count(body.get("round"), _ROUNDS)
+    if attempt is None or not count:
+        return None
+    return Rounds(attempt, count, _round_records(body.get("rounds")))
+
+
+def clean(text: object, limit: int = MESSAGE_MAX) -> str:
+    """Bound a stranger's text and replace what could forge a terminal or a log line."""
+    if not isinstance(text, str):
+        return ""
+    shown = "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+    shown = shown.strip()
+    return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
+    noted = mapping(meta.get("annotations")).get(crd.ANNOTATION_TRAINER)
+    return noted or compact_spec.trainer_container(spec).get("name")
+
+
+def _failed_init(status: Mapping[str, Any]) -> Container | None:
+    """Find the first init container that failed, so that the trainer never starts."""
+    for found in map(mapping, sequence(status.get("initContainerStatuses"))):
+        ended = _container(found)
+        if ended.state == "terminated" and ended.exit_code:
+            what = f"init container {found.get('name')}: exit code {ended.exit_code}"
+            return replace(ended, message=clean(f"{what}\n{ended.message}"), report=None)
+    return None
+
+
+def _trainer(name: object, spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
+    statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
+    found = next((s for s in statuses if s.get("name") == name), mapping(None))
+    memory = clean(compact_spec.memory_limit(spec, name), 32)
+    return replace(_container(found), memory=memory) if found else Container()
+
+
+def _container(found: Mapping[str, Any]) -> Container:
+    state = mapping(found.get("state"))
+    kind = next((k for k in ("terminated", "running", "waiting") if k in state), "unknown")
+    detail = mapping(state.get(kind))
+    report, exit_code = _report(detail.get("message")), detail.get("exitCode")
+    return Container(
+        state=kind,
+        reason=clean(detail.get("reason"), 64),
+        message=_tail(detail.get("message")) if report is None else "",
+        exit_code=exit_code if isinstance(exit_code, int) else None,
+        signal=detail.get("signal") or None,
+        finished_at=parse_time(detail.get("finishedAt")),
+        ready=bool(found.get("ready")),
+        restart_count=int(found.get("restartCount") or 0),
+        report=report,
+    )
+
+
+def _stopped(spec: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+    """Tell whether all containers have ended: the phase says so only seconds later."""
+    states = [mapping(mapping(s).get("state")) for s in sequence(status.get("containerStatuses"))]
+    count = len(sequence(spec.get("containers")))
+    return len(states) == count and all("terminated" in state for state in states)
+
+
+def _condition(status: Mapping[str, Any], type_: str, value: str) -> Mapping[str, Any]:
+    found = (mapping(c) for c in status.get("conditions") or ())
+    wanted = (c for c in found if c.get("type") == type_ and c.get("status") == value)
+    return next(wanted, {})
+
+
+def _blocked(status: Mapping[str, Any]) -> tuple[str, str]:
+    """Find the first container that cannot start and the reason; ("", "") if none."""
+    for group in ("initContainerStatuses", "containerStatuses"):
+        for found in status.get(group) or ():
+            waiting = mapping(mapping(mapping(found).get("state")).get("waiting"))
+            reason = clean(waiting.get("reason"), 64)
+            if reason in _BLOCKED:
+                return _BLOCKED[reason], clean(waiting.get("message"), 300)
+    return "", ""
+
+
+def _tail(text: object) -> str:
+    return clean(text[-MESSAGE_MAX:]) if isinstance(text, str) else ""
+
+
+def _report(text: object) -> Report | None:
+    """Parse the launcher's termination report; None for the output of another program."""
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return None
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or raw.get("version") != contract.REPORT_VERSION:
+        return None
+    lines = raw.get("log")
+    log = tuple(clean(line, 200) for line in lines[-20:]) if isinstance(lines, list) else ()
+    return Report(
+        kind=clean(raw.get("kind"), 32),
+        rank=_count(raw.get("rank"), _INT32),
+        code=_count(raw.get("code"), _INT32),
+        signal=_count(raw.get("signal"), _INT32),
+        exception=clean(raw.get("exception"), 300),
+        log=log,
+        step=_count(raw.get("step")),
+        loss=_rounded(raw.get("loss"), 6),
+        round=_count(raw.get("round"), _ROUNDS),
+        snapshot_step=_count(raw.get("snapshotStep")),
+        file_at=parse_time(raw.get("fileModifiedAt")),
+        rounds=_round_records(raw.get("rounds")),
+        resumed=resumed.words(raw.get("resumed"), raw.get("step")),
+    )
+
+
+def _round_records(items: object) -> tuple[Round, ...]:
+    """Parse the newest records that have the number of their round."""
+    newest = [mapping(item) for item in sequence(items)[-contract.STATE_MAX_ROUNDS :]]
+    return tuple(
+        Round(
+            number=number,
+            replica=_count(raw.get("replica"), _INT32),
+            rank=_count(raw.get("rank"), _INT32),
+            code=_count(raw.get("code"), _INT32),
+            signal=_count(raw.get("signal"), _INT32),
+            kind=clean(raw.get("kind"), 32),
+            exception=clean(raw.get("exception"), 300),
+            step=_count(raw.get("step")),
+            snapshot_step=_count(raw.get("snapshotStep")),
+        )
+        for raw in newest
+        if (number := _count(raw.get("round"), _ROUNDS)) is not None
+    )
+
+
+def _replica(name: str, labels: Mapping[str, Any], owner: Mapping[str, Any]) -> int | None:
+    """Return the replica that the pod is; None for a copy under another name."""
+    number = _number(labels.get(crd.LABEL_REPLICA))
+    return number if name == f"{owner.get('name', name.rpartition('-')[0])}-{number}" else None
+
+
+def _number(label: object) -> int | None:
+    text = label if isinstance(label, str) else ""
+    return int(text) if text.isdecimal() and len(text) <= 9 else None
+
+
+def _count(value: object, limit: int = 2**63) -> int | None:
+    """Return a non-negative integer below the limit that the CRD sets, else None."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+    return cast("int", value) if fits else None
+
+
+def _rounded(value: object, digits: int) -> float | None:
+    """Round to so many significant digits, since a column of kubectl shows them all."""
+    number = _finite(value)
+    return None if number is None else _finite(float(f"{number:.{digits}g}"))  # may round up to inf
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,246 @@
+""".spec of a DDPJob as data, with the defaults of the CRD.
+
+plan() calls read() in each planning round. The CRD's schema and CEL rules refuse most bad input at
+`kubectl apply`; the rest is refused here with SpecError, which becomes the condition Invalid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
+from ddpjob_operator.core.objects import compact_spec, ports
+from ddpjob_operator.core.objects.compact_spec import Packed, Template
+from ddpjob_operator.core.objects.json_read import integer, mapping, text
+
+#: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
+_PLAIN: Final = re.compile("[0-9]{1,9}")
+
+
+class SpecError(ValueError):
+    """A spec that can never work; the message names the field and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """spec.restart.rules[]: the failures that it matches, and the action."""
+
+    exit_codes: frozenset[int]
+    reasons: frozenset[str]
+    action: str  # Restart | RestartFree | Fail
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """spec.restart. Times in seconds."""
+
+    max_restarts: int
+    max_disruptions: int
+    initial_seconds: float
+    max_seconds: float
+    in_place: int  # rounds without progress before the attempt ends; 0: no rounds
+    drill: str  # Auto, Always or Never: a round that only checks the resume
+    heal_after: int  # seconds without a failure that heal the budgets; 0: never by time
+    progress_path: str  # a file or directory whose newer mtime is progress; "": none
+    rules: tuple[Rule, ...]
+
+    def ruled(self, exit_code: int | None, reasons: Set[str]) -> str | None:
+        """Return the action of the first rule that matches, None if none does."""
+        matching = (r for r in self.rules if exit_code in r.exit_codes or r.reasons & reasons)
+        return next((rule.action for rule in matching), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """spec.snapshot. ``volume`` is any VolumeSource."""
+
+    path: str
+    volume: Packed
+    every_steps: int
+    keep: int
+    resume: str  # Auto | Never
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Seconds without a sign of life before the trainer's watchdog ends a phase."""
+
+    startup: int
+    step: int
+    snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The whole spec with defaults filled in. Times in seconds."""
+
+    replicas: int
+    nproc_per_node: int
+    template: Template
+    port: int
+    suspend: bool
+    restart: Restart
+    snapshot: Snapshot | None
+    hang: Hang
+    fence_after: float | None  # nodeLost: seconds until Fence acts; None: Wait
+    startup_deadline: float
+    active_deadline: float | None
+    ttl: float | None
+    clean_pod_policy: str  # Running | All
+    metrics_port: int
+    network_policy: bool
+    flaw: str = ""  # why no pod can be made of it
+
+    @property
+    def template_hash(self) -> str:
+        """Return a hash that differs whenever the template does."""
+        return self.template.packed.digest
+
+    @property
+    def snapshot_hash(self) -> str:
+        """Return a hash of the snapshot volume; empty without one."""
+        return self.snapshot.volume.digest if self.snapshot else ""
+
+
+def read(raw: Mapping[str, Any], name: str = "") -> Spec:
+    """Parse a job's raw .spec; put the first error into ``flaw`` and keep the rest."""
+    try:
+        return parse(raw, name)
+    except SpecError as error:
+        # The pods that run came from a valid spec: looking after them needs none of these.
+        left_out = ("template", "nprocPerNode", "nodeLost", "snapshot")
+        rest = {key: raw[key] for key in raw if key not in left_out}
+        rest["template"] = {"spec": {"containers": [{"name": TRAINER_CONTAINER}]}}
+        return replace(parse(rest), flaw=str(error))
+
+
+def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
+    """Parse a job's raw .spec; ``name`` is that of the directory of its snapshots.
+
+    Raises:
+        SpecError: the field that cannot work and what to do about it.
+    """
+    template, snapshot = compact_spec.template(raw.get("template")), _snapshot(raw.get("snapshot"))
+    if not template.has_trainer:
+        raise SpecError("spec.template.spec.containers: at least one container is needed")
+    flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
+    if flaw:
+        raise SpecError(flaw)
+    return Spec(
+        replicas=integer(raw.get("replicas"), 1),
+        nproc_per_node=_nproc(raw.get("nprocPerNode", DEFAULTS["nprocPerNode"]), template),
+        template=template,
+        port=integer(raw.get("port"), ports.MASTER),
+        suspend=bool(raw.get("suspend", DEFAULTS["suspend"])),
+        restart=_restart(mapping(raw.get("restart"))),
+        snapshot=snapshot,
+        hang=_hang(mapping(raw.get("hang"))),
+        fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
+        startup_deadline=_number(raw, "startupDeadlineSeconds"),
+        active_deadline=raw.get("activeDeadlineSeconds"),
+        ttl=raw.get("ttlSecondsAfterFinished"),
+        clean_pod_policy=str(raw.get("cleanPodPolicy", DEFAULTS["cleanPodPolicy"])),
+        metrics_port=integer(mapping(raw.get("metrics")).get("port"), ports.METRICS),
+        network_policy=bool(
+            mapping(raw.get("networkPolicy")).get("enabled", DEFAULTS["networkPolicy.enabled"])
+        ),
+    )
+
+
+def _number(raw: Mapping[str, Any], path: str) -> int:
+    """Read a whole number by its path in spec; ``raw``: the object that holds it."""
+    return integer(raw.get(path.rpartition(".")[2]), DEFAULTS[path])
+
+
+def _nproc(value: object, template: Template) -> int:
+    plain = _PLAIN.fullmatch(template.gpus)
+    gpus = int(template.gpus) if plain else 0
+    if value == "auto" and template.gpus and not plain:
+        raise SpecError(
+            f"spec.nprocPerNode is auto, and the limit {template.gpu} of the trainer container is"
+            f" {template.gpus[:40]!r}: write that as a plain number, or set nprocPerNode"
+        )
+    if value == "auto":
+        return gpus or 1
+    given = int(str(value)) if str(value).isdecimal() else 0
+    if given < 1:
+        raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {value!r}')
+    if 0 < gpus < given:
+        raise SpecError(
+            f"spec.nprocPerNode is {given}, but the limit {template.gpu} of the trainer container"
+            f" is {gpus}, and a process needs a GPU of its own: leave it out (auto), or raise the"
+            " limit"
+        )
+    return given
+
+
+def _restart(raw: Mapping[str, Any]) -> Restart:
+    backoff = mapping(raw.get("backoff"))
+    rules = tuple(
+        Rule(
+            exit_codes=frozenset(rule.get("exitCodes") or ()),
+            reasons=frozenset(rule.get("reasons") or ()),
+            action=str(rule.get("action")),
+        )
+        for rule in raw.get("rules") or ()
+    )
+    max_restarts = _number(raw, "restart.maxRestarts")
+    in_place = mapping(raw.get("inPlace"))
+    on = in_place.get("enabled", True) is not False and max_restarts > 0
+    return Restart(
+        max_restarts=max_restarts,
+        max_disruptions=_number(raw, "restart.maxDisruptions"),
+        initial_seconds=float(
+            backoff.get("initialSeconds", DEFAULTS["restart.backoff.initialSeconds"])
+        ),
+        max_seconds=float(backoff.get("maxSeconds", DEFAULTS["restart.backoff.maxSeconds"])),
+        in_place=_number(in_place, "restart.inPlace.maxWithoutProgress") if on else 0,
+        drill=text(in_place.get("drill")) or DEFAULTS["restart.inPlace.drill"],
+        heal_after=_number(raw, "restart.healAfterSeconds"),
+        progress_path=text(raw.get("progressPath")),
+        rules=rules,
+    )
+
+
+def _snapshot(raw: object) -> Snapshot | None:
+    if not isinstance(raw, Mapping):
+        return None
+    return Snapshot(
+        path=str(raw.get("path", "/snapshots")),
+        volume=compact_spec.volume(raw.get("volume")),
+        every_steps=_number(raw, "snapshot.everySteps"),
+        keep=_number(raw, "snapshot.keep"),
+        resume=str(raw.get("resume", DEFAULTS["snapshot.resume"])),
+    )
+
+
+def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
+    """Say why the job's snapshots would miss their volume; empty if they reach it."""
+    path = compact_spec.normal_path(snapshot.path)
+    # CEL compares the path as written, and knows nothing of the directory in it.
+    if mount := min(template.mounts & {path, f"{path}/{name}"}, default=""):
+        return (
+            f"spec.template mounts a volume at {mount} in the trainer container, over this job's"
+            f" snapshots in {path}/{name}: mount it elsewhere, or create a new DDPJob with another"
+            " spec.snapshot.path"
+        )
+    return snapshot.volume.flaw
+
+
+def _hang(raw: Mapping[str, Any]) -> Hang:
+    return Hang(
+        startup=_number(raw, "hang.startupSeconds"),
+        step=_number(raw, "hang.stepSeconds"),
+        snapshot=_number(raw, "hang.snapshotSeconds"),
+    )
+
+
+def _fence_after(raw: Mapping[str, Any], snapshot: object) -> float | None:
+    if raw.get("policy") != "Fence":
+        return None
+    if not isinstance(snapshot, Mapping):  # CEL refuses it too; without lineage files may be lost
+        raise SpecError("spec.nodeLost.policy Fence needs spec.snapshot: set it or use Wait")
+    return float(_number(raw, "nodeLost.afterSeconds"))

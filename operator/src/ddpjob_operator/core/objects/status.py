@@ -1,0 +1,354 @@
+""".status of a DDPJob as data: parsed leniently, written whole.
+
+plan() reads it with from_dict() and stores it with to_dict(). Anyone with access to the subresource
+may have written it: what does not parse counts as absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, get_args
+
+from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.objects.json_read import (
+    counter,
+    format_time,
+    integer,
+    mapping,
+    names,
+    opt_integer,
+    opt_number,
+    parse_time,
+    sequence,
+    text,
+)
+from ddpjob_operator.core.objects.ranges import format_ranges, parse_ranges
+from ddpjob_operator.core.objects.resumed import Proof
+
+Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
+PHASES: Final = get_args(Phase)
+#: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
+MAX_FAILURES: Final = 10
+MAX_AVOIDED: Final = 16
+#: The label of a pod holds no more (observe.py); a larger number starts again from 0.
+MOST_ATTEMPTS: Final = 10**9 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A metav1.Condition; with_condition keeps the time of its last transition."""
+
+    type: str
+    status: Literal["True", "False"]
+    reason: str
+    message: str
+    since: datetime
+
+    def to_dict(self, generation: int) -> dict[str, Any]:
+        """Return it in the form of metav1.Condition."""
+        return {
+            "type": self.type,
+            "status": self.status,
+            "reason": self.reason,
+            "message": self.message,
+            "lastTransitionTime": self.since.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "observedGeneration": generation,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """Counters of restarts.
+
+    ``charged`` and ``disruptions`` are the two budgets in use; budget_reset.py sets both to
+    0. ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the newest at the
+    last restart: what is newer is progress. ``consecutive`` drives the backoff and heals too.
+    ``in_place``: restarts of processes only; ``round``: those of the current attempt, so that each
+    is counted once. ``released``: tries in a row that were given back before all replicas ran.
+    """
+
+    total: int = 0
+    charged: int = 0
+    disruptions: int = 0
+    consecutive: int = 0
+    released: int = 0
+    in_place: int = 0
+    round: int = 0
+    snapshot_step: int = 0
+    file_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure that ended an attempt or, with ``in_place``, one of its rounds.
+
+    Text comes from strangers and is already bounded and escaped.
+    """
+
+    attempt: int
+    replica: int
+    cls: str  # "class" in the API
+    reason: str
+    message: str
+    detected_at: datetime
+    pod: str = ""
+    node: str = ""
+    round: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    in_place: bool = False  # processes were restarted and the pods kept
+    step: int | None = None  # that it had finished
+    exception: str = ""  # the exception, or another cause, in one line
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of training: finished optimizer steps; a loss without dimension."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    samples_per_second: float | None = None
+    snapshot_step: int | None = None
+    file_at: datetime | None = None
+    resumed: str = ""  # whose snapshot it began from, if not this job's with this program
+    proof: Proof | None = None  # as it was heard; the condition ResumeProven keeps it
+    updated_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """UTC times of the operator's clock, stored so that deadlines survive its restart."""
+
+    started_at: datetime | None = None
+    attempt_started_at: datetime | None = None
+    running_at: datetime | None = None
+    last_round_at: datetime | None = None  # the newest restart in place of this attempt
+    next_restart_at: datetime | None = None
+    completed_at: datetime | None = None
+    last_recovery_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Counts of the current attempt's pods."""
+
+    desired: int = 0
+    active: int = 0
+    ready: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole .status. ``phase`` None: no status was ever written."""
+
+    phase: Phase | None = None
+    reason: str = ""  # why the job is not as it should be, in one word of its conditions
+    message: str = ""  # the same in few words
+    observed_generation: int = 0
+    conditions: tuple[Condition, ...] = ()
+    attempt: int = 0
+    members_since: int = 0
+    template_hash: str = ""
+    snapshot_hash: str = ""  # empty: stored by an older operator, or there is no snapshot
+    restarts: Restarts = field(default_factory=Restarts)
+    replicas: Replicas = field(default_factory=Replicas)
+    succeeded: frozenset[int] = frozenset()
+    progress: Progress = field(default_factory=Progress)
+    failures: tuple[Failure, ...] = ()
+    avoided_nodes: tuple[str, ...] = ()  # a GPU there failed: new pods go elsewhere
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def terminal(self) -> bool:
+        """Succeeded or Failed: absorbing."""
+        return self.phase in TERMINAL_PHASES
+
+    @property
+    def last_failure(self) -> Failure | None:
+        """Return the newest recorded failure."""
+        return self.failures[-1] if self.failures else None
+
+    @property
+    def last_loss(self) -> Failure | None:
+        """Return the newest recorded failure that ended an attempt."""
+        return next((f for f in reversed(self.failures) if not f.in_place), None)
+
+    def condition(self, type_: str) -> Condition | None:
+        """Return the condition of that type, if it was ever set."""
+        return next((c for c in self.conditions if c.type == type_), None)
+
+
+def to_dict(status: Status) -> dict[str, Any]:
+    """Return the JSON form without absent values."""
+    last, replicas, restarts = status.last_failure, status.replicas, status.restarts
+    # For a job that has ended "0/3" would read as trouble.
+    ready = "" if status.terminal else f"{replicas.ready}/{replicas.desired}"
+    return _present(
+        {
+            "observedGeneration": status.observed_generation,
+            "phase": status.phase,
+            "reason": status.reason,
+            "message": status.message,
+            "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
+            "attempt": status.attempt,
+            "membersSince": status.members_since,
+            "templateHash": status.template_hash,
+            "snapshotHash": status.snapshot_hash,
+            "restarts": _written(restarts, _RESTARTS),
+            "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
+            "ready": ready,
+            "replicas": asdict(replicas),
+            "succeededReplicas": format_ranges(status.succeeded),
+            "progress": _progress_to_dict(status.progress) or None,
+            "lastFailure": _written(last, _FAILURE) if last else None,
+            "failures": [_written(one, _FAILURE) for one in status.failures] or None,
+            "avoidedNodes": list(status.avoided_nodes) or None,
+            "timings": _written(status.timings, _TIMINGS) or None,
+        }
+    )
+
+
+def from_dict(body: object) -> Status:
+    """Parse .status; whatever does not parse counts as absent."""
+    raw = mapping(body)
+    replicas = mapping(raw.get("replicas"))
+    phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
+    attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
+    return Status(
+        phase=phase if phase in PHASES else None,
+        reason=text(raw.get("reason")),
+        message=text(raw.get("message")),
+        # The CRD's default is -1, which a condition may not say.
+        observed_generation=max(0, integer(raw.get("observedGeneration"))),
+        conditions=tuple(_conditions(raw.get("conditions"))),
+        attempt=attempt,
+        # Later than that, its pods would belong to no attempt.
+        members_since=min(integer(raw.get("membersSince")), attempt + (phase == "Suspended")),
+        template_hash=text(raw.get("templateHash")),
+        snapshot_hash=text(raw.get("snapshotHash")),
+        restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
+        replicas=Replicas(**{f.name: integer(replicas.get(f.name)) for f in fields(Replicas)}),
+        succeeded=parse_ranges(raw.get("succeededReplicas")),
+        progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
+        failures=tuple(_failures(raw.get("failures"))),
+        avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
+        timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
+    )
+
+
+def with_condition(
+    conditions: Sequence[Condition],
+    type_: str,
+    value: bool,
+    reason: str,
+    message: str,
+    now: datetime,
+) -> tuple[Condition, ...]:
+    """Set one condition; its transition time moves only when its status changes."""
+    status: Literal["True", "False"] = "True" if value else "False"
+    old = next((c for c in conditions if c.type == type_), None)
+    since = old.since if old and old.status == status else now.replace(microsecond=0)
+    new = Condition(type_, status, reason, message, since)
+    if old is None:
+        return (*conditions, new)
+    return tuple(new if c.type == type_ else c for c in conditions)
+
+
+def _conditions(items: object) -> list[Condition]:
+    found = []
+    for raw in map(mapping, sequence(items)):
+        status, since = raw.get("status"), parse_time(raw.get("lastTransitionTime"))
+        if isinstance(raw.get("type"), str) and status in ("True", "False") and since:
+            reason, message = text(raw.get("reason")), text(raw.get("message"))
+            found.append(Condition(raw["type"], status, reason, message, since))
+    return found
+
+
+def _failures(items: object) -> list[Failure]:
+    found = [_read(one, _FAILURE) for one in sequence(items)]
+    return [Failure(**one) for one in found if one["detected_at"]][-MAX_FAILURES:]
+
+
+def _progress_to_dict(progress: Progress) -> dict[str, Any]:
+    found = _written(progress, _PROGRESS)
+    if progress.step is not None:
+        total = f"/{progress.total_steps}" if progress.total_steps else ""
+        found["stepOfTotal"] = f"{progress.step}{total}"
+    return found
+
+
+def _not_negative(value: object) -> int:
+    return max(0, integer(value))
+
+
+#: Records in the API: a field's name there, its name here, and its reader.
+Fields = Mapping[str, tuple[str, Callable[[object], Any]]]
+
+_FAILURE: Final[Fields] = {
+    "attempt": ("attempt", integer),
+    "round": ("round", opt_integer),
+    "replica": ("replica", integer),
+    "rank": ("rank", opt_integer),
+    "pod": ("pod", text),
+    "node": ("node", text),
+    "class": ("cls", text),
+    "reason": ("reason", text),
+    "exitCode": ("exit_code", opt_integer),
+    "signal": ("signal", opt_integer),
+    "message": ("message", text),
+    "detectedAt": ("detected_at", parse_time),
+    "inPlace": ("in_place", lambda value: value is True),
+    "step": ("step", opt_integer),
+    "exception": ("exception", text),
+}
+_RESTARTS: Final[Fields] = {
+    "total": ("total", counter),
+    "charged": ("charged", counter),
+    "disruptions": ("disruptions", counter),
+    "consecutive": ("consecutive", counter),
+    "released": ("released", counter),
+    "inPlace": ("in_place", counter),
+    "round": ("round", counter),
+    "snapshotStep": ("snapshot_step", _not_negative),
+    "fileModifiedAt": ("file_at", parse_time),
+}
+_PROGRESS: Final[Fields] = {
+    "step": ("step", opt_integer),
+    "totalSteps": ("total_steps", opt_integer),
+    "loss": ("loss", opt_number),
+    "samplesPerSecond": ("samples_per_second", opt_number),
+    "snapshotStep": ("snapshot_step", opt_integer),
+    "fileModifiedAt": ("file_at", parse_time),
+    "resumed": ("resumed", text),
+    "updatedAt": ("updated_at", parse_time),
+}
+_TIMINGS: Final[Fields] = {
+    "startedAt": ("started_at", parse_time),
+    "attemptStartedAt": ("attempt_started_at", parse_time),
+    "runningAt": ("running_at", parse_time),
+    "lastRoundAt": ("last_round_at", parse_time),
+    "nextRestartAt": ("next_restart_at", parse_time),
+    "completedAt": ("completed_at", parse_time),
+    "lastRecoverySeconds": ("last_recovery_seconds", opt_number),
+}
+
+
+def _read(body: object, table: Fields) -> dict[str, Any]:
+    raw = mapping(body)
+    return {key: read(raw.get(name)) for name, (key, read) in table.items()}
+
+
+def _written(record: object, table: Fields) -> dict[str, Any]:
+    return _present({name: getattr(record, key) for name, (key, _) in table.items()})
+
+
+def _present(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out absent values; a flag that is not set is one."""
+    kept = {k: v for k, v in found.items() if v is not False and v not in (None, "")}
+    return {k: format_time(v) if isinstance(v, datetime) else v for k, v in kept.items()}

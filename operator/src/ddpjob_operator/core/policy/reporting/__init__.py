@@ -1,0 +1,1 @@
+"""Fills the status besides decisions."""

@@ -1,0 +1,357 @@
+"""Fills the status besides decisions: counts, progress, and why a gang stalls.
+
+plan() calls it last, in each planning round. Any stall has a condition with a reason from a closed
+list; silence is a defect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import ddpjob_contract as contract
+from ddpjob_contract.crd import KIND
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Refusal
+from ddpjob_operator.core.objects.json_read import mapping
+from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.ranges import format_ranges
+from ddpjob_operator.core.objects.status import (
+    Condition,
+    Progress,
+    Replicas,
+    Status,
+    with_condition,
+)
+from ddpjob_operator.core.policy.reporting import resume
+from ddpjob_operator.core.policy.restarting import fence, restart
+from ddpjob_operator.core.policy.starting import node_avoidance, quota_fairness, template_guard
+from ddpjob_operator.core.told import after_step, replicas, shorten
+from ddpjob_operator.core.view import Change, View, recovers_from
+
+#: Shorter than this, creating a container or ending a pod is no stall yet.
+PATIENCE = timedelta(seconds=20)
+#: A claim may be bound, or a node join, moments after the first scheduling attempt.
+SCHEDULING_PATIENCE = timedelta(seconds=5)
+#: Ranks end together; a replica that still works so long after another one is reported.
+LINGERING = timedelta(minutes=10)
+#: Characters of a list of replicas.
+_LISTED: Final = 400
+#: Words of a refusal, its author, and the cure.
+_REFUSERS: Final = (
+    (
+        "violates PodSecurity",
+        "the namespace's Pod Security level",
+        "set in the template what it names, or ask for another level of the namespace",
+    ),
+    (
+        "exceeded quota",
+        "a ResourceQuota of the namespace",
+        "it is tried again by itself: kubectl describe quota tells who holds how much",
+    ),
+    (
+        "error looking up service account",
+        "the API server",
+        "create that ServiceAccount, or mend serviceAccountName in the template",
+    ),
+    (
+        " cannot create resource ",
+        "the rights of the operator's own account",
+        "the operator's chart gives them in the namespaces that its value `namespaces` lists",
+    ),
+    (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
+    ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
+    ("admission webhook", "a webhook of the cluster", "ask those who run it"),
+)
+#: The scheduler's words before and after its reasons.
+_SCHEDULER: Final = re.compile(
+    r"^pod \S+: \d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
+)
+#: Characters of the message that is a column of `kubectl get`.
+_BRIEF: Final = 80
+#: The only phase in which each of these conditions is true.
+_PHASE_OF: Final = {
+    "Running": "Running",
+    "Suspended": "Suspended",
+    "Complete": "Succeeded",
+    "Failed": "Failed",
+}
+
+
+def fill(view: View, change: Change) -> Change:
+    """Fill in counts, progress, observedGeneration and the condition Ready."""
+    status = replace(change.status, conditions=_of_phase(change.status, view.now))
+    fields: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
+    if not status.terminal:  # the end keeps its own last words
+        fields |= {"progress": received(status.progress, view.feedback.progress)}
+        change = resume.began_from(view, change, fields["progress"])
+    if status.terminal:
+        fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
+        fields |= {"succeeded": view.succeeded}
+    elif status.phase == "Suspended":
+        active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
+        fields |= {"replicas": Replicas(desired=view.spec.replicas, active=active)}
+    elif status.members_since == view.status.members_since:
+        fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
+    else:
+        fields |= {"replicas": Replicas(desired=view.spec.replicas)}
+    conditions = _with_ready(status, view.now)
+    reason, message = _why(status)
+    change = change.with_status(**fields, reason=reason, message=message, conditions=conditions)
+    change = _unsupported(view, change)
+    return change if status.terminal else resume.proven(view, change)
+
+
+def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
+    """Clear conditions that belong to another phase: etcd was restored, or a person wrote them."""
+    conditions = status.conditions
+    for type_, phase in _PHASE_OF.items():
+        told = status.condition(type_)
+        if told and told.status == "True" and status.phase != phase:
+            why = status.phase or "Pending"
+            conditions = with_condition(conditions, type_, False, why, f"phase {why}", now)
+    return conditions
+
+
+def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
+    """Set Ready for kstatus, which Helm, Flux and others wait by.
+
+    It follows the phase alone, so it costs no extra write; it is there from the first write on,
+    since kstatus takes a job without it for finished.
+    """
+    phase = status.phase or "Pending"
+    ready = phase in ("Running", "Succeeded")
+    return with_condition(status.conditions, "Ready", ready, phase, f"phase {phase}", now)
+
+
+def _why(status: Status) -> tuple[str, str]:
+    """Summarize why the job is not as it should be; "" if all is well.
+
+    Causes for the user come first, then those of the cluster, then the newest failure.
+    """
+    if status.phase == "Succeeded":
+        return "", ""
+    for type_ in ("Failed", "Invalid", "Stalled"):
+        found = status.condition(type_)
+        if found and found.status == "True":
+            # A quoted failure follows words that the reason already says.
+            causes = (one for one in reversed(status.failures) if one.exception)
+            quoted = (c.exception for c in causes if restart.describe(c) in found.message)
+            cause = next(quoted, None)
+            words = cause or _SCHEDULER.sub("", found.message)
+            return found.reason, shorten(words, _BRIEF) if cause else clean(words, _BRIEF)
+    loss = recovers_from(status)
+    if loss is None or status.phase != "Restarting":
+        return "", ""
+    return loss.reason, shorten(loss.exception, _BRIEF)
+
+
+def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
+    """Set or clear Stalled, by the first reason, while a wanted gang does not run."""
+    old = view.status.condition("Stalled")
+    found = next(why, None)
+    if found is None:
+        # Kept over the waits and first moments of retries, or it would flap with each.
+        phase = change.status.phase
+        retrying = phase == "Pending" or (phase != "Running" and fresh(view))
+        if old and old.status == "True" and not retrying:
+            return change.condition("Stalled", False, "Progressing", "", view.now)
+        return change
+    reason, message = found
+    news = fence.advises(message) and not (old and fence.advises(old.message))
+    if old and old.status == "True" and old.reason == reason and not news:
+        return change  # the same trouble in other words
+    change = change.condition("Stalled", True, reason, message, view.now)
+    return change.tell("Warning", reason, message)
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """List the reasons that hold up this attempt, the most telling first."""
+    yield from _refusals(view)
+    yield from quota_fairness.reasons(view)
+    yield from fence.reasons(view)
+    yield from _stuck_deletions(view)
+    for pod in view.members.values():
+        if pod.waiting_reason:
+            yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
+    for pod in view.members.values():
+        if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
+            yield (
+                "Unschedulable",
+                f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}",
+            )
+    for pod in view.members.values():
+        started = classify.running(pod) or pod.trainer.state == "terminated"
+        if pod.node and not started and not fresh(view):
+            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}{_held(view, pod)}"
+            yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
+    for pod in view.members.values():
+        # Two clocks: good for a message, never for a decision.
+        old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
+        if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
+            hint = "no scheduler has looked at it yet: does the one of spec.schedulerName run?"
+            yield "Unschedulable", f"pod {pod.name}: {hint}"
+    yield from _unresolved(view)
+    yield from _lingering(view)
+
+
+def _unresolved(view: View) -> Iterator[tuple[str, str]]:
+    """Report rounds whose processes do not find one another, until one of them progresses."""
+    last, heard = view.status.last_failure, view.status.progress.updated_at
+    if last is None or not last.in_place or last.attempt != view.status.attempt:
+        return
+    if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
+        what = f"processes were restarted in place and do not find one another: {last.message}"
+        yield "NamesNotResolved", what
+
+
+def _held(view: View, pod: Pod) -> str:
+    """Hint at a volume held on another node, which only unread events would prove."""
+    claim = mapping(view.spec.snapshot.volume.unpack() if view.spec.snapshot else {})
+    name = mapping(claim.get("persistentVolumeClaim")).get("claimName")
+    elsewhere = (p.node for p in view.members.values() if classify.running(p))
+    holder = next((node for node in elsewhere if node != pod.node), None)
+    if not name or holder is None:
+        return ""
+    return (
+        f"; if its events tell of Multi-Attach, claim {name} is ReadWriteOnce and held on {holder}"
+        ": take one of ReadWriteMany, or upload snapshots"
+    )
+
+
+def lingers(view: View) -> datetime | None:
+    """Return when to report that some replicas are done and others do not end.
+
+    The pod of a finished replica may be gone, as after a drain: then it counts from the start.
+    """
+    began = view.status.timings.running_at
+    pods = (view.members.get(replica) for replica in view.succeeded)
+    done = (pod.trainer.finished_at if pod is not None else began for pod in pods)
+    first = min((at for at in done if at is not None), default=None)
+    return None if first is None else first + LINGERING
+
+
+def _lingering(view: View) -> Iterator[tuple[str, str]]:
+    due = lingers(view)
+    if due is not None and view.now >= due:
+        # With thousands of replicas each list must leave room for the other.
+        left = frozenset(range(view.spec.replicas)) - view.succeeded
+        done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
+        have, others_have = ("has" if len(some) == 1 else "have" for some in (view.succeeded, left))
+        after = after_step(view.succeeded, view.members)
+        what = f"{done} {have} succeeded{after}, and {which} {others_have} not ended"
+        yield "WaitingForReplicas", what
+
+
+def _refusals(view: View) -> Iterator[tuple[str, str]]:
+    for refusal in (view.network_refusal, *view.refusals.values()):
+        if refusal and not (ours(view, refusal) and fresh(view)):
+            yield refused(view, refusal)
+
+
+def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
+    """Report pods that outlive their grace period, and old pods that hold up this attempt."""
+    for pod in (*view.members.values(), *view.others):
+        if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
+            if not pod.node or pod.stopped or pod.phase in ("Succeeded", "Failed"):
+                cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
+                yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
+            else:
+                yield "WaitingForDeletion", f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
+    if not fresh(view):
+        for pod in view.others:
+            where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
+            yield "WaitingForDeletion", f"{where} is still being deleted"
+
+
+def fresh(view: View, patience: timedelta = PATIENCE) -> bool:
+    """Tell whether the attempt is too young for a wait to be news."""
+    since = view.begun_at
+    return since is None or view.now - since < patience
+
+
+def ours(view: View, refusal: Refusal) -> bool:
+    """Tell whether an object of this very job, about to go, has the name."""
+    return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
+
+
+def passes(view: View, refusal: Refusal) -> bool:
+    """Tell whether the name frees by itself: ours, or of a deleted job's object."""
+    namesake = f"{KIND} {view.job.name}"
+    left = refusal.existing is not None and refusal.existing.owner == namesake
+    return left or ours(view, refusal)
+
+
+def refused(view: View, refusal: Refusal) -> tuple[str, str]:
+    """Return reason and message of the condition for a refusal."""
+    found = refusal.existing
+    if found and passes(view, refusal):
+        what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
+        stuck = found.deletion_at and view.now >= found.deletion_at + PATIENCE
+        cure = f" on node {found.node}" if found.node else ""
+        cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
+        return "WaitingForDeletion", what + cure
+    if found:
+        what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
+        return "NameConflict", what
+    # A reason that is no word, as of a proxy's error page, would make the status invalid.
+    word = refusal.reason.isascii() and refusal.reason.isalnum() and refusal.reason[0].isalpha()
+    return (refusal.reason if word else "CreationFailed"), explained(refusal)
+
+
+def explained(refusal: Refusal) -> str:
+    """Add to the API server's words, where known, who refused and what helps."""
+    for words, who, cure in _REFUSERS:
+        if words in refusal.message:
+            return f"refused by {who}: {refusal.message}; {cure}"
+    return refusal.message
+
+
+def _replicas(view: View) -> Replicas:
+    members = view.members.values()
+    alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
+    return Replicas(
+        desired=view.spec.replicas,
+        active=len([p for p in alive if not classify.succeeded(p)]),
+        ready=len([p for p in alive if p.trainer.ready and classify.running(p)]),
+        succeeded=len(view.succeeded),
+        failed=len([p for p in members if classify.failure(p, 1, view.now)]),
+    )
+
+
+def received(old: Progress, new: Progress | None) -> Progress:
+    """Return the newest progress; a poll without news moves no timestamp.
+
+    The first one has its own: budget_reset.py asks whether anything was heard before.
+    """
+    if new is None:
+        return old
+    merged = Progress(
+        step=old.step if new.step is None else new.step,
+        total_steps=old.total_steps if new.total_steps is None else new.total_steps,
+        loss=old.loss if new.loss is None else new.loss,
+        samples_per_second=(
+            old.samples_per_second if new.samples_per_second is None else new.samples_per_second
+        ),
+        snapshot_step=old.snapshot_step if new.snapshot_step is None else new.snapshot_step,
+        file_at=old.file_at if new.file_at is None else new.file_at,
+        resumed=new.resumed or old.resumed,
+        updated_at=old.updated_at,
+    )
+    news = merged != old or old.updated_at is None
+    return replace(merged, updated_at=new.updated_at) if news else old
+
+
+def _unsupported(view: View, change: Change) -> Change:
+    if view.spec.fence_after is not None and view.nodes is None:
+        return change  # not known yet
+    if view.spec.fence_after is None or (view.nodes and view.nodes.readable):
+        return change.condition("Unsupported", False, "AllSupported", "", view.now)
+    message = (
+        "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes: "
+        "install its chart with rbac.nodes=true"
+    )
+    return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)

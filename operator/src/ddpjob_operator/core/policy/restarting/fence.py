@@ -1,0 +1,187 @@
+"""Pods on silent nodes: when they count as lost, and on whose word.
+
+A pod on a silent node may train on, so normally its object alone shows that it has ended. Three
+facts replace that: the Node object is deleted; an administrator has tainted it out-of-service
+(Kubernetes itself then lets go of its pods); or spec.nodeLost says Fence and this process has seen
+for afterSeconds, without a gap, that the node is not ready while most others are. Under Fence the
+pod may be alive: the lineage of the snapshots shuts it out. Each needs a fresh quorum read of the
+Node, since a watch may be behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import ReadNodes
+from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
+from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.view import View
+
+#: A read of a Node serves the decision and its deletions, but none much later.
+READ_HOLDS: Final = 10.0
+#: Kubernetes itself removes the pods of a deleted Node after 40 s; this is for the rest.
+GONE_PATIENCE: Final = 60.0
+#: Twice a kubelet's heartbeat, however short afterSeconds is: nodes that were cut off together with
+#: the operator, or with other nodes, are back by then.
+CONFIRMATION: Final = 20.0
+
+
+def losses(view: View) -> list[Failure]:
+    """List the members that are lost with their node."""
+    return [failure(view, pod) for pod in _needed(view) if lost(view, pod)]
+
+
+def lost(view: View, pod: Pod) -> bool:
+    """Tell whether to delete the pod's object by force: its end cannot be reported."""
+    node = _node(view, pod)
+    return node is not None and _given_up(view, node) and _just_read(node)
+
+
+def suspect(view: View) -> Pod | None:
+    """Find a member on a silent node, which its peers may die of."""
+    return next((pod for pod in _needed(view) if _known(view, pod)), None)
+
+
+def hindered(view: View) -> Pod | None:
+    """Find a member that does not run yet since its node is not ready."""
+    late = (pod for pod in _needed(view) if not classify.running(pod))
+    return next((pod for pod in late if _known(view, pod)), None)
+
+
+def guessed(view: View) -> bool:
+    """Tell whether a first read of a member's node, due at once, is still open."""
+    found = (_node(view, pod) for pod in _needed(view))
+    return any(node and node.guessed and not _just_read(node) for node in found)
+
+
+def reads(view: View) -> tuple[ReadNodes, ...]:
+    """Read the nodes whose pods may be given up, and those not reported yet."""
+    due = (node for _, node in _silent(view) if node.guessed or _given_up(view, node))
+    found = {node.name for node in due if not _just_read(node)}
+    return (ReadNodes(tuple(sorted(found))),) if found else ()
+
+
+def waits(view: View) -> list[float]:
+    """Return the seconds until each node that is not ready has been so for afterSeconds."""
+    left = [_left(view, node) for _, node in _silent(view)]
+    return [seconds for seconds in left if 0 < seconds < math.inf]
+
+
+def failure(view: View, pod: Pod) -> Failure:
+    """Describe a loss with the machine, which is charged to nobody."""
+    return replace(
+        classify.removed(pod, view.now),
+        cls="Infrastructure",
+        reason="NodeLost",
+        message=f"node {pod.node} {_state(_node(view, pod))}",
+    )
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Explain why the gang waits for a machine, and how a person can help."""
+    after = view.spec.fence_after
+    for pod, node in _silent(view):
+        if node.guessed:  # nothing wrong so far
+            continue
+        reason = "NodeNotReady"
+        if _given_up(view, node) or not node.exists:
+            then = "its pods are being removed"
+        elif after is None:
+            then = "waiting until it is ready again; " + cure(node.name)
+        elif view.nodes and view.nodes.disrupted:
+            reason = "NodesNotReady"
+            most = f"{view.nodes.unready} of {view.nodes.workers} worker nodes are not ready"
+            then = f"{most}, so Fence waits until others are; {cure(node.name)}"
+        else:
+            then = f"after {after:g} s its pods are deleted by force"
+        yield reason, f"node {node.name}, with pod {pod.name}, {_state(node)}: {then}"
+
+
+def cure(node: str) -> str:
+    """Advise how to end the wait for a machine that will not come back."""
+    taint = f"kubectl taint node {node} {OUT_OF_SERVICE}=nodeshutdown:NoExecute"
+    return f"if the machine is off for good: {taint}, or: kubectl delete node {node}"
+
+
+def advises(message: str) -> bool:
+    """Tell whether a message holds that advice."""
+    return OUT_OF_SERVICE in message
+
+
+def _needed(view: View) -> list[Pod]:
+    """List the members whose trainer has not ended: the others have nothing to lose."""
+    done = view.status.succeeded
+    members = view.members.items()
+    return [p for r, p in members if r not in done and p.trainer.state != "terminated"]
+
+
+def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
+    """List pods not known to have ended, on nodes that are not ready or gone."""
+    for pod in (*view.members.values(), *view.others):
+        node = _node(view, pod)
+        if node is not None:
+            yield pod, node
+
+
+def _node(view: View, pod: Pod) -> Node | None:
+    """Return the silent node that a pod waits for, unless it was force-deleted.
+
+    It waits to end or, once deleted, to be gone: only its kubelet removes the object.
+    """
+    if view.nodes is None or not pod.node or pod.deletion_grace == 0:
+        return None
+    if not pod.deleting and (pod.stopped or pod.phase in ("Succeeded", "Failed")):
+        return None
+    node = view.nodes.known.get(pod.node)
+    return None if node is None or (node.exists and node.ready) else node
+
+
+def _known(view: View, pod: Pod) -> bool:
+    """Tell whether its node is reported silent: a new one may be reported later."""
+    node = _node(view, pod)
+    return node is not None and not node.guessed
+
+
+def _given_up(view: View, node: Node) -> bool:
+    # Most nodes silent at once: the control plane or its network failed, and comes back.
+    alone = view.nodes is not None and not view.nodes.disrupted
+    return (alone or _promised(node)) and _left(view, node) <= 0
+
+
+def _promised(node: Node) -> bool:
+    """Tell whether the machine is off by the word of an administrator or Kubernetes."""
+    return node.out_of_service or not node.exists
+
+
+def _left(view: View, node: Node) -> float:
+    patience = _patience(view, node)
+    if _promised(node):
+        return patience - node.down_seconds
+    watched = view.nodes.calm_seconds if view.nodes else 0.0
+    if view.feedback.seen_since is not None:
+        watched = min(watched, (view.now - view.feedback.seen_since).total_seconds())
+    return max(patience - min(node.down_seconds, watched), CONFIRMATION - watched)
+
+
+def _patience(view: View, node: Node) -> float:
+    after = view.spec.fence_after
+    if node.exists and node.out_of_service:
+        return 0.0
+    if node.exists:
+        return math.inf if after is None else after
+    return GONE_PATIENCE if after is None else 0.0
+
+
+def _just_read(node: Node) -> bool:
+    return node.read_seconds is not None and node.read_seconds <= READ_HOLDS
+
+
+def _state(node: Node | None) -> str:
+    if node is None or not node.exists:
+        return "does not exist any more"
+    return "is not ready and is out of service" if node.out_of_service else "is not ready"

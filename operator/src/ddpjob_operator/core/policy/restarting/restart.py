@@ -1,0 +1,206 @@
+"""Turns the loss of a member into a new attempt or the job's end, by budgets.
+
+plan() calls after() with the loss that root_cause.py found. A charged restart is the user's doing
+and counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
+maxDisruptions. budget_reset.py gives both back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_contract import exits
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
+from ddpjob_operator.core.policy import finish
+from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
+from ddpjob_operator.core.view import Change, View
+
+#: An image, a name or a volume that fails a gang before its first step may take minutes to come
+#: back. The three waits of the defaults (0, then twice this) are ten minutes.
+STARTUP_SECONDS: Final = 300.0
+#: The same exception at the same step, so often in a row, would come again.
+SAME: Final = 3
+#: Characters of an exception that every record has: a report cuts those of rounds.
+_COMPARED: Final = 64
+
+
+def after(view: View, change: Change, loss: Failure) -> Change:
+    """Record the loss, then start a new attempt or fail, as rules and budgets say."""
+    last = end(view, change.status, loss)
+    change = record(view, change, loss)
+    if last is not None:
+        return finish.fail(view, change, *last)
+    free = _action(view, change.status.restarts, loss) == "RestartFree"
+    restarts, limits = _count(view, change.status.restarts, free), view.spec.restart
+    delay, early = backoff(view.spec, restarts.consecutive), 0.0
+    if not free and not _trained(view):
+        early = backoff(view.spec, min(restarts.consecutive, restarts.charged), STARTUP_SECONDS)
+    count = (
+        f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
+        if free
+        else f"restart {restarts.charged} of at most {limits.max_restarts}"
+    )
+    count += "; it told of no step, so the waits are longer" * (early > delay)
+    delay = max(delay, early)
+    wait = f" in {delay:g} s" if delay else ""
+    message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
+    change = new_attempt(view, change, "Restarting", delay)
+    change = node_avoidance.node_of(view, change.with_status(restarts=restarts), loss)
+    change = change.condition("Running", False, "Restarting", message, view.now)
+    return change.tell("Warning", "Restarting", message).measure(
+        Measurement("restarts_total", 1, loss.cls)
+    )
+
+
+def record(view: View, change: Change, loss: Failure) -> Change:
+    """Record the failure that ended the attempt, with its measurements."""
+    failures = (*change.status.failures, loss)[-MAX_FAILURES:]
+    member = view.members.get(loss.replica)
+    if member and member.trainer.finished_at:
+        # Two clocks: good for a metric, never for a decision.
+        seconds = (view.now - member.trainer.finished_at).total_seconds()
+        change = change.measure(Measurement("detection_seconds", max(0.0, seconds)))
+    report = member.trainer.report if member else None
+    if report and report.step is not None:
+        lost = max(0, report.step - view.snapshot_step)
+        change = change.measure(Measurement("lost_steps", lost))
+        old = change.status.progress
+        if report.step > 0 and not view.snapshot_step and old.step is None:
+            # No poll has reported a step: budget_reset.py asks whether there was a snapshot before.
+            change = change.with_status(progress=replace(old, step=report.step))
+    return change.with_status(failures=failures)
+
+
+def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
+    """Return reason and message if this loss ends the job; None: it restarts."""
+    old, limits = status.restarts, view.spec.restart
+    action = _action(view, old, loss)
+    if action == "Fail":
+        return "PermanentFailure", describe(loss)
+    if (times := _in_same_way(view, status, loss)) >= SAME and _ruled(view, loss) is None:
+        return "SameFailure", (
+            f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
+            f"again: mend the program or its data; a rule of spec.restart.rules with action "
+            f"Restart has it tried on; last: {describe(loss)}"
+        )
+    free = action == "RestartFree"
+    counted = _count(view, old, free)
+    if free and counted.disruptions > limits.max_disruptions:
+        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
+        return "MaxDisruptionsExceeded", what
+    if not free and counted.charged > limits.max_restarts:
+        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
+        return "MaxRestartsExceeded", what
+    return None
+
+
+def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
+    """Record the intent of a new attempt: pods of older ones are no members now."""
+    attempt, made_of = view.next_attempt, view.status if template_guard.why(view) else view.spec
+    return change.with_status(
+        phase=phase,
+        attempt=attempt,
+        members_since=attempt,
+        template_hash=made_of.template_hash,
+        snapshot_hash=made_of.snapshot_hash,
+        succeeded=frozenset(),
+        restarts=replace(change.status.restarts, round=0),
+        replicas=replace(view.status.replicas, active=0, ready=0, succeeded=0, failed=0),
+        timings=Timings(
+            started_at=view.status.timings.started_at or view.now,
+            attempt_started_at=view.now,
+            next_restart_at=view.now + timedelta(seconds=delay) if delay else None,
+            last_recovery_seconds=view.status.timings.last_recovery_seconds,
+        ),
+    )
+
+
+def due(view: View) -> datetime | None:
+    """Return when the delay before the new attempt is over; None without one.
+
+    Counted from when the attempt began: another clock may have stored a time far ahead.
+    """
+    since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
+    begun = view.begun_at
+    return begun + (until - since) if begun and since and until else None
+
+
+def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
+    """Return the seconds before the n-th restart in a row: 0, then doubling."""
+    restart = spec.restart
+    return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
+
+
+def describe(loss: Failure) -> str:
+    """Describe a loss in one line; the log's end stays in status.lastFailure."""
+    rank = f" (rank {loss.rank})" if loss.rank is not None else ""
+    node = f" on {loss.node}" if loss.node else ""
+    code = f", exit code {loss.exit_code}" if loss.exit_code is not None else ""
+    # The exit code is there anyway; other reasons add to an exception.
+    reason = "" if loss.exception and loss.reason.startswith("ExitCode") else loss.reason
+    what = ": ".join(filter(None, (reason, loss.exception)))
+    return f"replica {loss.replica}{rank}{node}: {what}{code} [{loss.cls}]"
+
+
+def _action(view: View, old: Restarts, loss: Failure) -> str:
+    default: str = exits.action_of(loss.cls)
+    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, _in_a_row(view, old)):
+        default = "Restart"
+    return _ruled(view, loss) or default
+
+
+def _ruled(view: View, loss: Failure) -> str | None:
+    return view.spec.restart.ruled(*classify.names(loss, view.members.get(loss.replica)))
+
+
+def _in_same_way(view: View, status: Status, loss: Failure) -> int:
+    """Count how often in a row one exception has ended one step; 0: unknown.
+
+    Without a step since the newest snapshot it may be the start that fails, which can pass.
+    """
+    if loss.cls != "User" or not loss.exception or (loss.step or 0) <= view.snapshot_step:
+        return 0
+    since, count = status.timings.started_at, 1
+    for old in reversed(status.failures):
+        alike = old.exception[:_COMPARED] == loss.exception[:_COMPARED] and old.step == loss.step
+        if not alike or old.cls != "User" or (since and old.detected_at < since):
+            break
+        count += 1
+    return count
+
+
+def _trained(view: View) -> bool:
+    """Tell whether this attempt has reported a step beyond the snapshot that it began from."""
+    reports = (pod.trainer.report for pod in view.members.values())
+    since, polled = view.begun_at, (view.feedback.progress, view.status.progress)
+    now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
+    steps = [told.step or 0 for told in (*reports, *now) if told]
+    return max(steps, default=0) > view.status.restarts.snapshot_step
+
+
+def _count(view: View, old: Restarts, free: bool) -> Restarts:
+    return Restarts(
+        total=old.total + 1,
+        charged=old.charged + (not free),
+        disruptions=old.disruptions + free,
+        consecutive=_in_a_row(view, old) + 1,
+        in_place=old.in_place,
+        snapshot_step=view.snapshot_step,
+        file_at=view.file_at,
+    )
+
+
+def _in_a_row(view: View, old: Restarts) -> int:
+    """Count restarts before this one without progress or a long run in between.
+
+    A run longer than the longest backoff is no crash loop, so the next restart is immediate.
+    """
+    since = view.status.timings.running_at
+    longest = timedelta(seconds=view.spec.restart.max_seconds)
+    ran_long = since is not None and view.now - since > longest
+    return 0 if ran_long else old.consecutive

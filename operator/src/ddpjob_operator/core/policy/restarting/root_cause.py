@@ -1,0 +1,195 @@
+"""Finds the loss that ended an attempt, and gives its cause time to show itself.
+
+plan() asks in each planning round. The first loss seen is often not the cause: peers of a dead
+machine end within seconds, each program with its own code, and Kubernetes reports the machine most
+of a minute later. A restart does not wait; the end of a job is final, so it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_contract import LEFT_EARLY, ExitCode
+from ddpjob_contract.exits import CAUSE_SECONDS
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.policy.restarting import fence, probe, restart
+from ddpjob_operator.core.told import left_early, shorten
+from ddpjob_operator.core.view import Change, View
+
+CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
+#: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
+NODE_WAIT: Final = timedelta(seconds=60)
+WAITING: Final = "WaitingForCause"
+#: The ends of peers of a lost member. Other classes have their own causes, or are free anyway.
+_BY_PEERS: Final = ("Hang", "Killed", "User")
+#: Exit codes of a process that has lost a peer or waits for one.
+_WITHOUT_PEERS: Final = (ExitCode.PEER_LOST, ExitCode.HANG)
+_PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
+
+
+def loss(view: View, status: Status) -> Failure | None:
+    """Return the failure that ends this attempt, or None; one per attempt."""
+    found = _seen(view)
+    if found is None or found.cls not in _PERHAPS_PEERS:
+        return found
+    if probe.reads(view):
+        return None
+    if found.cls == "Collateral":
+        return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
+    # A node deleted while no operator watched is unreported, as a new one is.
+    unknown = _unread(view) or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
+    return None if unknown or _doubted(view, status, found) else found
+
+
+def find(view: View) -> Failure | None:
+    """Return the likely cause of a broken gang, for an end that waits for none."""
+    found = _seen(view)
+    return classify.settle(found) if found and found.cls == "Collateral" else found
+
+
+def awaited(view: View) -> bool:
+    """Tell whether a member has ended whose consequence is still open; nothing else may act.
+
+    A gang that is given back meanwhile, for want of room or time, would lose the failure.
+    """
+    unread = bool(probe.reads(view)) or (_unread(view) and _seen(view) is not None)
+    return unread or _left(view, NODE_WAIT) > 0
+
+
+def waits(view: View) -> list[float]:
+    """Return the seconds until a wait for the cause is over."""
+    longest = _left(view, NODE_WAIT)
+    left = (longest, longest - (NODE_WAIT - CAUSE_WAIT).total_seconds())
+    return [seconds for seconds in left if seconds > 0]
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Explain why the job has not failed yet, once the wait is news."""
+    left = _left(view, NODE_WAIT)
+    if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
+        return
+    first = _first(view)
+    silent = first and _doubted(view, view.status, first)
+    if first and silent:
+        until = view.now + timedelta(seconds=left)
+        yield (
+            WAITING,
+            (
+                f"{restart.describe(first)} ends the job, unless pod {silent.name}, which has not "
+                f"ended, is lost with node {silent.node}: that shows by {until:%H:%M:%S} UTC"
+            ),
+        )
+
+
+def finished(view: View, change: Change) -> Change:
+    """Clear the condition about the wait, which the gang's restart ends."""
+    told = view.status.condition("Stalled")
+    if told is None or told.status != "True" or told.reason != WAITING:
+        return change
+    return change.condition("Stalled", False, "Progressing", "", view.now)
+
+
+def _seen(view: View) -> Failure | None:
+    """Pick the loss seen; peers of a member that is going die of that."""
+    first = _first(view)
+    if first is None or first.cls not in _PERHAPS_PEERS:
+        return first
+    silent = fence.suspect(view)
+    if silent:
+        return fence.failure(view, silent)
+    leaving = classify.leaving(_needed(view).values())
+    if leaving:
+        return classify.removed(leaving, view.now)
+    gone = _vanished(view)
+    return gone[0] if gone else first
+
+
+def _first(view: View) -> Failure | None:
+    nproc, now = view.spec.nproc_per_node, view.now
+    members = _needed(view)
+    found = [classify.failure(pod, nproc, now) for pod in members.values()]
+    if view.status.phase == "Starting":
+        # It never comes back, and before all run it has nothing to save.
+        found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
+    losses = [one for one in found if one is not None] + fence.losses(view)
+    losses += _vanished(view)
+    finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
+    first = classify.cause(losses, finished)
+    return _named(view, first) if first and view.succeeded else first
+
+
+def _named(view: View, found: Failure) -> Failure:
+    """Add the replicas that ended with 0 before it, if it needed them.
+
+    Where one hub hears all launchers, it has named the ranks.
+    """
+    if found.exit_code not in _WITHOUT_PEERS or LEFT_EARLY in found.exception:
+        return found
+    said = left_early(found.exception or found.reason, view.succeeded, view.members)
+    message = clean(f"{said}\n{found.message}")
+    return replace(found, exception=shorten(said), message=message)
+
+
+def _unread(view: View) -> bool:
+    """Tell whether a quorum read has yet to show that a member is gone."""
+    return len(view.gone) < len(view.were_there)
+
+
+def _vanished(view: View) -> list[Failure]:
+    attempt, name = view.status.attempt, view.job.name
+    return [classify.vanished(replica, attempt, name, view.now) for replica in view.gone]
+
+
+def _needed(view: View) -> dict[int, Pod]:
+    """Return the members without those that are done: their removal costs nothing."""
+    done = view.status.succeeded
+    return {r: pod for r, pod in view.members.items() if r not in done}
+
+
+def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
+    """Find a member on a possibly dead machine, where this loss would end the job."""
+    if first.cls not in _BY_PEERS or _left(view, NODE_WAIT) <= 0:
+        return None
+    pod = _unheard(view)
+    if pod is None or restart.end(view, status, first) is None:
+        return None
+    return None if restart.end(view, status, fence.failure(view, pod)) else pod
+
+
+def _unheard(view: View) -> Pod | None:
+    """Find a member that has not ended, on a node without a reported loss."""
+    if view.nodes is not None and not view.nodes.readable:
+        return None  # nothing would ever show
+    members = list(view.members.values())
+    told = {pod.node for pod in members if pod.trainer.state == "terminated"}
+    return next((p for p in members if p.node and p.node not in told and not _ended(view, p)), None)
+
+
+def _left(view: View, wait: timedelta) -> float:
+    """Return the seconds that the cause of a loss may still take to show itself.
+
+    Measured from when this process saw the first end: kubelets' clocks differ, and a wait cut short
+    would charge the wrong party. Once all have ended nothing more can show.
+    """
+    if all(_ended(view, pod) for pod in view.members.values()):
+        return 0.0
+    first = _first_end(view)
+    if first is None or first > view.now:
+        return 0.0
+    return (first + wait - view.now).total_seconds()
+
+
+def _first_end(view: View) -> datetime | None:
+    lost = [pod for pod in _needed(view).values() if not classify.succeeded(pod)]
+    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _ended(view: View, pod: Pod) -> bool:
+    nproc = view.spec.nproc_per_node
+    return classify.succeeded(pod) or classify.failure(pod, nproc, view.now) is not None

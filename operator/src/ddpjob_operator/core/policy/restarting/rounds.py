@@ -1,0 +1,93 @@
+"""Rounds: restarts in place that the gang's launchers report, counted once each.
+
+plan() calls count() in each planning round. The operator only counts them, names the failure, and
+charges nothing; a drill is a round without a failure, reported in one Event. status.restarts.round
+holds the number counted in the current attempt, so a second report of a round, from a poll, a
+launcher's end or another operator, changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects import ranges
+from ddpjob_operator.core.objects.observe import Round, Rounds
+from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure
+from ddpjob_operator.core.policy.restarting.restart import describe
+from ddpjob_operator.core.view import Change, View
+
+_INT32_MAX = 2**31 - 1
+_UNKNOWN = "Unknown"
+_DRILL = "processes restarted in place to check that they resume; charged to nothing"
+
+
+def count(view: View, change: Change) -> Change:
+    """Add the rounds of the current attempt that are not counted yet."""
+    told = [rounds for rounds in _told(view) if rounds.attempt == view.status.attempt]
+    counted = change.status.restarts.round
+    now = max((rounds.count for rounds in told), default=0)
+    if now <= counted:
+        return change
+    records = {found.number: found for rounds in told for found in rounds.known}
+    causes = [
+        (found, loss)
+        for number, found in sorted(records.items())
+        if counted <= number < now and (loss := _failure(view, found)) is not None
+    ][-MAX_FAILURES:]
+    for found, loss in causes:
+        what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
+        change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
+        change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
+    numbers = range(counted, now)
+    drills = [one for n, one in sorted(records.items()) if n in numbers and one.kind == "drill"]
+    for found in drills:
+        after = "" if found.step is None else f" after step {found.step}"
+        what = f"round {found.number} of attempt {view.status.attempt} ended{after}, as planned"
+        change = change.tell("Normal", "Drill", f"{what}: {_DRILL}")
+    unexplained = now - counted - len(causes) - len(drills)
+    if unexplained:
+        which = f"{ranges.counted(unexplained, 'round')} of attempt {view.status.attempt}"
+        what = f"{which} ended, cause unknown"
+        change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
+        change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
+    old, failed = change.status.restarts, len(numbers) - len(drills)
+    change = change.with_status(
+        restarts=replace(old, round=now, in_place=min(old.in_place + failed, _INT32_MAX))
+    )
+    if not failed:
+        return change
+    return change.with_status(
+        failures=(*change.status.failures, *(loss for _, loss in causes))[-MAX_FAILURES:],
+        timings=replace(change.status.timings, last_round_at=view.now),
+    )
+
+
+def _told(view: View) -> list[Rounds]:
+    """Collect the reports: replica 0's /state, and the last words of ended launchers."""
+    polled = [view.feedback.rounds] if view.feedback.rounds else []
+    pods = (*view.members.values(), *view.others)
+    reported = [
+        Rounds(pod.attempt or 0, pod.trainer.report.round or 0, pod.trainer.report.rounds)
+        for pod in pods
+        if pod.trainer.report
+    ]
+    return polled + reported
+
+
+def _failure(view: View, found: Round) -> Failure | None:
+    replica, nproc = found.replica, view.spec.nproc_per_node
+    if replica is None and found.rank is not None:
+        replica = found.rank // nproc
+    if replica is None or replica >= view.spec.replicas:
+        return None
+    loss = classify.ended_round(found, view.status.attempt, replica, nproc, view.now)
+    pod = view.members.get(replica)
+    return replace(loss, pod=pod.name, node=pod.node) if pod else loss
+
+
+def _lost(found: Round) -> tuple[Measurement, ...]:
+    if found.step is None:
+        return ()
+    return (Measurement("lost_steps", max(0, found.step - (found.snapshot_step or 0))),)

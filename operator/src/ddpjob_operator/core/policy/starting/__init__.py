@@ -1,0 +1,1 @@
+"""From a job without pods to one whose gang runs."""

@@ -1,0 +1,134 @@
+"""Times the next try of a creation that the API server refused.
+
+shell/executor.py records refusals here, plan() asks what to try. A taken name is the matter of one
+object and passes soon. Any other refusal (rights, PodSecurity, a missing ServiceAccount, a webhook
+that is down) meets every pod of the job alike: one pod tests it alone, after a wait that doubles as
+long as the words stay the same and that differs between jobs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
+from ddpjob_operator.core.policy.reporting import report
+from ddpjob_operator.core.policy.starting import quota
+from ddpjob_operator.core.view import View
+
+#: For a taken name: its object is ours and about to go, or another's.
+_OURS: Final = timedelta(seconds=2)
+_FOREIGN: Final = timedelta(seconds=10)
+#: A name taken for long frees no sooner for being asked: wait a tenth of that time, at most this.
+_TAKEN_LONG: Final = timedelta(seconds=30)
+#: For any other refusal, in seconds.
+_FIRST: Final = 2.0
+_MOST: Final = 300.0
+#: Names of pods, times and numbers of requests, which differ in the same refusal.
+_FIGURES: Final = re.compile(r"\d+")
+
+
+def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
+    """Record a refused creation; other words begin a new row.
+
+    A quota is left to policy/starting/release.py, which has its own waits.
+    """
+    if refusal.existing is not None or quota.exceeded(refusal):
+        return known
+    words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
+    same = old is not None and (old.words, old.generation) == (words, generation)
+    count = old.count + 1 if old and same else 1
+    return replace(known, create_backoff=CreateBackoff(words, count, generation, refusal.at))
+
+
+def same(before: Refusal | None, after: Refusal) -> bool:
+    """Tell whether the refusal was reported before."""
+    return before is not None and (before.code, before.message) == (after.code, after.message)
+
+
+def clear(known: ApiFeedback) -> ApiFeedback:
+    """Clear the row after a success without refusals: the others may follow at once."""
+    if known.create_backoff is None:
+        return known
+    kept = {r: refusal for r, refusal in known.refusals.items() if refusal.existing is not None}
+    return replace(known, create_backoff=None, refusals=kept)
+
+
+def refused(known: ApiFeedback, replica: int, refusal: Refusal) -> ApiFeedback:
+    """Record that the creation of a replica's pod was refused."""
+    kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
+    # Only a quorum list shows the outcome of an unanswered creation.
+    unknown = refusal.code == 0 or refusal.code >= 500
+    return replace(
+        known,
+        refusals={**kept, replica: refusal},
+        confirmed=None if unknown else known.confirmed,
+    )
+
+
+def accepted(known: ApiFeedback, replica: int) -> ApiFeedback:
+    """Record that the replica's pod exists, and is ours."""
+    if replica not in known.refusals:
+        return known
+    kept = {r: old for r, old in known.refusals.items() if r != replica}
+    return replace(known, refusals=kept)
+
+
+def due(view: View) -> datetime | None:
+    """Return when one pod may be tried after a row of refusals; None: at once.
+
+    A new generation of the job may have cured it.
+    """
+    found = view.feedback.create_backoff
+    if found is None or found.generation != view.job.generation:
+        return None
+    doubled = _FIRST * 2.0 ** min(found.count - 1, 20)
+    seconds = min(_MOST, doubled * (0.75 + 0.5 * view.chance(found.count)))
+    return found.at + timedelta(seconds=seconds)
+
+
+def resting(view: View, refusal: Refusal | None) -> bool:
+    """Tell whether it is too early to try again after this refusal, if any."""
+    at = due(view)
+    if at is not None and view.now < at:
+        return True
+    if refusal is None or refusal.attempt != view.status.attempt:
+        return False
+    return view.now < rests_until(view, refusal)
+
+
+def ready(view: View) -> list[int]:
+    """List the missing replicas to try now.
+
+    While a name is taken only that one is tried: the gang cannot be whole without it, and if a pod
+    of ours has it the barrier was not passed.
+    """
+    refusals = view.refusals
+    taken = [r for r, refusal in refusals.items() if refusal.existing]
+    return [r for r in taken or view.missing if not resting(view, refusals.get(r))]
+
+
+def waits(view: View) -> list[datetime]:
+    """Return when each refused creation may be tried again."""
+    found = [*view.refusals.values(), *([view.network_refusal] if view.network_refusal else [])]
+    return [rests_until(view, refusal) for refusal in found]
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Explain why a restarting gang is not created yet: the last refusal is still resting."""
+    at, found = due(view), view.feedback.create_backoff
+    if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
+        return  # report.py reports this attempt's refusals, release.py the wait in Pending
+    if not report.fresh(view):
+        what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
+        yield "CreationFailed", what
+
+
+def rests_until(view: View, refusal: Refusal) -> datetime:
+    """Return when an object whose name was taken may be tried again."""
+    foreign = refusal.existing is not None and not report.passes(view, refusal)
+    stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
+    return refusal.at + max(_FOREIGN if foreign else _OURS, stood)

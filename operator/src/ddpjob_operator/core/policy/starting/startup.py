@@ -1,0 +1,163 @@
+"""The way from the barrier to the moment when all members run, and its failures.
+
+plan() calls advance() while the phase is Starting. What the cluster refuses or has no room for is
+given back uncharged (release.py); so is what the API server calls invalid, since the user or an
+admission webhook may correct it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects.ranges import every
+from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.policy.reporting import repeat, report
+from ddpjob_operator.core.policy.restarting import fence, restart
+from ddpjob_operator.core.policy.starting import node_avoidance, quota, template_guard
+from ddpjob_operator.core.policy.starting.release import release
+from ddpjob_operator.core.view import Change, View, recovers_from
+
+#: Only the user, or a webhook that changes pods, can correct it.
+_CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
+
+
+def begin(view: View, change: Change) -> Change:
+    """Move to Starting: the barrier is passed, so the gang may be created now."""
+    timings = replace(view.status.timings, attempt_started_at=view.now, next_restart_at=None)
+    return change.with_status(phase="Starting", timings=timings)
+
+
+def deadline(view: View) -> datetime:
+    """Return when all members must run, counted from the first create.
+
+    It counts again after a time in which the operator could not see or act (an API server that was
+    away, a take-over, a clock that was set), and from when the last pod got its node, for until
+    then the gang waited for the cluster; by the cluster's clock, but between once and twice the
+    time.
+    """
+    since, seen = view.begun_at or view.now, view.feedback.seen_since
+    since = max(since, seen or since)
+    patience = timedelta(seconds=view.spec.startup_deadline)
+    if view.missing or not all(pod.node for pod in view.members.values()):
+        return since + patience
+    at = (pod.scheduled_at for pod in view.members.values())
+    placed = max((when for when in at if when is not None), default=since)
+    return min(max(since, placed), since + patience) + patience
+
+
+def late(view: View) -> bool:
+    """Tell whether the deadline has passed before the whole gang runs."""
+    starting = view.status.phase == "Starting" and view.now >= deadline(view)
+    return starting and not all_running(view)
+
+
+def advance(view: View, change: Change) -> Change:
+    """Move on from Starting: to Running, back to Pending, or to a charged restart."""
+    if template_guard.why(view) and view.missing:
+        return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
+    network = view.network_refusal
+    refusals = [*view.refusals.values(), *([network] if network else [])]
+    wrong = next((r for r in refusals if r.code in (400, 422)), None)
+    if wrong:
+        what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
+        return release(view, change, template_guard.POD_REFUSED, what, "Invalid")
+    full = next((r for r in refusals if quota.exceeded(r)), None)
+    if full:
+        # Quotas are asked only about valid objects.
+        change = change.condition("Invalid", False, "Valid", "", view.now)
+        never = "" if full is network else quota.too_small(full, _wanted(view))
+        if never:
+            return release(view, change, quota.TOO_SMALL, f"{never}; {full.message}")
+        return release(view, change, "QuotaExceeded", report.explained(full))
+    if all_running(view):
+        return _run(view, change)
+    if not late(view) or not view.read_since(deadline(view)):
+        return change
+    if refusals:
+        return release(view, change, *report.refused(view, refusals[0]))
+    if view.missing:
+        what = f"replica {view.missing[0]} was never created: the API server could not be reached"
+        return release(view, change, "CreationFailed", what)
+    leaving = classify.leaving(view.members.values())
+    if leaving is not None and leaving.replica is not None:
+        return restart.after(view, change, classify.removed(leaving, view.now))
+    waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
+    if waiting:
+        what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
+        change = node_avoidance.nothing(change, "no room elsewhere")
+        return release(view, change, "Unschedulable", what + node_avoidance.words(view))
+    silent = fence.hindered(view)
+    return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
+
+
+def _wanted(view: View) -> int:
+    return view.spec.replicas - len(view.succeeded)
+
+
+def all_running(view: View) -> bool:
+    """Tell whether every replica runs or is done already."""
+    on = {r for r, pod in view.members.items() if classify.running(pod)}
+    return len(on | view.succeeded) == view.spec.replicas
+
+
+def _run(view: View, change: Change) -> Change:
+    timings, loss = view.status.timings, recovers_from(view.status)
+    recovered = loss is not None
+    since = _last_sign(view, loss) if loss else timings.started_at or view.now
+    seconds = max(0.0, (view.now - since).total_seconds())
+    change = change.with_status(
+        phase="Running",
+        restarts=replace(change.status.restarts, released=0),
+        timings=replace(
+            timings,
+            running_at=view.now,
+            last_recovery_seconds=(
+                round(seconds, 3) if recovered else timings.last_recovery_seconds
+            ),
+        ),
+    )
+    who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
+    message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
+    stalled = view.status.condition("Stalled")
+    if stalled and stalled.reason != repeat.CRASH_LOOPING:  # running again does not end it
+        change = change.condition("Stalled", False, "Running", "", view.now)
+    change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
+    measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
+    return change.tell("Normal", "Running", message).measure(measured)
+
+
+def _last_sign(view: View, loss: Failure) -> datetime:
+    """Return the last sign of progress, which may be long before the loss was decided.
+
+    An exit code is seen at once. A step from before the previous loss does not count.
+    """
+    at_once = loss.exit_code is not None and loss.cls != "Hang"
+    heard = view.status.progress
+    if at_once or heard.step is None or heard.updated_at is None:
+        return loss.detected_at
+    ends = [f.detected_at for f in view.status.failures if not f.in_place and f is not loss]
+    old = max([*ends, view.status.timings.started_at or loss.detected_at])
+    return min(heard.updated_at, loss.detected_at) if heard.updated_at > old else loss.detected_at
+
+
+def _too_slow(view: View) -> Failure:
+    """Blame the first replica that does not run for the whole gang's delay."""
+    on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
+    replica = next(r for r in range(view.spec.replicas) if r not in on)
+    pod = view.members.get(replica)
+    stalled = view.status.condition("Stalled")
+    known = stalled.message if stalled and stalled.status == "True" else "no reason is known"
+    return Failure(
+        attempt=view.status.attempt,
+        replica=replica,
+        pod=pod.name if pod else "",
+        node=pod.node if pod else "",
+        cls="Startup",
+        reason="StartupDeadlineExceeded",
+        message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
+        detected_at=view.now,
+    )

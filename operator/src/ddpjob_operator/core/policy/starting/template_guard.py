@@ -1,0 +1,117 @@
+"""Holds back new pods of a job that is neither suspended nor at its end.
+
+plan() asks before it creates. Running pods are looked after as ever: losses are counted, successes
+honoured, deadlines kept. Only the template of a new pod is in doubt: a job may be refused, never
+frozen.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.objects.observe import clean
+from ddpjob_operator.core.objects.status import with_condition
+from ddpjob_operator.core.view import Change, View
+
+SUSPENDING: Final = "Suspending"
+SPEC_INVALID: Final = "SpecInvalid"
+TEMPLATE_CHANGED: Final = "TemplateChanged"
+SNAPSHOT_CHANGED: Final = "SnapshotChanged"
+#: A pod without our label ends within its grace period, unseen by any watch.
+_HIDDEN_AGAIN: Final = timedelta(seconds=15)
+#: Prefix of a suspension's message while pods end.
+_ENDING: Final = "pods are still ending; "
+#: Set by startup.py, cleared here.
+POD_REFUSED: Final = "PodRefused"
+
+
+def why(view: View) -> tuple[str, str] | None:
+    """Return reason and message of the condition Invalid; None if pods may be created."""
+    if view.spec.flaw:
+        return SPEC_INVALID, view.spec.flaw
+    # CEL refuses most of it, but overlooks one untyped field in place of another.
+    if view.status.snapshot_hash not in ("", view.spec.snapshot_hash):
+        return SNAPSHOT_CHANGED, (
+            "spec.snapshot.volume changed, which is immutable: pods that run go on, new ones, "
+            "whose snapshots lie elsewhere, are not made; change it back, or create a new DDPJob"
+        )
+    if not _changed(view) or suspends(view) or view.status.phase in (None, "Suspended"):
+        return None
+    return TEMPLATE_CHANGED, (
+        "spec.template changed while the job was not suspended: pods that run go on, new ones are "
+        "not made; change it back, or set spec.suspend to true and to false again to take it"
+    )
+
+
+def suspends(view: View) -> bool:
+    """Tell whether pods are to go: suspended, or suspended too briefly to be stored.
+
+    Suspending and resuming are two generations: a template that changed over two unseen ones was
+    changed in the way that the message above asks for, only quickly.
+    """
+    unseen = view.job.generation - view.status.observed_generation
+    return view.spec.suspend or (unseen >= 2 and not view.spec.flaw and _changed(view))
+
+
+def suspended(view: View, change: Change, message: str | None = None) -> Change:
+    """Report the suspension: done once the last pod has ended, until then in progress.
+
+    Without a message the suspension was stored before. Others may wait for its room.
+    """
+    old = change.status.condition("Suspended")
+    if message is None:
+        if (old and old.status == "True") or ending(view) or unsure(view):
+            return change
+        message = old.message.removeprefix(_ENDING) if old else ""
+    if not ending(view):
+        change = change.condition("Suspended", True, "Suspended", message, view.now)
+        return change.tell("Normal", "Suspended", message)
+    conditions, message = change.status.conditions, clean(_ENDING + message)
+    told = with_condition(conditions, "Suspended", False, SUSPENDING, message, view.now)
+    return change.with_status(conditions=told).tell("Normal", SUSPENDING, message)
+
+
+def ending(view: View) -> bool:
+    """Tell whether a pod of the job has not ended."""
+    on = any(not pod.ended for pod in view.pods) or bool(view.hidden)
+    return view.status.attempt > 0 and on
+
+
+def unsure(view: View) -> bool:
+    """Tell whether only a cache says that a suspended job's last pod has ended."""
+    old = view.status.condition("Suspended")
+    told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
+    if told or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
+        return False
+    again = looks_again(view)
+    return view.hidden is None or (again is not None and view.now >= again)
+
+
+def looks_again(view: View) -> datetime | None:
+    """Return when to ask again for ending pods that no watch shows."""
+    return view.confirmed.at + _HIDDEN_AGAIN if view.confirmed and view.hidden else None
+
+
+def acted_on(view: View, phase: str | None) -> int:
+    """Return the generation to store: a suspension only with the phase that follows from it."""
+    waits = suspends(view) and phase not in ("Suspended", *TERMINAL_PHASES)
+    return view.status.observed_generation if waits else view.job.generation
+
+
+def _changed(view: View) -> bool:
+    return view.status.template_hash not in ("", view.spec.template_hash)
+
+
+def tell(view: View, change: Change) -> Change:
+    """Set the condition Invalid, once with an Event, or clear it."""
+    found, old = why(view), view.status.condition("Invalid")
+    said = old.reason if old and old.status == "True" else ""
+    if found is None:
+        taken = view.status.phase in ("Starting", "Running") and not view.missing
+        over = taken if said == POD_REFUSED else bool(said)
+        return change.condition("Invalid", False, "Valid", "", view.now) if over else change
+    reason, message = found
+    change = change.condition("Invalid", True, reason, message, view.now)
+    return change if said == reason else change.tell("Warning", reason, message)

@@ -1,0 +1,105 @@
+"""The API server's address and our credentials, as `kubernetes.config` finds them.
+
+client.py and kopf's login ask for them. In a pod the ServiceAccount's token file, which the kubelet
+rotates, is read again every minute; exec plugins of a kubeconfig run again when their token is
+about to expire.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import kubernetes.client
+import kubernetes.config
+
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class NoCredentialsError(Exception):
+    """Neither a kubeconfig nor a ServiceAccount was found, or it cannot be read."""
+
+
+class Credentials:
+    """Credentials, loaded once; ``authorization()`` stays fresh. Safe for several threads."""
+
+    def __init__(self, configuration: Any, namespace: str) -> None:
+        self._configuration = configuration
+        self._lock = threading.Lock()
+        self.server: str = configuration.host.rstrip("/")
+        self.server_name: str | None = configuration.tls_server_name
+        self.proxy: str | None = configuration.proxy
+        self.namespace = namespace
+
+    @classmethod
+    def load(cls, kubeconfig: str = "", context: str = "") -> Credentials:
+        """Load from the named kubeconfig, else in-cluster, else from ~/.kube/config.
+
+        Raises NoCredentialsError with what to do about it.
+        """
+        configuration = kubernetes.client.Configuration()
+        try:
+            if not kubeconfig:
+                try:
+                    _load_incluster(configuration)
+                except kubernetes.config.ConfigException:
+                    pass
+                else:
+                    return cls(configuration, _NAMESPACE_FILE.read_text().strip() or "default")
+            _load_kubeconfig(kubeconfig, context, configuration)
+            contexts, current = _contexts(kubeconfig)
+            chosen = next((c for c in contexts if c["name"] == context), current)
+            return cls(configuration, chosen["context"].get("namespace") or "default")
+        except (kubernetes.config.ConfigException, OSError) as error:
+            raise NoCredentialsError(
+                f"no credentials for a cluster: {error}. "
+                "Set --kubeconfig, or run in a pod that has a ServiceAccount."
+            ) from error
+
+    def authorization(self) -> str | None:
+        """Return the Authorization header, or None with a client certificate."""
+        with self._lock:
+            found: str | None = self._configuration.get_api_key_with_prefix(
+                "BearerToken", alias="authorization"
+            )
+        if not found:
+            return None
+        scheme, _, token = found.strip().partition(" ")
+        return f"{scheme.capitalize()} {token}"
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Make the context for https; None for a plain http server (a local proxy)."""
+        if not self.server.startswith("https"):
+            return None
+        given = self._configuration
+        context = ssl.create_default_context(cafile=given.ssl_ca_cert)
+        if not given.verify_ssl:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if given.cert_file:
+            context.load_cert_chain(given.cert_file, given.key_file)
+        return context
+
+
+# The package has types for its generated client, but none for its configuration.
+
+
+def _load_incluster(configuration: Any) -> None:
+    kubernetes.config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+
+
+def _load_kubeconfig(path: str, context: str, configuration: Any) -> None:
+    kubernetes.config.load_kube_config(  # type: ignore[no-untyped-call]
+        config_file=path or None,
+        context=context or None,
+        client_configuration=configuration,
+        persist_config=False,
+    )
+
+
+def _contexts(path: str) -> Any:
+    return kubernetes.config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
+        path or None
+    )

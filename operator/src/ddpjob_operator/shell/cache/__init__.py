@@ -1,0 +1,1 @@
+"""Keeps the operator's knowledge of the cluster."""

@@ -1,0 +1,73 @@
+"""Slim records of pods, and two questions about pods that no watch answers.
+
+The informer and the executor call it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ddpjob_contract import crd
+from ddpjob_operator.core import ownership
+from ddpjob_operator.core.actions import Existing, ReadEvents
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.policy.restarting import probe
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import EVENTS, PODS, Api
+
+log = logging.getLogger(__name__)
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SlimPod:
+    """The kept part of a pod; ``pod`` None: it cannot be read."""
+
+    uid: str
+    version: int | None
+    pod: observe.Pod | None
+
+
+def slim_pod(obj: Object) -> SlimPod:
+    """Parse a Pod object; a malformed one must not hide all the others."""
+    pod: observe.Pod | None = None
+    try:
+        pod = observe.pod(obj)
+    except Exception:
+        log.exception("a pod that cannot be read is ignored")
+    return SlimPod(obj["metadata"]["uid"], _version(obj), pod)
+
+
+async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
+    """Find pods of the job that lost the label of its uid. Raises ApiError."""
+    named = f"{crd.LABEL_JOB_NAME}={job.name}"
+    keep = partial(ownership.hidden, job_uid=job.uid)
+    listing = await api.list_all(PODS, job.namespace, named, keep=keep)
+    return tuple(filter(None, listing.items))
+
+
+async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
+    """Ask a kubelet's Events for the probe that ended a container; "" without one."""
+    of = f"involvedObject.fieldPath=spec.containers{{{action.container}}}"
+    fields = f"involvedObject.uid={action.pod_uid},{of},source=kubelet"
+    try:
+        found = await api.list_all(EVENTS, job.namespace, fields=fields, keep=probe.parse)
+    except errors.ApiError as error:
+        what = "no failed probe can be told from an eviction"
+        log.warning("%s/%s: %s: %s (uid %s)", *job.key, what, error, job.uid)
+        return ""
+    return probe.words(found.items)
+
+
+def _version(obj: Object) -> int | None:
+    return number(obj["metadata"].get("resourceVersion"))
+
+
+def number(version: object) -> int | None:
+    """Return a resourceVersion as a number, to be compared; None if it is none."""
+    return int(version) if isinstance(version, str) and version.isdecimal() else None

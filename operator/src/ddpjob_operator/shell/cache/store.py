@@ -1,0 +1,384 @@
+"""The operator's knowledge of the cluster: jobs, their pods, and the API's refusals.
+
+Three sources write here: the watches, full lists, and the answers to our own calls; the reconciler
+reads snapshots. The sources overtake one another, so a record only gives way to a newer one
+(resourceVersion), and an older watch event does not bring back what a quorum list or a deletion has
+removed. Everything runs on one event loop; no method awaits.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ddpjob_contract import crd
+from ddpjob_operator.core.actions import ApiFeedback, Waiter
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.nodes import Nodes
+from ddpjob_operator.core.policy.starting import quota_fairness
+from ddpjob_operator.shell.cache.nodes import NodeCache
+from ddpjob_operator.shell.cache.pods import SlimPod, number, slim_pod
+
+Key = tuple[str, str]  # namespace, name
+Object = Mapping[str, Any]
+
+_TOMBSTONES = 20_000
+_ATTEMPTS = 4
+_WAITERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job with all that is known about it, for one planning round."""
+
+    job: observe.Job
+    pods: tuple[observe.Pod, ...]
+    feedback: ApiFeedback
+    nodes: Nodes | None = None
+
+
+@dataclass(slots=True)
+class _PodRecord:
+    pod: observe.Pod
+    version: int | None
+
+
+@dataclass(slots=True)
+class _Gang:
+    """The pods of one job. ``floor``: watch events up to this version are history.
+
+    ``seen``: by attempt, the replicas that had a pod; only of the newest few attempts.
+    """
+
+    pods: dict[str, _PodRecord] = field(default_factory=dict)  # by uid
+    floor: int = 0
+    seen: dict[int, set[int]] = field(default_factory=dict)
+
+    def note(self, pod: observe.Pod) -> None:
+        """Note that this pod has existed."""
+        if pod.attempt is not None and pod.replica is not None:
+            self.seen.setdefault(pod.attempt, set()).add(pod.replica)
+            if len(self.seen) > _ATTEMPTS:
+                del self.seen[next(iter(self.seen))]
+
+
+class RewoundError(Exception):
+    """A quorum list is older than versions that the API server reported: etcd was restored.
+
+    Every known version, deletion and confirmation is then void, so only a fresh start helps.
+    """
+
+
+class Store:
+    """Jobs by key and uid, pods by their controller's uid, feedback by job uid.
+
+    ``now()`` is UTC of the operator's clock.
+    """
+
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._now = now
+        self._jobs: dict[Key, observe.Job] = {}
+        self._keys: dict[str, Key] = {}  # by job uid
+        self._gangs: dict[str, _Gang] = {}  # by job uid
+        self._owners: dict[str, str] = {}  # pod uid -> job uid
+        self._outcomes: dict[str, ApiFeedback] = {}
+        self._waiters: dict[str, list[Waiter]] = {}  # for quota, by namespace, in order
+        self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
+        self.nodes = NodeCache()
+        self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
+        self._newest: dict[str, int] = {}  # the newest version seen, by plural
+
+    # --- the order of things ---
+
+    def newest(self, plural: str) -> int:
+        """Return the newest version that the API server reported; ask before a list."""
+        return self._newest.get(plural, 0)
+
+    def check_list(self, plural: str, version: str, newest_before: int) -> None:
+        """Raise RewoundError if a quorum list is older than what was known when it began."""
+        read = number(version)
+        if read is not None and read < newest_before:
+            known = f"{plural} were read at version {read} after {newest_before}"
+            raise RewoundError(f"{known}: etcd was restored from a backup")
+        self._saw(plural, read)
+
+    def _saw(self, plural: str, version: int | None) -> None:
+        self._newest[plural] = max(version or 0, self._newest.get(plural, 0))
+
+    # --- jobs ---
+
+    def put_job(self, offered: Object | observe.Job) -> bool:
+        """Take a job from a watch or a list; return False without news."""
+        job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
+        self._saw(crd.PLURAL, number(job.resource_version))
+        known = self._jobs.get(job.key)
+        if known is not None and not _newer(known.resource_version, job.resource_version):
+            return False
+        if known is not None and known.uid != job.uid:
+            self.forget_job(known.key, known.uid)
+        self._note_waiter(known if known and known.uid == job.uid else None, job)
+        self._jobs[job.key] = job
+        if job.uid not in self._keys:
+            self._keys[job.uid] = job.key
+            self._part_with_strangers(job)
+        return True
+
+    def job_versions(self) -> dict[str, str]:
+        """Return the versions of all jobs, by uid; ask before a list."""
+        return {job.uid: job.resource_version for job in self._jobs.values()}
+
+    def put_read_job(self, offered: Object, versions_before: Mapping[str, str]) -> bool:
+        """Take a job that a quorum has read; raise RewoundError if it became older.
+
+        It is older after a restore that raises the revision of etcd, as the manual has it.
+        """
+        uid, version = offered["metadata"]["uid"], offered["metadata"]["resourceVersion"]
+        read, before = number(version), number(versions_before.get(uid, ""))
+        if read is not None and before is not None and read < before:
+            known = f"a DDPJob was read at version {read} after {before}"
+            raise RewoundError(f"{known}: etcd was restored from a backup")
+        return self.put_job(offered)
+
+    def put_own_write(self, obj: Object) -> None:
+        """Take the answer to our own write; a job that vanished meanwhile stays vanished."""
+        if obj["metadata"]["uid"] in self._keys:
+            self.put_job(obj)
+
+    def forget_job(self, key: Key, uid: str) -> bool:
+        """Forget the job with that uid, with all that the API's answers showed of it."""
+        if self._keys.get(uid) != key:
+            return False
+        del self._keys[uid]
+        self._note_waiter(self._jobs.pop(key, None), None)
+        self._outcomes.pop(uid, None)
+        gang = self._gangs.get(uid)
+        if gang is not None and not gang.pods:
+            del self._gangs[uid]
+        return True
+
+    def drop_vanished_jobs(
+        self, namespace: str | None, listed_uids: Iterable[str], version: str
+    ) -> list[Key]:
+        """Forget the jobs that a full list does not show, unless they are younger."""
+        listed = set(listed_uids)
+        gone = [
+            job
+            for job in self._jobs.values()
+            if namespace in (None, job.namespace)
+            and job.uid not in listed
+            and _newer(job.resource_version, version)
+        ]
+        for job in gone:
+            self.forget_job(job.key, job.uid)
+        return [job.key for job in gone]
+
+    def keys_in(self, namespace: str | None) -> list[Key]:
+        """Return the keys of a namespace's jobs, or of all (None)."""
+        return [key for key in self._jobs if namespace in (None, key[0])]
+
+    def jobs(self) -> Iterator[observe.Job]:
+        """Iterate over all jobs; the store must not change meanwhile."""
+        return iter(self._jobs.values())
+
+    def snapshot(self, key: Key) -> JobState | None:
+        """Return all that is known about one job, or None if there is none."""
+        job = self._jobs.get(key)
+        if job is None:
+            return None
+        pods = self.pods_of(job.uid)
+        nodes = self.nodes.of({pod.node for pod in pods if pod.node})
+        return JobState(job, pods, self.feedback(job.uid), nodes)
+
+    def waiters(self, namespace: str) -> tuple[Waiter, ...]:
+        """Return the few jobs that have waited longest for quota there."""
+        return tuple(self._waiters.get(namespace, ())[:_WAITERS])
+
+    def _note_waiter(self, before: observe.Job | None, after: observe.Job | None) -> None:
+        old, new = (quota_fairness.waiter(job) if job else None for job in (before, after))
+        if old == new:
+            return
+        job = after or before
+        assert job is not None
+        there = self._waiters.setdefault(job.namespace, [])
+        if old:
+            there.remove(old)
+        if new:
+            bisect.insort(there, new)
+        if not there:
+            del self._waiters[job.namespace]
+
+    # --- feedback ---
+
+    def feedback(self, uid: str) -> ApiFeedback:
+        """Return what the API's answers showed about that job."""
+        return self._outcomes.get(uid, ApiFeedback())
+
+    def set_feedback(self, uid: str, feedback: ApiFeedback) -> None:
+        """Remember the feedback, unless the job is gone."""
+        if uid in self._keys:
+            self._outcomes[uid] = feedback
+
+    def forget_feedback(self) -> None:
+        """Forget all feedback after the clock was set: that costs reads, never a decision."""
+        self._outcomes.clear()
+
+    def doubt_all(self) -> None:
+        """Void all confirmations, since another operator may have led meanwhile."""
+        for uid, known in self._outcomes.items():
+            self._outcomes[uid] = replace(known, confirmed=None)
+
+    # --- pods ---
+
+    def put_pod(self, offered: Object | SlimPod, *, from_watch: bool = True) -> set[Key]:
+        """Take a pod; return the keys of its jobs, two if it changed its owner."""
+        found = offered if isinstance(offered, SlimPod) else slim_pod(offered)
+        pod, version = found.pod, found.version
+        if pod is None:
+            return set()
+        self._saw("pods", version)
+        owner, former = self._owner(pod), self._owners.get(pod.uid)
+        if pod.uid in self._buried:
+            return set()
+        concerned = {uid for uid in (owner, former) if uid is not None}
+        if any(self._outdated(uid, pod.uid, version, from_watch) for uid in concerned):
+            return set()
+        if former not in (None, owner):
+            self._disown(pod.uid)
+        if owner is not None:
+            gang = self._gangs.setdefault(owner, _Gang())
+            if pod.trainer.state == "terminated":
+                known = gang.pods.get(pod.uid)
+                pod = replace(pod, told_at=(known and known.pod.told_at) or self._now())
+            gang.pods[pod.uid] = _PodRecord(pod, version)
+            gang.note(pod)
+            self._owners[pod.uid] = owner
+            if pod.node:
+                self._on.setdefault(pod.node, set()).add(pod.uid)
+        return {self._keys[uid] for uid in concerned if uid in self._keys}
+
+    def remove_pod(self, uid: str) -> Key | None:
+        """Forget the pod with that uid for good; return the key of its job."""
+        self._buried[uid] = None
+        self._buried.move_to_end(uid)
+        if len(self._buried) > _TOMBSTONES:
+            self._buried.popitem(last=False)
+        owner = self._disown(uid)
+        return None if owner is None else self._keys.get(owner)
+
+    def replace_pods(self, job_uid: str, items: Iterable[SlimPod], version: str) -> None:
+        """Replace a job's cached pods by a quorum list, read at ``version``."""
+        self._retain(job_uid, {item.uid for item in items}, version)
+        for item in items:
+            self._buried.pop(item.uid, None)
+            self.put_pod(item, from_watch=False)
+        if job_uid in self._keys or job_uid in self._gangs:
+            gang = self._gangs.setdefault(job_uid, _Gang())
+            gang.floor = max(gang.floor, number(version) or 0)
+
+    def drop_vanished_pods(
+        self, namespace: str | None, listed_uids: Iterable[str], version: str
+    ) -> set[Key]:
+        """Forget the pods that a full list does not show; return their jobs' keys."""
+        listed = set(listed_uids)
+        changed: set[Key] = set()
+        for job_uid in list(self._gangs):
+            gone = self._retain(job_uid, listed, version, namespace)
+            if gone and job_uid in self._keys:
+                changed.add(self._keys[job_uid])
+        return changed
+
+    def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
+        """Return the pods whose controller is that job, by name."""
+        gang = self._gangs.get(job_uid)
+        pods = [record.pod for record in gang.pods.values()] if gang else []
+        return tuple(sorted(pods, key=lambda pod: (pod.name, pod.uid)))
+
+    def keys_on(self, node: str) -> set[Key]:
+        """Return the jobs that have a pod on that node."""
+        owners = {self._owners[uid] for uid in self._on.get(node, ())}
+        return {self._keys[uid] for uid in owners if uid in self._keys}
+
+    def seen(self, job_uid: str, attempt: object) -> frozenset[int]:
+        """Return replicas of that attempt whose pods this process has seen, gone or not."""
+        gang = self._gangs.get(job_uid)
+        return frozenset(gang.seen.get(attempt, ()) if gang and isinstance(attempt, int) else ())
+
+    def pod_count(self) -> int:
+        """Count the cached pods."""
+        return len(self._owners)
+
+    def _read_job(self, obj: Object) -> observe.Job:
+        meta = obj["metadata"]
+        return observe.job(obj, self._jobs.get((meta["namespace"], meta["name"])))
+
+    def _owner(self, pod: observe.Pod) -> str | None:
+        """Return the uid of the pod's job; a job of another namespace does not count."""
+        key = self._keys.get(pod.owner_uid or "")
+        return pod.owner_uid if key is None or key[0] == pod.namespace else None
+
+    def _part_with_strangers(self, job: observe.Job) -> None:
+        """Drop pods that came before their job and only claim to be its own."""
+        gang = self._gangs.get(job.uid, _Gang())
+        records = list(gang.pods.values())
+        if all(record.pod.namespace == job.namespace for record in records):
+            return
+        gang.seen.clear()
+        for record in records:
+            if record.pod.namespace == job.namespace:
+                gang.note(record.pod)
+            else:
+                self._disown(record.pod.uid)
+
+    def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
+        """Tell whether that job's pods include a version of the pod as new or newer."""
+        gang = self._gangs.get(owner)
+        if gang is None or version is None:
+            return False
+        known = gang.pods.get(uid)
+        seen = known.version if known and known.version is not None else -1
+        return version <= max(seen, gang.floor if from_watch else -1)
+
+    def _disown(self, uid: str) -> str | None:
+        owner = self._owners.pop(uid, None)
+        if owner is None:
+            return None
+        gang = self._gangs[owner]
+        node = gang.pods.pop(uid).pod.node
+        there = self._on.get(node, set())
+        there.discard(uid)
+        if not there:
+            self._on.pop(node, None)
+        if not gang.pods and owner not in self._keys:
+            del self._gangs[owner]
+        return owner
+
+    def _retain(
+        self, job_uid: str, listed: set[str], version: str, namespace: str | None = None
+    ) -> bool:
+        """Remove the job's pods that a list read at ``version`` does not show.
+
+        ``namespace``: that of the list, for a pod of another may still name the job as its own.
+        """
+        at = number(version)
+        gang = self._gangs.get(job_uid)
+        gone = [
+            uid
+            for uid, record in (gang.pods.items() if gang else ())
+            if uid not in listed
+            and namespace in (None, record.pod.namespace)
+            # A pod that we created after the list was read is not missing from it.
+            and (at is None or record.version is None or record.version <= at)
+        ]
+        for uid in gone:
+            self.remove_pod(uid)
+        return bool(gone)
+
+
+def _newer(known: str, offered: str) -> bool:
+    """Tell whether ``offered`` replaces ``known``, as it does when they cannot be compared."""
+    a, b = number(known), number(offered)
+    return True if a is None or b is None else b > a
