@@ -83,7 +83,7 @@ def page(found: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
     return "".join(
         (
             HEAD.format(
-                machine=report.explained(found["machine"]),
+                machine=report.told(found["machine"]),
                 replicas=found["replicas"],
                 ranks=found["facts"]["ranks"],
                 faster=claims_verdicts.FASTER,

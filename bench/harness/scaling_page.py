@@ -131,7 +131,7 @@ def page(found: Mapping[str, Any]) -> str:
     sizes = [point["nbytes"] for point in found["all-reduce"]]
     return "".join(
         (
-            HEAD.format(machine=report.explained(facts), cores=cores),
+            HEAD.format(machine=report.told(facts), cores=cores),
             report.markdown(
                 (
                     "model",

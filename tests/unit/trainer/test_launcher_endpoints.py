@@ -42,6 +42,33 @@ def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(tmp_path, mo
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
+def test_strangers_who_connect_and_say_nothing_make_room_for_others(tmp_path):  # type: ignore[no-untyped-def]
+    """Else they hold the descriptors that the next round needs."""
+    server = endpoints.serve(0, tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True)
+    address = ("127.0.0.1", server.socket.getsockname()[1])
+    silent = [socket.create_connection(address, timeout=PATIENCE) for _ in range(40)]
+    url = f"http://127.0.0.1:{address[1]}/healthz"
+    with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
+        assert reply.read() == b"ok\n"
+    assert silent[0].recv(1) == b""
+    assert len(server._connections) <= endpoints._MAX_CONNECTIONS
+    for one in silent:
+        one.close()
+    server.end()
+
+
+def test_a_request_that_does_not_end_is_answered_and_closed_before_it_fills_the_memory(tmp_path):  # type: ignore[no-untyped-def]
+    server = endpoints.serve(0, tmp_path, LauncherMetrics(), lambda: {"version": 1}, lambda: True)
+    port = server.socket.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as stranger:
+        begin = b"GET /healthz HTTP/1.1\r\na: "
+        stranger.sendall(begin + b"x" * (endpoints._MAX_HEAD - len(begin)))
+        with stranger.makefile("rb") as reply:
+            assert reply.readline() == b"HTTP/1.1 200 OK\r\n"
+            assert reply.read().endswith(b"ok\n")
+    server.end()
+
+
 def test_without_descriptors_it_waits_instead_of_trying_all_the_time(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(sockets, "FULL_SECONDS", 600.0)
     tries: list[float] = []

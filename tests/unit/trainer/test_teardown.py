@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpjob_trainer.comm import world as world_module
-from ddpjob_trainer.training.leaving import teardown as of_run
+from ddpjob_trainer.training import teardown as of_run
 from ddpjob_trainer.training.teardown import Teardown
 
 

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
@@ -24,6 +25,10 @@ from ddpjob_trainer.launcher.reports.metrics import (
 )
 from ddpjob_trainer.launcher.reports.state import answer
 
+#: A silent connection holds a thread and a descriptor, which rounds need as well.
+_MAX_CONNECTIONS = 32
+#: Bytes of a request. Python itself takes 6 MiB, with which strangers could fill a pod's memory.
+_MAX_HEAD = 16 * 1024
 #: A client may send nothing, or read nothing, for so long.
 _IDLE_SECONDS = 5.0
 
@@ -43,6 +48,8 @@ class Server(ThreadingHTTPServer):
 
     def start(self) -> None:
         """Serve from a thread; serve_forever() would look for its end only twice a second."""
+        self._lock = threading.Lock()
+        self._connections: dict[Any, None] = {}  # oldest first
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self.thread.start()
@@ -67,8 +74,40 @@ class Server(ThreadingHTTPServer):
                 self._ended.wait(sockets.FULL_SECONDS)
             raise
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a request; when there are too many, drop the oldest connection."""
+        with self._lock:
+            self._connections[request] = None
+            too_many = len(self._connections) > _MAX_CONNECTIONS
+            oldest = next(iter(self._connections)) if too_many else None
+            self._connections.pop(oldest, None)
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        """Forget the connection, then close it: its descriptor may be reused at once."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().close_request(request)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the error: the client has gone away, or will ask again."""
+
+
+class _Head:
+    """Reads the lines of a request up to a limit; then its end."""
+
+    def __init__(self, source: BufferedIOBase) -> None:
+        self._source = source
+        self.left = 0
+        self.close = source.close
+
+    def readline(self, limit: int = _MAX_HEAD) -> bytes:
+        line = self._source.readline(min(limit, self.left))
+        self.left -= len(line)
+        return line
 
 
 def serve(
@@ -83,6 +122,16 @@ def serve(
     class Handler(BaseHTTPRequestHandler):
         timeout = _IDLE_SECONDS
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile: Any = _Head(self.rfile)
+
+        def handle_one_request(self) -> None:
+            self.rfile.left = _MAX_HEAD
+            super().handle_one_request()
+            if not self.rfile.left:
+                self.close_connection = True
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
