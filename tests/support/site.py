@@ -204,7 +204,7 @@ class Site:
     def result(self, name: str) -> dict[str, str]:
         """The `key=value` lines that digits.py prints at its end."""
         log = self.cluster.read("-n", self.namespace, "logs", f"{name}-0")
-        return dict(re.findall(r"(\w+)=(\S+)\s*$", log, re.MULTILINE))
+        return dict(re.findall(r"^(?:\[rank \d+\] )?(\w+)=(\S+)\s*$", log, re.MULTILINE))
 
     def resumed_from(self, name: str) -> int:
         """The step of the snapshot that rank 0 says it resumed from, as soon as it has."""

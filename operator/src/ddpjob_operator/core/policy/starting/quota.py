@@ -7,20 +7,15 @@ the gang waits like any other.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 from typing import Final
 
 from ddpjob_operator.core.actions import Refusal
+from ddpjob_operator.core.objects import quantity
 
 #: Such a gang gets no turn (quota_fairness.py): it would keep all others off for nothing.
 TOO_SMALL: Final = "QuotaTooSmall"
 #: "exceeded quota: q, requested: cpu=1,pods=1, used: cpu=3,pods=3, limited: cpu=4,pods=3"
 _FIGURES: Final = re.compile(r"requested: (\S+), used: \S+, limited: (\S+)")
-_QUANTITY: Final = re.compile(
-    r"\+?(\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]))?"
-)
-_DECIMAL: Final = dict(zip("num kMGTPE", range(-9, 19, 3), strict=True))
-_BINARY: Final = {f"{letter}i": 1 << 10 * n for n, letter in enumerate(" KMGTPE") if n}
 
 
 def exceeded(refusal: Refusal) -> bool:
@@ -35,7 +30,7 @@ def too_small(refusal: Refusal, pods: int) -> str:
         return ""
     one, limits = (_amounts(part) for part in found.groups())
     for name, limit in limits.items():
-        each, most = _number(one.get(name, "")), _number(limit)
+        each, most = quantity.number(one.get(name, "")), quantity.number(limit)
         if each is not None and most is not None and each * pods > most:
             needs = f"{pods} times {name}={one[name]}"
             return f"all pods at once need {needs}, its limit is {limit}"
@@ -45,14 +40,3 @@ def too_small(refusal: Refusal, pods: int) -> str:
 def _amounts(part: str) -> dict[str, str]:
     pairs = (item.partition("=") for item in part.rstrip(",").split(","))
     return {name: amount for name, _, amount in pairs}
-
-
-def _number(quantity: object) -> Decimal | None:
-    """Read a quantity, such as 100m, 1.5Gi or 2e3; None if it is none."""
-    found = _QUANTITY.fullmatch(str(quantity)[:32])
-    if found is None:
-        return None
-    value, exponent, unit = Decimal(found[1]), found[2], found[3] or " "
-    if exponent:
-        return value.scaleb(int(exponent))
-    return value * _BINARY[unit] if unit in _BINARY else value.scaleb(_DECIMAL[unit])
