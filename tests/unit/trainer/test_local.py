@@ -259,6 +259,7 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
         spce={},
         spec__suspend=True,
         spec__template__metdata={},
+        spec__restart={"maxRestart": 0, "backoff": {"maxSecond": 1}},
         spec__template__spec__nodeSelector={"gpu": "yes"},
         **{
             f"{TRAINER}.resources": {"limits": {"nvidia.com/gpu": "2"}},
@@ -275,6 +276,8 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
         assert name in first
     assert ", spce, " in first
     assert ", spec.template.metdata" in first
+    assert "spec.restart.backoff.maxSecond, spec.restart.maxRestart, " in first
+    assert "spec.restart.backoff," not in first
     assert "--map /data=DIR" in second
     fewer = plan(text, tmp_path, replicas=1, nproc=1)
     assert fewer.environment(1, 0, range(3))["WORLD_SIZE"] == "1"

@@ -1,7 +1,7 @@
 """Write the DDPJob manifest for a script: `ddpjob-trainer init`, ready for `kubectl apply`.
 
 Files of this machine travel in a ConfigMap, so that the stock image runs a script that is in no
-image. Writes text without a connection; what the API server refuses by itself is left to it.
+image. Writes text without a connection; checks names and sizes by the API server's rules, earlier.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ _NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: Without a unit it would be bytes, which is never meant.
 _QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
+#: As in the CRD.
+_BOUNDS = (
+    ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
+)  # fmt: skip
 #: No number, in whichever version of YAML: kubectl reads 1e3 as one, PyYAML does not.
 _PLAIN = re.compile(r"/?[a-zA-Z][-a-zA-Z0-9./]+")
 
@@ -138,6 +142,13 @@ def _checked(args: argparse.Namespace) -> str:
     name = job_name("--name", args.name or derived, most=53)
     if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
         raise ConfigError(f"--claim {args.claim!r}: must be a size, such as 10Gi")
+    for option, least, most in _BOUNDS:
+        value = getattr(args, option)
+        if value is not None and not least <= value <= most:
+            shown = f"--{option.replace('_', '-')} {value}"
+            raise ConfigError(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
+    if args.gpus and (args.nproc or 0) > args.gpus:
+        raise ConfigError(f"--nproc {args.nproc}: each process needs a GPU: --gpus {args.nproc}")
     if args.script.startswith(f"{CLAIM}/{name}/"):
         raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
     return name

@@ -23,6 +23,11 @@ _TEMPLATE = {"metadata", "spec"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
 _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
+_OBJECTS: Final = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
+_KNOWN: Final = {
+    *DEFAULTS, *_OBJECTS,
+    "restart.rules", "restart.progressPath", "snapshot.path", "snapshot.volume",
+}  # fmt: skip
 _KINDS: Final = {bool: "true or false", str: "a string"}
 #: ../x would be outside of the folder.
 _FILE: Final = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")
@@ -87,11 +92,16 @@ class Manifest:
         """Return the spec of the template's pods."""
         return self.spec["template"]["spec"]
 
-    def setting(self, path: str) -> Any:
-        """Return a field below .spec, or the CRD's default. Raises ConfigError."""
-        node, default = self.spec, DEFAULTS[path]
+    def at(self, path: str) -> Node:
+        """Return a field below .spec, named as in restart.backoff."""
+        node = self.spec
         for part in path.split("."):
             node = node[part]
+        return node
+
+    def setting(self, path: str) -> Any:
+        """Return a field below .spec, or the CRD's default. Raises ConfigError."""
+        node, default = self.at(path), DEFAULTS[path]
         if node.value is None:
             return default
         if type(default) is int:
@@ -120,6 +130,10 @@ class Manifest:
             ("", self.trainer, _CONTAINER),
         )
         found = {f"{at}{key}" for at, given, used in levels for key in given.fields().keys() - used}
+        # A misspelt one, too, would be left out, and the API server would refuse it.
+        for path in _OBJECTS:
+            given = self.at(path).fields()
+            found |= {f"spec.{path}.{key}" for key in given if f"{path}.{key}" not in _KNOWN}
         others = {f"container {one['name'].value}" for one in self.pod["containers"].items()}
         return sorted(found | others - {f"container {self.trainer['name'].value}"})
 
