@@ -103,10 +103,10 @@ def test_the_first_failure(exits, rank):  # type: ignore[no-untyped-def]
 
 def test_collateral_is_waited_on_for_a_moment():  # type: ignore[no-untyped-def]
     exits = [failed(1, 75, 10.0)]
-    assert root_cause.decide(exits, running=2, now=10.5) == 12.0
-    assert root_cause.decide(exits, running=2, now=12.0) == exits[0]
-    assert root_cause.decide(exits, running=0, now=10.5) == exits[0]
-    assert root_cause.decide([failed(0, 0)], running=2, now=10.5) is None
+    assert root_cause.cause_or_wait(exits, running=2, now=10.5) == 12.0
+    assert root_cause.cause_or_wait(exits, running=2, now=12.0) == exits[0]
+    assert root_cause.cause_or_wait(exits, running=0, now=10.5) == exits[0]
+    assert root_cause.cause_or_wait([failed(0, 0)], running=2, now=10.5) is None
 
 
 KNOWN = Results(snapshot_step=2)

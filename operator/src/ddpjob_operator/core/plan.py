@@ -1,5 +1,6 @@
-"""The one place where anything is decided: plan(job, pods, feedback, now, nodes) -> Plan.
+"""Decide what the operator does about a job: plan(job, pods, feedback, now, nodes) -> Plan.
 
+Nothing else in the operator decides; restarts in place are the launchers' (launcher/hub).
 shell/reconciler.py calls it for each key of the queue, and shell/executor.py carries out the Plan.
 It is level-triggered: it reads state and remembers nothing. First it works out the status to be
 stored; if that differs, storing it is the whole plan, so every intent is on record before any
@@ -121,7 +122,7 @@ def _decide(view: View) -> Change:
     change = budget_reset.budgets(view, change)
     loss = root_cause.loss(view, change.status)
     if loss is not None:
-        return restart.after(view, root_cause.finished(view, change), loss)
+        return restart.after(view, root_cause.clear_wait(view, change), loss)
     if status.phase == "Starting":
         change = change if root_cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):

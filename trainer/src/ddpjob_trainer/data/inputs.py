@@ -53,7 +53,7 @@ class InputOptions(Arguments):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Hold what of the run decides about one rank's batches."""
+    """Hold the run's settings that shape one rank's batches."""
 
     seed: int
     rank: int

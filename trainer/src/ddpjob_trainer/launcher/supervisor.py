@@ -82,7 +82,7 @@ class Supervisor:
         self._signals = Signals()
         self._tick = time.monotonic()
         self._phase = _Phase.RUNNING
-        self._since = self._tick  # when the phase began, or the hub heard of the first failure
+        self._since = self._tick  # when the phase began
         self._reported = 0  # exits that the hub knows of
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()

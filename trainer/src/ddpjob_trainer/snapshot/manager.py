@@ -112,7 +112,7 @@ class Snapshots:
         return source.step, source.config
 
     def _open(self, resumed: Resumed) -> None:
-        """Take down where this incarnation's snapshots go, and who writes them."""
+        """Note where this incarnation's snapshots go, and who writes them."""
         assert self._settings.directory is not None
         nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
         directory, keep, size = self._settings.directory, self._settings.keep, self._world.size

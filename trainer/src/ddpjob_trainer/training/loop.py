@@ -148,7 +148,7 @@ class Loop:
             self._updates.forward_begins(self._step, model)
 
     def _end(self, step: Step) -> None:
-        """After the loop's body, so that what it does after commit() is in the snapshot too."""
+        """End the step after the body: what that does after commit() is in the snapshot too."""
         process = self._process
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1

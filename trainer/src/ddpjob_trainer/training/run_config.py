@@ -34,7 +34,7 @@ OF_ALL = (
 
 
 def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
-    """Return what of the run decides about one rank's batches."""
+    """Return the run's settings that shape one rank's batches."""
     shares = options.shards if options.level == "elastic" else world.size
     return Place(
         seed=options.seed,

@@ -22,6 +22,8 @@ LEFT_OUT = (
 
 
 class _Work(Protocol):
+    """Describe updates.Updates, which Loop makes, as far as a step calls it."""
+
     def backward(
         self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
     ) -> None: ...

@@ -210,7 +210,7 @@ class Hub:
     def _stop_when_due(self, now: float) -> float | None:
         silent = self._gang.replicas - len(self._running)
         running = sum(self._running.values()) + silent * self._gang.nproc
-        found = root_cause.decide(tuple(self._exits.values()), running, now)
+        found = root_cause.cause_or_wait(tuple(self._exits.values()), running, now)
         if found is None or isinstance(found, float):
             return found
         if not self._done <= self._present:

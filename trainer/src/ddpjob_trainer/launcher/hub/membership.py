@@ -82,6 +82,7 @@ def join(
     server: HubServer | None = None
 
     def post(replica: int, message: Message) -> None:
+        """Deliver the hub's answer; the supervisor reads link.inbox."""
         if replica == 0:
             link.inbox.append(message)
         elif server is not None:

@@ -1,7 +1,8 @@
 """Find the failure that came first, and name it. Pure.
 
-The hub calls decide(), the termination report the rest. Exit code 75 marks collateral. When only
-collateral has been seen, the cause may still be on its way on this machine: wait a moment for it.
+The hub calls cause_or_wait(); rounds, the supervisor and the termination report call the rest. Exit
+code 75 marks collateral. When only collateral has been seen, the cause may still be on its way on
+this machine: wait a moment for it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def first_failure(exits: Collection[Exit]) -> Exit | None:
     return min(failures, key=_order, default=None)
 
 
-def decide(exits: Sequence[Exit], running: int, now: float) -> Exit | float | None:
+def cause_or_wait(exits: Sequence[Exit], running: int, now: float) -> Exit | float | None:
     """Return the cause, a monotonic time until which to wait, or None."""
     failure = first_failure(exits)
     if failure is None:

@@ -1,4 +1,4 @@
-"""Resume: choose a snapshot, agree on it, bring it into this incarnation's directory, load it.
+"""Resume: choose a snapshot, bring it into this incarnation's directory, agree on it, publish it.
 
 manager.restore() calls resume() on all ranks at the same point. Rank 0 takes a directory, walks the
 newest chain of start records, links each candidate's files into that directory and proposes it.
@@ -379,6 +379,7 @@ def _check_together(where: Path, found: Manifest, world: World, tell: Tell) -> S
     problem: Exception | None = None
 
     def fetch(file: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
+        # Source.read calls it: one rank reads, all get the bytes.
         owner = owners[file.name]
         if owner == world.rank:
             read = load.read_spans

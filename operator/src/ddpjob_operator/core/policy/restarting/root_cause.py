@@ -86,7 +86,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         )
 
 
-def finished(view: View, change: Change) -> Change:
+def clear_wait(view: View, change: Change) -> Change:
     """Clear the condition about the wait, which the gang's restart ends."""
     told = view.status.condition("Stalled")
     if told is None or told.status != "True" or told.reason != WAITING:
