@@ -91,3 +91,18 @@ async def test_the_metrics_are_put_into_words_once_a_second_however_often_they_a
 async def test_a_connection_has_one_answer(path: str) -> None:
     async with probing(Told(), [0.0]) as port:
         assert (await ask(port, path, times=20)).count(b"HTTP/1.1 ") == 1
+
+
+async def test_strangers_who_connect_and_say_nothing_make_room_for_the_kubelet() -> None:
+    silent: list[Connection] = []
+    async with probing(Told(), [0.0]) as port:
+        for _ in range(100):
+            silent.append(await asyncio.open_connection("127.0.0.1", port))
+            if len(silent) % 20 == 0:
+                assert (await ask(port, "/healthz")).endswith(b"ok\n")
+        for reader, _ in silent[:30]:
+            assert await reader.read() == b"", "the oldest are closed"
+        silent[-1][1].write(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert (await silent[-1][0].read()).endswith(b"ok\n"), "the newest are not"
+        for _, writer in silent:
+            writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,6 +93,19 @@ def test_no_file_is_overwritten(name: str, here: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{name} is in the working directory already, with ot"):
         workdir.fill(mounted(tmp_path / "files"), None, {}, print)
     assert (here / name).read_text() == "of today"
+
+
+def test_a_file_server_that_does_not_answer_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(workdir, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: answers.wait())
+    said: list[str] = []
+    workdir.fill(None, None, {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
+    answers.set()
+    assert len(said) == 1
+    assert "/snapshots/job of $DDPJOB_SNAPSHOT_DIR was not made: no answer within" in said[0]
 
 
 def test_the_snapshots_folder_is_there_before_the_script(

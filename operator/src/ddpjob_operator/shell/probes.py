@@ -4,12 +4,13 @@
 cures only the former. The event loop that does the work answers it, so a blocked loop fails it by
 silence.
 
-Strangers may ask without end: the text of /metrics is made at most once a second, and a connection
-has one answer.
+Strangers may ask without end: the text of /metrics is made at most once a second, a connection has
+one answer, and there are only so many connections.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 
@@ -19,6 +20,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 STUCK_AFTER = 180.0  # seconds; twice the longest that a watch may stay silent, and some
 
 _KEPT = 1.0  # seconds; 2000 namespaces take 0.4 s to format
+_MAX_CONNECTIONS = 64
+# So many connections are open at once. A client that asks without delay has its answer before so
+# many newer ones come that it is the oldest.
+_BACKLOG = 8
 
 
 class Probes:
@@ -41,10 +46,10 @@ class Probes:
 
     async def start(self) -> None:
         """Listen; raise OSError if the port is taken."""
-        server = web.Server(self._answer, access_log=None)
+        server = _Server(self._answer, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host or None, self._port).start()
+        await web.TCPSite(self._runner, self._host or None, self._port, backlog=_BACKLOG).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -74,3 +79,12 @@ class Probes:
             self._text = generate_latest(self._registry)
             self._text_until = self._now() + _KEPT
         return web.Response(body=self._text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Server(web.Server):
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Close the oldest of too many connections: an honest client has its answer by now."""
+        super().connection_made(handler, transport)
+        for oldest in self.connections[:-_MAX_CONNECTIONS]:
+            if oldest.transport is not None:
+                oldest.transport.abort()

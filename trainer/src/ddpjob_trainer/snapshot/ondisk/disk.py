@@ -249,5 +249,5 @@ def remove(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory; what cannot be removed now is left for the next time."""
-    with _operation("rmtree", path):
+    with _operation("rmtree", path), contextlib.suppress(RecursionError):  # deep, made by strangers
         shutil.rmtree(path, ignore_errors=True)

@@ -26,7 +26,7 @@ START = "start.json"
 _MAX_PREDECESSORS = 32
 _MAX_UID = 256
 _MAX_START_BYTES = 128 << 10  # the longest uids in JSON take 99 KiB
-_NUMBER = re.compile("[0-9]{8,12}")
+_NUMBER = re.compile("[0-9]{8,}")
 _CLAIMS = 1000
 
 
