@@ -80,7 +80,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "N14": (
             "peers of a dead machine end as if the program had failed, before Kubernetes knows",
-            "the job does not fail for it; a plain program is charged once, until its next progress",
+            "the job does not fail for it; a plain program is charged once",
         ),
         "N16": (
             "an init container fails",
@@ -111,7 +111,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "U3": ("somebody writes into the status", "no loop; the job gets to its end"),
         "U4": (
             "a clock is set, or is not that of the others",
-            "no deadline passes early, one from a clock days ahead waits for that day; nobody is charged",
+            "no deadline passes early, one of a clock days ahead waits; nobody is charged",
         ),
         "U5": (
             "the cluster is late: quota, a webhook, rights, nodes",

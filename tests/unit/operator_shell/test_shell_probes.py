@@ -16,6 +16,8 @@ from ddpjob_operator.shell.settings import Settings
 from support.launching import free_ports, has_address
 from support.patience import PATIENCE
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 class Told(Collector):
     """Counts how often it is asked."""
