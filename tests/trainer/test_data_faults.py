@@ -167,7 +167,7 @@ def restarted(gang, tmp_path):  # type: ignore[no-untyped-def]
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T14")
-@pytest.mark.parametrize("make", [Mosaic, Curriculum, Mining, Weighing, Hidden])
+@pytest.mark.parametrize("make", [Mosaic, Curriculum, Mining, Hidden])
 def test_the_check_of_the_restart_names_the_batch(restarted, make):  # type: ignore[no-untyped-def]
     codes, told = restarted(make)
     assert codes == {0}, told
@@ -179,6 +179,15 @@ def test_the_check_of_the_restart_names_the_batch(restarted, make):  # type: ign
     assert "in its batch" in told
     assert "Compute it from the sample's index or the epoch" in told
     assert "run.steps(dataset, generators=[...])" in told
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("T14")
+def test_weights_of_a_sampler_that_nobody_keeps_are_refused(restarted):  # type: ignore[no-untyped-def]
+    codes, told = restarted(Weighing)
+    assert codes == {64}, told
+    assert "sampler.weights is not what it was at the snapshot" in told
+    assert "run.register(" in told
 
 
 @pytest.mark.tier("all")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
@@ -73,16 +73,34 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2, backoff_factor=2**-9)
 
 
+class Weights(WeightedRandomSampler):
+    """Its weights are registered, and the loop changes them."""
+
+    def __init__(self) -> None:
+        super().__init__([1.0] * SAMPLES, 72)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
 class Learned:
     """A sampler by the losses. The order of an epoch that has been read is kept."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {"weights": torch.ones(SAMPLES), "orders": {}}
 
+    @property
+    def weights(self) -> torch.Tensor:
+        found: torch.Tensor = self.kept["weights"]
+        return found
+
     def __call__(self, epoch: int) -> torch.Tensor:
         orders = self.kept["orders"]
         if epoch not in orders:
-            orders[epoch] = torch.multinomial(self.kept["weights"], 72, replacement=True)
+            orders[epoch] = torch.multinomial(self.weights, 72, replacement=True)
         found: torch.Tensor = orders[epoch]
         return found
 
@@ -97,6 +115,7 @@ class Training:
     bucket_cap_mb: float = 0.05
     weights: bool = False
     learned: int | None = None  # a sampler by the losses, with so many workers
+    sampler: Callable[[], Learned | Weights] = Learned
     die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
     def __call__(self, rank: int) -> None:
@@ -118,9 +137,9 @@ class Training:
         losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
         steps = run.steps(data)
         # Two steps an epoch: the snapshot is in the midst of the second.
-        sampler = Learned()
+        sampler = self.sampler()
         if self.learned is not None:
-            run.register("sampler", sampler.kept)
+            run.register("sampler", sampler.kept if isinstance(sampler, Learned) else sampler)
             steps = run.steps(data, sampler=sampler, workers=self.learned)
         for step in steps:
             values = []
@@ -136,7 +155,7 @@ class Training:
                 assert len(determinism.buckets(wrapped)) > 1
             step.commit()
             if self.learned is not None:
-                sampler.kept["weights"][step.index :: STEPS] += step.loss
+                sampler.weights[step.index :: STEPS] += step.loss
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing is compiled"
@@ -189,6 +208,7 @@ CASES: dict[str, dict[str, Any]] = {
         "prepare": {"grad_scaler": scaler, "clip_grad_norm": 0.5},
     },
     "sampler that learns, workers": {"learned": 2},
+    "weights that learn": {"learned": 0, "sampler": Weights},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
     "tail pad": {"start": {"tail": "pad"}},
@@ -213,6 +233,7 @@ IN_GATE = (
     "bf16, ema",
     "fp16 with overflows",
     "sampler that learns, workers",
+    "weights that learn",
     "zero",
     "elastic, fp16, ema, tail pad",
 )

@@ -182,6 +182,58 @@ def test_an_order_that_depends_on_more_than_the_epoch_is_refused_when_it_comes_b
     assert len(before.orders_since(0)) < 70
 
 
+def test_an_epoch_that_has_begun_keeps_its_order_when_weights_have_changed_since():
+    def order() -> tuple[WeightedRandomSampler, Sampled]:
+        sampler = WeightedRandomSampler([1.0] * 9, 9)
+        return sampler, Sampled(5, sampler, 9)
+
+    def read(order: Sampled, epoch: int) -> list[int]:
+        return order.samples(epoch, np.arange(9)).tolist()
+
+    sampler, before = order()
+    sampler.weights[3] = 50.0
+    read(before, 1)
+    unchanged = before.orders_since(1)
+    assert not unchanged["1"].startswith("=")  # the same weights draw it again
+    sampler.weights[4] = 70.0
+    kept = before.orders_since(1)
+    orders = [read(before, epoch) for epoch in (1, 2, 1)]
+    assert orders[0] == orders[2] != orders[1]
+    fresh, after = order()
+    with pytest.raises(
+        ConfigError, match=r"sampler\.weights is not what.*that run\.register\(\) is given"
+    ):
+        after.expect(kept)
+    fresh.weights.copy_(sampler.weights)
+    for _ in range(2):  # killed once more in the same epoch
+        after.expect(kept)
+        assert [read(after, epoch) for epoch in (1, 2)] == orders[:2]
+        kept = after.orders_since(1)
+        assert kept["1"].startswith("=")
+        fresh, after = order()
+        fresh.weights.copy_(sampler.weights)
+    after.expect({"1": unchanged["1"]})  # as an older version wrote them
+    with pytest.raises(ConfigError, match="another order of epoch 1 now"):
+        read(after, 1)
+
+
+def test_weights_that_only_the_epoch_changes_need_not_be_kept():
+    class Curriculum(WeightedRandomSampler):
+        def set_epoch(self, epoch: int) -> None:
+            self.weights = torch.arange(1.0, 10.0) ** epoch
+
+    before, after = (Sampled(5, Curriculum([1.0] * 9, 9), 9) for _ in range(2))
+    for epoch in (1, 2):
+        before.samples(epoch, np.arange(9))
+    kept = before.orders_since(1)
+    assert [*kept] == ["1", "2"]
+    assert not any(order.startswith("=") for order in kept.values())
+    after.expect(kept)
+    for epoch in (1, 2):
+        same = after.samples(epoch, np.arange(9)) == before.samples(epoch, np.arange(9))
+        assert same.all()
+
+
 def test_an_order_may_be_a_list_an_array_or_a_function_of_the_epoch():
     assert order_of([3, 1, 1]) == order_of(np.array([3, 1, 1])) == order_of(torch.tensor([3, 1, 1]))
     assert order_of(lambda epoch: [epoch, 7], 4) == [4, 7]

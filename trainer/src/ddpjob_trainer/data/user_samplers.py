@@ -6,6 +6,7 @@ generators seeded for it. stream.py wraps the batch sampler of a DataLoader that
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,9 +28,12 @@ from ddpjob_trainer.data.generators import kept, seed_generators
 from ddpjob_trainer.data.order import DataOrder, Indices, digest, key64
 from ddpjob_trainer.errors import ConfigError
 
-#: By epoch: a hash of its order.
+#: By epoch, in what JSON holds: a hash, or the order itself; and the hash of the weights.
 Orders = dict[str, str]
+_WEIGHTS = "weights"
+_ITSELF = "="  # begins an order
 _REMEMBERED = 64  # epochs; workers may be ahead by some
+_KEPT = 4  # those whose weights may change
 
 
 class Sampled:
@@ -53,8 +57,11 @@ class Sampled:
         self._samples = samples
         self._named = named
         self._epoch = 0
-        self._orders: dict[int, str] = {}  # of those read last
+        self._orders: dict[int, str] = {}  # hashes of those read last
         self._before: Orders = {}
+        self._kept: dict[int, tuple[str, Indices]] = {}  # the weights' hash then, the order
+        self._then: str | None = None  # the weights' hash after the last order was read
+        self._learned = False  # they have changed since, not by set_epoch() or the like
         self._order = self._read(0)
         self.length = len(self._order)
         self.name = f"sampler:{digest(self._order)}"
@@ -73,18 +80,57 @@ class Sampled:
 
     def orders_since(self, epoch: int) -> Orders:
         """Return what a snapshot holds of the orders read of this epoch and of later ones."""
-        return {str(e): order for e, order in self._orders.items() if e >= epoch}
+        weights = self._look()
+        found = {str(e): order for e, order in self._orders.items() if e >= epoch}
+        for e, (then, order) in self._kept.items():
+            if e >= epoch and self._learned and then != weights:  # which would draw another one now
+                found[str(e)] = _ITSELF + base64.b64encode(order.astype("<u4").tobytes()).decode()
+        return found | ({_WEIGHTS: weights} if self._learned else {})
 
     def expect(self, orders: Orders) -> None:
-        """Learn the orders of a snapshot: an epoch that is read otherwise later is refused."""
+        """Learn the orders of a snapshot. Raises ConfigError for weights that were not kept.
+
+        An epoch that is read otherwise later is refused, too: samples of its begin would come
+        again, and others never.
+        """
+        weights = self._weights()
+        if orders.get(_WEIGHTS, weights) != weights:
+            raise ConfigError(
+                "sampler.weights is not what it was at the snapshot, so other samples would come:"
+                " keep it by an object that run.register() is given, whose load_state_dict() puts"
+                " it back into the sampler, and change it alike on all ranks"
+            )
         self._before = orders
 
+    def _weights(self) -> str:
+        """Hash the sampler's weights, which the script may change as it learns; empty: none."""
+        found = getattr(self._sampler, "weights", None)
+        if not isinstance(found, torch.Tensor | np.ndarray):
+            return ""
+        return digest(torch.as_tensor(found).numpy(force=True))
+
+    def _look(self) -> str:
+        weights = self._weights()
+        self._learned |= self._then not in (None, weights)
+        return weights
+
     def _read(self, epoch: int) -> Indices:
-        found = self._read_once(epoch)
+        self._look()
+        if epoch in self._kept:
+            return self._kept[epoch][1]
+        before = self._before.get(str(epoch), "")
+        if itself := before.startswith(_ITSELF):
+            found: Indices = np.frombuffer(base64.b64decode(before[1:]), "<u4").astype(np.int64)
+            then = before  # others than now, for all that is known
+        else:
+            found = self._read_once(epoch)
+            then = self._then = self._weights()
+        if then:
+            self._kept = dict([*self._kept.items(), (epoch, (then, found))][-_KEPT:])
         order = self._orders[epoch] = digest(found)
         for old in sorted(self._orders)[:-_REMEMBERED]:
             del self._orders[old]
-        if self._before.get(str(epoch), order) != order:
+        if before not in ("", order) and not itself:
             raise ConfigError(
                 f"sampler gives another order of epoch {epoch} now than when that began, before"
                 " the snapshot: some of its samples would come twice, others not at all. Let it"
