@@ -184,6 +184,8 @@ def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: i
     found = read_snapshot(tmp_path / "s", None)
     assert found.step == 20
     assert not found.config["finished"]
+    told = how in ("exit", "no finish")
+    assert told == (f"left after step {END} without run.finish()" in gang.log(0))
 
 
 def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ import sys
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.world import leave_group
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.loop import Loop
 from ddpjob_trainer.training.run_context import RunContext
 
@@ -63,7 +64,21 @@ class Teardown:
                 shutdown.refuse(error)
             except Exception as error:  # Python would print it and end with exit code 0
                 sys.excepthook(type(error), error, error.__traceback__)
+        self._tell_of_no_finish()
         self._close()
+
+    def _tell_of_no_finish(self) -> None:
+        """Whether exit code 0 follows nobody knows here; sys.exit(1) is no end of a run."""
+        loop, process = self._loop, self._process
+        if loop is None or loop.ended or self._met or process.shutdown.failing:
+            return
+        if process.world.rank == 0 and process.snapshots.are_made:
+            say(
+                0,
+                f"the loop was left after step {loop.finished_steps} without run.finish(): no"
+                " snapshot says that the run is finished, and who starts it again trains on. Call"
+                " run.finish() where it is over",
+            )
 
     def _close(self) -> None:
         if not self._closed:
