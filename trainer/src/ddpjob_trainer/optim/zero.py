@@ -34,6 +34,11 @@ def is_zero(optimizer: object) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def is_overlapped(optimizer: Any) -> bool:
+    """Return whether it updates parameters during backward."""
+    return is_zero(optimizer) and bool(getattr(optimizer, "_overlap_with_ddp", False))
+
+
 def inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that holds the state: itself, or ZeRO's inner one."""
     found: torch.optim.Optimizer = optimizer.optim if is_zero(optimizer) else optimizer

@@ -234,6 +234,7 @@ class PreparedModels:
                     model,
                     self._world.device.type,
                     has_sync_batchnorm=has_sync_batchnorm,
+                    overlapped_zero=any(map(zero.is_overlapped, optimizers.values())),
                     several_models=len(known) > 1,
                 )
             )
