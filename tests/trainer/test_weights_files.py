@@ -140,3 +140,36 @@ def test_a_file_that_does_not_fit_is_refused_by_all_ranks(gang, tmp_path):  # ty
     for rank in range(3):
         assert f"resume={weights} does not hold this model's weights" in gang.log(rank)
         assert '"3.bias"' in gang.log(rank)
+
+
+class Extra(nn.Linear):
+    """Keeps a plain value in get_extra_state()."""
+
+    words = ""
+
+    def get_extra_state(self) -> object:
+        return {"words": self.words}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.words = state["words"]
+
+
+def test_what_is_no_tensor_is_the_files_on_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+    weights = tmp_path / "weights.pt"
+    model = Extra(4, 2)
+    model.words = "of the file"
+    torch.save(model.state_dict(), weights)
+
+    def begin(rank: int) -> None:
+        run = ddp.start(total_steps=1, global_batch=6, resume=weights)
+        model = Extra(4, 2)
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(TensorDataset(torch.ones(6, 4))):
+            (tmp_path / f"words-{rank}").write_text(model.words)
+            for (x,) in step.batches:
+                step.backward(wrapped(x).sum())
+            step.commit()
+        run.finish()
+
+    assert gang.run(begin, world=2) == {0: 0, 1: 0}, gang.log(0)
+    assert [(tmp_path / f"words-{rank}").read_text() for rank in (0, 1)] == ["of the file"] * 2

@@ -7,6 +7,7 @@ run may begin with a file's weights.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -204,8 +205,21 @@ def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
     problem = world.broadcast_bytes(problem.encode()).decode()
     if problem:
         raise ConfigError(problem)
-    for value in module.state_dict().values():
-        if isinstance(value, torch.Tensor):  # get_extra_state() may be anything
-            world.broadcast_tensor(value)
+    state = module.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for value in tensors.values():
+        world.broadcast_tensor(value)
+    if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
+        extra = {name: value for name, value in state.items() if name not in tensors}
+        module.load_state_dict({**tensors, **_of_rank_0(extra, world)})
     if world.rank == 0:
         say(0, f"beginning with the weights of {path}")
+
+
+def _of_rank_0(extra: dict[str, object], world: World) -> dict[str, object]:
+    buffer = io.BytesIO()
+    if world.rank == 0:
+        torch.save(extra, buffer)
+    received = world.broadcast_bytes(buffer.getvalue())
+    found: dict[str, object] = torch.load(io.BytesIO(received), weights_only=True)
+    return found
