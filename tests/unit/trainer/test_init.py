@@ -279,6 +279,8 @@ def test_any_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "--replicas", "0"], "--replicas 0: at least 1"),
         (["SCRIPT", "--every-steps", "0"], "--every-steps 0: at least 1"),
         (["SCRIPT", "--gpus", "-1"], "--gpus -1: at least 0"),
+        (["SCRIPT", "--snapshots", "a: b"], "--snapshots 'a: b'"),
+        (["SCRIPT", "--image", ""], "--image: must name an image"),
         (["SCRIPT", "DOTS"], "may not begin with '..'"),
         (["SCRIPT", "--claim", "10"], "--claim '10': must be a size, such as 10Gi"),
         (["SCRIPT", "MISSING"], "missing: no such file here; the script's own arguments follow --"),

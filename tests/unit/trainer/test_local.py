@@ -301,6 +301,10 @@ def mounted(**source: Any) -> dict[str, Any]:
         ({f"{TRAINER}.workingDir": "/app"}, "workingDir: /app.*--map /app=DIR"),
         ({f"{TRAINER}.env": [{"name": "T", "valueFrom": {}}]}, "valueFrom of T.*export T="),
         ({f"{TRAINER}.env": [{"name": "RANK", "value": "1"}]}, "RANK is the operator's"),
+        ({f"{TRAINER}.env": [{"value": "x"}]}, r"env\[0\].name: None must be a string"),
+        ({f"{TRAINER}.env": [{"name": "A", "valeu": "x"}]}, "env: A: no field valeu"),
+        ({f"{TRAINER}.envFrom": [None]}, r"envFrom\[0\]: is empty"),
+        ({f"{TRAINER}.args": ["--lr", None]}, r"args\[1\]: is empty: leave it out"),
         ({"spec.replicas": 0}, "replicas: 0 must be"),
         ({"spec.nprocPerNode": "2"}, "nprocPerNode: '2' must be"),
         ({"spec.hang": {"stepSeconds": "x"}}, r"spec.hang.stepSeconds: 'x'"),
@@ -385,6 +389,11 @@ def with_map(job: str, key: str = "x") -> str:
 def test_a_config_map_that_is_none_is_refused(config_map: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read(f"kind: ConfigMap\n{config_map}\n---\n{json.dumps(ddpjob())}")
+
+
+def test_a_key_that_comes_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="line 2: replicas is there already"):
+        read("kind: DDPJob\nspec: {replicas: 1, replicas: 2}")
 
 
 @pytest.mark.parametrize(

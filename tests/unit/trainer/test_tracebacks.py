@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,27 @@ def test_an_exception_is_found_in_what_python_prints(name: str):
     assert read(text).exception == wanted, text
     prefixed = "\n".join(f"[rank12]: {line}" if line else "" for line in text.splitlines())
     assert read(prefixed).exception.startswith(wanted), "as torch has it with a process group"
+
+
+#: The exception in the group was raised: its frames have lines that look like an exception.
+GROUP = """\
+def f():
+    yield
+of_f = f()
+next(of_f)
+try: of_f.throw(ValueError("cause"))
+except ValueError as e: raise ExceptionGroup("many", [e])
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank12]: "])
+def test_a_frame_in_a_group_is_no_exception(prefix: str, tmp_path: Path):
+    (tmp_path / "group.py").write_text(GROUP)
+    command = [sys.executable, tmp_path / "group.py"]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert "    |     yield\n" in text, "what would be taken for one"
+    prefixed = "\n".join(f"{prefix}{line}" if line else "" for line in text.splitlines())
+    assert read(prefixed).exception.startswith("ValueError: cause")
 
 
 @pytest.mark.parametrize(

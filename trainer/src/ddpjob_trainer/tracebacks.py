@@ -18,7 +18,7 @@ _HEADER = re.compile(r"Traceback \(most recent call last\):$")
 _EXCEPTION = re.compile(r"^[^\W\d][\w.<>]*(?::(?: .*)?)?$")
 _SYNTAX = re.compile(r'^  File ".*", line \d+$')  # of code that never ran, without a header
 _SYNTAX_ERROR = re.compile(r"^(Syntax|Indentation|Tab)Error: ")
-_GROUP = re.compile(r"^ *[|+][-+| ]*")  # before the lines of an exception group
+_GROUP = re.compile(r"^ *[|+] ?")  # before the lines of an exception group
 _FATAL = "Fatal Python error: "
 _WHERE = re.compile(r'^  File (".*", line \d+ in .*)$')
 #: After these lines an exception did not end the program.

@@ -41,6 +41,7 @@ _QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
 _BOUNDS = (
     ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
 )  # fmt: skip
+_CLAIM_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 #: No number, in whichever version of YAML: kubectl reads 1e3 as one, PyYAML does not.
 _PLAIN = re.compile(r"/?[a-zA-Z][-a-zA-Z0-9./]+")
 
@@ -140,8 +141,12 @@ def _checked(args: argparse.Namespace) -> str:
     stem = args.script if args.module else Path(args.script).stem
     derived = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = job_name("--name", args.name or derived, most=53)
+    if args.snapshots and not _CLAIM_NAME.fullmatch(args.snapshots):
+        raise ConfigError(f"--snapshots {args.snapshots!r}: not a name of a claim")
     if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
         raise ConfigError(f"--claim {args.claim!r}: must be a size, such as 10Gi")
+    if not args.image.strip():
+        raise ConfigError("--image: must name an image, such as REGISTRY/mine:1")
     for option, least, most in _BOUNDS:
         value = getattr(args, option)
         if value is not None and not least <= value <= most:

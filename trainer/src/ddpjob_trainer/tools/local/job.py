@@ -272,6 +272,10 @@ def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, 
             yield f"{source['prefix'].text()}{key}", _variable(value)
     for variable in manifest.trainer["env"].items():
         name = variable["name"].text()
+        if not name:
+            raise variable["name"].odd("a string")
+        if unknown := variable.fields().keys() - {"name", "value", "valueFrom"}:
+            raise ConfigError(f"{_CONTAINER} env: {name}: no field {min(map(str, unknown))}")
         if outside_of_jobs({name: ""}, keep=contract.USER_ENV) == {}:
             raise ConfigError(f"{_CONTAINER} env: {name} is the operator's to set: leave it out")
         if "valueFrom" not in variable.fields():

@@ -53,7 +53,11 @@ class Node:
         """Return a list's items."""
         if not isinstance(self.value, list | None):
             raise self.odd("a list")
-        return [Node(one, f"{self.path}[{n}]") for n, one in enumerate(self.value or [])]
+        found = [Node(one, f"{self.path}[{n}]") for n, one in enumerate(self.value or [])]
+        for one in found:
+            if one.value is None:
+                raise ConfigError(f"{one.path}: is empty: leave it out, or put it in quotes")
+        return found
 
     def text(self) -> str:
         """Return a string as written, "" for none. A number or a Yes has lost how it was."""
@@ -192,7 +196,17 @@ def _objects(content: str) -> list[dict[str, Any]]:
         import yaml  # here: no other command reads YAML, and pods start without it
 
         class Loader(yaml.SafeLoader):
-            """Reads a time as a string, as kubectl does."""
+            """As kubectl reads: a time is a string, and a key that comes twice is refused."""
+
+            def compose_mapping_node(self, anchor: Any) -> Any:
+                node = super().compose_mapping_node(anchor)
+                known: set[str] = set()
+                for key, _ in node.value:
+                    if str(key.value) in known:
+                        at = key.start_mark.line + 1
+                        raise ConfigError(f"line {at}: {key.value} is there already: keep one")
+                    known.add(str(key.value))
+                return node
 
         Loader.yaml_implicit_resolvers = {
             first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
