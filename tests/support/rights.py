@@ -40,12 +40,6 @@ class Rights:
         }  # fmt: skip
         self._rest.post(f"{_RBAC}/clusterrolebindings", binding)
 
-    def withdraw(self) -> None:
-        """Remove what is not in the namespace."""
-        for plural in ("clusterrolebindings", "clusterroles"):
-            with contextlib.suppress(RestError):
-                self._rest.delete(f"{_RBAC}/{plural}/{self._role}")
-
 
 def _object(version: str, kind: str, name: str) -> Object:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}}

@@ -90,7 +90,7 @@ class GeneratorState:
 
 
 def _plain(value: Any) -> Any:
-    """Words of 64 bits without a sign are no tensor's."""
+    """Turn arrays into lists: words of 64 bits without a sign are no tensor's."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value
@@ -140,13 +140,6 @@ def stateful(obj: Keepable) -> Stateful:
         return DictState(obj)
     found: Any = obj
     return found  # type: ignore[no-any-return]
-
-
-def kept_by(obj: Stateful) -> object:
-    """Return what register() was given."""
-    if isinstance(obj, GeneratorState | DictState):
-        return obj.of
-    return obj
 
 
 def give(obj: Stateful, state: Any) -> None:
