@@ -391,3 +391,10 @@ def test_a_manifest_of_another_step(root):  # type: ignore[no-untyped-def]
     path = root / "00000001" / manifest.file_name(2)
     path.rename(path.with_name(manifest.file_name(3)))
     assert loaded_step(root) == 1
+
+
+def test_a_directory_of_the_highest_number_hides_no_later_one(tmp_path):  # type: ignore[no-untyped-def]
+    """Somebody may make one: what is claimed after it must be found again."""
+    (tmp_path / "999999999999").mkdir()
+    claimed = lineage.claim(tmp_path)
+    assert lineage.sequences(tmp_path) == [999999999999, claimed]
