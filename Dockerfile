@@ -28,6 +28,8 @@ COPY operator /src/operator
 RUN sh /opt/requirements/package.sh /src/operator
 
 FROM builder AS trainer-code
+# Its wheel holds the tools, too.
+COPY tools /src/tools
 COPY trainer /src/trainer
 RUN sh /opt/requirements/package.sh /src/trainer
 

@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 ROOT := $(CURDIR)
-export PYTHONPATH := $(ROOT)/contract/src:$(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/plugin/src:$(ROOT)/devcluster/src
+export PYTHONPATH := $(ROOT)/contract/src:$(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/tools/src:$(ROOT)/plugin/src:$(ROOT)/devcluster/src
 export PYTHONUNBUFFERED := 1
 
 # The first Python that starts and is new enough; 3.11 is what the image and the tests use.
@@ -30,7 +30,7 @@ TORCH_TESTS := tests/unit/trainer $(addprefix tests/trainer/test_,bitwise_resume
 ARGS ?=
 # Several files at a time (tests/support/sharing.py). ARGS=-n0: one after the other
 SIDE_BY_SIDE := -n auto --max-worker-restart=0
-TYPED := contract/src operator/src trainer/src plugin/src devcluster/src
+TYPED := contract/src operator/src trainer/src tools/src plugin/src devcluster/src
 
 .PHONY: help
 help: ## list the targets

@@ -4,5 +4,12 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-for _part in ("tests", "devcluster/src", "contract/src", "operator/src", "trainer/src"):
+for _part in (
+    "tests",
+    "devcluster/src",
+    "contract/src",
+    "operator/src",
+    "trainer/src",
+    "tools/src",
+):
     sys.path.insert(0, str(_ROOT / _part))  # when make did not

@@ -14,7 +14,7 @@ from typing import Any
 from harness.report import ROOT
 
 PROGRAMS = ROOT / "bench/programs"
-SOURCES = (ROOT / "contract/src", ROOT / "trainer/src")
+SOURCES = (ROOT / "contract/src", ROOT / "trainer/src", ROOT / "tools/src")
 #: The repository's one GPT; its modules are imported by name, here and in what is started.
 GPT = ROOT / "examples/ladder/5_gpt"
 sys.path.append(str(GPT))

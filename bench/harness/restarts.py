@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ddpjob_contract as contract
+from ddpjob_tools.chaos.job import Job, environment_of_job
+from ddpjob_tools.chaos.records import Incarnation, Records, open_gate
 from ddpjob_trainer.environment import CHAOS, TRACE
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.tools.chaos.job import Job, environment_of_job
-from ddpjob_trainer.tools.chaos.records import Incarnation, Records, open_gate
 from harness import programs
 
 FOR_EVER = 10_000_000

@@ -1,7 +1,7 @@
 """Draws architecture.md's picture from the trainer's imports: `make manifests` after a change.
 
-A room is a folder of the trainer or a file beside them. The picture leaves out what nearly all
-import, and arrows that follow from others, so that it can be read.
+A room is a folder of the trainer, a file beside them, or the tools. The picture leaves out what
+nearly all import, and arrows that follow from others, so that it can be read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/internals/architecture.md"
-PACKAGE = "ddpjob_trainer"
+PACKAGES = ("ddpjob_trainer", "ddpjob_tools")
 BEGIN, END = "<!-- drawn by docs/internals/architecture.py -->\n", "<!-- end -->\n"
 #: Rooms without an arrow to any other, which every one may import.
 GROUND = {
@@ -33,10 +33,10 @@ Arrows = dict[str, set[str]]
 
 def arrows() -> Arrows:
     """Room -> the rooms that it imports."""
-    sys.path[:0] = [str(ROOT / "contract/src"), str(ROOT / "trainer/src")]
-    graph = grimp.build_graph(PACKAGE)
+    sys.path[:0] = [str(ROOT / f"{part}/src") for part in ("contract", "trainer", "tools")]
+    graph = grimp.build_graph(*PACKAGES)
     found: Arrows = {}
-    for module in graph.modules - {PACKAGE}:
+    for module in graph.modules - {PACKAGES[0]}:
         here = _room(module)
         targets = {_room(target) for target in graph.find_modules_directly_imported_by(module)}
         found.setdefault(here, set()).update(targets - {here})
@@ -46,6 +46,8 @@ def arrows() -> Arrows:
 def _room(module: str) -> str:
     """Return the module's room; ``import ddpjob_trainer``, the public API, is training's."""
     names = module.split(".")
+    if names[0] == "ddpjob_tools":
+        return "tools"
     return names[1] if len(names) > 1 else "training"
 
 

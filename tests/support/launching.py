@@ -23,7 +23,7 @@ HANDLES = "while True: time.sleep(0.02)\n"
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "trainer/src"
 #: PYTHONPATH of processes that import the trainer.
-PATHS = f"{ROOT / 'contract/src'}{os.pathsep}{SOURCES}"
+PATHS = os.pathsep.join(map(str, (ROOT / "contract/src", SOURCES, ROOT / "tools/src")))
 
 
 #: Below those that the kernel gives to whoever asks for any, above those that launchers find for

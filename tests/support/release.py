@@ -12,7 +12,7 @@ from support.loaded import load
 #: What a release is made of.
 SOURCES = (
     "CHANGELOG.md", "Dockerfile", "charts", "contract", "devcluster/src", "manifests", "operator",
-    "plugin", "release", "requirements", "trainer",
+    "plugin", "release", "requirements", "tools", "trainer",
 )  # fmt: skip
 
 

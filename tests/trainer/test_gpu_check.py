@@ -51,7 +51,7 @@ draft.rename({str(there)!r})
 time.sleep(3600)
 """)
     command = [sys.executable, "-m", "ddpjob_trainer", "run", str(script)]
-    complete = "import sys; from ddpjob_trainer.tools.gpu_check import launches;"
+    complete = "import sys; from ddpjob_tools.gpu_check import launches;"
     complete += " launches.complete(sys.argv[1:], {})"
     check = subprocess.Popen(
         [sys.executable, "-c", complete, *command],

@@ -30,6 +30,7 @@ def test_a_change_of_an_input_makes_other_images_of_those_made_of_it(
     for path, changed in {
         "trainer/src/ddpjob_trainer/cli.py": {"trainer"},
         "trainer/src/ddpjob_trainer/new.py": {"trainer"},
+        "tools/src/ddpjob_tools/new.py": {"trainer"},
         "trainer/src/ddpjob_trainer/__pycache__/cli.cpython-311.pyc": set(),
         "contract/src/ddpjob_contract/__init__.py": {"operator", "trainer"},
         "examples/digits.py": {"trainer"},

@@ -47,6 +47,7 @@ _INPUTS = {
         "requirements/trainer.txt",
         "trainer/pyproject.toml",
         "trainer/src",
+        "tools/src",
         "examples",
     ),
 }

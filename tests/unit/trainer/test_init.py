@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpjob_tools import init, stock
 from ddpjob_trainer import cli
-from ddpjob_trainer.tools import init, stock
 from support.launching import PATHS
 from support.world import crd_schema
 

@@ -14,15 +14,15 @@ import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
+from ddpjob_tools import stock
+from ddpjob_tools.local import job as local_job
+from ddpjob_tools.local import restarts
+from ddpjob_tools.local.command import alone
+from ddpjob_tools.local.job import Job, expand
+from ddpjob_tools.local.manifest import read
 from ddpjob_trainer import cli
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.tools import stock
-from ddpjob_trainer.tools.local import job as local_job
-from ddpjob_trainer.tools.local import restarts
-from ddpjob_trainer.tools.local.command import alone
-from ddpjob_trainer.tools.local.job import Job, expand
-from ddpjob_trainer.tools.local.manifest import read
 from support.manifest import EXAMPLES, changed, ddpjob, examples
 from support.world import job_object
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
+from ddpjob_tools import init
+from ddpjob_tools.chaos import command as chaos
+from ddpjob_tools.gpu_check import command as gpu_check
+from ddpjob_tools.local import command as local
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import torchrun, workdir
-from ddpjob_trainer.tools import init
-from ddpjob_trainer.tools.chaos import command as chaos
-from ddpjob_trainer.tools.gpu_check import command as gpu_check
-from ddpjob_trainer.tools.local import command as local
 
 _RUN_DESCRIPTION = """\
 Start the training processes of this pod (or, without a cluster, of this machine), watch them,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpjob_contract import exits
-from ddpjob_trainer.tools.local.manifest import Manifest
+from ddpjob_tools.local.manifest import Manifest
 
 
 def _class(code: int) -> str:

@@ -19,10 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_tools import travels
+from ddpjob_tools.stock import IMAGE
 from ddpjob_trainer.arguments import job_name
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.tools import travels
-from ddpjob_trainer.tools.stock import IMAGE
 
 #: The ConfigMap's path in the pods; its files are read-only there.
 FILES = "/workspace/.files"

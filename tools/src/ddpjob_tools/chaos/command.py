@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_tools.chaos.disturbance import ChaosError
+from ddpjob_tools.chaos.experiment import Result, Settings, run
+from ddpjob_tools.chaos.kills import SIGNALS
 from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import POINTS
-from ddpjob_trainer.tools.chaos.disturbance import ChaosError
-from ddpjob_trainer.tools.chaos.experiment import Result, Settings, run
-from ddpjob_trainer.tools.chaos.kills import SIGNALS
 
 _DESCRIPTION = """\
 Does training survive? Run a script undisturbed, then once more while its processes are killed, and

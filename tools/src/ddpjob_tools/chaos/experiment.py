@@ -11,14 +11,14 @@ from pathlib import Path
 from signal import Signals
 
 import ddpjob_contract as contract
+from ddpjob_tools.chaos import compare
+from ddpjob_tools.chaos.disturbance import ChaosError, Disturbance, Made, Pace
+from ddpjob_tools.chaos.job import Job, environment_of_job
+from ddpjob_tools.chaos.kills import plan_kills
+from ddpjob_tools.chaos.records import Records, open_gate
 from ddpjob_trainer.environment import CHAOS
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN
-from ddpjob_trainer.tools.chaos import compare
-from ddpjob_trainer.tools.chaos.disturbance import ChaosError, Disturbance, Made, Pace
-from ddpjob_trainer.tools.chaos.job import Job, environment_of_job
-from ddpjob_trainer.tools.chaos.kills import plan_kills
-from ddpjob_trainer.tools.chaos.records import Records, open_gate
 
 _LOOK_SECONDS = 0.05
 _LEAST_HANG_SECONDS = 5.0

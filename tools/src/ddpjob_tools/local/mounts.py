@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpjob_contract as contract
+from ddpjob_tools.local.manifest import Manifest
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.tools.local.manifest import Manifest
 
 #: In a path: the replica of whoever reads it.
 OWN = f"$({contract.REPLICA})"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ddpjob_contract as contract
+from ddpjob_tools.gpu_check import launches
+from ddpjob_tools.gpu_check.launches import Launch, LaunchError, Setup
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.tools.gpu_check import launches
-from ddpjob_trainer.tools.gpu_check.launches import Launch, LaunchError, Setup
 
 Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ddpjob_contract as contract
+from ddpjob_tools.chaos.job import TRACE_FILE, Job
+from ddpjob_tools.chaos.kills import LAUNCHER, Kill
+from ddpjob_tools.chaos.records import Incarnation, Records, open_gate, process_state
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.tools.chaos.job import TRACE_FILE, Job
-from ddpjob_trainer.tools.chaos.kills import LAUNCHER, Kill
-from ddpjob_trainer.tools.chaos.records import Incarnation, Records, open_gate, process_state
 
 _LOOK_SECONDS = 0.003
 _STUCK_SECONDS = 2.0

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_contract import ExitCode
+from ddpjob_tools.gpu_check.checks import CHECKS, QUICK, Finding, environment
+from ddpjob_tools.gpu_check.launches import Setup
 from ddpjob_trainer.arguments import MOST_PROCESSES, whole
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.tools.gpu_check.checks import CHECKS, QUICK, Finding, environment
-from ddpjob_trainer.tools.gpu_check.launches import Setup
 
 _DESCRIPTION = """\
 Does it hold on these GPUs? Run small trainings on all GPUs of this machine, kill and hang some, and

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_tools.local import job as local_job
+from ddpjob_tools.local import manifest as manifests
+from ddpjob_tools.local.attempts import Attempts
 from ddpjob_trainer.arguments import check_notebook
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.tools.local import job as local_job
-from ddpjob_trainer.tools.local import manifest as manifests
-from ddpjob_trainer.tools.local.attempts import Attempts
 
 _DESCRIPTION = """\
 Run the DDPJob of a manifest on this machine, without a cluster: a launcher for each replica, with

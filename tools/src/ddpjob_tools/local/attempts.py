@@ -13,14 +13,14 @@ import time
 from types import FrameType
 
 from ddpjob_contract.exits import CAUSE_SECONDS, DEAD_GANG_SECONDS
+from ddpjob_tools.local import restarts
+from ddpjob_tools.local.job import Job
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
 from ddpjob_trainer.snapshot.ondisk import manifest as snapshot
-from ddpjob_trainer.tools.local import restarts
-from ddpjob_trainer.tools.local.job import Job
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.05

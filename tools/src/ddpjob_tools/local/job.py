@@ -21,14 +21,14 @@ import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_contract.crd import GRACE_SECONDS
 from ddpjob_contract.environment import Member, Snapshots
+from ddpjob_tools import stock
+from ddpjob_tools.local import mounts
+from ddpjob_tools.local.manifest import Manifest, Node
+from ddpjob_tools.local.mounts import File, Paths, Work
+from ddpjob_tools.local.restarts import Limits, limits_of
 from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.tools import stock
-from ddpjob_trainer.tools.local import mounts
-from ddpjob_trainer.tools.local.manifest import Manifest, Node
-from ddpjob_trainer.tools.local.mounts import File, Paths, Work
-from ddpjob_trainer.tools.local.restarts import Limits, limits_of
 
 _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
