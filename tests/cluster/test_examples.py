@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 from support.cluster import ROOT
 from support.launching import PATHS
-from support.manifest import example, examples
+from support.manifest import blocks, example, examples
 from support.site import Site
 
 #: Files that others run (test_status.py; nearly all of them as digits()), or
@@ -150,9 +149,7 @@ def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
 def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
     """As docs/start/your-script.md says."""
     site.wait_phase("own-script", "Succeeded")
-    page = (ROOT / "docs" / "start" / "your-script.md").read_text()
-    section = page.partition("\n## The weights\n")[2].partition("\n## ")[0]
-    shown, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    shown, commands = blocks("The weights")
     (pod,) = yaml.safe_load_all(shown.replace("train-snapshots", "own-script-snapshots"))
     site.apply(pod)
     lines = commands.replace("/snapshots/train", "/snapshots/own-script").strip().splitlines()

@@ -1,7 +1,7 @@
 """manifests/examples/no-shared-storage.yaml: all pods lose their disks, the weights are the same.
 
 The store is a server of S3's protocol (moto) in a pod, in the image that the example tells to make.
-As that takes packages from PyPI: `make foreign-image` and `make test-all`.
+As that takes packages from PyPI: `make test-all` only.
 """
 
 from __future__ import annotations

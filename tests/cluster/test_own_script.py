@@ -1,26 +1,22 @@
-"""docs/start/your-script.md: a script on a claim, out of git, and in an image made from ours.
+"""docs/start/your-script.md: a script on a claim, and in an image made from ours.
 
 Blocks of the page are run as a reader runs them, by a shell; of the names in capitals those that
-only the reader can know are filled in. The ConfigMap is test_examples.py's.
+only the reader can know are filled in. The ConfigMap is test_examples.py's, git test_pages.py's.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from devcluster import host
 from support import own_images
 from support.launching import PATHS
-from support.own_images import blocks
+from support.manifest import blocks
 from support.site import Site
 
 IMAGE = "registry.example/mine:1"
@@ -110,90 +106,13 @@ def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Pat
         site.delete("train")
 
 
-def repository(root: Path) -> str:
-    """Files of an image with git and a repository in it; the commit that is not its newest."""
-    programs = [shutil.which("git"), f"{git('--exec-path')}/git-daemon", "/bin/busybox"]
-    for program in map(str, programs):
-        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
-        needed = [word for word in listed.stdout.split() if word.startswith("/")]
-        for path in (program, *needed):
-            (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, root / path[1:])
-    (root / "bin/sh").symlink_to("busybox")
-    made = root / "srv" / "job.git"
-    work = made.with_suffix("")
-    write(work, CODE)
-    git("init", "--quiet", str(work))
-    commits = []
-    for change in ("", "raise SystemExit('not the commit that was named')\n"):
-        (work / "train.py").write_text(CODE["train.py"] + change)
-        git("-C", str(work), "add", "--all")
-        git("-C", str(work), "commit", "--quiet", "--message", "change", "--no-gpg-sign")
-        commits.append(git("-C", str(work), "rev-parse", "HEAD"))
-    git("clone", "--quiet", "--bare", str(work), str(made))
-    shutil.rmtree(work)
-    return commits[0]
-
-
-def git(*words: str) -> str:
-    who = {
-        f"GIT_{role}_{what}": "test"
-        for role in ("AUTHOR", "COMMITTER")
-        for what in ("NAME", "EMAIL")
-    }
-    done = subprocess.run(
-        ["git", *words], capture_output=True, text=True, check=True,
-        env={**os.environ, **who, "GIT_CONFIG_GLOBAL": "/dev/null"},
-    )  # fmt: skip
-    return done.stdout.strip()
-
-
-@pytest.fixture
-def cloned(site: Site, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The page's job, with a repository that a pod serves, and the image that has git."""
-    host.ensure_packages({"git": "git", **host.NODE_PACKAGES}, print)
-    root, image = tmp_path / "root", "registry.example/git:1"
-    commit = repository(root)
-    # git serves no repository of another user.
-    file = "FROM scratch\nCOPY --chown=1000:1000 . /\nENV PATH=/usr/bin:/bin\n"
-    with own_images.built("git", file, root, tmp_path) as name:
-        own_images.into_nodes(site.cluster.name, image, name)
-    daemon = ["git", "daemon", "--export-all", "--base-path=/srv"]
-    address = own_images.serving(site, "git", image, daemon, 9418)
-    text = blocks("Out of git")[0]
-    for shown, ours in (
-        ("IMAGE/with/git:TAG", image),
-        ("https://HOST/REPOSITORY.git", f"git://{address}/job.git"),
-        ("0" * 40, commit),
-    ):
-        assert shown in text
-        text = text.replace(shown, ours)
-    yield yaml.safe_load(text)
-    site.kubectl("delete", "pod", "git", "--grace-period=1", check=True)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.usefixtures("claim")
-def test_code_comes_out_of_git_at_the_commit_that_is_named(
-    site: Site, here: Path, cloned: dict[str, Any]
-) -> None:
-    run(here, "kubectl apply -f claim.yaml")
-    site.apply(cloned)
-    try:
-        site.wait_phase("from-git", "Succeeded")
-        for rank, log in enumerate(logs(site, "from-git")):
-            assert f"rank {rank} has a net in /code/job, beside /code/job" in log
-    finally:
-        site.delete("from-git")
-
-
 @pytest.mark.tier("all")
 def test_an_image_from_ours_has_what_pip_was_asked_for(site: Site, here: Path) -> None:
     file, commands = blocks("More packages: an image of your own from ours")
     assert "REGISTRY/trainer:0.1.0" in file
     file = file.replace("REGISTRY/trainer:0.1.0", own_images.trainer())
     write(here, {"train.py": WITH_EINOPS})
-    pip = own_images.from_cache(here.parent / "pip", "einops")
+    pip = own_images.from_index(here.parent / "pip")
     with own_images.built("from-ours", file, here, pip) as name:
         own_images.into_nodes(site.cluster.name, IMAGE, name)
     _, init, apply = commands.replace("REGISTRY/mine:1", IMAGE).splitlines()

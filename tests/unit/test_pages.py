@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import yaml
 
 from support import benches, durations, faults, panels
 from support.loaded import load
-from support.manifest import documented, pages
+from support.manifest import blocks, documented, pages
 
 from harness import claims_page, scaling_page  # isort: skip
 
@@ -213,6 +215,26 @@ def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher() -> Non
     jobs = [job for place, job in documented() if place.startswith("migration.md")]
     containers = [job["spec"]["template"]["spec"]["containers"][0] for job in jobs]
     assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
+
+
+def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+        return done.stdout.decode().strip()
+
+    git("init", "--quiet", ".")
+    for text in ("named", "newer"):
+        (tmp_path / "train.py").write_text(text)
+        git("add", "--all")
+        git("commit", "--quiet", "--message", text)
+    job = yaml.safe_load(blocks("Out of git")[0])
+    (container,) = job["spec"]["template"]["spec"]["initContainers"]
+    command = [word.replace("/code", f"{tmp_path}/code") for word in container["command"]]
+    given = {"REPOSITORY": str(tmp_path), "COMMIT": git("rev-parse", "HEAD~")}
+    assert given.keys() < {each["name"] for each in container["env"]}
+    subprocess.run(command, env={**os.environ, **given}, check=True)
+    assert (tmp_path / "code/job/train.py").read_text() == "named"
 
 
 def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:
