@@ -26,8 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from devcluster.failure import Failure
-from soak.disturbances import FAULTS, Draw, Draws, Stage
-from soak.gangs import CLAIM, KINDS, SLOWED, Gang, Position
+from soak.disturbances import FAULTS, Draw, Stage, broken, draws
+from soak.gangs import CLAIM, KINDS, SLOWED, Gang
 from soak.record import Hit, Record, page
 from support import site as sites
 from support.chronicle import Chronicle
@@ -107,18 +107,19 @@ class Soak:
 
     def disturb(self, draw: Draw) -> Hit:
         """One fault, what comes on top of it, and the wait until everybody trains on."""
-        entry = FAULTS.entries[draw.kind]
-        concerned = [self.stage.gangs[draw.gang]] if entry.alone else list(self.stage.gangs)
+        alone = FAULTS[draw.kind].alone
+        concerned = [self.stage.gangs[draw.gang]] if alone else list(self.stage.gangs)
         now = time.monotonic()
         target = f"{self.stage.gangs[draw.gang].name} replica {draw.replica}"
-        hit = Hit(draw.kind, round(now - self.began, 1), target if entry.alone else "all")
+        hit = Hit(draw.kind, round(now - self.began, 1), target if alone else "all")
         more = f", then {draw.second.kind}" if draw.second else ""
         self.say(f"{draw.kind}: {hit.target}, for {draw.hold:.0f} s{more}")
         try:
-            with entry.fault(self.stage, draw):
+            with broken(self.stage, draw):
                 began = time.monotonic()
                 # Steps that were on their way when it hit may still be finished.
-                reached = {g.kind.name: _further(g.position, 2) for g in self.stage.gangs}
+                at = {g.kind.name: g.position for g in self.stage.gangs}
+                reached = {kind: (run, step + 2) for kind, (run, step) in at.items()}
                 self._on_top(draw, hit, began)
                 time.sleep(max(0.0, began + draw.hold - time.monotonic()))
                 hit.held = round(time.monotonic() - began, 1)
@@ -146,7 +147,7 @@ class Soak:
         while time.monotonic() < began + min(draw.wait, draw.hold + 3):
             time.sleep(0.1)
         hit.second = draw.second.kind
-        with suppress(*_TROUBLE), FAULTS.entries[draw.second.kind].fault(self.stage, draw.second):
+        with suppress(*_TROUBLE), broken(self.stage, draw.second):
             pass
 
     def check(self) -> None:
@@ -157,10 +158,6 @@ class Soak:
         except AssertionError as error:
             self.say(f"not checked now: {error}")
         self.record.writes, self.record.gaps = self.chronicle.writes, self.chronicle.gaps
-
-
-def _further(position: Position, steps: int) -> Position:
-    return position[0], position[1] + steps
 
 
 # --- The cluster --------------------------------------------------------------------------
@@ -207,14 +204,11 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
     tender = threading.Thread(target=soak.tend_all, daemon=True)
     tender.start()
     only = args.only.split(",") if args.only else ()
-    draws = Draws(args.seed, len(soak.stage.gangs), only)
-    for draw in draws:
+    for draw in draws(args.seed, len(soak.stage.gangs), only):
         if time.monotonic() > soak.began + 60 * args.minutes:
             break
         hit = soak.disturb(draw)
         soak.record.hits.append(hit)
-        if hit.missed:
-            draws.missed(draw)
         soak.check()
         save(soak.record, args)
         time.sleep(draw.rest)
@@ -241,7 +235,7 @@ def save(record: Record, args: argparse.Namespace) -> None:
     if args.json:
         record.save(args.json)
     if args.page:
-        kinds = {n: (e.fault.__doc__ or n).rstrip(".") for n, e in FAULTS.entries.items()}
+        kinds = {name: fault.what for name, fault in FAULTS.items()}
         args.page.write_text(page(json.loads(json.dumps(asdict(record))), kinds))
 
 
@@ -249,7 +243,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="of faults (30)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="which faults (random)")
-    parser.add_argument("--only", help="kinds of faults, by commas: " + ", ".join(FAULTS.entries))
+    parser.add_argument("--only", help="kinds of faults, by commas: " + ", ".join(FAULTS))
     parser.add_argument("--json", type=Path, help="what was seen goes there")
     parser.add_argument("--page", type=Path, help="and there, as a page of docs/")
     return parser.parse_args()

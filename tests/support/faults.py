@@ -1,6 +1,6 @@
 """The fault matrix: what can go wrong, what must follow, and which tests show it.
 
-docs/internals/fault-matrix.md holds the rows; a test says `@pytest.mark.fault("O1")`, and from these
+docs/internals/fault-matrix.md holds the rows; a test says `@pytest.mark.fault("O1")`, and from such
 marks `make manifests` writes the last column.
 """
 
