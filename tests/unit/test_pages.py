@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from support import benches, durations, faults, panels
+from support import benches, faults, panels
 from support.loaded import load
 from support.manifest import blocks, documented, pages
 
@@ -53,7 +53,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     claims = json.loads((INTERNALS / "claims.json").read_text())
     yield INTERNALS / "claims.md", claims_page.page(claims, scaling)
     yield faults.PAGE, faults.page()
-    yield durations.PAGE, durations.page(json.loads(durations.RESULTS.read_text()))
 
 
 def test_generated_pages_are_what_their_scripts_write_now() -> None:
