@@ -32,7 +32,7 @@ from soak.record import Hit, Record, page
 from support import site as sites
 from support.chronicle import Chronicle
 from support.cluster import ROOT, wait_for
-from support.rest import RestError
+from support.rest import Rest, RestError
 from support.site import Site
 
 NAME = "t-soak"
@@ -154,7 +154,7 @@ class Soak:
         """Hold what the watch has told since the last time against the invariants."""
         try:
             for what in self.chronicle.violations(60):
-                self.wrong(what)
+                self.wrong(str(what))
         except AssertionError as error:
             self.say(f"not checked now: {error}")
         self.record.writes, self.record.gaps = self.chronicle.writes, self.chronicle.gaps
@@ -258,8 +258,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # taking the cluster down
     with small_volume(256) as volume, sites.installed(NAME) as site:
         furnish(site, volume)
-        kubeconfig = site.cluster.kubeconfig
-        with Chronicle(kubeconfig, site.namespace, deposed=True) as chronicle:
+        with Chronicle(Rest(site.cluster.kubeconfig), site.namespace) as chronicle:
+            chronicle.state.deposed = True
             gangs = [Gang(kind, site, chronicle, volume) for kind in KINDS]
             soak = Soak(Stage(site, gangs, volume), chronicle, record)
             try:

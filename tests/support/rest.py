@@ -56,6 +56,7 @@ class Rest:
         #: For those who have a token: beside a client certificate it would not be looked at.
         self.nobodys_context = _tls(base, cluster, {}) if secure else None
         self.token: str | None = user.get("token")
+        self.headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         self._local = threading.local()
 
     def call(
@@ -67,9 +68,7 @@ class Rest:
         accept: str = "application/json",
     ) -> Object:
         """One request; RestError unless it succeeds. A stale connection is tried once more."""
-        headers = {"Accept": accept, "Content-Type": content_type}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+        headers = {"Accept": accept, "Content-Type": content_type, **self.headers}
         data = json.dumps(body).encode() if body is not None else None
         for last in (False, True):
             connection = self._connection()
@@ -121,18 +120,18 @@ class Rest:
             options["preconditions"] = {"uid": uid}
         return self.call("DELETE", path, options)
 
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection of one's own."""
+        host, port = self.url.hostname or "", self.url.port
+        if self.context is None:
+            return http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+        more: Any = {"context": self.context, "timeout": ANSWER_SECONDS}
+        return http.client.HTTPSConnection(host, port, **more)
+
     def _connection(self) -> http.client.HTTPConnection:
         connection = getattr(self._local, "connection", None)
         if connection is None:
-            host, port = self.url.hostname or "", self.url.port
-            connection = (
-                http.client.HTTPSConnection(
-                    host, port, context=self.context, timeout=ANSWER_SECONDS
-                )
-                if self.context
-                else http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
-            )
-            self._local.connection = connection
+            connection = self._local.connection = self.connect()
         return connection
 
 
