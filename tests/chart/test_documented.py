@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
+from support.chart import CHART, Helm, Template
 from support.cluster import ROOT
 from support.manifest import pages
 
-CHART = ROOT / "charts" / "ddpjob"
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: Options of `helm install` and `helm upgrade` that `helm template` has no use for.
 OTHERS = {
     *("--create-namespace", "--wait", "--take-ownership", "--force-conflicts"),
     "--reset-then-reuse-values",
 }
-
-Objects = dict[str, dict[str, Any]]
-Template = Callable[..., Objects]
-Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,16 @@ from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
+from support.chart import CHART, Helm, Template
 from support.cluster import ROOT
 from support.world import job_object
 
-FILES = ROOT / "charts" / "ddpjob" / "files"
+FILES = CHART / "files"
 TESTS = ROOT / "tests" / "chart" / "alerts_test.yaml"
 RUNBOOKS = ROOT / "docs" / "reference" / "runbooks.md"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 #: A metric of ours, and nothing else: such names stand in expressions only.
 NAME = re.compile(r"\bddpjob_[a-z_]+")
-
-Objects = dict[str, dict[str, Any]]
-Template = Callable[..., Objects]
 
 
 def alerts() -> Iterator[dict[str, Any]]:
@@ -174,6 +172,19 @@ def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template: Templa
     for rule in endpoint["relabelings"]:
         (source,) = rule["sourceLabels"]
         assert source.removeprefix("__meta_kubernetes_pod_label_") in labels
+
+
+def test_the_service_monitor_finds_the_operators_service(template: Template, helm: Helm) -> None:
+    on = ("--set", "metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.labels.team=a")
+    objects = template(*on)
+    monitor = objects["ServiceMonitor/ddpjob-operator"]
+    assert monitor["metadata"]["labels"]["team"] == "a"
+    service = objects["Service/ddpjob-operator-metrics"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    done = helm("template", str(CHART), *on, "--set", "metrics.service.enabled=false")
+    assert "needs metrics.service.enabled" in done.stderr
 
 
 def test_monitors_look_where_the_release_serves(template: Template) -> None:

@@ -9,18 +9,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
 from support import release as support
+from support.chart import Helm
 from support.cluster import ROOT
 
 pytestmark = pytest.mark.tier("gate")  # it builds everything twice
-
-Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def build(root: Path, out: Path) -> Path:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 
-from support.cluster import ROOT
-
-CHART = ROOT / "charts" / "ddpjob"
-
-Objects = dict[str, dict[str, Any]]
-Template = Callable[..., Objects]
-Helm = Callable[..., subprocess.CompletedProcess[str]]
-
+from support.chart import CHART, Helm, Template
 
 #: Every pod of the namespace that names no account would have the operator's rights.
 DEFAULT = "the namespace's default account must not get the operator's rights"
@@ -96,6 +87,8 @@ def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm: Helm, val
     assert ("kubectl delete crd" in notes) == owns
     assert ("every DDPJob of every" in notes) == owns
     assert f"-n ops delete lease {'second-operator' if owns else 'mine'}" in notes
+    assert "the whole cluster" in notes
+    assert "the namespaces a, b" in helm("install", *where, "--set", "namespaces={a,b}").stdout
 
 
 def test_values_are_described(helm: Helm) -> None:

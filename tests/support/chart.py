@@ -1,0 +1,15 @@
+"""The chart's folder, and what the fixtures of tests/chart are."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from support.cluster import ROOT
+
+CHART = ROOT / "charts" / "ddpjob"
+#: Rendered objects by "Kind/name", or "Kind/namespace/name" outside of the release's.
+Objects = dict[str, dict[str, Any]]
+Template = Callable[..., Objects]
+Helm = Callable[..., subprocess.CompletedProcess[str]]
