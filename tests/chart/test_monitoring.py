@@ -18,7 +18,7 @@ from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
-from support.chart import CHART, Helm, Template
+from support.chart import CHART, Helm, Template, panels
 from support.cluster import ROOT
 from support.world import job_object
 
@@ -33,12 +33,6 @@ NAME = re.compile(r"\bddpjob_[a-z_]+")
 def alerts() -> Iterator[dict[str, Any]]:
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
         yield from group["rules"]
-
-
-def panels() -> Iterator[dict[str, Any]]:
-    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
-        if panel["type"] != "row":
-            yield panel
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,8 @@ from support.launching import PATHS
 from support.manifest import blocks, example, examples
 from support.site import Site
 
-#: Files that others run (test_status.py; nearly all of them as digits()), or
-#: that ask for an object store.
-ELSEWHERE = {"digits.yaml", "plain-torchrun.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
+#: Files that others run (nearly all of them as digits()), or that ask for an object store.
+ELSEWHERE = {"digits.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
 LADDER = {
     f"ladder/{name}.yaml" for name in ("1-single", "2-processes", "3-faults", "4-machines", "5-gpt")
 }
@@ -95,7 +94,7 @@ def own(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_none_has_vanished() -> None:
-    assert set(HERE) == LADDER | {"recipe.yaml"}
+    assert set(HERE) == LADDER | {"recipe.yaml", "plain-torchrun.yaml"}
 
 
 @pytest.mark.tier("all")

@@ -36,26 +36,6 @@ def on_host(name: str) -> dict[str, Any]:
     return obj
 
 
-def apply_apart(site: Site) -> None:
-    """Apply both, anew as long as both have drawn the same port, as 1 in 2,000 pairs does."""
-    while True:
-        site.apply(*map(on_host, NAMES))
-        drawn = [wait_for(lambda name=name: ports(site, name), f"pods of {name}") for name in NAMES]
-        if drawn[0].isdisjoint(drawn[1]):
-            return
-        for name in NAMES:
-            site.delete(name)
-
-
-def ports(site: Site, name: str) -> set[str] | None:
-    """What a gang has drawn, once both pods are there."""
-    asked = ("MASTER_PORT", "DDPJOB_HUB_PORT", "DDPJOB_METRICS_PORT")
-    pods = site.pods(name).values()
-    given = [one for pod in pods for one in pod["spec"]["containers"][0]["env"]]
-    found = {one["value"] for one in given if one["name"] in asked}
-    return found if len(pods) == 2 else None
-
-
 @pytest.fixture
 def allowed(site: Site) -> Iterator[None]:
     """The tests' namespace is `restricted`, which the host's network is not."""
@@ -71,7 +51,7 @@ def allowed(site: Site) -> Iterator[None]:
 @pytest.mark.usefixtures("allowed")
 def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
     plugin = Plugin(site.cluster.kubeconfig, site.namespace)
-    apply_apart(site)
+    site.apply(*map(on_host, NAMES))  # both draw the same port in 1 of 2,000 pairs
     for name in NAMES:
         site.wait_phase(name, "Running")
         nodes = {pod["spec"]["nodeName"] for pod in site.pods(name).values()}

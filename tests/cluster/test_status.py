@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from support.cluster import ROOT, wait_for
-from support.patience import WITHIN
+from support.cluster import wait_for
 from support.site import Site, digits, job, trainer
 
 
@@ -109,11 +106,3 @@ def test_deletion_leaves_nothing(site: Site) -> None:
         lambda: True if not site.get(kinds, "-l", selector)["items"] else None,
         "everything of the job to go",
     )  # fmt: skip
-
-
-def test_the_plain_torchrun_example_runs_as_it_stands(site: Site) -> None:
-    manifest: Path = ROOT / "manifests" / "examples" / "plain-torchrun.yaml"
-    site.kubectl("apply", "-f", str(manifest), check=True)
-    status = site.wait_phase("plain-torchrun", "Succeeded")
-    assert status["restarts"]["total"] == 0
-    site.kubectl("delete", "-f", str(manifest), WITHIN, check=True)

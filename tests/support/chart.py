@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from support.cluster import ROOT
@@ -13,3 +14,10 @@ CHART = ROOT / "charts" / "ddpjob"
 Objects = dict[str, dict[str, Any]]
 Template = Callable[..., Objects]
 Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    """The panels of the dashboard, without the titles between them."""
+    for panel in json.loads((CHART / "files" / "dashboard.json").read_text())["panels"]:
+        if panel["type"] != "row":
+            yield panel

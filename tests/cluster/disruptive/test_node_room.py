@@ -10,7 +10,7 @@ import pytest
 
 from support.cluster import wait_for
 from support.patience import WITHIN
-from support.site import STEPS, Finished, Site, digits
+from support.site import STEPS, Finished, Site, digits, job
 
 pytestmark = pytest.mark.tier("all")
 
@@ -95,29 +95,10 @@ def request_cpu(site: Site, container: dict[str, Any], share: float) -> None:
 
 
 def intruder(site: Site) -> dict[str, Any]:
-    container = {
-        "name": "main",
-        "image": "ddpjob/trainer:0.1.0",
-        "command": ["sleep", "3600"],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-    request_cpu(site, container, 0.7)
-    security = {
-        "runAsNonRoot": True,
-        "runAsUser": 1000,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "intruder"},
-        "spec": {
-            "priorityClassName": URGENT,
-            "terminationGracePeriodSeconds": 1,
-            "securityContext": security,
-            "containers": [container],
-        },
-    }
+    pod = job("intruder", ["sleep", "3600"])["spec"]["template"]
+    pod["spec"] |= {"priorityClassName": URGENT, "terminationGracePeriodSeconds": 1}
+    request_cpu(site, pod["spec"]["containers"][0], 0.7)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "intruder"}, **pod}
 
 
 def lost_one(site: Site, name: str) -> dict[str, Any] | None:
