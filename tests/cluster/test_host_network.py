@@ -13,7 +13,7 @@ import pytest
 
 from support.cluster import wait_for
 from support.plugin import Plugin
-from support.site import Site, digits
+from support.site import Site, digits, spread
 
 pytestmark = pytest.mark.tier("all")
 
@@ -22,17 +22,8 @@ NAMES = ("host-a", "host-b")
 
 def on_host(name: str) -> dict[str, Any]:
     """A gang with a pod on each node."""
-    obj = digits(name, steps=40, slow=20, replicas=2)
-    pod = obj["spec"]["template"]["spec"]
-    pod["hostNetwork"] = True
-    pod["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "DoNotSchedule",
-            "labelSelector": {"matchLabels": {"ddpjob.dev/job-name": name}},
-        }
-    ]
+    obj = spread(digits(name, steps=40, slow=20, replicas=2))
+    obj["spec"]["template"]["spec"]["hostNetwork"] = True
     return obj
 
 
@@ -54,8 +45,7 @@ def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
     site.apply(*map(on_host, NAMES))  # both draw the same port in 1 of 2,000 pairs
     for name in NAMES:
         site.wait_phase(name, "Running")
-        nodes = {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
-        assert len(nodes) == 2, nodes
+        assert len(site.nodes(name)) == 2
 
     def told() -> bool | None:
         """Steps and speed come from the pages of the pods, at ports that no spec names."""

@@ -65,10 +65,6 @@ def job(name: str, step_seconds: str) -> dict[str, Any]:
     return found
 
 
-def uids(site: Site) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in site.pods("lost").values()}
-
-
 @pytest.mark.usefixtures("store")
 def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) -> None:
     site.apply(job("kept", "0"))
@@ -77,14 +73,14 @@ def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) 
     site.delete("kept")
     site.apply(job("lost", "0.4"))
     site.wait_running("lost", 1, snapshot_after=20)
-    before = uids(site)
+    before = {*site.uids("lost").values()}
     # In one request: of three the operator might answer the first before the third is sent.
     chosen = "labelSelector=ddpjob.dev/job-name=lost,ddpjob.dev/attempt=1&gracePeriodSeconds=0"
     pods = f"/api/v1/namespaces/{site.namespace}/pods?{chosen}"
     site.kubectl("delete", "--raw", pods, check=True)
     site.wait_running("lost", 2)
     assert len(before) == 3
-    assert before.isdisjoint(uids(site))
+    assert before.isdisjoint(site.uids("lost").values())
     assert site.resumed_from("lost") >= 10
     status = site.wait_phase("lost", "Succeeded")
     assert (status["attempt"], status["restarts"]["total"]) == (2, 1)

@@ -54,8 +54,7 @@ def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> Non
         return rows if told else None
 
     rows = wait_for(all_told, "every replica to tell its step")
-    nodes = {pod["spec"]["nodeName"] for pod in site.pods(NAME).values()}
-    assert {row["NODE"] for row in rows} == nodes
+    assert {row["NODE"] for row in rows} == site.nodes(NAME)
     assert {(row["POD"], row["READY"], row["ROUND"]) for row in rows} == {("Running", "yes", "0")}
     assert all(float(row["STEPS/S"]) > 0 for row in rows)
     before = [int(row["STEP"]) for row in rows]

@@ -8,20 +8,6 @@ from support.cluster import wait_for
 from support.site import Site, digits, job, trainer
 
 
-def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
-    """The message of a condition, once it is true for that reason."""
-
-    def told() -> str | None:
-        found = site.condition(name, type_)
-        right = found.get("status") == "True" and found.get("reason") == reason
-        return str(found["message"]) if right else None
-
-    try:
-        return wait_for(told, f"{type_}={reason}")
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{site.explain(name)}") from None
-
-
 @pytest.mark.fault("N1")
 def test_max_restarts_is_exact_and_the_cause_is_told(site: Site) -> None:
     name, limit = "max-restarts", 1  # others: tests/api/test_operator_lifecycle.py
@@ -61,7 +47,7 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
     obj = job(name, ["true"])
     right, trainer(obj)["image"] = trainer(obj)["image"], "ddpjob/no-such-image:1"
     site.apply(obj)
-    told = wait_condition(site, name, "Stalled", "ImagePullBackOff")
+    told = site.wait_condition(name, "Stalled", "ImagePullBackOff")
     assert "ddpjob/no-such-image:1" in told
     assert "ImagePullBackOff" in site.kubectl("get", "ddpjob", name).stdout
     trainer(obj)["image"] = right
@@ -79,7 +65,7 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
 def test_a_missing_claim_is_told(site: Site) -> None:
     claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
-    assert "no-such-claim" in wait_condition(site, "no-claim", "Stalled", "Unschedulable")
+    assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
     site.delete("no-claim")
 
 
@@ -90,7 +76,7 @@ def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
     trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
     site.apply(obj)
-    told = wait_condition(site, "no-config", "Stalled", "ContainerCreating")
+    told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
     assert "kubectl describe pod" in told
     site.delete("no-config")
 

@@ -118,18 +118,8 @@ def signalled(pids: list[int], number: Signals, *, wakes: bool = False) -> Mend:
     return lambda: wakes and send(pids, SIGCONT)
 
 
-def leader(stage: Stage) -> str:
-    def named() -> str | None:
-        try:
-            return stage.site.leader()[0] or None
-        except AssertionError:
-            return None  # the pod of the lease is gone
-
-    return wait_for(named, "a leader whose pod is there", 240)
-
-
 def stopped_leader(stage: Stage, _: Draw) -> Mend:
-    pids = [pid for pid in processes_with(HOSTNAME=leader(stage)) if is_first(pid)]
+    pids = [pid for pid in processes_with(HOSTNAME=stage.site.wait_leader()[0]) if is_first(pid)]
     return signalled(pids, SIGSTOP, wakes=True)
 
 
@@ -161,7 +151,7 @@ def pod(stage: Stage, draw: Draw, *, evict: bool = False, grace: int | None = No
 
 
 def leader_pod(stage: Stage, _: Draw) -> Mend:
-    words = ("-n", SYSTEM, "delete", "pod", leader(stage), "--wait=false")
+    words = ("-n", SYSTEM, "delete", "pod", stage.site.wait_leader()[0], "--wait=false")
     stage.site.cluster.kubectl(*words, check=True)
     return nothing
 

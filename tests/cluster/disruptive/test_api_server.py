@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from support.cluster import wait_for
 from support.plane import Plane
-from support.site import STEPS, Finished, Site, digits
+from support.site import STEPS, Finished, Site, digits, newest_snapshot
 
 pytestmark = pytest.mark.tier("all")
 
@@ -25,20 +23,15 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, finished: Finish
     ]
     site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
-    volume = site.volume()
+    folder = site.volume() / name
     plane = Plane(site.cluster)
     plane.kill("apiserver")
     try:
-        reached = newest(volume, name)
-        wait_for(lambda: newest(volume, name) >= reached + 20 or None, "20 steps more")
+        reached = newest_snapshot(folder)
+        wait_for(lambda: newest_snapshot(folder) >= reached + 20 or None, "20 steps more")
     finally:
         plane.repair()
     after = finished(name)
     restarts = after["restarts"]
     assert (after["attempt"], restarts["total"], restarts["inPlace"]) == (1, 0, 0), after
     site.delete(name)
-
-
-def newest(volume: Path, name: str) -> int:
-    manifests = (volume / name).glob("*/step-*.json")
-    return max((int(path.stem.split("-")[1]) for path in manifests), default=0)

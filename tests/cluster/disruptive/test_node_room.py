@@ -28,7 +28,7 @@ def test_a_drained_node_is_left(site: Site, finished: Finished) -> None:
     try:
         site.cluster.kubectl(*words, WITHIN, check=True)
         after = site.wait_running(name, 2)
-        assert node not in {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
+        assert node not in site.nodes(name)
     finally:
         site.cluster.kubectl("uncordon", node, check=True)
     assert after["lastFailure"]["class"] == "Disruption", after["failures"]

@@ -13,7 +13,7 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
     name = "operator-killed"
     site.apply(digits(name, steps=100_000, step_seconds=0.1))
     site.wait_running(name, 1)
-    before = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
+    before = site.uids(name)
     for _ in range(3):
         seen = site.progress(name, "step")
         site.kill_operator()
@@ -22,8 +22,7 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
             lambda seen=seen: site.progress(name, "step") > seen + 5 or None,
             "a new operator to report progress",
         )  # fmt: skip
-    after = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
     status = site.status(name)
-    assert after == before
+    assert site.uids(name) == before
     assert (status["attempt"], status["restarts"]["total"]) == (1, 0)
     site.delete(name)

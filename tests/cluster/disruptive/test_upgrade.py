@@ -34,7 +34,7 @@ def test_a_running_gang_is_left_alone(site: Site) -> None:
     name = "beside-upgrades"
     site.apply(digits(name, steps=100_000, step_seconds=0.1))
     site.wait_running(name, 1)
-    gang = {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
+    gang = site.uids(name)
     upgrade = ("upgrade", "ddpjob", str(ROOT / "charts" / "ddpjob"), "--reuse-values")
     steps = [(*upgrade, "--set", "commonLabels.team=a,leaseSeconds=10"), ("rollback", "ddpjob")]
     for command in steps:
@@ -46,7 +46,7 @@ def test_a_running_gang_is_left_alone(site: Site) -> None:
             lambda seen=seen: site.progress(name, "step") > seen + 20 or None,
             "a new operator to report progress",
         )  # fmt: skip
-    assert {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()} == gang
+    assert site.uids(name) == gang
     status = site.status(name)
     assert (status["attempt"], status["restarts"]["total"]) == (1, 0)
     site.delete(name)
