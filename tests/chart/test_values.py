@@ -91,49 +91,28 @@ def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm: Helm, val
     assert "the namespaces a, b" in helm("install", *where, "--set", "namespaces={a,b}").stdout
 
 
-def test_values_are_described(helm: Helm) -> None:
-    """Every value has a `# --` line above it and a place in the schema."""
+def test_values_are_described_and_a_section_that_is_null_is_refused_by_name(helm: Helm) -> None:
+    """A `# --` line above each, a place in the schema; not the line of a template with a nil."""
     lines = (CHART / "values.yaml").read_text().splitlines()
-    schema = json.loads((CHART / "values.schema.json").read_text())
     described = {
         following.strip().split(":")[0]
         for line, following in itertools.pairwise(lines)
         if line.strip().startswith("# -- ")
     }
 
-    def walk(values: dict[str, Any], node: dict[str, Any]) -> None:
+    def walk(values: dict[str, Any], node: dict[str, Any], path: str = "") -> None:
         for name, value in values.items():
             inner = node["properties"][name]
             if isinstance(value, dict) and inner.get("properties"):
                 assert inner["additionalProperties"] is False, name
-                walk(value, inner)
+                done = helm("template", str(CHART), "--set", f"{path}{name}=null")
+                assert f"missing property '{name}'" in done.stderr, name
+                walk(value, inner, f"{path}{name}.")
             else:
                 assert name in described, f"{name} has no `# --` line in values.yaml"
 
-    walk(yaml.safe_load("\n".join(lines)), schema)
-
-
-def sections(values: dict[str, Any]) -> list[str]:
-    """Every value that holds values of ours, as --set names it."""
     schema = json.loads((CHART / "values.schema.json").read_text())
-    found = []
-
-    def walk(values: dict[str, Any], node: dict[str, Any], path: str) -> None:
-        for name, value in values.items():
-            inner = node["properties"][name]
-            if isinstance(value, dict) and inner.get("properties"):
-                found.append(f"{path}{name}")
-                walk(value, inner, f"{path}{name}.")
-
-    walk(values, schema, "")
-    return found
-
-
-def test_a_section_that_is_null_is_refused_by_name(helm: Helm) -> None:
-    """Not by the line of a template, with a nil pointer."""
-    for section in sections(yaml.safe_load((CHART / "values.yaml").read_text())):
-        done = helm("template", str(CHART), "--set", f"{section}=null")
-        assert f"missing property '{section.rpartition('.')[2]}'" in done.stderr, section
+    walk(yaml.safe_load("\n".join(lines)), schema)
 
 
 def test_a_label_that_is_given_twice_is_there_once(helm: Helm) -> None:

@@ -193,6 +193,8 @@ def test_every_example_is_listed_says_how_to_run_it_and_is_short() -> None:
 def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 100
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) == 15
     for target in ("try", "demo", "down", "help", "check", "test", "test-all"):
         assert f"make {target}" in text, target
 
