@@ -39,7 +39,7 @@ def test_an_out_of_memory_that_was_survived_is_not_the_cause_of_a_later_eviction
     trainer(body)["resources"] = {"limits": {"memory": "100Mi"}}
     site.apply(body)
     site.wait_running(name, 1)
-    said = lambda: "child -9" in site.kubectl("logs", f"{name}-1", check=True).stdout or None  # noqa: E731
+    said = lambda: "child -9" in site.kubectl("logs", f"{name}-1", check=True).stdout  # noqa: E731
     wait_for(said, "the child to be killed")
     site.evict(f"{name}-1")
     loss = failed(site, name)

@@ -146,7 +146,7 @@ def assert_ok() -> None:
     assert found["bridge"]["up"], shown
     for node in found["nodes"].values():
         assert (node["state"], node["missing"]) == ("on", []), shown
-    wait_for(lambda: status()["ok"] or None, f"all to be up, not {shown}")
+    wait_for(lambda: status()["ok"], f"all to be up, not {shown}")
 
 
 def pod(cluster: Cluster, number: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def wait_running(cluster: Cluster, number: int) -> str:
 def wait_restarted(cluster: Cluster, number: int, old: str) -> None:
     """Wait until a pod's container is another one than ``old``."""
     what = f"a new container in gang-{number}"
-    wait_for(lambda: wait_running(cluster, number) != old or None, what)
+    wait_for(lambda: wait_running(cluster, number) != old, what)
 
 
 def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
@@ -182,7 +182,7 @@ def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
     directory = cluster.kubectl("get", "pv", "-o", path, check=True).stdout
     assert Path(directory).is_dir()
     cluster.kubectl("delete", "pvc", "passing", check=True)
-    wait_for(lambda: not Path(directory).exists() or None, "the volume's directory to go")
+    wait_for(lambda: not Path(directory).exists(), "the volume's directory to go")
 
 
 @pytest.mark.parametrize("component", ["etcd", "apiserver", "node1-containerd", "node2-kubelet"])
@@ -191,7 +191,7 @@ def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None
     pid = json.loads((register / f"{component}.json").read_text())["pid"]
     containers = [wait_running(cluster, number) for number in (1, 2)]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: process.identify(pid) is None or None, f"{component} to die")
+    wait_for(lambda: process.identify(pid) is None, f"{component} to die")
     assert status()["ok"] is False
     devcluster("up")
     assert_ok()
@@ -228,5 +228,5 @@ def test_down_leaves_nothing_and_takes_nothing(
     finally:
         bystander.kill()
         bystander.wait()
-    wait_for(lambda: not any(traces().values()) or None, f"all of it to go: {traces()}")
+    wait_for(lambda: not any(traces().values()), f"all of it to go: {traces()}")
     assert host() == before

@@ -39,7 +39,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) 
         assert failure["node"].startswith("node")
         told = f"replica {failure['replica']} (rank {failure['rank']})"
         wait_for(
-            lambda told=told: told in site.describe(name) or None,
+            lambda told=told: told in site.describe(name),
             f"an event that tells of {told}",
         )  # fmt: skip
     after = finished(name)

@@ -88,7 +88,4 @@ def test_deletion_leaves_nothing(site: Site) -> None:
     site.delete(name)
     selector = f"ddpjob.dev/job-name={name}"
     kinds = "pods,services,networkpolicies,endpointslices"
-    wait_for(
-        lambda: True if not site.get(kinds, "-l", selector)["items"] else None,
-        "everything of the job to go",
-    )  # fmt: skip
+    wait_for(lambda: not site.get(kinds, "-l", selector)["items"], "everything of the job to go")

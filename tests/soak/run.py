@@ -130,7 +130,7 @@ class Soak:
         whom = self.stage.gangs if draw.second else concerned
 
         def on() -> bool | None:
-            return all(gang.position > reached[gang.kind.name] for gang in whom) or None
+            return all(gang.position > reached[gang.kind.name] for gang in whom)
 
         try:
             wait_for(on, "all to train on", _FROZEN)
@@ -220,7 +220,7 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
         def over(gang: Gang = gang) -> bool | None:
             with suppress(*_TROUBLE):
                 soak.tend(gang, last=True)
-            return bool(gang.runs[-1].phase) or None
+            return bool(gang.runs[-1].phase)
 
         try:
             wait_for(over, f"{gang.name} to end", 600)

@@ -46,7 +46,7 @@ class Plane:
         """SIGKILL, and wait until it is gone."""
         os.kill(self.pid(component), signal.SIGKILL)
         running = self._kept.register.running
-        wait_for(lambda: running(component) is None or None, f"{component} to be gone")
+        wait_for(lambda: running(component) is None, f"{component} to be gone")
 
     def repair(self) -> None:
         """Start whatever is missing; wait until all of it is ready."""
@@ -94,7 +94,7 @@ class Plane:
         kept = self._kept
         program = binaries.ensure(["etcd"], print)["etcd"]
         kept.ensure_process("etcd", [program, *render.etcd(kept.layout)])
-        wait_for(lambda: self._answers() or None, "etcd to answer")
+        wait_for(self._answers, "etcd to answer")
         key = base64.b64encode(b"bump").decode()
         while self._revision() <= last:
             self._etcd("kv/put", {"key": key})

@@ -97,7 +97,7 @@ def running(
 
         try:
             found = Prometheus(wait_for(port, "Prometheus to listen"))
-            wait_for(lambda: found.ready() or None, "Prometheus to be ready")
+            wait_for(found.ready, "Prometheus to be ready")
             yield found
         finally:
             process.terminate()

@@ -12,17 +12,15 @@ import json
 import ssl
 import tempfile
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from support.patience import PATIENCE
+from support.patience import PATIENCE, T, wait_for
 
-T = TypeVar("T")
 Object = dict[str, Any]
 
 JOBS = "/apis/ddpjob.dev/v1alpha1"
@@ -139,14 +137,7 @@ def eventually(
     what: str, check: Callable[[], T | None], seconds: float = PATIENCE, every: float = 0.05
 ) -> T:
     """Wait until ``check`` gives something true and return it; say what was missing if not."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = check()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(every)
+    return wait_for(check, what, seconds, every)
 
 
 def _tls(base: Path, cluster: Object, user: Object) -> ssl.SSLContext:

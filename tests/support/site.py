@@ -21,8 +21,8 @@ from typing import Any
 
 from devcluster import binaries
 from support import cluster
-from support.cluster import ROOT, Cluster, T, wait_for
-from support.patience import WITHIN
+from support.cluster import ROOT, Cluster
+from support.patience import WITHIN, T, wait_for
 from support.plane import is_first, is_rank, processes_with, send
 from support.rest import JOBS
 from support.rounds import UNHURRIED, patch
@@ -240,17 +240,16 @@ class Site:
     def resumed_from(self, name: str) -> int:
         """The step of the snapshot that rank 0 says it resumed from, as soon as it has."""
 
-        def said() -> int | None:
+        def said() -> re.Match[str] | None:
             log = self.kubectl("logs", f"{name}-0").stdout
-            found = re.search(r"resuming after step (\d+)", log)
-            return int(found.group(1)) if found else None
+            return re.search(r"resuming after step (\d+)", log)
 
-        return wait_for(said, f"{name} to resume from a snapshot")
+        return int(wait_for(said, f"{name} to resume from a snapshot")[1])
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
         self.kubectl("delete", "ddpjob", name, "--wait", WITHIN, check=True)
-        wait_for(lambda: True if not self.pods(name) else None, f"pods of {name} to go")
+        wait_for(lambda: not self.pods(name), f"pods of {name} to go")
 
 
 def newest_snapshot(folder: Path) -> int:

@@ -294,7 +294,7 @@ def test_neither_a_zombie_nor_another_process_of_its_pid_is_alive(
         assert process.end([foreign], polite=False) == []
     assert child.poll() is None
     child.kill()
-    wait_for(lambda: not process.is_alive(identity) or None, "it to be a zombie")
+    wait_for(lambda: not process.is_alive(identity), "it to be a zombie")
     assert Path(f"/proc/{child.pid}").exists(), "nobody has waited for it"
 
 
@@ -304,7 +304,7 @@ def test_a_process_may_clean_up_and_a_deaf_one_is_killed(
 ) -> None:
     script = f"trap '{trap}' TERM; touch ready; while :; do sleep 0.05; done"
     with subprocess.Popen(["sh", "-c", script], cwd=tmp_path) as child:
-        wait_for(lambda: (tmp_path / "ready").exists() or None, "its trap")
+        wait_for((tmp_path / "ready").exists, "its trap")
         process.end([identity_of(child)], seconds=seconds)
         assert child.wait(PATIENCE) == (0 if trap else -9)
     assert (tmp_path / "cleaned").exists() is bool(trap)

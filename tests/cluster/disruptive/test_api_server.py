@@ -28,7 +28,7 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, finished: Finish
     plane.kill("apiserver")
     try:
         reached = newest_snapshot(folder)
-        wait_for(lambda: newest_snapshot(folder) >= reached + 20 or None, "20 steps more")
+        wait_for(lambda: newest_snapshot(folder) >= reached + 20, "20 steps more")
     finally:
         plane.repair()
     after = finished(name)

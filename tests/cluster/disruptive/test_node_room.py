@@ -106,7 +106,7 @@ def lost_one(site: Site, name: str) -> dict[str, Any] | None:
     return status if status.get("lastFailure") else None
 
 
-def released(site: Site, name: str) -> bool | None:
+def released(site: Site, name: str) -> bool:
     stalled = site.condition(name, "Stalled")
     told = (stalled.get("status"), stalled.get("reason")) == ("True", "Unschedulable")
-    return (told and site.status(name)["phase"] == "Pending" and not site.pods(name)) or None
+    return told and site.status(name)["phase"] == "Pending" and not site.pods(name)

@@ -64,13 +64,10 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     assert site.nodes(name).isdisjoint({cut})
     behind = site.volume() / name / "00000001"
     zombie = newest_snapshot(behind)
-    wait_for(
-        lambda: newest_snapshot(behind) > zombie or None,
-        "the zombie to commit beside the new gang",
-    )  # fmt: skip
+    wait_for(lambda: newest_snapshot(behind) > zombie, "the zombie to commit beside the new gang")
     site.cluster.node("heal", cut)
     here = {"DDPJOB_NAMESPACE": site.namespace, "DDPJOB_NAME": name, "DDPJOB_ATTEMPT": "1"}
-    wait_for(lambda: not processes_with(**here) or None, "the zombie to be ended")
+    wait_for(lambda: not processes_with(**here), "the zombie to be ended")
     after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
     site.delete(name)

@@ -19,9 +19,9 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
         site.kill_operator()
         # Its progress moves on only when a new operator process has taken over.
         wait_for(
-            lambda seen=seen: site.progress(name, "step") > seen + 5 or None,
+            lambda seen=seen: site.progress(name, "step") > seen + 5,
             "a new operator to report progress",
-        )  # fmt: skip
+        )
     status = site.status(name)
     assert site.uids(name) == before
     assert (status["attempt"], status["restarts"]["total"]) == (1, 0)

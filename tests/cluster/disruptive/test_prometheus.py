@@ -58,19 +58,19 @@ def watch(
 
 def wait_firing(watch: Prometheus, name: str, **labels: str) -> None:
     wait_for(
-        lambda: labels.items() <= watch.firing().get(name, {"": ""}).items() or None,
+        lambda: labels.items() <= watch.firing().get(name, {"": ""}).items(),
         f"{name} {labels} to fire among {watch.firing()}",
-    )  # fmt: skip
+    )
 
 
 def wait_resolved(watch: Prometheus, name: str) -> None:
-    wait_for(lambda: name not in watch.firing() or None, f"{name} to be over")
+    wait_for(lambda: name not in watch.firing(), f"{name} to be over")
 
 
 def wait_told(watch: Prometheus, expression: str, what: str) -> None:
     """Wait until a sum over both operators is 1; a page that comes late is in no sum."""
     both = f"{expression} and on() count(ddpjob_leader) == 2"
-    wait_for(lambda: [one["value"][1] for one in watch.query(both)] == ["1"] or None, what)
+    wait_for(lambda: [one["value"][1] for one in watch.query(both)] == ["1"], what)
 
 
 def test_everything_is_found_alerts_fire_and_every_panel_has_data(
@@ -81,9 +81,8 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(
     site.wait_running("watched", 1, step=25)
     here = f'namespace="{site.namespace}",ddpjob="watched"'
     wait_for(
-        lambda: len(watch.query(f"ddpjob_trainer_step{{{here}}} > 20")) == 3 or None,
-        "a step of each rank",
-    )  # fmt: skip
+        lambda: len(watch.query(f"ddpjob_trainer_step{{{here}}} > 20")) == 3, "a step of each rank"
+    )
     jobs = f'sum(ddpjob_jobs{{namespace="{site.namespace}",phase="Running"}})'
     wait_told(watch, jobs, "the job to be told by the leader alone")
 
@@ -126,7 +125,7 @@ def check_panels(site: Site, watch: Prometheus) -> None:
                 expression = expression.replace(name, value)
             what = f"{panel['title']}: data for {expression}"
             # Samples per second come with a line of progress, now and then.
-            wait_for(lambda asked=expression: watch.query(asked) or None, what)
+            wait_for(lambda asked=expression: watch.query(asked), what)
             asked += 1
     assert asked > 15
 

@@ -49,10 +49,10 @@ def test_a_restored_etcd_loses_no_gang_and_doubles_none(
     plane.repair()
     chronicle.begin_anew()
 
-    wait_for(lambda: not gangs_of(site, later) or None, "pods that nobody knows to go")
+    wait_for(lambda: not gangs_of(site, later), "pods that nobody knows to go")
     after = site.wait_running(again, 2, snapshot_after=reached)
     assert after["attempt"] > 1
-    wait_for(lambda: len(gangs_of(site, again)) == 1 or None, "one gang")
+    wait_for(lambda: len(gangs_of(site, again)) == 1, "one gang")
     assert site.status(over) == ended
     site.apply(unknown)  # as its user would
     for name in (again, later):

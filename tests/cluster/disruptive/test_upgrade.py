@@ -40,12 +40,12 @@ def test_a_running_gang_is_left_alone(site: Site) -> None:
     for command in steps:
         before = operators(site)
         helm(site, *command)
-        wait_for(lambda before=before: operators(site).isdisjoint(before) or None, "new operators")
+        wait_for(lambda before=before: operators(site).isdisjoint(before), "new operators")
         seen = site.progress(name, "step")
         wait_for(
-            lambda seen=seen: site.progress(name, "step") > seen + 20 or None,
+            lambda seen=seen: site.progress(name, "step") > seen + 20,
             "a new operator to report progress",
-        )  # fmt: skip
+        )
     assert site.uids(name) == gang
     status = site.status(name)
     assert (status["attempt"], status["restarts"]["total"]) == (1, 0)
