@@ -1,4 +1,4 @@
-"""docs/start/your-script.md: a script on a claim, and in an image made from ours.
+"""docs/start/your-script.md: a script on a claim.
 
 Blocks of the page are run as a reader runs them, by a shell; of the names in capitals those that
 only the reader can know are filled in. The ConfigMap is test_examples.py's, git test_pages.py's.
@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from support import own_images
 from support.launching import PATHS
 from support.manifest import blocks
 from support.site import Site
 
-IMAGE = "registry.example/mine:1"
 #: A script and what it imports; no torch, whose start would be all that the test lasts.
 CODE = {
     "train.py": """
@@ -31,18 +29,6 @@ print(f"rank {rank} has {NAME} in {pathlib.Path.cwd()}, beside {pathlib.Path(__f
 """,
     "models/net.py": "NAME = 'a net'\n",
 }
-WITH_EINOPS = """
-import os
-import torch
-import torch.distributed as dist
-from einops import rearrange
-
-dist.init_process_group("gloo")
-open("written", "w").close()
-mine = rearrange(torch.arange(6) * (dist.get_rank() + 1), "(a b) -> a b", a=2)
-dist.all_reduce(mine)
-print("sum", mine.tolist())
-"""
 
 
 @pytest.fixture
@@ -104,23 +90,3 @@ def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Pat
             assert f"[train-{rank}] rank {rank} has a net in {here}, beside {here}" in shown
     finally:
         site.delete("train")
-
-
-@pytest.mark.tier("all")
-def test_an_image_from_ours_has_what_pip_was_asked_for(site: Site, here: Path) -> None:
-    file, commands = blocks("More packages: an image of your own from ours")
-    assert "REGISTRY/trainer:0.1.0" in file
-    file = file.replace("REGISTRY/trainer:0.1.0", own_images.trainer())
-    write(here, {"train.py": WITH_EINOPS})
-    pip = own_images.from_index(here.parent / "pip")
-    with own_images.built("from-ours", file, here, pip) as name:
-        own_images.into_nodes(site.cluster.name, IMAGE, name)
-    _, init, apply = commands.replace("REGISTRY/mine:1", IMAGE).splitlines()
-    run(here, f"{init}\n{apply}")
-    try:
-        site.wait_phase("train", "Succeeded")
-        for log in logs(site, "train"):
-            assert "sum [[0, 3, 6], [9, 12, 15]]" in log
-    finally:
-        site.delete("train")
-        site.kubectl("delete", "pvc", "train-snapshots", check=True)
