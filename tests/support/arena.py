@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support.chronicle import Chronicle
+from support.manifest import ddpjob
 from support.operator import OperatorProcess, write_kubeconfig
 from support.patience import PATIENCE
 from support.pods import HandKubelet
@@ -96,14 +97,10 @@ class Arena:
 
     def job(self, name: str, **spec: Any) -> Object:
         """A DDPJob of 3 replicas whose pods the real scheduler leaves alone."""
-        container = {"name": "trainer", "image": "example/train:1"}
-        template = {"spec": {"schedulerName": "hand", "containers": [container]}}
-        return {
-            "apiVersion": "ddpjob.dev/v1alpha1",
-            "kind": "DDPJob",
-            "metadata": {"name": name},
-            "spec": {"replicas": 3, "template": template, **spec},
-        }
+        body = ddpjob(name, **spec)
+        if "template" not in spec:
+            body["spec"]["template"]["spec"]["schedulerName"] = "hand"
+        return body
 
     def apply(self, name: str, **spec: Any) -> Object:
         """Create such a job."""
