@@ -14,7 +14,6 @@ from devcluster import binaries
 from support import prometheus
 from support.chart import CHART, panels
 from support.cluster import wait_for
-from support.patience import WITHIN
 from support.prometheus import Prometheus
 from support.site import SYSTEM, Site, digits, job
 
@@ -128,13 +127,3 @@ def check_panels(site: Site, watch: Prometheus) -> None:
             wait_for(lambda asked=expression: watch.query(asked), what)
             asked += 1
     assert asked > 15
-
-
-def test_helm_test_passes(site: Site) -> None:
-    helm = binaries.ensure(["helm"], print)["helm"]
-    where = ("--kubeconfig", site.cluster.kubeconfig, "-n", SYSTEM)
-    done = subprocess.run(
-        [helm, "test", "ddpjob", *where, "--logs", WITHIN],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
