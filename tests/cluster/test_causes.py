@@ -23,11 +23,10 @@ while True: time.sleep(0.1)
 def failed(site: Site, name: str) -> dict[str, Any]:
     """The first failure that is told."""
 
-    def told() -> dict[str, Any] | None:
-        found: list[dict[str, Any]] = site.status(name).get("failures", [])
-        return found[0] if found else None
-
-    return wait_for(told, f"a failure of {name}")
+    failures: list[dict[str, Any]] = wait_for(
+        lambda: site.status(name).get("failures"), f"a failure of {name}"
+    )
+    return failures[0]
 
 
 @pytest.mark.fault("N5")

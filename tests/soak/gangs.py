@@ -23,7 +23,7 @@ from ddpjob_trainer.snapshot.reader import Snapshot, SnapshotToolError, choose
 from support.chronicle import Chronicle
 from support.invariants import JOBS, PODS
 from support.objects import attempt, status
-from support.rest import Rest, RestError
+from support.rest import Rest, RestError, urlopen
 from support.site import SLOW, Site, job
 
 CLAIM, SLOWED = "small", "slowed"
@@ -195,12 +195,9 @@ class Gang:
 
 
 def _state(address: str) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(address, _PORT, timeout=1)
     try:
-        connection.request("GET", "/state")
-        found = json.loads(connection.getresponse().read())
+        with urlopen(f"http://{address}:{_PORT}/state", timeout=1) as answer:
+            found = json.loads(answer.read())
     except (OSError, ValueError, http.client.HTTPException):
         return {}
-    finally:
-        connection.close()
     return found if isinstance(found, dict) else {}

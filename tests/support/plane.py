@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import signal
-import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from devcluster import binaries, render
 from devcluster import cluster as devclusters
@@ -24,6 +24,7 @@ from devcluster.cluster import Cluster as Kept
 from support import cluster
 from support.cluster import Cluster, wait_for
 from support.patience import PATIENCE
+from support.rest import urlopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +104,16 @@ class Plane:
     def _answers(self) -> bool:
         try:
             return self._revision() > 0
-        except (OSError, http.client.HTTPException, AssertionError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def _revision(self) -> int:
         return int(self._etcd("maintenance/status", {})["header"]["revision"])
 
     def _etcd(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        address = urllib.parse.urlsplit(self._kept.layout.etcd)
-        connection = http.client.HTTPConnection(
-            address.hostname or "", address.port, timeout=PATIENCE
-        )
-        try:
-            connection.request("POST", f"/v3/{path}", json.dumps(body))
-            response = connection.getresponse()
-            text = response.read()
-        finally:
-            connection.close()
-        assert response.status == 200, text
-        found: dict[str, Any] = json.loads(text)
+        request = Request(f"{self._kept.layout.etcd}/v3/{path}", json.dumps(body).encode())
+        with urlopen(request, timeout=PATIENCE) as answer:
+            found: dict[str, Any] = json.load(answer)
         return found
 
 

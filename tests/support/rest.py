@@ -13,6 +13,7 @@ import ssl
 import tempfile
 import threading
 import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ Object = dict[str, Any]
 JOBS = "/apis/ddpjob.dev/v1alpha1"
 #: Of a request; an API server gives one up after 60 s. What is asked twice may be stored twice.
 ANSWER_SECONDS = 90.0
+
+
+#: For what is reached without a cluster's credentials, whatever proxy the environment names.
+urlopen = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class RestError(Exception):

@@ -65,11 +65,12 @@ def test_a_preempted_gang_gives_all_back_and_comes_again(
     site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
     site.apply(intruder(site))
-    after = wait_for(lambda: lost_one(site, name), f"{name} to lose a pod")
-    failure = after["lastFailure"]
+    failure = wait_for(lambda: site.status(name).get("lastFailure"), f"{name} to lose a pod")
     assert (failure["class"], failure["reason"]) == ("Disruption", "PreemptionByScheduler")
     change(site, name, startupDeadlineSeconds=10)
-    wait_for(lambda: released(site, name), f"{name} to give its pods back")
+    site.wait_condition(name, "Stalled", "Unschedulable")
+    site.wait_phase(name, "Pending")
+    wait_for(lambda: not site.pods(name), f"{name} to give its pods back")
     change(site, name, startupDeadlineSeconds=600)
     site.kubectl("delete", "pod", "intruder", "--wait", check=True)
     site.wait_running(name, 3)
@@ -99,14 +100,3 @@ def intruder(site: Site) -> dict[str, Any]:
     pod["spec"] |= {"priorityClassName": URGENT, "terminationGracePeriodSeconds": 1}
     request_cpu(site, pod["spec"]["containers"][0], 0.7)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "intruder"}, **pod}
-
-
-def lost_one(site: Site, name: str) -> dict[str, Any] | None:
-    status = site.status(name)
-    return status if status.get("lastFailure") else None
-
-
-def released(site: Site, name: str) -> bool:
-    stalled = site.condition(name, "Stalled")
-    told = (stalled.get("status"), stalled.get("reason")) == ("True", "Unschedulable")
-    return told and site.status(name)["phase"] == "Pending" and not site.pods(name)
