@@ -48,15 +48,8 @@ def here(site: Site, tmp_path: Path) -> Iterator[Path]:
         path.write_text(content)
         path.chmod(0o755)
     yield tmp_path / "code"
-    site.kubectl(
-        "delete",
-        "ddpjob/train",
-        "pod/weights",
-        "--ignore-not-found",
-        "--grace-period=1",
-        check=True,
-    )
-    site.kubectl("delete", "pvc", "train-snapshots", "--ignore-not-found", check=True)
+    for what in ("ddpjob/train", "pod/weights", "pvc/train-snapshots"):
+        site.kubectl("delete", what, "--ignore-not-found", "--grace-period=1", check=True)
 
 
 def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Path) -> None:

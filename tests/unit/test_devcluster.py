@@ -235,23 +235,21 @@ def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over() -> None:
         free_index(set(range(MAX_INDEX + 1)), [])
 
 
-@pytest.mark.parametrize(
-    ("rules", "dropped"),
-    [
+def test_a_firewall_drops_unless_a_rule_lets_nodes_talk() -> None:
+    ours = "-i dc+ -o dc+ -j ACCEPT\n"
+    for rules, dropped in (
         ("-P INPUT DROP\n-P FORWARD ACCEPT\n", False),
         ("-P FORWARD DROP\n-A FORWARD -i docker0 -o eth0 -j ACCEPT\n", True),
-        ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j ACCEPT\n", False),
-        ("-P FORWARD DROP\n-N DOCKER-USER\n-A DOCKER-USER -i dc+ -o dc+ -j ACCEPT\n", False),
+        (f"-P FORWARD DROP\n-A FORWARD {ours}", False),
+        (f"-P FORWARD DROP\n-N DOCKER-USER\n-A DOCKER-USER {ours}", False),
         ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j DROP\n", True),
-    ],
-)
-def test_a_firewall_drops_unless_a_rule_lets_nodes_talk(rules: str, dropped: bool) -> None:
-    assert network.drops(rules) is dropped
+    ):
+        assert network.drops(rules) is dropped, rules
 
 
-@pytest.mark.parametrize(
-    ("link", "bridge_is_ours", "own"),
-    [
+def test_a_link_is_told_from_another_clusters() -> None:
+    layout = Layout("one", 3, Path("/s/one"))
+    for link, bridge_is_ours, own in (
         ({"ifalias": "devcluster /s/one"}, False, True),
         ({"ifalias": "devcluster /t/one", "master": "dc3"}, True, False),
         ({"ifalias": "devcluster /t/one"}, True, False),
@@ -259,13 +257,8 @@ def test_a_firewall_drops_unless_a_rule_lets_nodes_talk(rules: str, dropped: boo
         ({"master": "dc3"}, False, False),
         ({"master": "br0"}, True, False),
         ({}, False, True),
-    ],
-)
-def test_a_link_is_told_from_another_clusters(
-    link: dict[str, Any], bridge_is_ours: bool, own: bool
-) -> None:
-    layout = Layout("one", 3, Path("/s/one"))
-    assert network.is_own(layout, link, bridge_is_ours) is own
+    ):
+        assert network.is_own(layout, link, bridge_is_ours) is own, link
 
 
 # --- Processes ------------------------------------------------------------------------------
