@@ -66,25 +66,3 @@ def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, finished: Fini
     finished(name)
     assert site.uids(name) == before
     site.delete(name)
-
-
-@pytest.mark.tier("all")
-def test_failures_without_progress_end_the_attempt(site: Site, finished: Finished) -> None:
-    """No snapshot is made, so the second death ends the attempt; new pods begin again."""
-    name = "round-budget"
-    restart = {"maxRestarts": 1, "inPlace": {"maxWithoutProgress": 1}}
-    site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=STEPS * 2, restart=restart)))
-    site.wait_running(name, 1, step=5)
-    before = site.uids(name)
-    site.kill_training(f"{name}-2")
-    status = wait_rounds(site, name, 1)
-    assert (status["attempt"], site.uids(name)) == (1, before)
-    site.kill_training(f"{name}-1")
-    status = site.wait_running(name, 2)
-    restarts = status["restarts"]
-    assert (restarts["inPlace"], restarts["total"], restarts["charged"]) == (1, 1, 1), status
-    told = [(f["replica"], f["round"], f.get("inPlace")) for f in status["failures"]]
-    assert told == [(2, 0, True), (1, 1, None)]
-    assert not before.items() & site.uids(name).items()
-    finished(name)
-    site.delete(name)
