@@ -13,13 +13,14 @@ import pytest
 from devcluster.failure import Failure
 from support import release as support
 from support.cluster import ROOT
+from support.loaded import load
 
 DIGEST = f"@sha256:{'a' * 64}"
 
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
-    return support.script()
+    return load(ROOT / "release/release.py")
 
 
 @pytest.fixture(scope="module")
