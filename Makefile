@@ -118,10 +118,6 @@ torch-versions: ## what depends on torch, with the oldest and the newest (5 GB e
 cluster: setup programs images ## all of it on a real cluster with kubelets and containers
 	@$(PYTEST) tests/cluster $(ARGS)
 
-.PHONY: foreign-image
-foreign-image: setup programs images ## images of users: Debian's own Python and torch, S3 (minutes, 3 GB)
-	@$(PYTEST) tests/cluster/test_foreign_image.py tests/cluster/test_object_store.py $(ARGS)
-
 .PHONY: programs
 programs: setup ## build Kubernetes and its tools (once, kept in the cache)
 	@$(DEVCLUSTER) build >/dev/null

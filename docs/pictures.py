@@ -1,8 +1,7 @@
 """Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
 
 buckets.json and ring.json are recorded by bench/pictures.py, internals/scaling.json by
-bench/scaling.py, dashboard.json by tests/cluster/disruptive/test_prometheus.py where
-DDPJOB_WRITE_PAGES=1 is set.
+bench/scaling.py.
 A test holds each picture equal to what is drawn here.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -67,13 +66,6 @@ class Picture:
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"'
             f' stroke-width="{width}"{more}/>'
         )
-
-    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
-        """Straight lines from point to point; a dot where there is but one."""
-        there = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*points, points[-1]])
-        width = 1.5 if len(points) > 1 else 5
-        look = f'fill="none" stroke="{colour}" stroke-width="{width}" stroke-linecap="round"'
-        self._shapes.append(f'<polyline points="{there}" {look}/>')
 
     def dot(self, x: float, y: float, colour: str) -> None:
         """Its centre."""
@@ -347,41 +339,7 @@ def speed(first: float, seconds: float, mode: str, world: int) -> float:
     return (world if mode == "weak" else 1) * first / seconds
 
 
-# -- the dashboard's panels ---------------------------------------------------------------------
-
-
-def dashboard(found: Found) -> str:
-    """Each panel's series against time; a series that is away leaves a gap."""
-    across, wide, high, plot = 4, 290, 236, 100
-    panels, unit = found["panels"], {"short": "", "none": "", "reqps": ", calls/s"}
-    down = math.ceil(len(panels) / across)
-    picture = Picture(across * wide + 16, down * high + 50, "The dashboard's panels, as recorded")
-    for number, one in enumerate(panels):
-        left, top = 50 + wide * (number % across), 66 + high * (number // across)
-        picture.text(left, top - 10, one["title"] + unit.get(one["unit"], f", {one['unit']}"))
-        values = [v for line in one["series"] for v in line["values"] if v is not None]
-        most, points = nice(max(values, default=0) or 1), len(one["series"][0]["values"])
-        picture.rect(left, top, wide - 50, plot, "none", PALE)
-        for y, words in ((top + 4, f"{most:g}"), (top + plot + 4, "0")):
-            picture.text(left - 6, y, words, at="end", size=11)
-        seconds = f"{found['step'] * points:.0f} s"
-        picture.text(left + wide - 50, top + plot + 14, seconds, at="end", size=11)
-        for row, (line, colour) in enumerate(zip(one["series"], COLOURS, strict=False)):
-            run: list[tuple[float, float]] = []
-            for at, value in enumerate([*line["values"], None]):
-                if value is not None:
-                    x = left + (wide - 50) * (at + 1) / points
-                    run.append((x, top + plot * (1 - max(value, 0) / most)))
-                elif run:
-                    picture.curve(run, colour)
-                    run = []
-            x, y = left - 36 + 140 * (row % 2), top + plot + 36 + 16 * (row // 2)
-            picture.line(x, y - 4, x + 12, y - 4, colour, width=3)
-            picture.text(x + 16, y, line["legend"], size=10)
-    return picture.svg()
-
-
-DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling, "dashboard": dashboard}
+DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling}
 
 
 def recorded(name: str) -> Found:

@@ -6,8 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
@@ -16,7 +15,6 @@ from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
 from support import cluster, durations, sharing, tiers
-from support.busy import busy_machine
 
 _SHARED = pytest.StashKey[sharing.Shared]()
 LINES_AT_ONCE = 40  # of a failure that is told before the summary, which has it whole
@@ -41,11 +39,10 @@ hypothesis.settings.load_profile("soak" if _SOAK else "test")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--busy", action="store_true", help="run two endless loops beside the tests")
     parser.addoption(
         "--test-durations",
         action="store_true",
-        help="write docs/internals/test-durations.md from what is run",
+        help="write docs/internals/test-durations.json from what is run",
     )
     parser.addoption(
         "--tier",
@@ -67,9 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_AtOnce(config))
     if config.getoption("--test-durations"):
         config.pluginmanager.register(durations.Recorder(config))
-    if config.getoption("--busy"):
-        # No test has the machine to itself, as on any shared one.
-        config.add_cleanup(_begin(busy_machine()))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,7 +87,7 @@ def _end(shared: sharing.Shared) -> None:
 @pytest.hookimpl(trylast=True)  # after the levels' own choices
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.select(config, items, config.getoption("--tier"))
-    sharing.longest_first(items, durations.known()["tests"])
+    sharing.longest_first(items, durations.known())
 
 
 class _AtOnce:
@@ -109,12 +103,6 @@ class _AtOnce:
         terminal.line("")  # the row of dots ends here
         terminal.section(f"{report.nodeid} ({report.when})", sep="-", red=True)
         terminal.write_line("\n".join(report.longreprtext.splitlines()[-LINES_AT_ONCE:]))
-
-
-def _begin(context: AbstractContextManager[None]) -> Callable[[], None]:
-    stack = ExitStack()
-    stack.enter_context(context)
-    return stack.close
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from api.roles import happening
 from api.story import QUIET, Play
+from support.invariants import NODES
 from support.proxy import Call, Fault, Harm
 from support.rest import Object
 
@@ -158,13 +159,18 @@ def _watch_ends(plural: str, code: int) -> Arm:
     return arm
 
 
+def _version(play: Play, behind: int) -> str:
+    """The resourceVersion of the namespace so many events ago."""
+    events = [one for one in play.stage.history.events() if one.write.plural != NODES]
+    return str(events[max(0, len(events) - 1 - behind)].version)
+
+
 def _stale(behind: int) -> Arm:
     """It dies; the first lists of the next one come from a cache that is so many events behind."""
 
     def arm(play: Play, place: str) -> None:
         def age() -> None:
-            versions = play.stage.history.versions()
-            at = str(versions[max(0, len(versions) - 1 - behind)])
+            at = _version(play, behind)
             for agent, end in (("ddpjob", "/ddpjobs"), ("kopf", "/ddpjobs"), ("ddpjob", "/pods")):
                 stale = Fault("stale", partial(_is_list, agent, end), version=at)
                 play.stage.proxy.faults.append(stale)
@@ -184,8 +190,7 @@ def _old_pods(behind: int) -> Arm:
         slow: list[float] = []
 
         def age() -> None:
-            versions = play.stage.history.versions()
-            at = str(versions[max(0, len(versions) - 1 - behind)])
+            at = _version(play, behind)
             match = partial(_is_list, "ddpjob", "/pods")
             stale = Fault("stale", match, version=at, then=lambda: slow.append(_lasting(play)))
             play.stage.proxy.faults.append(stale)

@@ -128,14 +128,14 @@ class Play:
 
     def _act(self) -> None:
         """Once a gang runs and all is at rest, its pods end: one badly the first time."""
-        job = self.stage.history.newest(crd.PLURAL, JOB)
-        if job is None or status(job).get("phase") != "Running":
+        job = self.stage.history.latest(crd.PLURAL, JOB)
+        if not job or status(job).get("phase") != "Running":
             return
         number = status(job).get("attempt")
         pods = [p for p in self._pods() if attempt(p) == number]
         if len(pods) != REPLICAS or not all("running" in trainer_state(p) for p in pods):
             return
-        state = self.stage.history.verify(self.stage.proxy.made)
+        state = self.stage.history.verify()
         if [*invariants.at_rest(state, datetime.now(UTC))]:
             return
         if number == 1:
@@ -178,11 +178,11 @@ class Play:
             # Who removed it meanwhile was first: a fault of the plan, or an operator that is wrong.
 
     def _pods(self) -> list[Object]:
-        found = list(self.stage.history.objects[invariants.PODS].values())
+        found = self.stage.history.all(invariants.PODS)
         return sorted((p for p in found if not ended(p)), key=name)
 
     def _over(self) -> bool:
-        gone = self.stage.history.newest(crd.PLURAL, JOB) is None
+        gone = not self.stage.history.latest(crd.PLURAL, JOB)
         done = self.last.get("phase") in ("Succeeded", "Failed")
         # A new operator may be done with the job before kopf has even made its first list.
         return gone and done and not self._pods() and not self.timers and self._struck()
@@ -237,5 +237,5 @@ UNDISTURBED = 30
 
 def happenings(play: Play) -> list[str]:
     """The events of the store in their order, by name."""
-    writes = play.stage.history.writes(())
+    writes = [told.write for told in play.stage.history.events()]
     return [found for w in writes if (found := happening(w.kind, w.obj))]

@@ -154,8 +154,8 @@ def test_fence_takes_a_watch_that_is_behind_at_no_word(
     machine.ready("Unknown")
 
     def told() -> bool:
-        writes = stage.history.writes(())
-        return any(waits_for_node(w.obj.get("status") or {}) for w in writes if name(w.obj) == gang)
+        found = [told.write.obj for told in stage.history.events()]
+        return any(waits_for_node(one.get("status") or {}) for one in found if name(one) == gang)
 
     eventually("Stalled by NodeNotReady", told)
     without_lists(stage)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from devcluster import binaries
-from support.cluster import ROOT
-
-CHART = ROOT / "charts" / "ddpjob"
-
-Manifest = dict[str, Any]
+from support.chart import CHART, Helm, Objects, Template
 
 
 @pytest.fixture(scope="session")
-def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
+def helm() -> Helm:
     """Return a function that runs helm with the given arguments."""
-    program: Path = binaries.ensure(["helm"], print)["helm"]
+    program = binaries.ensure(["helm"], print)["helm"]
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([program, *args], capture_output=True, text=True, check=False)
@@ -30,12 +23,10 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def template(
-    helm: Callable[..., subprocess.CompletedProcess[str]],
-) -> Callable[..., dict[str, Manifest]]:
-    """Return a function: helm arguments -> rendered objects by "Kind/name" or "Kind/ns/name"."""
+def template(helm: Helm) -> Template:
+    """Return a function: helm arguments -> rendered objects."""
 
-    def run(*args: str) -> dict[str, Manifest]:
+    def run(*args: str) -> Objects:
         done = helm("template", "ddpjob", str(CHART), "--namespace", "ops", *args)
         assert done.returncode == 0, done.stderr
         objects = [body for body in yaml.safe_load_all(done.stdout) if body]

@@ -1,26 +1,18 @@
-"""What the Helm chart renders: objects, security, rights, and what its values refuse."""
+"""What the Helm chart renders: objects, security, rights, and whom they reach."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 
 from ddpjob_operator.shell import settings
-from support.cluster import ROOT
+from support.chart import CHART, Helm, Objects, Template
 from support.manifest import rights
 from support.network import NAMESPACE, Pod, reaches
 from support.site import OPERATOR_LABEL
-
-CHART = ROOT / "charts" / "ddpjob"
-
-Objects = dict[str, dict[str, Any]]
-Template = Callable[..., Objects]
-Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 # The operator's whole rights. A verb more or less is a decision: change both places.
 RIGHTS = {
@@ -33,10 +25,16 @@ RIGHTS = {
     ("", "events"): {"list", "create"},
 }
 NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
+ACCOUNT = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
+
+
+def deployment(objects: Objects) -> dict[str, Any]:
+    spec: dict[str, Any] = objects["Deployment/ddpjob-operator"]["spec"]
+    return spec
 
 
 def pod_spec(objects: Objects) -> dict[str, Any]:
-    spec: dict[str, Any] = objects["Deployment/ddpjob-operator"]["spec"]["template"]["spec"]
+    spec: dict[str, Any] = deployment(objects)["template"]["spec"]
     return spec
 
 
@@ -46,12 +44,12 @@ def operator(objects: Objects) -> dict[str, Any]:
     return found
 
 
-def test_lints(helm: Helm) -> None:
-    done = helm("lint", str(CHART), "--strict")
-    assert done.returncode == 0, done.stdout + done.stderr
+def labels(objects: Objects) -> dict[str, str]:
+    found: dict[str, str] = deployment(objects)["template"]["metadata"]["labels"]
+    return found
 
 
-def test_renders_these_objects_by_default(template: Template) -> None:
+def test_renders_these_objects_by_default(helm: Helm, template: Template) -> None:
     assert set(template()) == {
         "ServiceAccount/ddpjob-operator",
         "CustomResourceDefinition/ddpjobs.ddpjob.dev",
@@ -66,36 +64,26 @@ def test_renders_these_objects_by_default(template: Template) -> None:
         "Deployment/ddpjob-operator",
         "Pod/ddpjob-operator-test",  # of `helm test`
     }
+    done = helm("lint", str(CHART), "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_operator_pod_is_restricted(template: Template) -> None:
+def test_operator_pod_is_restricted_and_reachable(template: Template) -> None:
     objects = template()
-    assert pod_spec(objects)["securityContext"] == {
+    spec, container = pod_spec(objects), operator(objects)
+    assert spec["securityContext"] == {
         "runAsNonRoot": True,
         "runAsUser": 1000,
         "runAsGroup": 1000,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    assert operator(objects)["securityContext"] == {
+    assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert operator(objects)["resources"]["requests"].keys() == {"cpu", "memory"}
-    assert not any("hostPath" in volume for volume in pod_spec(objects)["volumes"])
-
-
-def test_its_pods_carry_the_label_by_which_cluster_tests_find_and_kill_it(
-    template: Template,
-) -> None:
-    key, _, value = OPERATOR_LABEL.partition("=")
-    pods = template()["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
-    assert pods.get(key) == value
-
-
-def test_operator_pod_is_reachable(template: Template) -> None:
-    objects = template()
-    container = operator(objects)
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert not any("hostPath" in volume for volume in spec["volumes"])
     (port,) = container["ports"]
     assert (port["name"], port["containerPort"]) == ("http", 8080)
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
@@ -104,14 +92,17 @@ def test_operator_pod_is_reachable(template: Template) -> None:
     assert service["ports"] == [
         {"name": "http-metrics", "port": 8080, "targetPort": "http", "protocol": "TCP"}
     ]
-    labels = objects["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
-    assert service["selector"].items() <= labels.items()
+    assert service["selector"].items() <= labels(objects).items()
+    key, _, value = OPERATOR_LABEL.partition("=")
+    assert labels(objects).get(key) == value, "by it tests find and kill the operator"
+    definition = objects["CustomResourceDefinition/ddpjobs.ddpjob.dev"]
+    assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
 def test_arguments_are_the_operators_own(template: Template) -> None:
     """The rendered arguments go through the operator's parser: none may be unknown to it."""
-    values = ("--set", "namespaces={a,b}", "--set", "progressSeconds=7", "--set", "leaseName=l")
-    container = operator(template(*values, "--set", "log.level=debug,log.format=text"))
+    values = "namespaces={a,b},progressSeconds=7,leaseName=l,log.level=debug,log.format=text"
+    container = operator(template("--set", values))
     parsed = settings.parse(container["args"], {"POD_NAME": "pod", "POD_NAMESPACE": "ops"})
     assert parsed.namespaces == ("a", "b")
     assert parsed.progress_seconds == 7
@@ -120,21 +111,12 @@ def test_arguments_are_the_operators_own(template: Template) -> None:
     ports = [port["containerPort"] for port in container["ports"]]
     assert ports == [parsed.probe_port]
     assert [variable["name"] for variable in container["env"]] == ["POD_NAME", "POD_NAMESPACE"]
-    values = ("--set", "workers=3,resyncSeconds=40,leaseSeconds=20,extraArgs={--probe-host,::}")
-    tuned = settings.parse(operator(template(*values))["args"], {})
+    values = "workers=3,resyncSeconds=40,leaseSeconds=20,extraArgs={--probe-host,::}"
+    tuned = settings.parse(operator(template("--set", values))["args"], {})
     assert tuned.metrics_from == (), "empty: everybody"
     assert (tuned.workers, tuned.resync_seconds, tuned.lease_seconds) == (3, 40, 20)
     assert tuned.probe_host == "::"
     assert settings.parse(operator(template())["args"], {}).namespaces == ()
-
-
-def test_who_may_read_metrics_besides_the_operator(template: Template) -> None:
-    objects = template("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.a=b")
-    own, given = settings.parse(operator(objects)["args"], {}).metrics_from
-    assert given == {"podSelector": {"matchLabels": {"a": "b"}}}
-    assert own["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "ops"}}
-    pods = objects["Deployment/ddpjob-operator"]["spec"]["template"]["metadata"]["labels"]
-    assert own["podSelector"]["matchLabels"].items() <= pods.items()
 
 
 def test_who_may_read_the_operators_own(template: Template) -> None:
@@ -143,32 +125,34 @@ def test_who_may_read_the_operators_own(template: Template) -> None:
     assert kind not in template()
     there = f"namespaceSelector.matchLabels.{NAMESPACE.replace('.', chr(92) + '.')}=monitoring"
     objects = template("--set", f"networkPolicy.metricsFrom[0].{there}")
-    pod = objects["Deployment/ddpjob-operator"]["spec"]["template"]
-    operator = Pod("ops", pod["metadata"]["labels"])
+    pod = Pod("ops", labels(objects))
     tester = objects["Pod/ddpjob-operator-test"]["metadata"]["labels"]
-    number = pod["spec"]["containers"][0]["ports"][0]["containerPort"]
+    number = operator(objects)["ports"][0]["containerPort"]
     for source, may in (
         (Pod("monitoring", {"app": "prometheus"}), True),
         (Pod("ops", tester), True),
         (Pod("ops", {"app": "neighbour"}), False),
         (Pod("team-a", tester), False),
     ):
-        assert reaches(objects[kind], source, operator, number) is may, source
+        assert reaches(objects[kind], source, pod, number) is may, source
     assert reaches(objects[kind], Pod("team-a"), Pod("ops", tester), number), "it holds for ours"
+    own, given = settings.parse(operator(objects)["args"], {}).metrics_from
+    assert given == {"namespaceSelector": {"matchLabels": {NAMESPACE: "monitoring"}}}
+    assert own["namespaceSelector"] == {"matchLabels": {NAMESPACE: "ops"}}
+    assert own["podSelector"]["matchLabels"].items() <= labels(objects).items()
 
 
-@pytest.mark.parametrize("policy", ["podCreators", "restricted", "gangLabels"])
-def test_a_policy_about_jobs_holds_where_this_release_serves(
-    template: Template, policy: str
-) -> None:
+def test_a_policy_about_jobs_holds_where_this_release_serves(template: Template) -> None:
     """Elsewhere another release has its own operator, accounts and choices."""
-    words = re.sub("[A-Z]", lambda each: f"-{each.group().lower()}", policy)
-    name = f"ValidatingAdmissionPolicyBinding/ops.ddpjob-operator.{words}"
-    on = f"admissionPolicies.{policy}.enabled=true"
-    assert "matchResources" not in template("--set", on)[name]["spec"]
-    found = template("--set", f"{on},namespaces={{a,b}}")[name]["spec"]["matchResources"]
-    there = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["a", "b"]}
-    assert found == {"namespaceSelector": {"matchExpressions": [there]}}
+    policies = ("podCreators", "restricted", "gangLabels")
+    on = ",".join(f"admissionPolicies.{policy}.enabled=true" for policy in policies)
+    everywhere, here = template("--set", on), template("--set", f"{on},namespaces={{a,b}}")
+    there = {"key": NAMESPACE, "operator": "In", "values": ["a", "b"]}
+    for policy in ("pod-creators", "restricted", "gang-labels"):
+        name = f"ValidatingAdmissionPolicyBinding/ops.ddpjob-operator.{policy}"
+        assert "matchResources" not in everywhere[name]["spec"]
+        found = here[name]["spec"]["matchResources"]
+        assert found == {"namespaceSelector": {"matchExpressions": [there]}}
 
 
 def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template: Template) -> None:
@@ -182,12 +166,13 @@ def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template: Template
         assert operator(template("--set", values))["image"] == image
 
 
-def test_two_releases_share_no_object(helm: Helm, template: Template) -> None:
+def test_two_releases_share_no_object(helm: Helm) -> None:
     """But for the definition and the users' roles, which the second one leaves out."""
     second = ("--set", "crds.enabled=false,rbac.userRoles=false")
 
     def objects(release: str, namespace: str) -> set[tuple[str, str, str]]:
         done = helm("template", release, str(CHART), "--namespace", namespace, *second)
+        assert f"--lease-name={release}-operator" in done.stdout
         found = [body for body in yaml.safe_load_all(done.stdout) if body]
         metas = [(body["kind"], body["metadata"]) for body in found]
         return {(kind, meta.get("namespace", ""), meta["name"]) for kind, meta in metas}
@@ -195,11 +180,6 @@ def test_two_releases_share_no_object(helm: Helm, template: Template) -> None:
     first = objects("ddpjob", "ops")
     assert first.isdisjoint(objects("ddpjob", "elsewhere"))
     assert first.isdisjoint(objects("other", "ops"))
-    lease = "--lease-name={}-operator"
-    assert lease.format("ddpjob") in operator(template())["args"]
-    done = helm("template", "other", str(CHART))
-    assert lease.format("other") in done.stdout
-    assert lease.format("ddpjob") not in done.stdout
 
 
 @pytest.mark.parametrize("release", ["a" * 53, "a.b"])
@@ -216,9 +196,9 @@ def test_common_labels_are_everywhere_and_select_nothing(template: Template) -> 
     for name, body in objects.items():
         if not name.startswith("CustomResourceDefinition/"):
             assert body["metadata"]["labels"]["team"] == "a", name
-    deployment = objects["Deployment/ddpjob-operator"]["spec"]
-    assert deployment["template"]["metadata"]["labels"]["team"] == "a"
-    assert "team" not in deployment["selector"]["matchLabels"], "an upgrade could not change it"
+    assert labels(objects)["team"] == "a"
+    selected = deployment(objects)["selector"]["matchLabels"]
+    assert "team" not in selected, "an upgrade could not change it"
 
 
 def test_ids_can_be_left_to_openshift_and_environment_comes_after_our_own(
@@ -233,72 +213,52 @@ def test_ids_can_be_left_to_openshift_and_environment_comes_after_our_own(
     assert names == ["POD_NAME", "POD_NAMESPACE", "HTTPS_PROXY"]
 
 
-def test_cluster_wide_rights(template: Template) -> None:
-    objects = template()
-    assert rights(objects["ClusterRole/ops:ddpjob-operator"]) == {**RIGHTS, **NODE_RIGHTS}
-    binding = objects["ClusterRoleBinding/ops:ddpjob-operator"]
-    assert binding["roleRef"]["name"] == "ops:ddpjob-operator"
-    account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
-    assert binding["subjects"] == [account]
-    assert pod_spec(objects)["serviceAccountName"] == "ddpjob-operator"
+# --- Rights -------------------------------------------------------------------------------
 
 
-def test_rights_in_namespaces_only(template: Template) -> None:
-    objects = template("--set", "namespaces={a,b}")
-    assert not any(name.startswith("ClusterRoleBinding/") for name in objects)
-    assert "ClusterRole/ops:ddpjob-operator" not in objects
-    for namespace in ("a", "b"):
-        assert rights(objects[f"Role/{namespace}/ddpjob-operator"]) == RIGHTS
-        binding = objects[f"RoleBinding/{namespace}/ddpjob-operator"]
-        assert binding["roleRef"]["kind"] == "Role"
-        assert binding["subjects"][0]["namespace"] == "ops"
-
-
-def test_rights_to_read_nodes_beside_those_in_namespaces(template: Template) -> None:
-    name = "ops:ddpjob-operator-nodes"
-    assert f"ClusterRole/{name}" not in template("--set", "rbac.nodes=true"), "it has them"
-    objects = template("--set", "namespaces={a},rbac.nodes=true")
-    assert rights(objects[f"ClusterRole/{name}"]) == NODE_RIGHTS
-    binding = objects[f"ClusterRoleBinding/{name}"]
-    assert binding["roleRef"]["name"] == name
-    account = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
-    assert binding["subjects"] == [account]
-    assert rights(objects["Role/a/ddpjob-operator"]) == RIGHTS
-
-
-def test_lease_rights(template: Template) -> None:
-    role = template("--set", "leaseName=mine")["Role/ddpjob-operator-lease"]
-    assert role["metadata"]["namespace"] == "ops"
-    assert rights(role) == {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
-    named = [rule for rule in role["rules"] if "create" not in rule["verbs"]]
-    assert [rule["resourceNames"] for rule in named] == [["mine"]]
-
-
-@pytest.mark.parametrize("values", [(), ("--set", "namespaces={a}")])
-def test_no_rights_that_reach_further(template: Template, values: tuple[str, ...]) -> None:
-    for name, body in template(*values).items():
-        if body["kind"] in ("Role", "ClusterRole"):
-            for (group, resource), verbs in rights(body).items():
-                assert "*" not in {group, resource, *verbs}, name
-                assert resource not in ("secrets", "configmaps", "pods/exec"), name
-                assert not verbs & {"escalate", "bind", "impersonate"}, name
+def test_the_operators_rights_are_these_and_no_others(template: Template) -> None:
+    """In the whole cluster, or in namespaces only, there with or without a look at nodes."""
+    whole, nodes = "ops:ddpjob-operator", "ops:ddpjob-operator-nodes"
+    for values, wanted in (
+        ("rbac.nodes=true", {f"ClusterRole/{whole}": {**RIGHTS, **NODE_RIGHTS}}),
+        ("namespaces={a,b}", {f"Role/{n}/ddpjob-operator": RIGHTS for n in ("a", "b")}),
+        (
+            "namespaces={a},rbac.nodes=true",
+            {"Role/a/ddpjob-operator": RIGHTS, f"ClusterRole/{nodes}": NODE_RIGHTS},
+        ),
+    ):
+        objects = template("--set", f"{values},rbac.userRoles=false,leaseName=mine")
+        assert pod_spec(objects)["serviceAccountName"] == ACCOUNT["name"]
+        given = {
+            n: rights(o) for n, o in objects.items() if n.startswith(("Role/", "ClusterRole/"))
+        }
+        leases = {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
+        assert given == {**wanted, "Role/ddpjob-operator-lease": leases}, values
+        for name in given:
+            kind, _, rest = name.partition("/")
+            binding = objects[f"{kind}Binding/{rest}"]
+            assert binding["roleRef"]["kind"] == kind
+            assert binding["roleRef"]["name"] == rest.rpartition("/")[2]
+            assert binding["subjects"] == [ACCOUNT]
+        lease = objects["Role/ddpjob-operator-lease"]["rules"]
+        named = [rule for rule in lease if "create" not in rule["verbs"]]
+        assert [rule["resourceNames"] for rule in named] == [["mine"]]
 
 
 def test_users_get_rights_by_aggregation(template: Template) -> None:
+    """Status is the operator's: nobody else may claim that a job has succeeded."""
     objects = template()
-    edit, view = objects["ClusterRole/ddpjob-edit"], objects["ClusterRole/ddpjob-view"]
-    prefix = "rbac.authorization.k8s.io/aggregate-to-"
-    assert {f"{prefix}edit", f"{prefix}admin"} <= edit["metadata"]["labels"].keys()
-    assert f"{prefix}view" in view["metadata"]["labels"]
-    assert rights(view)[("ddpjob.dev", "ddpjobs")] == {"get", "list", "watch"}
-    # Status is the operator's: nobody else may claim that a job has succeeded.
-    for role in (edit, view):
-        assert rights(role)[("ddpjob.dev", "ddpjobs/status")] == {"get"}
+    view = {"get", "list", "watch"}
+    edit = {*view, "create", "update", "patch", "delete", "deletecollection"}
+    for name, verbs, roles in (("edit", edit, {"edit", "admin"}), ("view", view, {"view"})):
+        role = objects[f"ClusterRole/ddpjob-{name}"]
+        prefix = "rbac.authorization.k8s.io/aggregate-to-"
+        assert {f"{prefix}{one}" for one in roles} <= role["metadata"]["labels"].keys()
+        jobs = ("ddpjob.dev", "ddpjobs")
+        assert rights(role) == {jobs: verbs, ("ddpjob.dev", "ddpjobs/status"): {"get"}}
 
 
-def test_definition_outlives_the_release(template: Template) -> None:
-    definition = template()["CustomResourceDefinition/ddpjobs.ddpjob.dev"]
-    assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+# --- What values change -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -308,6 +268,8 @@ def test_definition_outlives_the_release(template: Template) -> None:
         ("metrics.service.enabled=false", "Service/ddpjob-operator-metrics"),
         ("rbac.create=false", "ClusterRole/ops:ddpjob-operator"),
         ("rbac.userRoles=false", "ClusterRole/ddpjob-edit"),
+        ("replicas=1", "PodDisruptionBudget/ddpjob-operator"),
+        ("podDisruptionBudget.enabled=false", "PodDisruptionBudget/ddpjob-operator"),
         (
             "serviceAccount.create=false,serviceAccount.name=mine",
             "ServiceAccount/ddpjob-operator",
@@ -323,46 +285,21 @@ def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> 
         assert binding["subjects"][0]["name"] == "mine"
 
 
-def test_disruption_budget_needs_two(template: Template) -> None:
-    name = "PodDisruptionBudget/ddpjob-operator"
-    two = template()
-    assert two[name]["spec"]["maxUnavailable"] == 1
-    policy = two[name]["spec"]["unhealthyPodEvictionPolicy"]
-    assert policy == "AlwaysAllow", "two that are not ready would hold up a drain for ever"
-    assert two["Deployment/ddpjob-operator"]["spec"]["replicas"] == 2
-    assert name not in template("--set", "replicas=1")
-    assert name not in template("--set", "podDisruptionBudget.enabled=false")
-
-
 def test_one_lost_node_does_not_take_all_operators(template: Template) -> None:
     objects = template("--set", "tolerations[0].operator=Exists,tolerations[0].key=mine")
+    budget = objects["PodDisruptionBudget/ddpjob-operator"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    policy = budget["unhealthyPodEvictionPolicy"]
+    assert policy == "AlwaysAllow", "two that are not ready would hold up a drain for ever"
+    assert deployment(objects)["replicas"] == 2
     spec = pod_spec(objects)
     (spread,) = spec["topologySpreadConstraints"]
     assert spread["topologyKey"] == "kubernetes.io/hostname"
     assert spread["whenUnsatisfiable"] == "ScheduleAnyway", "one node is enough to run"
-    deployment = objects["Deployment/ddpjob-operator"]["spec"]
-    assert spread["labelSelector"] == deployment["selector"]
+    assert spread["labelSelector"] == deployment(objects)["selector"]
     brief = {t["key"]: t.get("tolerationSeconds") for t in spec["tolerations"]}
     assert brief == {
         "node.kubernetes.io/not-ready": 30,
         "node.kubernetes.io/unreachable": 30,
         "mine": None,
     }
-
-
-def test_service_monitor(template: Template, helm: Helm) -> None:
-    on = ("--set", "metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.labels.team=a")
-    monitor = template(*on)["ServiceMonitor/ddpjob-operator"]
-    assert monitor["metadata"]["labels"]["team"] == "a"
-    service = template(*on)["Service/ddpjob-operator-metrics"]
-    wanted = monitor["spec"]["selector"]["matchLabels"]
-    assert wanted.items() <= service["metadata"]["labels"].items()
-    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
-    done = helm("template", str(CHART), *on, "--set", "metrics.service.enabled=false")
-    assert "needs metrics.service.enabled" in done.stderr
-
-
-def test_notes_name_the_scope(helm: Helm) -> None:
-    args = ("install", "ddpjob", str(CHART), "--dry-run=client", "--namespace", "ops")
-    assert "the whole cluster" in helm(*args).stdout
-    assert "the namespaces a, b" in helm(*args, "--set", "namespaces={a,b}").stdout

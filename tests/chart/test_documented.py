@@ -1,30 +1,23 @@
-"""What pages say of the chart is so: values exist, helm's commands render, names are those made."""
+"""What pages say of the chart is so: values exist and helm's commands render."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import yaml
 
-from support.cluster import ROOT
+from support.chart import CHART, Helm
 from support.manifest import pages
 
-CHART = ROOT / "charts" / "ddpjob"
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: Options of `helm install` and `helm upgrade` that `helm template` has no use for.
 OTHERS = {
     *("--create-namespace", "--wait", "--take-ownership", "--force-conflicts"),
     "--reset-then-reuse-values",
 }
-
-Objects = dict[str, dict[str, Any]]
-Template = Callable[..., Objects]
-Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -79,26 +72,3 @@ def test_pages_name_no_value_that_the_chart_lacks() -> None:
     jobs = {"metrics.port", "networkPolicy.enabled"}
     lacking = [each for each in found if not exists(each[1], values) and each[1] not in jobs]
     assert lacking == []
-
-
-@pytest.mark.parametrize(
-    ("page", "says", "name"),
-    [
-        ("reference/runbooks.md", "get lease ddpjob-operator", "--lease-name=ddpjob-operator"),
-        ("reference/runbooks.md", "the Role `ddpjob-operator-lease`", "Role/ddpjob-operator-lease"),
-        ("reference/metrics.md", "`<release>-operator-metrics`", "Service/ddpjob-operator-metrics"),
-        (
-            "guides/operations.md",
-            "the roles `ddpjob-edit` and `ddpjob-view`",
-            "ClusterRole/ddpjob-edit",
-        ),
-    ],
-)
-def test_names_on_pages_are_those_of_a_release(
-    template: Template, page: str, says: str, name: str
-) -> None:
-    text = re.sub(r"\s+", " ", (ROOT / "docs" / page).read_text())
-    assert says in text
-    objects = template()
-    (container,) = objects["Deployment/ddpjob-operator"]["spec"]["template"]["spec"]["containers"]
-    assert name in {*objects, *container["args"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,26 @@ from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
+from support.chart import CHART, Helm, Template, panels
 from support.cluster import ROOT
 from support.world import job_object
 
-FILES = ROOT / "charts" / "ddpjob" / "files"
+FILES = CHART / "files"
 TESTS = ROOT / "tests" / "chart" / "alerts_test.yaml"
 RUNBOOKS = ROOT / "docs" / "reference" / "runbooks.md"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 #: A metric of ours, and nothing else: such names stand in expressions only.
 NAME = re.compile(r"\bddpjob_[a-z_]+")
 
-Objects = dict[str, dict[str, Any]]
-Template = Callable[..., Objects]
+
+@pytest.fixture(scope="module", autouse=True)
+def promtool() -> None:
+    host.ensure_packages({"promtool": "prometheus"}, print)
 
 
 def alerts() -> Iterator[dict[str, Any]]:
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
         yield from group["rules"]
-
-
-def panels() -> Iterator[dict[str, Any]]:
-    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
-        if panel["type"] != "row":
-            yield panel
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +56,12 @@ def known() -> set[str]:
 
 
 def test_the_alerts_fire_when_they_should_and_not_else() -> None:
-    host.ensure_packages({"promtool": "prometheus"}, print)
     for command in (("check", "rules", FILES / "alerts.yaml"), ("test", "rules", TESTS)):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_operators_metrics_keep_prometheus_conventions() -> None:
-    host.ensure_packages({"promtool": "prometheus"}, print)
     metrics = Metrics()
     metrics.expose_jobs(list)
     metrics.expose_watch_ages({"pods": lambda: 1.0})
@@ -80,8 +75,6 @@ def test_the_operators_metrics_keep_prometheus_conventions() -> None:
 def test_a_prometheus_takes_the_configuration_on_the_page(
     template: Template, tmp_path: Path
 ) -> None:
-    """It finds pods and names them as the chart's PodMonitor does."""
-    host.ensure_packages({"promtool": "prometheus"}, print)
     (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", METRICS.read_text(), re.DOTALL)
     (tmp_path / "charts").symlink_to(ROOT / "charts")
     # Debian's Prometheus is built without this one.
@@ -92,23 +85,19 @@ def test_a_prometheus_takes_the_configuration_on_the_page(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 rule files found" in done.stdout
+    # It finds pods and names them as the chart's PodMonitor does.
     (job,) = yaml.safe_load(text)["scrape_configs"]
     on = ("--set", "metrics.podMonitor.enabled=true")
     monitor = template(*on)["PodMonitor/ddpjob-operator-trainers"]["spec"]
     (endpoint,) = monitor["podMetricsEndpoints"]
-    set_here = {
-        rule["target_label"]: rule["source_labels"]
-        for rule in job["relabel_configs"]
-        if "target_label" in rule
+    rules = job["relabel_configs"]
+    named = {
+        rule["target_label"]: rule["source_labels"] for rule in rules if "target_label" in rule
     }
-    for rule in endpoint["relabelings"]:
-        assert set_here[rule["targetLabel"]] == rule["sourceLabels"]
-    (port,) = (
-        rule["regex"]
-        for rule in job["relabel_configs"]
-        if rule.get("source_labels") == ["__meta_kubernetes_pod_container_port_name"]
-    )
-    assert port == endpoint["port"]
+    wanted = {rule["targetLabel"]: rule["sourceLabels"] for rule in endpoint["relabelings"]}
+    assert wanted.items() <= named.items()
+    port = {"source_labels": ["__meta_kubernetes_pod_container_port_name"]}
+    assert [r["regex"] for r in rules if port.items() <= r.items()] == [endpoint["port"]]
     kept, shown = job["metric_relabel_configs"], endpoint["metricRelabelings"]
     assert [rule["regex"] for rule in kept] == [rule["regex"] for rule in shown]
 
@@ -174,6 +163,19 @@ def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template: Templa
     for rule in endpoint["relabelings"]:
         (source,) = rule["sourceLabels"]
         assert source.removeprefix("__meta_kubernetes_pod_label_") in labels
+
+
+def test_the_service_monitor_finds_the_operators_service(template: Template, helm: Helm) -> None:
+    on = ("--set", "metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.labels.team=a")
+    objects = template(*on)
+    monitor = objects["ServiceMonitor/ddpjob-operator"]
+    assert monitor["metadata"]["labels"]["team"] == "a"
+    service = objects["Service/ddpjob-operator-metrics"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    done = helm("template", str(CHART), *on, "--set", "metrics.service.enabled=false")
+    assert "needs metrics.service.enabled" in done.stderr
 
 
 def test_monitors_look_where_the_release_serves(template: Template) -> None:

@@ -9,18 +9,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
 from support import release as support
+from support.chart import Helm
 from support.cluster import ROOT
 
 pytestmark = pytest.mark.tier("gate")  # it builds everything twice
-
-Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def build(root: Path, out: Path) -> Path:
@@ -41,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, tmp_path_factory.mktemp("release"))
 
 
-def test_is_whole(made: Path) -> None:
+def test_is_whole_and_the_chart_is_the_chart(made: Path, helm: Helm) -> None:
     version = made.name.removeprefix("ddpjob-")
     assert {path.name for path in made.iterdir()} == {
         f"ddpjob-{version}.tgz",
@@ -52,16 +50,18 @@ def test_is_whole(made: Path) -> None:
     }  # fmt: skip
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=made, check=True)
     assert len((made / "SHA256SUMS").read_text().splitlines()) == 9
-
-
-def test_the_chart_of_a_release_is_the_chart(made: Path, helm: Helm) -> None:
-    [chart] = made.glob("*.tgz")
+    chart = made / f"ddpjob-{version}.tgz"
     shown = [
         helm("template", "ddpjob", str(where), "--include-crds").stdout
         for where in (chart, ROOT / "charts/ddpjob")
     ]
     assert shown[0]
     assert shown[0] == shown[1]
+    names = [name for wheel in made.glob("*.whl") for name in zipfile.ZipFile(wheel).namelist()]
+    with tarfile.open(chart) as archive:
+        names += archive.getnames()
+    assert len(names) > 100
+    assert [name for name in names if "__pycache__" in name] == []
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,6 @@ def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> No
         if path.name in ("RELEASE_NOTES.md", "SHA256SUMS"):  # a draft says which checkout
             continue
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
-
-
-def test_no_byte_code_is_in_a_release(made: Path) -> None:
-    names = [name for wheel in made.glob("*.whl") for name in zipfile.ZipFile(wheel).namelist()]
-    [chart] = made.glob("*.tgz")
-    with tarfile.open(chart) as archive:
-        names += archive.getnames()
-    assert len(names) > 100
-    assert [name for name in names if "__pycache__" in name] == []
 
 
 def test_the_trainers_wheel_is_all_that_an_image_of_the_users_needs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from kubernetes_validate import utils
 from ddpjob_contract import crd
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
+from support.chart import Template
 from support.cluster import ROOT
 from support.manifest import example, examples
 from support.world import crd_schema
@@ -48,7 +49,7 @@ def read_once() -> Iterator[None]:
         yield
 
 
-def rendered(template: Callable[..., dict[str, Object]]) -> Iterator[tuple[str, Object]]:
+def rendered(template: Template) -> Iterator[tuple[str, Object]]:
     for values, sets in VALUES.items():
         flags = [word for one in sets for word in ("--set", one)]
         for name, body in template(*flags).items():
@@ -71,7 +72,7 @@ def of_examples() -> Iterator[tuple[str, Object]]:
 
 
 @pytest.fixture(scope="module")
-def objects(template: Callable[..., dict[str, Object]]) -> list[tuple[str, Object]]:
+def objects(template: Template) -> list[tuple[str, Object]]:
     return [*rendered(template), *of_examples()]
 
 

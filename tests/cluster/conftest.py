@@ -18,6 +18,7 @@ from support import cluster
 from support import site as support
 from support.chronicle import Chronicle
 from support.cluster import CHECKOUT, wait_for
+from support.rest import Rest
 from support.sharing import Shared, disruptive
 
 
@@ -51,7 +52,7 @@ def site(request: pytest.FixtureRequest, sites: Callable[[str], support.Site]) -
 @pytest.fixture(scope="module")
 def chronicle(site: support.Site) -> Iterator[Chronicle]:
     """What the API server's watch tells of the tests' namespace."""
-    with Chronicle(site.cluster.kubeconfig, site.namespace) as found:
+    with Chronicle(Rest(site.cluster.kubeconfig), site.namespace) as found:
         yield found
 
 

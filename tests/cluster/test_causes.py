@@ -23,11 +23,10 @@ while True: time.sleep(0.1)
 def failed(site: Site, name: str) -> dict[str, Any]:
     """The first failure that is told."""
 
-    def told() -> dict[str, Any] | None:
-        found: list[dict[str, Any]] = site.status(name).get("failures", [])
-        return found[0] if found else None
-
-    return wait_for(told, f"a failure of {name}")
+    failures: list[dict[str, Any]] = wait_for(
+        lambda: site.status(name).get("failures"), f"a failure of {name}"
+    )
+    return failures[0]
 
 
 @pytest.mark.fault("N5")
@@ -39,7 +38,7 @@ def test_an_out_of_memory_that_was_survived_is_not_the_cause_of_a_later_eviction
     trainer(body)["resources"] = {"limits": {"memory": "100Mi"}}
     site.apply(body)
     site.wait_running(name, 1)
-    said = lambda: "child -9" in site.kubectl("logs", f"{name}-1", check=True).stdout or None  # noqa: E731
+    said = lambda: "child -9" in site.kubectl("logs", f"{name}-1", check=True).stdout  # noqa: E731
     wait_for(said, "the child to be killed")
     site.evict(f"{name}-1")
     loss = failed(site, name)

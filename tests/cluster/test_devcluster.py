@@ -1,20 +1,17 @@
 """The devcluster itself: volumes, repair, and no residue; the rest is shown by all that run on one.
 
 The tests share one cluster and are written in the order of its life: what is read before `up`
-is compared after `down`. Other clusters may stand beside it, so what belongs to them is left out.
+is compared after `down`. Other clusters may stand beside it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,6 @@ from support.patience import PATIENCE, WITHIN
 pytestmark = [pytest.mark.root, pytest.mark.tier("all")]
 
 NAME = f"residue-{CHECKOUT}"
-STILL = 5.0  # seconds; longer than what a cluster is made of is without its owner's name
 CLAIM = """
 apiVersion: v1
 kind: PersistentVolumeClaim
@@ -56,78 +52,37 @@ spec:
 """
 
 
-@dataclass(frozen=True)
-class Traces:
-    """What a cluster could leave on a host."""
-
-    mounts: set[str]
-    namespaces: set[str]
-    links: set[str]
-    routes: set[str]
-    tables: set[str]
-    cgroups: set[str]
-    processes: set[str] = field(default_factory=set)
-
-
 def lines(*argv: str) -> set[str]:
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return {line.strip() for line in done.stdout.splitlines() if line.strip()}
 
 
-def others() -> tuple[set[str], set[str]]:
-    """Return the bridges and the cgroups of all other clusters of this machine."""
-    listed = json.loads(subprocess.check_output(["ip", "-j", "link", "show", "type", "bridge"]))
-    links, groups = set(), set()
-    for link in listed:
-        owner = Path(link.get("ifalias", "").removeprefix("devcluster "))
-        if owner.name and owner.name != NAME:
-            links.add(link["ifname"])
-            layout = Layout(owner.name, int(link["ifname"].removeprefix("dc")), owner)
-            groups.add(layout.cgroup)
-    return links, groups
-
-
-def traces() -> Traces:
-    earlier = others()
-    shown = json.loads(subprocess.check_output(["ip", "-j", "link", "show"]))
-    routes = lines("ip", "route", "show", "table", "all")
-    walked = {
-        directory: top.name
-        for hierarchy in cgroups.hierarchies()
-        for top in hierarchy.where.glob("devcluster-*")
-        for directory, _, _ in os.walk(top)
-    }
-    # Whose bridge came or went in between was there, too.
-    links, groups = (old | new for old, new in zip(earlier, others(), strict=True))
-    device = re.compile(rf" dev ({'|'.join(links)})(n\d+)? ") if links else None
-    return Traces(
-        mounts=set(mounted()),
-        namespaces=lines("ip", "netns", "list") | lines("sh", "-c", "ls /run/netns || true"),
-        links={
-            link["ifname"]
-            for link in shown
-            if link["ifname"] not in links and link.get("master", "dc") not in links
-            if link.get("master", "dc").startswith("dc")  # else of another program's bridge
-        },
-        routes={route for route in routes if device is None or not device.search(f"{route} ")},
-        tables=lines("nft", "-s", "list", "ruleset"),
-        cgroups={directory for directory, top in walked.items() if top not in groups},
-        processes=set(running()),
-    )
-
-
-def mounted() -> Iterator[str]:
-    """Mounts that name the cluster, and all at places where a node has mounts of its own.
-
-    Logins, timers and other containers mount elsewhere, and may do so meanwhile.
-    """
+def host() -> dict[str, set[str]]:
+    """What no cluster changes on a host: what nodes mount, names and rules of networks."""
     settings = {f"/proc/sys/{name}" for name in nodespace.SETTINGS}
     places = {"/proc", "/var/log", *nodespace.COVERED, *settings}
     places |= {str(hierarchy.where) for hierarchy in cgroups.hierarchies()}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        number, _, _, root, where = line.split()[:5]
-        if where in places or NAME in line:
-            yield f"{number} {root} on {where}"
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {
+        "mounts": {line for line in mounts if line.split()[4] in places},
+        "namespaces": lines("ip", "netns", "list") | lines("sh", "-c", "ls /run/netns || true"),
+        "tables": lines("nft", "-s", "list", "ruleset"),
+    }
+
+
+def traces() -> dict[str, list[str]]:
+    """What there is of the cluster."""
+    state = str(cluster_home() / NAME)
+    group = Layout(NAME, 0, Path(state)).cgroup
+    groups = [hierarchy.where / group for hierarchy in cgroups.hierarchies()]
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {
+        "files": [state] if Path(state).exists() else [],
+        "mounts": [line for line in mounts if NAME in line],
+        "links": [line for line in lines("ip", "-o", "link") if state in line],
+        "cgroups": [str(group) for group in groups if group.exists()],
+        "processes": list(running()),
+    }
 
 
 def running() -> Iterator[str]:
@@ -148,23 +103,13 @@ def running() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def before() -> Traces:
-    """What stays: of what other runs make and remove some has no owner's name for a moment."""
+def before() -> dict[str, set[str]]:
     support.down(NAME)
-    last, since = traces(), time.monotonic()
-
-    def still() -> Traces | None:
-        nonlocal last, since
-        now = traces()
-        if now != last:
-            last, since = now, time.monotonic()
-        return last if time.monotonic() - since > STILL else None
-
-    return wait_for(still, "other runs to leave this machine as it is for a moment")
+    return host()
 
 
 @pytest.fixture(scope="module")
-def cluster(before: Traces) -> Iterator[Cluster]:
+def cluster(before: dict[str, set[str]]) -> Iterator[Cluster]:
     try:
         found = support.up(NAME, "--nodes", "2")
         found.kubectl("apply", "-f", "-", input=CLAIM, check=True)
@@ -201,7 +146,7 @@ def assert_ok() -> None:
     assert found["bridge"]["up"], shown
     for node in found["nodes"].values():
         assert (node["state"], node["missing"]) == ("on", []), shown
-    wait_for(lambda: status()["ok"] or None, f"all to be up, not {shown}")
+    wait_for(lambda: status()["ok"], f"all to be up, not {shown}")
 
 
 def pod(cluster: Cluster, number: int) -> dict[str, Any]:
@@ -225,7 +170,7 @@ def wait_running(cluster: Cluster, number: int) -> str:
 def wait_restarted(cluster: Cluster, number: int, old: str) -> None:
     """Wait until a pod's container is another one than ``old``."""
     what = f"a new container in gang-{number}"
-    wait_for(lambda: wait_running(cluster, number) != old or None, what)
+    wait_for(lambda: wait_running(cluster, number) != old, what)
 
 
 def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
@@ -237,7 +182,7 @@ def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
     directory = cluster.kubectl("get", "pv", "-o", path, check=True).stdout
     assert Path(directory).is_dir()
     cluster.kubectl("delete", "pvc", "passing", check=True)
-    wait_for(lambda: not Path(directory).exists() or None, "the volume's directory to go")
+    wait_for(lambda: not Path(directory).exists(), "the volume's directory to go")
 
 
 @pytest.mark.parametrize("component", ["etcd", "apiserver", "node1-containerd", "node2-kubelet"])
@@ -246,7 +191,7 @@ def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None
     pid = json.loads((register / f"{component}.json").read_text())["pid"]
     containers = [wait_running(cluster, number) for number in (1, 2)]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: process.identify(pid) is None or None, f"{component} to die")
+    wait_for(lambda: process.identify(pid) is None, f"{component} to die")
     assert status()["ok"] is False
     devcluster("up")
     assert_ok()
@@ -269,7 +214,11 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
         wait_restarted(cluster, number, old[number])
 
 
-def test_down_leaves_nothing_and_takes_nothing(cluster: Cluster, before: Traces) -> None:
+def test_down_leaves_nothing_and_takes_nothing(
+    cluster: Cluster, before: dict[str, set[str]]
+) -> None:
+    there = {kind for kind, found in traces().items() if found}
+    assert there >= {"files", "links", "cgroups", "processes"}, "else it would see nothing left"
     for component in ("node1-init", "coredns"):  # a record may be lost, its process must not
         (Path(cluster.kubeconfig).parent / "process" / f"{component}.json").unlink()
     bystander = subprocess.Popen(["sleep", "infinity"])
@@ -279,17 +228,5 @@ def test_down_leaves_nothing_and_takes_nothing(cluster: Cluster, before: Traces)
     finally:
         bystander.kill()
         bystander.wait()
-    assert not Path(cluster.kubeconfig).parent.exists()
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        after = traces()
-        changed = {
-            kind: sorted(getattr(after, kind) ^ getattr(before, kind))
-            for kind in ("mounts", "namespaces", "links", "routes", "tables", "cgroups")
-        }
-        changed["processes"] = sorted(after.processes - before.processes)
-        if not any(changed.values()) or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    left = {kind: found for kind, found in changed.items() if found}
-    assert not left, json.dumps(left, indent=1)
+    wait_for(lambda: not any(traces().values()), f"all of it to go: {traces()}")
+    assert host() == before

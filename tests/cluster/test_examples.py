@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +15,11 @@ from safetensors.torch import load_file
 
 from support.cluster import ROOT
 from support.launching import PATHS
-from support.manifest import example, examples
+from support.manifest import blocks, example, examples
 from support.site import Site
 
-#: Files that others run (test_status.py; nearly all of them as digits()), or
-#: that ask for an object store.
-ELSEWHERE = {"digits.yaml", "plain-torchrun.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
+#: Files that others run (nearly all of them as digits()), or that ask for an object store.
+ELSEWHERE = {"digits.yaml", "gpu-check.yaml", "no-shared-storage.yaml"}
 LADDER = {
     f"ladder/{name}.yaml" for name in ("1-single", "2-processes", "3-faults", "4-machines", "5-gpt")
 }
@@ -33,37 +31,6 @@ SHORTER = {"ladder/5-gpt.yaml": ["--total-steps", "60", "--sample", "60"]}
 def job(file: str) -> dict[str, Any]:
     (found,) = (body for body in example(file) if body["kind"] == "DDPJob")
     return found
-
-
-#: A package with a folder that has a space, a file of bytes, and an import of a sibling.
-PACKAGE = {
-    "own/__init__.py": b"",
-    "own/train.py": b"""
-import os, pathlib
-from . import sibling
-data = pathlib.Path(__file__).with_name("data files").joinpath("\xc3\xa4.bin").read_bytes()
-rank = os.environ["RANK"]
-pathlib.Path("lost").write_text(rank)
-pathlib.Path("kept", f"rank-{rank}").write_text(rank)
-print(f"rank {rank} has {sibling.NAME} and {len(data)} bytes")
-""",
-    "own/sibling.py": b"NAME = 'a sibling'\n",
-    "own/data files/\u00e4.bin": b"\xff\x00\xfe",
-}
-
-
-def initialised(here: Path, *words: str) -> list[dict[str, Any]]:
-    """What `ddpjob-trainer init` makes of a script that no image holds."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpjob_trainer", "init", "--replicas", "2", *words],
-        capture_output=True, text=True, check=True, cwd=here,
-        env={**os.environ, "PYTHONPATH": PATHS},
-    )  # fmt: skip
-    objects = list(yaml.safe_load_all(done.stdout))
-    # Two cores are all that a node of this cluster has, and others run, too.
-    (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]
-    container["resources"]["requests"] = {"cpu": "100m", "memory": "512Mi"}
-    return objects
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +48,25 @@ def applied(site: Site) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def own(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own(site: Site) -> Iterator[None]:
+    """What `ddpjob-trainer init` makes of a script that no image holds."""
     script = ("3_faults.py", "--name", "own-script", "--claim", "1Gi", "--", "--epochs", "2")
-    site.apply(*initialised(ROOT / "examples" / "ladder", *script))
-    here = tmp_path_factory.mktemp("package")
-    for name, content in PACKAGE.items():
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_bytes(content)
-    words = ("-m", "own.train", "--snapshots", "own-script-snapshots", "--output", "kept")
-    site.apply(*initialised(here, *words))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpjob_trainer", "init", "--replicas", "2", *script],
+        capture_output=True, text=True, check=True, cwd=ROOT / "examples" / "ladder",
+        env={**os.environ, "PYTHONPATH": PATHS},
+    )  # fmt: skip
+    objects = list(yaml.safe_load_all(done.stdout))
+    # Two cores are all that a node of this cluster has, and others run, too.
+    (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]
+    container["resources"]["requests"] = {"cpu": "100m", "memory": "512Mi"}
+    site.apply(*objects)
     yield
-    for name in ("own-script", "own-train"):
-        site.delete(name)
+    site.delete("own-script")
 
 
 def test_none_has_vanished() -> None:
-    assert set(HERE) == LADDER | {"recipe.yaml"}
+    assert set(HERE) == LADDER | {"recipe.yaml", "plain-torchrun.yaml"}
 
 
 @pytest.mark.tier("all")
@@ -139,20 +109,10 @@ def test_a_script_that_no_image_holds_runs_from_what_init_prints(site: Site) -> 
 
 
 @pytest.mark.usefixtures("own")
-def test_a_package_runs_with_its_folders_and_files(site: Site) -> None:
-    site.wait_phase("own-train", "Succeeded")
-    for rank in (0, 1):
-        log = site.kubectl("logs", f"own-train-{rank}", check=True).stdout
-        assert f"rank {rank} has a sibling and 3 bytes" in log
-
-
-@pytest.mark.usefixtures("own")
 def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
     """As docs/start/your-script.md says."""
     site.wait_phase("own-script", "Succeeded")
-    page = (ROOT / "docs" / "start" / "your-script.md").read_text()
-    section = page.partition("\n## The weights\n")[2].partition("\n## ")[0]
-    shown, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    shown, commands = blocks("The weights")
     (pod,) = yaml.safe_load_all(shown.replace("train-snapshots", "own-script-snapshots"))
     site.apply(pod)
     lines = commands.replace("/snapshots/train", "/snapshots/own-script").strip().splitlines()
@@ -162,7 +122,4 @@ def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Pat
     there = tmp_path / "model.safetensors"
     site.kubectl(*copy[:-1], str(there), check=True)
     assert load_file(there), "no weights"
-    site.wait_phase("own-train", "Succeeded")
-    kept = site.kubectl("exec", "weights", "--", "ls", "/snapshots/own-train/output", check=True)
-    assert kept.stdout.split() == ["rank-0", "rank-1"], "what --output keeps"
     site.kubectl(*delete, check=True)

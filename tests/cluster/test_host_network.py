@@ -13,7 +13,7 @@ import pytest
 
 from support.cluster import wait_for
 from support.plugin import Plugin
-from support.site import Site, digits
+from support.site import Site, digits, spread
 
 pytestmark = pytest.mark.tier("all")
 
@@ -22,38 +22,9 @@ NAMES = ("host-a", "host-b")
 
 def on_host(name: str) -> dict[str, Any]:
     """A gang with a pod on each node."""
-    obj = digits(name, steps=40, slow=20, replicas=2)
-    pod = obj["spec"]["template"]["spec"]
-    pod["hostNetwork"] = True
-    pod["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "DoNotSchedule",
-            "labelSelector": {"matchLabels": {"ddpjob.dev/job-name": name}},
-        }
-    ]
+    obj = spread(digits(name, steps=40, slow=20, replicas=2))
+    obj["spec"]["template"]["spec"]["hostNetwork"] = True
     return obj
-
-
-def apply_apart(site: Site) -> None:
-    """Apply both, anew as long as both have drawn the same port, as 1 in 2,000 pairs does."""
-    while True:
-        site.apply(*map(on_host, NAMES))
-        drawn = [wait_for(lambda name=name: ports(site, name), f"pods of {name}") for name in NAMES]
-        if drawn[0].isdisjoint(drawn[1]):
-            return
-        for name in NAMES:
-            site.delete(name)
-
-
-def ports(site: Site, name: str) -> set[str] | None:
-    """What a gang has drawn, once both pods are there."""
-    asked = ("MASTER_PORT", "DDPJOB_HUB_PORT", "DDPJOB_METRICS_PORT")
-    pods = site.pods(name).values()
-    given = [one for pod in pods for one in pod["spec"]["containers"][0]["env"]]
-    found = {one["value"] for one in given if one["name"] in asked}
-    return found if len(pods) == 2 else None
 
 
 @pytest.fixture
@@ -71,11 +42,10 @@ def allowed(site: Site) -> Iterator[None]:
 @pytest.mark.usefixtures("allowed")
 def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
     plugin = Plugin(site.cluster.kubeconfig, site.namespace)
-    apply_apart(site)
+    site.apply(*map(on_host, NAMES))  # both draw the same port in 1 of 2,000 pairs
     for name in NAMES:
         site.wait_phase(name, "Running")
-        nodes = {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
-        assert len(nodes) == 2, nodes
+        assert len(site.nodes(name)) == 2
 
     def told() -> bool | None:
         """Steps and speed come from the pages of the pods, at ports that no spec names."""

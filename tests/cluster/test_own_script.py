@@ -1,29 +1,22 @@
-"""docs/start/your-script.md: a script on a claim, out of git, and in an image made from ours.
+"""docs/start/your-script.md: a script on a claim, its blocks run as a reader runs them, by a shell.
 
-Blocks of the page are run as a reader runs them, by a shell; of the names in capitals those that
-only the reader can know are filled in. The ConfigMap is test_examples.py's.
+The ConfigMap is test_examples.py's, git test_pages.py's.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from devcluster import host
-from support import own_images
 from support.launching import PATHS
-from support.own_images import blocks
+from support.manifest import blocks
 from support.site import Site
 
-IMAGE = "registry.example/mine:1"
 #: A script and what it imports; no torch, whose start would be all that the test lasts.
 CODE = {
     "train.py": """
@@ -35,173 +28,40 @@ print(f"rank {rank} has {NAME} in {pathlib.Path.cwd()}, beside {pathlib.Path(__f
 """,
     "models/net.py": "NAME = 'a net'\n",
 }
-WITH_EINOPS = """
-import os
-import torch
-import torch.distributed as dist
-from einops import rearrange
-
-dist.init_process_group("gloo")
-open("written", "w").close()
-mine = rearrange(torch.arange(6) * (dist.get_rank() + 1), "(a b) -> a b", a=2)
-dist.all_reduce(mine)
-print("sum", mine.tolist())
-"""
 
 
 @pytest.fixture
-def here(site: Site, tmp_path: Path) -> Path:
+def here(site: Site, tmp_path: Path) -> Iterator[Path]:
     """A folder with the code, where `kubectl` and `ddpjob-trainer` are those of the tests."""
-    write(tmp_path / "code", CODE)
     kubectl = [site.cluster.kubectl_path, "--kubeconfig", site.cluster.kubeconfig]
     commands = {
         "kubectl": " ".join(map(str, [*kubectl, "-n", site.namespace])),
         "ddpjob-trainer": f"env PYTHONPATH={PATHS} {sys.executable} -m ddpjob_trainer",
     }
-    (tmp_path / "bin").mkdir()
-    for name, command in commands.items():
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
-    return tmp_path / "code"
+    files = {f"../bin/{n}": f'#!/bin/sh\nexec {line} "$@"\n' for n, line in commands.items()}
+    # Files of the page that commands of more than one section name.
+    files["claim.yaml"] = blocks("More files: a claim")[0]
+    files["weights.yaml"] = blocks("The weights")[0]
+    for name, content in {**CODE, **files}.items():
+        path = tmp_path / "code" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        path.chmod(0o755)
+    yield tmp_path / "code"
+    for what in ("ddpjob/train", "pod/weights", "pvc/train-snapshots"):
+        site.kubectl("delete", what, "--ignore-not-found", "--grace-period=1", check=True)
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
-
-
-def run(here: Path, commands: str) -> str:
-    """What a reader who pastes a block sees; fails where one of its lines fails."""
+def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Path) -> None:
+    _, commands = blocks("More files: a claim")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], cwd=here, text=True, check=False,
         env={**os.environ, "PATH": f"{here.parent / 'bin'}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def logs(site: Site, job: str, replicas: int = 2) -> list[str]:
-    names = (f"{job}-{replica}" for replica in range(replicas))
-    return [site.kubectl("logs", name, check=True).stdout for name in names]
-
-
-@pytest.fixture
-def claim(site: Site, here: Path) -> Iterator[None]:
-    """Files of the page that commands of more than one section name, and what they leave."""
-    (here / "claim.yaml").write_text(blocks("More files: a claim")[0])
-    (here / "weights.yaml").write_text(blocks("The weights")[0])
-    yield
-    site.kubectl("delete", "pod", "weights", "--grace-period=1", "--ignore-not-found", check=True)
-    site.kubectl("delete", "pvc", "train-snapshots", "--ignore-not-found", check=True)
-
-
-@pytest.mark.usefixtures("claim")
-def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Path) -> None:
-    _, commands = blocks("More files: a claim")
-    shown = run(here, commands)
-    try:
-        site.wait_phase("train", "Succeeded")
-        for rank, log in enumerate(logs(site, "train")):
-            assert f"rank {rank} has a net in /snapshots/code-1, beside /snapshots/code-1" in log
-            assert f"[train-{rank}] rank {rank} has a net in {here}, beside {here}" in shown
-    finally:
-        site.delete("train")
-
-
-def repository(root: Path) -> str:
-    """Files of an image with git and a repository in it; the commit that is not its newest."""
-    programs = [shutil.which("git"), f"{git('--exec-path')}/git-daemon", "/bin/busybox"]
-    for program in map(str, programs):
-        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
-        needed = [word for word in listed.stdout.split() if word.startswith("/")]
-        for path in (program, *needed):
-            (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, root / path[1:])
-    (root / "bin/sh").symlink_to("busybox")
-    made = root / "srv" / "job.git"
-    work = made.with_suffix("")
-    write(work, CODE)
-    git("init", "--quiet", str(work))
-    commits = []
-    for change in ("", "raise SystemExit('not the commit that was named')\n"):
-        (work / "train.py").write_text(CODE["train.py"] + change)
-        git("-C", str(work), "add", "--all")
-        git("-C", str(work), "commit", "--quiet", "--message", "change", "--no-gpg-sign")
-        commits.append(git("-C", str(work), "rev-parse", "HEAD"))
-    git("clone", "--quiet", "--bare", str(work), str(made))
-    shutil.rmtree(work)
-    return commits[0]
-
-
-def git(*words: str) -> str:
-    who = {
-        f"GIT_{role}_{what}": "test"
-        for role in ("AUTHOR", "COMMITTER")
-        for what in ("NAME", "EMAIL")
-    }
-    done = subprocess.run(
-        ["git", *words], capture_output=True, text=True, check=True,
-        env={**os.environ, **who, "GIT_CONFIG_GLOBAL": "/dev/null"},
-    )  # fmt: skip
-    return done.stdout.strip()
-
-
-@pytest.fixture
-def cloned(site: Site, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The page's job, with a repository that a pod serves, and the image that has git."""
-    host.ensure_packages({"git": "git", **host.NODE_PACKAGES}, print)
-    root, image = tmp_path / "root", "registry.example/git:1"
-    commit = repository(root)
-    # git serves no repository of another user.
-    file = "FROM scratch\nCOPY --chown=1000:1000 . /\nENV PATH=/usr/bin:/bin\n"
-    with own_images.built("git", file, root, tmp_path) as name:
-        own_images.into_nodes(site.cluster.name, image, name)
-    daemon = ["git", "daemon", "--export-all", "--base-path=/srv"]
-    address = own_images.serving(site, "git", image, daemon, 9418)
-    text = blocks("Out of git")[0]
-    for shown, ours in (
-        ("IMAGE/with/git:TAG", image),
-        ("https://HOST/REPOSITORY.git", f"git://{address}/job.git"),
-        ("0" * 40, commit),
-    ):
-        assert shown in text
-        text = text.replace(shown, ours)
-    yield yaml.safe_load(text)
-    site.kubectl("delete", "pod", "git", "--grace-period=1", check=True)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.usefixtures("claim")
-def test_code_comes_out_of_git_at_the_commit_that_is_named(
-    site: Site, here: Path, cloned: dict[str, Any]
-) -> None:
-    run(here, "kubectl apply -f claim.yaml")
-    site.apply(cloned)
-    try:
-        site.wait_phase("from-git", "Succeeded")
-        for rank, log in enumerate(logs(site, "from-git")):
-            assert f"rank {rank} has a net in /code/job, beside /code/job" in log
-    finally:
-        site.delete("from-git")
-
-
-@pytest.mark.tier("all")
-def test_an_image_from_ours_has_what_pip_was_asked_for(site: Site, here: Path) -> None:
-    file, commands = blocks("More packages: an image of your own from ours")
-    assert "REGISTRY/trainer:0.1.0" in file
-    file = file.replace("REGISTRY/trainer:0.1.0", own_images.trainer())
-    write(here, {"train.py": WITH_EINOPS})
-    pip = own_images.from_cache(here.parent / "pip", "einops")
-    with own_images.built("from-ours", file, here, pip) as name:
-        own_images.into_nodes(site.cluster.name, IMAGE, name)
-    _, init, apply = commands.replace("REGISTRY/mine:1", IMAGE).splitlines()
-    run(here, f"{init}\n{apply}")
-    try:
-        site.wait_phase("train", "Succeeded")
-        for log in logs(site, "train"):
-            assert "sum [[0, 3, 6], [9, 12, 15]]" in log
-    finally:
-        site.delete("train")
-        site.kubectl("delete", "pvc", "train-snapshots", check=True)
+    site.wait_phase("train", "Succeeded")
+    for rank in (0, 1):
+        log = site.kubectl("logs", f"train-{rank}", check=True).stdout
+        assert f"rank {rank} has a net in /snapshots/code-1, beside /snapshots/code-1" in log
+        assert f"[train-{rank}] rank {rank} has a net in {here}, beside {here}" in done.stdout

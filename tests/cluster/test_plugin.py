@@ -54,18 +54,14 @@ def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> Non
         return rows if told else None
 
     rows = wait_for(all_told, "every replica to tell its step")
-    nodes = {pod["spec"]["nodeName"] for pod in site.pods(NAME).values()}
-    assert {row["NODE"] for row in rows} == nodes
+    assert {row["NODE"] for row in rows} == site.nodes(NAME)
     assert {(row["POD"], row["READY"], row["ROUND"]) for row in rows} == {("Running", "yes", "0")}
     assert all(float(row["STEPS/S"]) > 0 for row in rows)
     before = [int(row["STEP"]) for row in rows]
     wait_for(
-        lambda: (
-            all(
-                row["STEP"].isdigit() and int(row["STEP"]) > old  # else its page was late
-                for row, old in zip(gang(plugin), before, strict=True)
-            )
-            or None
+        lambda: all(
+            row["STEP"].isdigit() and int(row["STEP"]) > old  # else its page was late
+            for row, old in zip(gang(plugin), before, strict=True)
         ),
         "the steps to go on",
     )
@@ -92,7 +88,7 @@ def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
 def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> None:
     stacks(plugin, "no process has hung")
     site.kill_training(f"{NAME}-1", signal="STOP")
-    wait_for(lambda: site.status(NAME)["restarts"].get("inPlace") or None, "the restart in place")
+    wait_for(lambda: site.status(NAME)["restarts"].get("inPlace"), "the restart in place")
     # The first to be late is found: the one that is stopped, or one that waits for it.
     head = rf"^--- ({NAME}-\d), attempt 1"
     said = re.split(head, stacks(plugin, f"(?m){head}"), flags=re.MULTILINE)
@@ -105,15 +101,15 @@ def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> No
     assert f"--- {NAME}-{site.status(NAME)['lastFailure']['replica']}, attempt 1" in failed
     assert len(failed.splitlines()) > 5
     wait_for(
-        lambda: "RestartedInPlace" in plugin.says("events", NAME) or None,
+        lambda: "RestartedInPlace" in plugin.says("events", NAME),
         "the event of the restart in place",
-    )  # fmt: skip
+    )
 
 
 def test_a_suspended_job_says_how_to_look_at_its_snapshots(site: Site, plugin: Plugin) -> None:
     plugin.says("suspend", NAME)
     site.wait_phase(NAME, "Suspended")
-    wait_for(lambda: True if not site.pods(NAME) else None, "its pods to go")
+    wait_for(lambda: not site.pods(NAME), "its pods to go")
     assert f"snapshot ls /snapshots/{NAME}` in a pod that mounts" in plugin.refuses(
         "snapshots", NAME
     )

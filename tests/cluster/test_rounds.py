@@ -10,10 +10,6 @@ from support.cluster import wait_for
 from support.site import STEPS, Finished, Site, digits, unhurried
 
 
-def uids(site: Site, name: str) -> dict[str, str]:
-    return {pod: body["metadata"]["uid"] for pod, body in site.pods(name).items()}
-
-
 def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
     """The status once so many restarts in place are counted."""
 
@@ -21,10 +17,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
         status = site.status(name)
         return status if status["restarts"]["inPlace"] >= rounds else None
 
-    try:
-        return wait_for(counted, f"{name}: {rounds} restarts in place")
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{site.explain(name)}") from None
+    return site.wait(name, counted, f"{name}: {rounds} restarts in place")
 
 
 @pytest.mark.fault("N1")
@@ -36,7 +29,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) 
     before: dict[str, str] = {}
     for replicas in ((0,), (1,), (0, 2)):
         newest = site.wait_running(name, 1, snapshot_after=newest)["progress"]["snapshotStep"]
-        before = before or uids(site, name)
+        before = before or site.uids(name)
         site.kill_training(*(f"{name}-{replica}" for replica in replicas))
         after = wait_rounds(site, name, rounds + 1)
         rounds, failure = after["restarts"]["inPlace"], after["lastFailure"]
@@ -46,7 +39,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) 
         assert failure["node"].startswith("node")
         told = f"replica {failure['replica']} (rank {failure['rank']})"
         wait_for(
-            lambda told=told: told in site.describe(name) or None,
+            lambda told=told: told in site.describe(name),
             f"an event that tells of {told}",
         )  # fmt: skip
     after = finished(name)
@@ -55,7 +48,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) 
     # The second of two kills may come when the round of the first is over already.
     assert restarts["inPlace"] in (3, 4), after
     assert "RestartedInPlace" in site.describe(name)
-    assert uids(site, name) == before
+    assert site.uids(name) == before
     site.delete(name)
 
 
@@ -65,33 +58,11 @@ def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, finished: Fini
     name = "round-hang"
     site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10})))
     site.wait_running(name, 1, snapshot_after=0)
-    before = uids(site, name)
+    before = site.uids(name)
     site.kill_training(f"{name}-1", signal="STOP")
     after = wait_rounds(site, name, 1)
     assert after["lastFailure"]["class"] == "Hang", after["lastFailure"]
     assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
     finished(name)
-    assert uids(site, name) == before
-    site.delete(name)
-
-
-@pytest.mark.tier("all")
-def test_failures_without_progress_end_the_attempt(site: Site, finished: Finished) -> None:
-    """No snapshot is made, so the second death ends the attempt; new pods begin again."""
-    name = "round-budget"
-    restart = {"maxRestarts": 1, "inPlace": {"maxWithoutProgress": 1}}
-    site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=STEPS * 2, restart=restart)))
-    site.wait_running(name, 1, step=5)
-    before = uids(site, name)
-    site.kill_training(f"{name}-2")
-    status = wait_rounds(site, name, 1)
-    assert (status["attempt"], uids(site, name)) == (1, before)
-    site.kill_training(f"{name}-1")
-    status = site.wait_running(name, 2)
-    restarts = status["restarts"]
-    assert (restarts["inPlace"], restarts["total"], restarts["charged"]) == (1, 1, 1), status
-    told = [(f["replica"], f["round"], f.get("inPlace")) for f in status["failures"]]
-    assert told == [(2, 0, True), (1, 1, None)]
-    assert not before.items() & uids(site, name).items()
-    finished(name)
+    assert site.uids(name) == before
     site.delete(name)

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from support.cluster import ROOT, wait_for
-from support.patience import WITHIN
+from support.cluster import wait_for
 from support.site import Site, digits, job, trainer
-
-
-def wait_condition(site: Site, name: str, type_: str, reason: str) -> str:
-    """The message of a condition, once it is true for that reason."""
-
-    def told() -> str | None:
-        found = site.condition(name, type_)
-        right = found.get("status") == "True" and found.get("reason") == reason
-        return str(found["message"]) if right else None
-
-    try:
-        return wait_for(told, f"{type_}={reason}")
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{site.explain(name)}") from None
 
 
 @pytest.mark.fault("N1")
@@ -64,7 +47,7 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
     obj = job(name, ["true"])
     right, trainer(obj)["image"] = trainer(obj)["image"], "ddpjob/no-such-image:1"
     site.apply(obj)
-    told = wait_condition(site, name, "Stalled", "ImagePullBackOff")
+    told = site.wait_condition(name, "Stalled", "ImagePullBackOff")
     assert "ddpjob/no-such-image:1" in told
     assert "ImagePullBackOff" in site.kubectl("get", "ddpjob", name).stdout
     trainer(obj)["image"] = right
@@ -82,7 +65,7 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
 def test_a_missing_claim_is_told(site: Site) -> None:
     claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
-    assert "no-such-claim" in wait_condition(site, "no-claim", "Stalled", "Unschedulable")
+    assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
     site.delete("no-claim")
 
 
@@ -93,7 +76,7 @@ def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
     trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
     site.apply(obj)
-    told = wait_condition(site, "no-config", "Stalled", "ContainerCreating")
+    told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
     assert "kubectl describe pod" in told
     site.delete("no-config")
 
@@ -105,15 +88,4 @@ def test_deletion_leaves_nothing(site: Site) -> None:
     site.delete(name)
     selector = f"ddpjob.dev/job-name={name}"
     kinds = "pods,services,networkpolicies,endpointslices"
-    wait_for(
-        lambda: True if not site.get(kinds, "-l", selector)["items"] else None,
-        "everything of the job to go",
-    )  # fmt: skip
-
-
-def test_the_plain_torchrun_example_runs_as_it_stands(site: Site) -> None:
-    manifest: Path = ROOT / "manifests" / "examples" / "plain-torchrun.yaml"
-    site.kubectl("apply", "-f", str(manifest), check=True)
-    status = site.wait_phase("plain-torchrun", "Succeeded")
-    assert status["restarts"]["total"] == 0
-    site.kubectl("delete", "-f", str(manifest), WITHIN, check=True)
+    wait_for(lambda: not site.get(kinds, "-l", selector)["items"], "everything of the job to go")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import re
 import shutil
 import threading
 import time
@@ -23,7 +22,7 @@ from ddpjob_trainer.snapshot.reader import Snapshot, SnapshotToolError, choose
 from support.chronicle import Chronicle
 from support.invariants import JOBS, PODS
 from support.objects import attempt, status
-from support.rest import Rest, RestError
+from support.rest import Rest, RestError, urlopen
 from support.site import SLOW, Site, job
 
 CLAIM, SLOWED = "small", "slowed"
@@ -100,7 +99,7 @@ class Gang:
     volume: Path
     number: int = 0
     runs: list[Run] = field(default_factory=list)
-    reference: dict[str, str] = field(default_factory=dict)
+    reference: str = ""  # the weights of the first run
     position: Position = (0, 0)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -149,35 +148,26 @@ class Gang:
 
     def _judge(self, run: Run) -> bool:
         """Whether its weights could be read, or shall be waited for no longer."""
-        found = self.results()
-        if not self.reference and len(found) == 2:
-            self.reference = found
-        same = [value == self.reference.get(key) for key, value in found.items()]
-        if same:
-            run.weights = "equal" if all(same) else f"differ: {found}, not {self.reference}"
+        found = self.weights()
+        self.reference = self.reference or found
+        if found:
+            same = found == self.reference
+            run.weights = "equal" if same else f"differ: {found}, not {self.reference}"
         elif time.monotonic() - run.began - run.seconds > _UNREAD_SECONDS:
             run.weights = "unread"
         return bool(run.weights)
 
-    def results(self) -> dict[str, str]:
-        """Hashes of the weights: what rank 0 printed, and what the last snapshot holds."""
-        found: dict[str, str] = {}
-        try:
-            log = self._rest.get(f"/api/v1/namespaces/{self.site.namespace}/pods/{self.pod(0)}/log")
-            told = re.search(r"weights_sha256=(\w+)\s*$", log.get("message", ""), re.MULTILINE)
-            if told:
-                found["printed"] = told.group(1)
-        except RestError:
-            pass  # the pod was deleted after its success, or its node is off
+    def weights(self) -> str:
+        """The hash of the weights in the last snapshot; "" where it cannot be read."""
         try:
             path, source = choose(self.volume / self.name, self.kind.steps)
         except (SnapshotToolError, OSError):
-            return found  # the disk was full then
+            return ""  # the disk was full then
         model = Snapshot(path, source).model
         digest = hashlib.sha256()
         for name in sorted(model):
             digest.update(name.encode() + model[name].contiguous().numpy().tobytes())
-        return {**found, "stored": digest.hexdigest()}
+        return digest.hexdigest()
 
     def _path(self, plural: str) -> str:
         return f"/apis/ddpjob.dev/v1alpha1/namespaces/{self.site.namespace}/{plural}"
@@ -195,12 +185,9 @@ class Gang:
 
 
 def _state(address: str) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(address, _PORT, timeout=1)
     try:
-        connection.request("GET", "/state")
-        found = json.loads(connection.getresponse().read())
+        with urlopen(f"http://{address}:{_PORT}/state", timeout=1) as answer:
+            found = json.loads(answer.read())
     except (OSError, ValueError, http.client.HTTPException):
         return {}
-    finally:
-        connection.close()
     return found if isinstance(found, dict) else {}

@@ -26,13 +26,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from devcluster.failure import Failure
-from soak.disturbances import FAULTS, Draw, Draws, Stage
-from soak.gangs import CLAIM, KINDS, SLOWED, Gang, Position
+from soak.disturbances import FAULTS, Draw, Stage, broken, draws
+from soak.gangs import CLAIM, KINDS, SLOWED, Gang
 from soak.record import Hit, Record, page
 from support import site as sites
 from support.chronicle import Chronicle
 from support.cluster import ROOT, wait_for
-from support.rest import RestError
+from support.rest import Rest, RestError
 from support.site import Site
 
 NAME = "t-soak"
@@ -69,7 +69,7 @@ class Soak:
         for gang in self.stage.gangs:
             run = wait_for(gang.tick, f"the undisturbed run of {gang.kind.name}", 900)
             assert run.phase == "Succeeded", gang.site.explain(gang.name)
-            assert len(gang.reference) == 2, gang.results()
+            assert gang.reference, "no weights"
             self.say(f"{run.name}: {run.seconds:.0f} s, {gang.reference}")
 
     def tend(self, gang: Gang, last: bool) -> None:
@@ -107,18 +107,19 @@ class Soak:
 
     def disturb(self, draw: Draw) -> Hit:
         """One fault, what comes on top of it, and the wait until everybody trains on."""
-        entry = FAULTS.entries[draw.kind]
-        concerned = [self.stage.gangs[draw.gang]] if entry.alone else list(self.stage.gangs)
+        alone = FAULTS[draw.kind].alone
+        concerned = [self.stage.gangs[draw.gang]] if alone else list(self.stage.gangs)
         now = time.monotonic()
         target = f"{self.stage.gangs[draw.gang].name} replica {draw.replica}"
-        hit = Hit(draw.kind, round(now - self.began, 1), target if entry.alone else "all")
+        hit = Hit(draw.kind, round(now - self.began, 1), target if alone else "all")
         more = f", then {draw.second.kind}" if draw.second else ""
         self.say(f"{draw.kind}: {hit.target}, for {draw.hold:.0f} s{more}")
         try:
-            with entry.fault(self.stage, draw):
+            with broken(self.stage, draw):
                 began = time.monotonic()
                 # Steps that were on their way when it hit may still be finished.
-                reached = {g.kind.name: _further(g.position, 2) for g in self.stage.gangs}
+                at = {g.kind.name: g.position for g in self.stage.gangs}
+                reached = {kind: (run, step + 2) for kind, (run, step) in at.items()}
                 self._on_top(draw, hit, began)
                 time.sleep(max(0.0, began + draw.hold - time.monotonic()))
                 hit.held = round(time.monotonic() - began, 1)
@@ -129,7 +130,7 @@ class Soak:
         whom = self.stage.gangs if draw.second else concerned
 
         def on() -> bool | None:
-            return all(gang.position > reached[gang.kind.name] for gang in whom) or None
+            return all(gang.position > reached[gang.kind.name] for gang in whom)
 
         try:
             wait_for(on, "all to train on", _FROZEN)
@@ -146,21 +147,17 @@ class Soak:
         while time.monotonic() < began + min(draw.wait, draw.hold + 3):
             time.sleep(0.1)
         hit.second = draw.second.kind
-        with suppress(*_TROUBLE), FAULTS.entries[draw.second.kind].fault(self.stage, draw.second):
+        with suppress(*_TROUBLE), broken(self.stage, draw.second):
             pass
 
     def check(self) -> None:
         """Hold what the watch has told since the last time against the invariants."""
         try:
             for what in self.chronicle.violations(60):
-                self.wrong(what)
+                self.wrong(str(what))
         except AssertionError as error:
             self.say(f"not checked now: {error}")
         self.record.writes, self.record.gaps = self.chronicle.writes, self.chronicle.gaps
-
-
-def _further(position: Position, steps: int) -> Position:
-    return position[0], position[1] + steps
 
 
 # --- The cluster --------------------------------------------------------------------------
@@ -207,14 +204,11 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
     tender = threading.Thread(target=soak.tend_all, daemon=True)
     tender.start()
     only = args.only.split(",") if args.only else ()
-    draws = Draws(args.seed, len(soak.stage.gangs), only)
-    for draw in draws:
+    for draw in draws(args.seed, len(soak.stage.gangs), only):
         if time.monotonic() > soak.began + 60 * args.minutes:
             break
         hit = soak.disturb(draw)
         soak.record.hits.append(hit)
-        if hit.missed:
-            draws.missed(draw)
         soak.check()
         save(soak.record, args)
         time.sleep(draw.rest)
@@ -226,7 +220,7 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
         def over(gang: Gang = gang) -> bool | None:
             with suppress(*_TROUBLE):
                 soak.tend(gang, last=True)
-            return bool(gang.runs[-1].phase) or None
+            return bool(gang.runs[-1].phase)
 
         try:
             wait_for(over, f"{gang.name} to end", 600)
@@ -241,7 +235,7 @@ def save(record: Record, args: argparse.Namespace) -> None:
     if args.json:
         record.save(args.json)
     if args.page:
-        kinds = {n: (e.fault.__doc__ or n).rstrip(".") for n, e in FAULTS.entries.items()}
+        kinds = {name: fault.what for name, fault in FAULTS.items()}
         args.page.write_text(page(json.loads(json.dumps(asdict(record))), kinds))
 
 
@@ -249,7 +243,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="of faults (30)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="which faults (random)")
-    parser.add_argument("--only", help="kinds of faults, by commas: " + ", ".join(FAULTS.entries))
+    parser.add_argument("--only", help="kinds of faults, by commas: " + ", ".join(FAULTS))
     parser.add_argument("--json", type=Path, help="what was seen goes there")
     parser.add_argument("--page", type=Path, help="and there, as a page of docs/")
     return parser.parse_args()
@@ -264,8 +258,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # taking the cluster down
     with small_volume(256) as volume, sites.installed(NAME) as site:
         furnish(site, volume)
-        kubeconfig = site.cluster.kubeconfig
-        with Chronicle(kubeconfig, site.namespace, deposed=True) as chronicle:
+        with Chronicle(Rest(site.cluster.kubeconfig), site.namespace) as chronicle:
+            chronicle.state.deposed = True
             gangs = [Gang(kind, site, chronicle, volume) for kind in KINDS]
             soak = Soak(Stage(site, gangs, volume), chronicle, record)
             try:

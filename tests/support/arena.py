@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.history import History
+from support.chronicle import Chronicle
+from support.manifest import ddpjob
 from support.operator import OperatorProcess, write_kubeconfig
 from support.patience import PATIENCE
 from support.pods import HandKubelet
@@ -39,7 +40,7 @@ class Arena:
     folder: Path
     proxy: Proxy
     kubelet: HandKubelet
-    history: History
+    history: Chronicle
     operators: list[OperatorProcess] = field(default_factory=list)
     of_many: bool = False  # one of many that share the machine
     forked: bool = False  # its operators come from a fork server
@@ -84,7 +85,9 @@ class Arena:
     def verify(self) -> None:
         """Hold what happened since the last time against the invariants; raises Violation."""
         self.history.state.deposed |= len({o.name for o in self.operators}) > 1
-        self.history.verify(self.proxy.made, lambda: self.proxy.unanswered)
+        self.history.verify(
+            lambda: eventually("no write is under way", lambda: not self.proxy.unanswered)
+        )
 
     def job_path(self, name: str = "") -> str:
         return f"{JOBS}/namespaces/{self.namespace}/ddpjobs" + (f"/{name}" if name else "")
@@ -94,14 +97,10 @@ class Arena:
 
     def job(self, name: str, **spec: Any) -> Object:
         """A DDPJob of 3 replicas whose pods the real scheduler leaves alone."""
-        container = {"name": "trainer", "image": "example/train:1"}
-        template = {"spec": {"schedulerName": "hand", "containers": [container]}}
-        return {
-            "apiVersion": "ddpjob.dev/v1alpha1",
-            "kind": "DDPJob",
-            "metadata": {"name": name},
-            "spec": {"replicas": 3, "template": template, **spec},
-        }
+        body = ddpjob(name, **spec)
+        if "template" not in spec:
+            body["spec"]["template"]["spec"]["schedulerName"] = "hand"
+        return body
 
     def apply(self, name: str, **spec: Any) -> Object:
         """Create such a job."""
@@ -213,8 +212,8 @@ def arena(
     account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
     eventually("the namespace's ServiceAccount", lambda: rest.find(account))
     with (
-        History(rest, namespace) as history,
         Proxy(rest) as proxy,
+        Chronicle(rest, namespace, lambda: proxy.made) as history,
         HandKubelet(rest, namespace, period=1.0 if of_many else 0.04) as kubelet,
     ):
         how = {"of_many": of_many, "forked": forked or of_many}

@@ -10,17 +10,16 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from devcluster import binaries
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 from support.rest import Rest, RestError
 from support.sharing import Shared
 
@@ -43,8 +42,6 @@ UNANSWERED = re.compile(
 UNREACHED = re.compile(
     r"TLS handshake timeout|connection refused|The connection to the server \S+ was refused"
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,7 @@ class Cluster:
         # `kubectl wait` fails on a CRD that has no conditions yet, and Established comes
         # before discovery: only the list itself tells.
         wait_for(
-            lambda: self.kubectl("get", "ddpjobs.ddpjob.dev", "-A").returncode == 0 or None,
+            lambda: self.kubectl("get", "ddpjobs.ddpjob.dev", "-A").returncode == 0,
             "the API server to serve ddpjobs",
         )
 
@@ -184,18 +181,6 @@ def shared(
     kept = run.once(name, made)
     assert "error" not in kept, kept["error"]
     return Cluster(name, **{key: Path(path) for key, path in kept.items()})
-
-
-def wait_for(probe: Callable[[], T | None], what: str, timeout: float = PATIENCE) -> T:
-    """Call ``probe`` until it returns something; give up after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while True:
-        value = probe()
-        if value is not None:
-            return value
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout:g} s for {what}")
-        time.sleep(0.1)
 
 
 def _devcluster(name: str, *args: str, timeout: float) -> str:

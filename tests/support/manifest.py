@@ -15,6 +15,7 @@ import yaml
 from support.cluster import ROOT
 
 EXAMPLES = ROOT / "manifests" / "examples"
+YOUR_SCRIPT = ROOT / "docs" / "start" / "your-script.md"
 DELETE = object()
 
 
@@ -72,6 +73,12 @@ def example(name: str) -> list[dict[str, Any]]:
 def pages() -> list[Path]:
     """Return the pages for people: those of docs/ and those at the root."""
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def blocks(heading: str) -> list[str]:
+    """Return what stands in the fences of a section of YOUR_SCRIPT, in their order."""
+    section = YOUR_SCRIPT.read_text().split(f"\n## {heading}\n")[1].partition("\n## ")[0]
+    return re.findall(r"^```\w*\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
 def documented() -> list[tuple[str, dict[str, Any]]]:

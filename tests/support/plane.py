@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import signal
-import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from devcluster import binaries, render
 from devcluster import cluster as devclusters
@@ -24,6 +24,7 @@ from devcluster.cluster import Cluster as Kept
 from support import cluster
 from support.cluster import Cluster, wait_for
 from support.patience import PATIENCE
+from support.rest import urlopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Plane:
         """SIGKILL, and wait until it is gone."""
         os.kill(self.pid(component), signal.SIGKILL)
         running = self._kept.register.running
-        wait_for(lambda: running(component) is None or None, f"{component} to be gone")
+        wait_for(lambda: running(component) is None, f"{component} to be gone")
 
     def repair(self) -> None:
         """Start whatever is missing; wait until all of it is ready."""
@@ -94,7 +95,7 @@ class Plane:
         kept = self._kept
         program = binaries.ensure(["etcd"], print)["etcd"]
         kept.ensure_process("etcd", [program, *render.etcd(kept.layout)])
-        wait_for(lambda: self._answers() or None, "etcd to answer")
+        wait_for(self._answers, "etcd to answer")
         key = base64.b64encode(b"bump").decode()
         while self._revision() <= last:
             self._etcd("kv/put", {"key": key})
@@ -103,25 +104,16 @@ class Plane:
     def _answers(self) -> bool:
         try:
             return self._revision() > 0
-        except (OSError, http.client.HTTPException, AssertionError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def _revision(self) -> int:
         return int(self._etcd("maintenance/status", {})["header"]["revision"])
 
     def _etcd(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        address = urllib.parse.urlsplit(self._kept.layout.etcd)
-        connection = http.client.HTTPConnection(
-            address.hostname or "", address.port, timeout=PATIENCE
-        )
-        try:
-            connection.request("POST", f"/v3/{path}", json.dumps(body))
-            response = connection.getresponse()
-            text = response.read()
-        finally:
-            connection.close()
-        assert response.status == 200, text
-        found: dict[str, Any] = json.loads(text)
+        request = Request(f"{self._kept.layout.etcd}/v3/{path}", json.dumps(body).encode())
+        with urlopen(request, timeout=PATIENCE) as answer:
+            found: dict[str, Any] = json.load(answer)
         return found
 
 

@@ -1,24 +1,17 @@
-"""release/release.py, which is a script and no package."""
+"""What a release is made of, as another checkout."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 from support.cluster import ROOT
-from support.loaded import load
 
 #: What a release is made of.
 SOURCES = (
     "CHANGELOG.md", "Dockerfile", "charts", "contract", "devcluster/src", "manifests", "operator",
     "plugin", "release", "requirements", "tools", "trainer",
 )  # fmt: skip
-
-
-def script(root: Path = ROOT) -> ModuleType:
-    """Load the script of a checkout."""
-    return load(root / "release/release.py")
 
 
 def copy_of_the_sources(target: Path) -> Path:

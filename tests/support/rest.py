@@ -12,22 +12,25 @@ import json
 import ssl
 import tempfile
 import threading
-import time
 import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from support.patience import PATIENCE
+from support.patience import PATIENCE, T, wait_for
 
-T = TypeVar("T")
 Object = dict[str, Any]
 
 JOBS = "/apis/ddpjob.dev/v1alpha1"
 #: Of a request; an API server gives one up after 60 s. What is asked twice may be stored twice.
 ANSWER_SECONDS = 90.0
+
+
+#: For what is reached without a cluster's credentials, whatever proxy the environment names.
+urlopen = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class RestError(Exception):
@@ -56,6 +59,7 @@ class Rest:
         #: For those who have a token: beside a client certificate it would not be looked at.
         self.nobodys_context = _tls(base, cluster, {}) if secure else None
         self.token: str | None = user.get("token")
+        self.headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         self._local = threading.local()
 
     def call(
@@ -67,9 +71,7 @@ class Rest:
         accept: str = "application/json",
     ) -> Object:
         """One request; RestError unless it succeeds. A stale connection is tried once more."""
-        headers = {"Accept": accept, "Content-Type": content_type}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+        headers = {"Accept": accept, "Content-Type": content_type, **self.headers}
         data = json.dumps(body).encode() if body is not None else None
         for last in (False, True):
             connection = self._connection()
@@ -121,18 +123,18 @@ class Rest:
             options["preconditions"] = {"uid": uid}
         return self.call("DELETE", path, options)
 
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection of one's own."""
+        host, port = self.url.hostname or "", self.url.port
+        if self.context is None:
+            return http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+        more: Any = {"context": self.context, "timeout": ANSWER_SECONDS}
+        return http.client.HTTPSConnection(host, port, **more)
+
     def _connection(self) -> http.client.HTTPConnection:
         connection = getattr(self._local, "connection", None)
         if connection is None:
-            host, port = self.url.hostname or "", self.url.port
-            connection = (
-                http.client.HTTPSConnection(
-                    host, port, context=self.context, timeout=ANSWER_SECONDS
-                )
-                if self.context
-                else http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
-            )
-            self._local.connection = connection
+            connection = self._local.connection = self.connect()
         return connection
 
 
@@ -140,14 +142,7 @@ def eventually(
     what: str, check: Callable[[], T | None], seconds: float = PATIENCE, every: float = 0.05
 ) -> T:
     """Wait until ``check`` gives something true and return it; say what was missing if not."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = check()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(every)
+    return wait_for(check, what, seconds, every)
 
 
 def _tls(base: Path, cluster: Object, user: Object) -> ssl.SSLContext:

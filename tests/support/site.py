@@ -21,8 +21,8 @@ from typing import Any
 
 from devcluster import binaries
 from support import cluster
-from support.cluster import ROOT, Cluster, wait_for
-from support.patience import WITHIN
+from support.cluster import ROOT, Cluster
+from support.patience import WITHIN, T, wait_for
 from support.plane import is_first, is_rank, processes_with, send
 from support.rest import JOBS
 from support.rounds import UNHURRIED, patch
@@ -86,7 +86,22 @@ class Site:
         found = self.cluster.get(f"/api/v1/namespaces/{self.namespace}/pods?{chosen}")["items"]
         return {pod["metadata"]["name"]: pod for pod in found}
 
+    def uids(self, name: str) -> dict[str, str]:
+        """The uids of the job's pods by name."""
+        return {pod: body["metadata"]["uid"] for pod, body in self.pods(name).items()}
+
+    def nodes(self, name: str) -> set[str]:
+        """The nodes of the job's pods."""
+        return {pod["spec"]["nodeName"] for pod in self.pods(name).values()}
+
     # --- waiting --------------------------------------------------------------------------
+
+    def wait(self, name: str, probe: Callable[[], T | None], what: str) -> T:
+        """Wait for something of a job, and say how the job is if it does not come."""
+        try:
+            return wait_for(probe, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.explain(name)}") from None
 
     def wait_phase(self, name: str, phase: str) -> dict[str, Any]:
         """Wait until the job is in a phase; an end in another one fails at once."""
@@ -100,10 +115,7 @@ class Site:
                 )
             return status if now == phase else None
 
-        try:
-            return wait_for(reached, f"{name} to be {phase}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.explain(name)}") from None
+        return self.wait(name, reached, f"{name} to be {phase}")
 
     def wait_running(
         self, name: str, attempt: int, *, step: int = 0, snapshot_after: int = -1
@@ -120,10 +132,29 @@ class Site:
             newer = progress.get("snapshotStep", 0) > snapshot_after
             return status if there and on and newer else None
 
-        try:
-            return wait_for(reached, f"{name}: attempt {attempt}, step {step}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.explain(name)}") from None
+        return self.wait(name, reached, f"{name}: attempt {attempt}, step {step}")
+
+    def wait_condition(self, name: str, type_: str, reason: str) -> str:
+        """Wait until a condition is true for that reason; return its message."""
+
+        def told() -> str | None:
+            found = self.condition(name, type_)
+            right = found.get("status") == "True" and found.get("reason") == reason
+            return str(found["message"]) if right else None
+
+        return self.wait(name, told, f"{name} to be {type_} by {reason}")
+
+    def wait_leader(self) -> tuple[str, str]:
+        """Wait until there is a leader whose pod is there; return it and its node."""
+
+        def named() -> tuple[str, str] | None:
+            try:
+                found = self.leader()
+            except AssertionError:
+                return None  # the pod of the lease is gone
+            return found if all(found) else None
+
+        return wait_for(named, "a leader whose pod is there")
 
     def explain(self, name: str) -> str:
         """What a person would look at when a job does not do what it should."""
@@ -209,17 +240,21 @@ class Site:
     def resumed_from(self, name: str) -> int:
         """The step of the snapshot that rank 0 says it resumed from, as soon as it has."""
 
-        def said() -> int | None:
+        def said() -> re.Match[str] | None:
             log = self.kubectl("logs", f"{name}-0").stdout
-            found = re.search(r"resuming after step (\d+)", log)
-            return int(found.group(1)) if found else None
+            return re.search(r"resuming after step (\d+)", log)
 
-        return wait_for(said, f"{name} to resume from a snapshot")
+        return int(wait_for(said, f"{name} to resume from a snapshot")[1])
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
         self.kubectl("delete", "ddpjob", name, "--wait", WITHIN, check=True)
-        wait_for(lambda: True if not self.pods(name) else None, f"pods of {name} to go")
+        wait_for(lambda: not self.pods(name), f"pods of {name} to go")
+
+
+def newest_snapshot(folder: Path) -> int:
+    """The step of the newest snapshot of a job, or of one of its incarnations; 0 of none."""
+    return max((int(path.stem.split("-")[1]) for path in folder.rglob("step-*.json")), default=0)
 
 
 def digits(
@@ -280,6 +315,15 @@ def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
         "metadata": {"name": name},
         "spec": {"replicas": 3, "nprocPerNode": 1, "template": template, **spec},
     }
+
+
+def spread(body: dict[str, Any]) -> dict[str, Any]:
+    """The job, with as many pods on one node as on another."""
+    evenly: dict[str, Any] = {"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
+    evenly["labelSelector"] = {"matchLabels": {"ddpjob.dev/job-name": body["metadata"]["name"]}}
+    evenly["topologyKey"] = "kubernetes.io/hostname"
+    body["spec"]["template"]["spec"]["topologySpreadConstraints"] = [evenly]
+    return body
 
 
 def trainer(body: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from support.launching import free_ports
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 
 Program = Callable[[int], None]
 _LAST_WORDS = 8000  # characters: the stacks of all threads, when a rank hung
@@ -134,17 +135,9 @@ def gang(tmp_path: Path) -> Iterator[Gang]:
     print(found.last_words())  # pytest shows it below a failure
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"after {seconds} s still not: {what}")
-        time.sleep(0.02)
-
-
-@pytest.fixture(name="wait_until")
-def wait_until_fixture() -> Callable[..., None]:
-    return wait_until
+@pytest.fixture
+def wait_until() -> Callable[..., object]:
+    return partial(wait_for, every=0.02)
 
 
 @pytest.fixture

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
-from support import benches, durations, faults, panels
+from support import benches, faults
 from support.loaded import load
-from support.manifest import documented, pages
+from support.manifest import blocks, documented, pages
 
 from harness import claims_page, scaling_page  # isort: skip
 
@@ -51,22 +53,11 @@ def generated() -> Iterator[tuple[Path, str]]:
     claims = json.loads((INTERNALS / "claims.json").read_text())
     yield INTERNALS / "claims.md", claims_page.page(claims, scaling)
     yield faults.PAGE, faults.page()
-    yield durations.PAGE, durations.page(json.loads(durations.RESULTS.read_text()))
 
 
 def test_generated_pages_are_what_their_scripts_write_now() -> None:
     old = [str(file.relative_to(ROOT)) for file, text in generated() if file.read_text() != text]
     assert old == [], "run `make manifests`; of bench's pages the command at their end"
-
-
-def test_the_picture_of_the_dashboard_has_its_panels() -> None:
-    recorded = json.loads(panels.RECORD.read_text())["panels"]
-    told = [(one["title"], one["unit"], one["queries"]) for one in recorded]
-    shown = [
-        (one["title"], one["fieldConfig"]["defaults"]["unit"], panels.queries(one))
-        for one in panels.shown()
-    ]
-    assert told == shown, "record anew: DDPJOB_WRITE_PAGES=1, test_prometheus.py"
 
 
 def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out() -> None:
@@ -202,6 +193,8 @@ def test_every_example_is_listed_says_how_to_run_it_and_is_short() -> None:
 def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 100
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) == 15
     for target in ("try", "demo", "down", "help", "check", "test", "test-all"):
         assert f"make {target}" in text, target
 
@@ -213,6 +206,26 @@ def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher() -> Non
     jobs = [job for place, job in documented() if place.startswith("migration.md")]
     containers = [job["spec"]["template"]["spec"]["containers"][0] for job in jobs]
     assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
+
+
+def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+        return done.stdout.decode().strip()
+
+    git("init", "--quiet", ".")
+    for text in ("named", "newer"):
+        (tmp_path / "train.py").write_text(text)
+        git("add", "--all")
+        git("commit", "--quiet", "--message", text)
+    job = yaml.safe_load(blocks("Out of git")[0])
+    (container,) = job["spec"]["template"]["spec"]["initContainers"]
+    command = [word.replace("/code", f"{tmp_path}/code") for word in container["command"]]
+    given = {"REPOSITORY": str(tmp_path), "COMMIT": git("rev-parse", "HEAD~")}
+    assert given.keys() < {each["name"] for each in container["env"]}
+    subprocess.run(command, env={**os.environ, **given}, check=True)
+    assert (tmp_path / "code/job/train.py").read_text() == "named"
 
 
 def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:

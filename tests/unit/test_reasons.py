@@ -47,14 +47,9 @@ def words_of_the_page() -> set[str]:
     return {word for word in re.findall("`([^`]+)`", PAGE.read_text()) if _WORD.fullmatch(word)}
 
 
-def test_each_reason_has_its_cause_and_cure() -> None:
-    missing = words_of_the_source() - OTHERS - words_of_the_page()
+def test_each_reason_has_its_cause_and_cure_and_no_word_is_left_over() -> None:
+    source, page = words_of_the_source(), words_of_the_page()
+    missing = source - OTHERS - page
     assert not missing, "add it to docs/reference/reasons.md, or to OTHERS if it is no reason"
-
-
-def test_no_word_is_left_over() -> None:
-    assert words_of_the_page() - words_of_the_source() - KUBERNETES == set()
-
-
-def test_what_is_no_reason_is_in_the_source() -> None:
-    assert OTHERS - words_of_the_source() == set()
+    assert page - source - KUBERNETES == set()
+    assert OTHERS - source == set()

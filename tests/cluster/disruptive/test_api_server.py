@@ -1,4 +1,4 @@
-"""The API server is away: what trains goes on, and no failure is counted."""
+"""The API server is away, or forgets: what trains goes on, and no failure is counted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from support.chronicle import Chronicle
 from support.cluster import wait_for
-from support.plane import Plane
-from support.site import STEPS, Finished, Site, digits
+from support.plane import Plane, is_first, processes_with
+from support.site import STEPS, Finished, Site, digits, job, newest_snapshot
 
 pytestmark = pytest.mark.tier("all")
 
@@ -25,12 +26,12 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, finished: Finish
     ]
     site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
-    volume = site.volume()
+    folder = site.volume() / name
     plane = Plane(site.cluster)
     plane.kill("apiserver")
     try:
-        reached = newest(volume, name)
-        wait_for(lambda: newest(volume, name) >= reached + 20 or None, "20 steps more")
+        reached = newest_snapshot(folder)
+        wait_for(lambda: newest_snapshot(folder) >= reached + 20, "20 steps more")
     finally:
         plane.repair()
     after = finished(name)
@@ -39,6 +40,42 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, finished: Finish
     site.delete(name)
 
 
-def newest(volume: Path, name: str) -> int:
-    manifests = (volume / name).glob("*/step-*.json")
-    return max((int(path.stem.split("-")[1]) for path in manifests), default=0)
+def gangs_of(site: Site, name: str) -> list[int]:
+    """Attempts of which a launcher runs, as the machine has it."""
+    here = {"DDPJOB_NAMESPACE": site.namespace, "DDPJOB_NAME": name}
+    numbers = range(1, 10)
+    return [n for n in numbers if any(map(is_first, processes_with(**here, DDPJOB_ATTEMPT=str(n))))]
+
+
+@pytest.mark.fault("A7")
+def test_a_restored_etcd_loses_no_gang_and_doubles_none(
+    site: Site, finished: Finished, chronicle: Chronicle, tmp_path: Path
+) -> None:
+    """etcd goes back minutes: a job that ran, one in an earlier attempt, one ended, one unknown."""
+    plane, again, later, over = Plane(site.cluster), "restored", "forgotten", "long-over"
+    site.apply(job(over, ["true"]))
+    ended = site.wait_phase(over, "Succeeded")
+    site.apply(digits(again, steps=STEPS, slow=4, every=2))
+    site.wait_running(again, 1, snapshot_after=0)
+    plane.save_store(tmp_path / "etcd")
+    site.kubectl("delete", "pod", f"{again}-1", "--grace-period=0", "--force", check=True)
+    unknown = digits(later, steps=STEPS, slow=4, every=2)
+    site.apply(unknown)
+    reached = site.wait_running(again, 2, snapshot_after=0)["progress"]["snapshotStep"]
+    site.wait_running(later, 1, snapshot_after=0)
+    assert chronicle.violations() == []
+
+    plane.restore_store(tmp_path / "etcd")
+    plane.repair()
+    chronicle.begin_anew()
+
+    wait_for(lambda: not gangs_of(site, later), "pods that nobody knows to go")
+    after = site.wait_running(again, 2, snapshot_after=reached)
+    assert after["attempt"] > 1
+    wait_for(lambda: len(gangs_of(site, again)) == 1, "one gang")
+    assert site.status(over) == ended
+    site.apply(unknown)  # as its user would
+    for name in (again, later):
+        finished(name)
+    for name in (again, later, over):
+        site.delete(name)

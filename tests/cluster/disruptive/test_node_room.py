@@ -10,7 +10,7 @@ import pytest
 
 from support.cluster import wait_for
 from support.patience import WITHIN
-from support.site import STEPS, Finished, Site, digits
+from support.site import STEPS, Finished, Site, digits, job
 
 pytestmark = pytest.mark.tier("all")
 
@@ -28,7 +28,7 @@ def test_a_drained_node_is_left(site: Site, finished: Finished) -> None:
     try:
         site.cluster.kubectl(*words, WITHIN, check=True)
         after = site.wait_running(name, 2)
-        assert node not in {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
+        assert node not in site.nodes(name)
     finally:
         site.cluster.kubectl("uncordon", node, check=True)
     assert after["lastFailure"]["class"] == "Disruption", after["failures"]
@@ -65,11 +65,12 @@ def test_a_preempted_gang_gives_all_back_and_comes_again(
     site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
     site.apply(intruder(site))
-    after = wait_for(lambda: lost_one(site, name), f"{name} to lose a pod")
-    failure = after["lastFailure"]
+    failure = wait_for(lambda: site.status(name).get("lastFailure"), f"{name} to lose a pod")
     assert (failure["class"], failure["reason"]) == ("Disruption", "PreemptionByScheduler")
     change(site, name, startupDeadlineSeconds=10)
-    wait_for(lambda: released(site, name), f"{name} to give its pods back")
+    site.wait_condition(name, "Stalled", "Unschedulable")
+    site.wait_phase(name, "Pending")
+    wait_for(lambda: not site.pods(name), f"{name} to give its pods back")
     change(site, name, startupDeadlineSeconds=600)
     site.kubectl("delete", "pod", "intruder", "--wait", check=True)
     site.wait_running(name, 3)
@@ -95,37 +96,7 @@ def request_cpu(site: Site, container: dict[str, Any], share: float) -> None:
 
 
 def intruder(site: Site) -> dict[str, Any]:
-    container = {
-        "name": "main",
-        "image": "ddpjob/trainer:0.1.0",
-        "command": ["sleep", "3600"],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-    request_cpu(site, container, 0.7)
-    security = {
-        "runAsNonRoot": True,
-        "runAsUser": 1000,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "intruder"},
-        "spec": {
-            "priorityClassName": URGENT,
-            "terminationGracePeriodSeconds": 1,
-            "securityContext": security,
-            "containers": [container],
-        },
-    }
-
-
-def lost_one(site: Site, name: str) -> dict[str, Any] | None:
-    status = site.status(name)
-    return status if status.get("lastFailure") else None
-
-
-def released(site: Site, name: str) -> bool | None:
-    stalled = site.condition(name, "Stalled")
-    told = (stalled.get("status"), stalled.get("reason")) == ("True", "Unschedulable")
-    return (told and site.status(name)["phase"] == "Pending" and not site.pods(name)) or None
+    pod = job("intruder", ["sleep", "3600"])["spec"]["template"]
+    pod["spec"] |= {"priorityClassName": URGENT, "terminationGracePeriodSeconds": 1}
+    request_cpu(site, pod["spec"]["containers"][0], 0.7)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "intruder"}, **pod}

@@ -11,7 +11,7 @@ import pytest
 from support.cluster import wait_for
 from support.patience import WITHIN
 from support.plane import processes_with
-from support.site import STEPS, SYSTEM, Finished, Site, digits, job
+from support.site import STEPS, SYSTEM, Finished, Site, digits, job, newest_snapshot, spread
 
 NODES = ("node1", "node2")
 FENCE = {"policy": "Fence", "afterSeconds": 5}
@@ -34,15 +34,7 @@ def whole(site: Site) -> None:
     site.cluster.kubectl(*ready, check=True)
     rolled = ("rollout", "status", "deployment/ddpjob-operator", WITHIN)
     site.cluster.kubectl("-n", SYSTEM, *rolled, check=True)
-    wait_for(lambda: leader(site), "a leader whose pod is there")
-
-
-def leader(site: Site) -> str | None:
-    """The leader's node."""
-    try:
-        return site.leader()[1] or None
-    except AssertionError:
-        return None  # the pod of the lease is gone
+    site.wait_leader()
 
 
 def preferring(job: dict[str, Any], node: str) -> dict[str, Any]:
@@ -54,25 +46,6 @@ def preferring(job: dict[str, Any], node: str) -> dict[str, Any]:
     return job
 
 
-def spread(job: dict[str, Any]) -> dict[str, Any]:
-    """The job, with as many pods on one node as on another."""
-    name = {"matchLabels": {"ddpjob.dev/job-name": job["metadata"]["name"]}}
-    evenly = {"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule", "labelSelector": name}
-    evenly["topologyKey"] = "kubernetes.io/hostname"
-    job["spec"]["template"]["spec"]["topologySpreadConstraints"] = [evenly]
-    return job
-
-
-def nodes_of(site: Site, name: str) -> set[str]:
-    return {pod["spec"]["nodeName"] for pod in site.pods(name).values()}
-
-
-def newest_in(site: Site, name: str, directory: str) -> int:
-    """The step of the newest snapshot in an incarnation's directory."""
-    found = (site.volume() / name / directory).glob("step-*.json")
-    return max(int(path.stem.split("-")[1]) for path in found)
-
-
 @pytest.mark.fault("N6", "N7")
 def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     site: Site, finished: Finished, machines: None
@@ -82,21 +55,19 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
     job = digits(name, steps=STEPS, slow=6, every=2, nodeLost=FENCE)
     site.apply(preferring(job, cut))
     site.wait_running(name, 1, snapshot_after=0)
-    assert nodes_of(site, name) == {cut}
+    assert site.nodes(name) == {cut}
     site.cluster.node("partition", cut)
     status = site.wait_running(name, 2)
     failure = status["lastFailure"]
     assert (failure["reason"], failure["node"]) == ("NodeLost", cut)
     assert (status["restarts"]["total"], status["restarts"]["charged"]) == (1, 0)
-    assert nodes_of(site, name).isdisjoint({cut})
-    zombie = newest_in(site, name, "00000001")
-    wait_for(
-        lambda: newest_in(site, name, "00000001") > zombie or None,
-        "the zombie to commit beside the new gang",
-    )  # fmt: skip
+    assert site.nodes(name).isdisjoint({cut})
+    behind = site.volume() / name / "00000001"
+    zombie = newest_snapshot(behind)
+    wait_for(lambda: newest_snapshot(behind) > zombie, "the zombie to commit beside the new gang")
     site.cluster.node("heal", cut)
     here = {"DDPJOB_NAMESPACE": site.namespace, "DDPJOB_NAME": name, "DDPJOB_ATTEMPT": "1"}
-    wait_for(lambda: not processes_with(**here) or None, "the zombie to be ended")
+    wait_for(lambda: not processes_with(**here), "the zombie to be ended")
     after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
     site.delete(name)
@@ -112,12 +83,12 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
     job = digits(name, steps=STEPS, slow=1, every=5, nodeLost=FENCE)
     site.apply(preferring(job, dead))
     site.wait_running(name, 1, snapshot_after=0)
-    assert dead in nodes_of(site, name)
+    assert dead in site.nodes(name)
     site.cluster.node("stop", dead)
     status = site.wait_running(name, 2)
     assert status["restarts"]["charged"] == 0
     assert site.leader()[0] != pod
-    assert dead not in nodes_of(site, name)
+    assert dead not in site.nodes(name)
     after = finished(name)
     assert (after["attempt"], after["restarts"]["total"]) == (2, 1), after["failures"]
     site.delete(name)
@@ -134,13 +105,8 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
     site.wait_running(name, 1, snapshot_after=0)
     site.cluster.node("stop", dead)
 
-    def told() -> str | None:
-        stalled = site.condition(name, "Stalled")
-        waits = (stalled.get("status"), stalled.get("reason")) == ("True", "NodeNotReady")
-        return stalled["message"] if waits else None
-
     taint = f"{dead} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-    assert f"kubectl taint node {taint}" in wait_for(told, "Stalled by NodeNotReady")
+    assert f"kubectl taint node {taint}" in site.wait_condition(name, "Stalled", "NodeNotReady")
     site.cluster.kubectl("taint", "node", *taint.split(), check=True)
     try:
         site.wait_running(name, 2)
@@ -190,7 +156,7 @@ def test_a_node_reboots_under_a_gang(site: Site, finished: Finished, machines: N
     node = next(node for node in NODES if node != site.leader()[1])
     site.apply(preferring(digits(name, steps=STEPS, slow=1, every=5), node))
     before = site.wait_running(name, 1, snapshot_after=0)
-    assert node in nodes_of(site, name)
+    assert node in site.nodes(name)
     site.cluster.node("stop", node)
     site.cluster.node("start", node)
     after = site.wait_running(name, 2)
