@@ -15,6 +15,7 @@ from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
 from support import cluster, durations, sharing, tiers
+from support.busy import busy_machine
 
 _SHARED = pytest.StashKey[sharing.Shared]()
 LINES_AT_ONCE = 40  # of a failure that is told before the summary, which has it whole
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write docs/internals/test-durations.json from what is run",
     )
+    parser.addoption("--busy", action="store_true", help="run two endless loops beside the tests")
     parser.addoption(
         "--tier",
         choices=tiers.TIERS,
@@ -62,6 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SHARED] = sharing.Shared(Path(tempfile.mkdtemp(prefix="ddpjob-tests-")))
     config.add_cleanup(lambda: _end(config.stash[_SHARED]))
     config.pluginmanager.register(_AtOnce(config))
+    if config.getoption("--busy"):  # no test has the machine to itself, as on any shared one
+        loops = ExitStack()
+        loops.enter_context(busy_machine())
+        config.add_cleanup(loops.close)
     if config.getoption("--test-durations"):
         config.pluginmanager.register(durations.Recorder(config))
 
