@@ -58,56 +58,6 @@ def test_three_gangs_that_do_not_fit_together_all_end(
     )
 
 
-def test_small_gangs_that_never_cease_do_not_starve_a_big_one_nor_it_them(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    """Two of one pod always run, and a third would like to; the big one needs all three places."""
-    world = World(loop)
-    work_for(world, {"s": 1200, "b": 600})
-    world.cluster.quota = 3
-    ended: list[datetime] = []
-    names = [f"s{n}" for n in range(200)]
-    running = [names.pop(0) for _ in range(3)]
-    for number, name in enumerate(running):
-        world.cluster.create(crd.PLURAL, job_body(name, replicas=1))
-        world.run(lambda: False, 300 * number)
-    world.cluster.create(crd.PLURAL, job_body("big", replicas=3))
-
-    def big_is_over() -> bool:
-        for number, name in enumerate(running):
-            if world.over(name):
-                ended.append(world.cluster.now)
-                world.cluster.delete(crd.PLURAL, name)
-                running[number] = names.pop(0)
-                world.cluster.create(crd.PLURAL, job_body(running[number], replicas=1))
-        return world.over("big")
-
-    assert world.run(big_is_over, DAY, limit=100_000)
-    assert len(ended) > 5
-
-
-@pytest.mark.tier("gate")
-@pytest.mark.parametrize(("figures", "hours"), [(False, 5), (True, 2.5)], ids=["", "told"])
-def test_a_gang_that_fits_nowhere_leaves_two_thirds_of_the_time_to_others(
-    loop: asyncio.AbstractEventLoop, figures: bool, hours: float
-) -> None:
-    """All of it where the quota's own figures tell that it never fits; ten minutes each train."""
-    world = World(loop)
-    work_for(world, {"s": 600, "b": 600})
-    world.cluster.quota, world.cluster.figures = 3, figures
-    world.cluster.create(crd.PLURAL, job_body("big", replicas=4))
-    world.run(lambda: False, 3600)
-    for number in range(8):
-        name = f"s{number}"
-        world.cluster.create(crd.PLURAL, job_body(name, replicas=1))
-        assert world.run(lambda name=name: world.over(name), DAY / 4, limit=100_000)
-    assert world.cluster.now - START < timedelta(hours=hours)
-    assert world.cluster.status("big")["restarts"]["charged"] == 0
-    assert world.cluster.status("big")["reason"] == (
-        "QuotaTooSmall" if figures else "QuotaExceeded"
-    )
-
-
 def test_no_charge_for_what_the_cluster_refuses(loop: asyncio.AbstractEventLoop) -> None:
     """Two hours without room, then room."""
     world = World(loop)

@@ -173,7 +173,7 @@ def test_the_end_is_absorbing(code: int):
     world.patch(suspend=True)
     answered = f"status {phase} 1"  # and nothing else
     assert (world.phase, world.log) == (phase, [*log, answered])
-    assert (world.status["observedGeneration"], world.events[-1].reason) == (2, "AlreadyEnded")
+    assert world.status["observedGeneration"] == 2
     assert world.settle().log == [*log, answered]
 
 
@@ -507,34 +507,3 @@ def test_lost_steps_are_measured():
     world.end(1, 137, message='{"version":1,"kind":"signal","step":60,"snapshotStep":50}')
     lost = [m.value for m in world.measurements if m.name == "lost_steps"]
     assert lost == [10]
-
-
-def with_resources(**resources: object) -> World:
-    container = {"name": "trainer", "image": "i", "resources": resources}
-    template = {"spec": {"containers": [{"name": "log", "image": "i"}, container]}}
-    return World(job_object(template=template)).settle()
-
-
-@pytest.mark.parametrize(
-    ("resources", "said"),
-    [
-        ({"limits": {"cpu": "10m", "memory": "64Mi"}},
-         "limits.cpu 10m (at least 100m), limits.memory 64Mi (at least 400Mi)"),
-        ({"requests": {"memory": "64Mi"}}, "requests.memory 64Mi (at least 400Mi)"),
-        ({"limits": {"memory": 1e8}}, "limits.memory 100000000.0 (at least 400Mi)"),
-        ({"limits": {"memory": "3e2"}}, "limits.memory 3e2 (at least 400Mi)"),
-        ({"limits": {"memory": "300Mi"}}, "limits.memory 300Mi (at least 400Mi)"),
-        ({"limits": {"memory": "1E"}, "requests": {"cpu": ".09"}},
-         "requests.cpu .09 (at least 100m)"),
-        ({"limits": {"cpu": 0.1, "memory": "400Mi"}}, ""),
-        ({"limits": {"cpu": "2"}, "requests": {"cpu": "10m"}}, ""),
-        ({"limits": {"memory": "0.42G", "cpu": "100000u"}}, ""),
-        ({"limits": {"cpu": "many"}}, ""), ({}, ""),
-    ],
-)  # fmt: skip
-def test_too_little_for_torch_is_told_once_at_the_start(resources: dict[str, Any], said: str):
-    world = with_resources(**resources)
-    world.run().end(0, 1).run()
-    told = [e for e in world.events if e.reason == "TooFewResources"]
-    assert [f"has {said}: importing torch" in e.message for e in told] == [True] * bool(said)
-    assert {e.type for e in told} <= {"Warning"}

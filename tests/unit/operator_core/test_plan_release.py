@@ -7,9 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.policy.starting import quota_fairness
 from support.world import World, job_object
 
 
@@ -33,31 +31,6 @@ def unscheduled(world: World, replica: int) -> World:
     conditions = [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes"}]
     world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
     return world
-
-
-@pytest.mark.parametrize(
-    ("volume", "running", "named"),
-    [
-        ({"persistentVolumeClaim": {"claimName": "disk"}}, (0,), True),
-        ({"persistentVolumeClaim": {"claimName": "disk"}}, (2,), False),  # on the same node
-        ({"persistentVolumeClaim": {"claimName": "disk"}}, (), False),
-        ({"emptyDir": {}}, (0,), False),
-    ],
-)
-def test_a_claim_that_another_node_may_hold_is_named(
-    volume: dict[str, object], running: tuple[int, ...], named: bool
-):
-    """Told at once where it shows, and as the failure once the deadline has passed."""
-    world = started(snapshot={"path": "/s", "volume": volume})
-    for replica in range(3):
-        world.waiting(replica, "ContainerCreating")
-    for replica in running:
-        world.run(replica)
-    told = world.waiting(0 if 2 in running else 1, "ContainerCreating").wait(20)
-    said = told.condition("Stalled")["message"]
-    assert ("Multi-Attach, claim disk is ReadWriteOnce and held on node1" in said) == named
-    world.wait(600)
-    assert ("Multi-Attach" in world.status["lastFailure"]["message"]) == named
 
 
 @pytest.mark.fault("U5")
@@ -209,42 +182,6 @@ def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
     assert (world.phase, took.name) == ("Running", "recovery_seconds")
     assert 600 < took.value < 1800
     assert world.status["timings"]["lastRecoverySeconds"] == round(took.value, 3)
-
-
-@pytest.mark.parametrize(
-    ("figures", "needs"),
-    [
-        ("requested: pods=1, used: pods=2, limited: pods=2", "3 times pods=1, its limit is 2"),
-        ("requested: pods=1, used: pods=3, limited: pods=3", ""),
-        ("requested: a=1,requests.cpu=2, used: a=9,requests.cpu=5, limited: a=9,requests.cpu=5500m",
-         "3 times requests.cpu=2, its limit is 5500m"),
-        ("requested: requests.cpu=100m, used: requests.cpu=250m, limited: requests.cpu=300m", ""),
-        ("requested: memory=1Gi, used: memory=0, limited: memory=3G", "its limit is 3G"),
-        ("requested: memory=1G, used: memory=3Gi, limited: memory=3Gi", ""),
-        ("requested: memory=1e9, used: memory=0, limited: memory=2E3", "its limit is 2E3"),
-        ("requested: memory=1.2.3, used: memory=0, limited: memory=-", ""),
-        ("requested: , used: , limited: ", ""),
-        ("requested: pods=1, used: pods=1, lim", ""),
-    ],
-)  # fmt: skip
-@pytest.mark.fault("U5")
-def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, needs: str):
-    """It stands back for later ones then, and its age does not hurry it (quota_fairness.waiter)."""
-    world = World()
-    words = f'pods "job-1" is forbidden: exceeded quota: q, {figures}'
-    world.refuse = lambda action: refusal(world, 403, words) if action.replica else None
-    stalled = world.settle().condition("Stalled")
-    assert stalled["reason"] == ("QuotaTooSmall" if needs else "QuotaExceeded")
-    assert needs in stalled["message"]
-    assert words.strip() in stalled["message"]
-    for _ in range(24 * 12):
-        world.wait(300)
-    assert (quota_fairness.waiter(observe.job(world.job)) is None) == bool(needs)
-    waits = [pause(world.wait(500)) for _ in range(5)]
-    assert min(waits) >= 150 if needs else max(waits) <= 45
-    assert world.status["restarts"]["total"] == 0
-    world.refuse = lambda _: None
-    assert world.wait(500).run().phase == "Running"
 
 
 @pytest.mark.parametrize("placed", [(0, 1), ()])

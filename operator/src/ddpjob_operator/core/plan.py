@@ -48,7 +48,6 @@ from ddpjob_operator.core.policy.restarting import (
 )
 from ddpjob_operator.core.policy.starting import (
     node_avoidance,
-    quota_fairness,
     retry,
     startup,
     template_guard,
@@ -87,7 +86,8 @@ def plan(
     if job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(status)),))
     if status.terminal:
-        return finish.answer(view) or finish.clean_up(view)
+        seen = Change(replace(status, observed_generation=job.generation))
+        return _write(view, seen) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
     write = _write(view, change)
     if write is not None:
@@ -148,12 +148,7 @@ def _start(view: View, change: Change) -> Change:
     change = change.condition("Suspended", False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    change = change.tell("Normal", reason, message)
-    if not (scarce := view.spec.template.scarce):
-        return change
-    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
-    cure = "killed; raise them in spec.template, which may change while the job is suspended"
-    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
+    return change.tell("Normal", reason, message)
 
 
 def _overdue(view: View, change: Change) -> Change:
@@ -198,8 +193,7 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    waits = (restart.due(view), retry.due(view), quota_fairness.until(view))
-    return all(at is None or view.now >= at for at in waits)
+    return all(at is None or view.now >= at for at in (restart.due(view), retry.due(view)))
 
 
 def _confirmed(view: View) -> bool:
@@ -378,8 +372,7 @@ def _wake(view: View) -> float | None:
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
-    times += [retry.due(view), quota_fairness.until(view)]
-    times += retry.waits(view)
+    times += [retry.due(view), *retry.waits(view)]
     if view.feedback.status_written_at:
         times.append(view.feedback.status_written_at + REPORT_INTERVAL)
     pods = (*view.members.values(), *view.others)

@@ -15,12 +15,9 @@ from ddpjob_operator.core.actions import (
     ConfirmGone,
     DeleteJob,
     DeletePod,
-    Event,
     Measurement,
     Plan,
-    WriteStatus,
 )
-from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.policy.reporting import report, resume
@@ -74,21 +71,6 @@ def active_deadline(view: View) -> datetime | None:
     """Count the deadline from the first start, or the last resume, as batch/v1 does."""
     seconds, since = view.spec.active_deadline, view.status.timings.started_at
     return None if seconds is None or since is None else since + timedelta(seconds=seconds)
-
-
-def answer(view: View) -> Plan | None:
-    """Report that an edit of an ended job's spec was read, and what it does.
-
-    The API server refuses most of them, but for ttlSecondsAfterFinished and as the job ends.
-    """
-    if view.status.phase is None or view.status.observed_generation == view.job.generation:
-        return None
-    what = (
-        f"the job has {view.status.phase.lower()}, which is final: of its spec only "
-        "ttlSecondsAfterFinished still counts; apply under another name to train again"
-    )
-    status = replace(view.status, observed_generation=view.job.generation)
-    return Plan((WriteStatus(st.to_dict(status), (Event("Warning", "AlreadyEnded", what),)),))
 
 
 def clean_up(view: View) -> Plan:

@@ -16,8 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_contract.crd import KIND
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
-from ddpjob_operator.core.objects.json_read import mapping
-from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import (
     Condition,
@@ -28,7 +27,7 @@ from ddpjob_operator.core.objects.status import (
 )
 from ddpjob_operator.core.policy.reporting import resume
 from ddpjob_operator.core.policy.restarting import fence, restart
-from ddpjob_operator.core.policy.starting import node_avoidance, quota_fairness, template_guard
+from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
 from ddpjob_operator.core.told import after_step, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
@@ -50,7 +49,7 @@ _REFUSERS: Final = (
     (
         "exceeded quota",
         "a ResourceQuota of the namespace",
-        "it is tried again by itself: kubectl describe quota tells who holds how much",
+        "it is tried again by itself, and fits only if the quota has room for all pods at once",
     ),
     (
         "error looking up service account",
@@ -171,7 +170,6 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from _refusals(view)
-    yield from quota_fairness.reasons(view)
     yield from fence.reasons(view)
     yield from _stuck_deletions(view)
     for pod in view.members.values():
@@ -186,7 +184,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     for pod in view.members.values():
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not fresh(view):
-            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}{_held(view, pod)}"
+            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
     for pod in view.members.values():
         # Two clocks: good for a message, never for a decision.
@@ -206,20 +204,6 @@ def _unresolved(view: View) -> Iterator[tuple[str, str]]:
     if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
         what = f"processes were restarted in place and do not find one another: {last.message}"
         yield "NamesNotResolved", what
-
-
-def _held(view: View, pod: Pod) -> str:
-    """Hint at a volume held on another node, which only unread events would prove."""
-    claim = mapping(view.spec.snapshot.volume.unpack() if view.spec.snapshot else {})
-    name = mapping(claim.get("persistentVolumeClaim")).get("claimName")
-    elsewhere = (p.node for p in view.members.values() if classify.running(p))
-    holder = next((node for node in elsewhere if node != pod.node), None)
-    if not name or holder is None:
-        return ""
-    return (
-        f"; if its events tell of Multi-Attach, claim {name} is ReadWriteOnce and held on {holder}"
-        ": take one of ReadWriteMany, or upload snapshots"
-    )
 
 
 def lingers(view: View) -> datetime | None:

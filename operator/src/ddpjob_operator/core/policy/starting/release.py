@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Final, Literal
 
 from ddpjob_operator.core.policy.restarting import restart
-from ddpjob_operator.core.policy.starting import quota
 from ddpjob_operator.core.view import Change, View
 
 #: The longest wait of a gang between two tries, ...
@@ -35,7 +34,7 @@ def release(
 ) -> Change:
     """Delete the pods and wait: a new attempt, but no failure."""
     released = view.status.restarts.released + 1
-    wait = delay(view, released, yields=reason == quota.TOO_SMALL)
+    wait = delay(view, released)
     change = restart.new_attempt(view, change, "Pending", wait)
     change = change.with_status(restarts=replace(change.status.restarts, released=released))
     what = f"released all pods, next try in {wait:.0f} s: {message}"
@@ -43,7 +42,7 @@ def release(
     return change.tell("Warning", reason, what)
 
 
-def delay(view: View, released: int, *, yields: bool) -> float:
+def delay(view: View, released: int) -> float:
     """Return the seconds before the next try: doubling, then 0.5 to 1.5 of that.
 
     A gang that had places for long without being whole may never be: in the end it rests for as
@@ -58,7 +57,7 @@ def delay(view: View, released: int, *, yields: bool) -> float:
     longest = min(_LONGEST, max(view.spec.restart.max_seconds, share))
     if held > _IN_VAIN and any(pod.node for pod in view.members.values()):
         longest = max(longest, held.total_seconds())
-    elif not yields:
+    else:
         longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))
     doublings = min(released - 1, 60)  # keeps floats finite
     return round(min(longest, first * 2.0**doublings) * (0.5 + view.chance()), 3)

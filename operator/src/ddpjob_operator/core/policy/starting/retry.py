@@ -16,7 +16,6 @@ from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
 from ddpjob_operator.core.policy.reporting import report
-from ddpjob_operator.core.policy.starting import quota
 from ddpjob_operator.core.view import View
 
 #: For a taken name: its object is ours and about to go, or another's.
@@ -36,12 +35,17 @@ def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedba
 
     A quota is left to policy/starting/release.py, which has its own waits.
     """
-    if refusal.existing is not None or quota.exceeded(refusal):
+    if refusal.existing is not None or quota_exceeded(refusal):
         return known
     words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
     same = old is not None and (old.words, old.generation) == (words, generation)
     count = old.count + 1 if old and same else 1
     return replace(known, create_backoff=CreateBackoff(words, count, generation, refusal.at))
+
+
+def quota_exceeded(refusal: Refusal) -> bool:
+    """Tell a ResourceQuota's 403 Forbidden from that of RBAC, by its words."""
+    return refusal.code == 403 and "exceeded quota" in refusal.message
 
 
 def same(before: Refusal | None, after: Refusal) -> bool:

@@ -17,7 +17,7 @@ from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy.reporting import repeat, report
 from ddpjob_operator.core.policy.restarting import fence, restart
-from ddpjob_operator.core.policy.starting import node_avoidance, quota, template_guard
+from ddpjob_operator.core.policy.starting import node_avoidance, retry, template_guard
 from ddpjob_operator.core.policy.starting.release import release
 from ddpjob_operator.core.view import Change, View, recovers_from
 
@@ -65,13 +65,10 @@ def advance(view: View, change: Change) -> Change:
     if wrong:
         what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
         return release(view, change, template_guard.POD_REFUSED, what, "Invalid")
-    full = next((r for r in refusals if quota.exceeded(r)), None)
+    full = next((r for r in refusals if retry.quota_exceeded(r)), None)
     if full:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
-        never = "" if full is network else quota.too_small(full, _wanted(view))
-        if never:
-            return release(view, change, quota.TOO_SMALL, f"{never}; {full.message}")
         return release(view, change, "QuotaExceeded", report.explained(full))
     if all_running(view):
         return _run(view, change)
@@ -92,10 +89,6 @@ def advance(view: View, change: Change) -> Change:
         return release(view, change, "Unschedulable", what + node_avoidance.words(view))
     silent = fence.hindered(view)
     return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
-
-
-def _wanted(view: View) -> int:
-    return view.spec.replicas - len(view.succeeded)
 
 
 def all_running(view: View) -> bool:
