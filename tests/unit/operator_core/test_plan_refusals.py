@@ -126,27 +126,6 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
     assert live(world, 600).run().phase == "Running"
 
 
-@pytest.mark.tier("all")
-def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
-    world, asked = World(job_object(startupDeadlineSeconds=DAY)), []
-    found = act.Existing("Pod", "job-0", "old", 1, True, "DDPJob job")
-
-    def taken(action: act.CreatePod) -> act.Refusal | None:
-        asked.append(world.now)
-        what = (action.attempt, 409, "AlreadyExists", "exists", world.now, found)
-        return act.Refusal(*what) if action.replica == 0 else None
-
-    world.refuse = taken
-    world.settle()
-    del asked[:]
-    live(world, 20)
-    assert len(asked) == 10
-    live(world, 3600)
-    del asked[:]
-    live(world, 3600)
-    assert len(asked) == 120
-
-
 @pytest.mark.fault("N10")
 def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_wait():
     """Its advice is told once the pod has outlived its grace period: before, it ends as it may."""

@@ -110,8 +110,10 @@ def _decide(view: View) -> Change:
     change = rounds.count(view, change)
     if len(view.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
-    if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
-        return _overdue(view, change)
+    if finish.past_active_deadline(view) and view.read_since(finish.active_deadline(view)):
+        what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
+        change, what = _broken(view, change, what)
+        return finish.fail(view, change, "DeadlineExceeded", what)
     change = template_guard.tell(view, change)
     if template_guard.suspends(view):
         return change if _may_be_done(view) else _suspend(view, change)
@@ -149,12 +151,6 @@ def _start(view: View, change: Change) -> Change:
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
     return change.tell("Normal", reason, message)
-
-
-def _overdue(view: View, change: Change) -> Change:
-    what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
-    change, what = _broken(view, change, what)
-    return finish.fail(view, change, "DeadlineExceeded", what)
 
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
@@ -201,10 +197,6 @@ def _confirmed(view: View) -> bool:
     return view.confirmed is not None and view.confirmed.alone
 
 
-def _read_after(view: View, due: datetime | None) -> bool:
-    return due is not None and view.read_since(due)
-
-
 def _may_be_done(view: View) -> bool:
     """Tell whether pods to be suspended may have succeeded, unseen by a watch."""
     read = view.confirmed
@@ -214,9 +206,9 @@ def _may_be_done(view: View) -> bool:
 
 def _in_doubt(view: View) -> bool:
     """Tell whether a final decision is due that needs a quorum read first."""
-    if len(view.gone) < len(view.were_there):
+    if view.in_doubt:
         return True
-    if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
+    if finish.past_active_deadline(view) and not view.read_since(finish.active_deadline(view)):
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
         return True
@@ -286,7 +278,7 @@ def _leave(view: View) -> Plan:
     if view.status.terminal:
         actions = finish.clean_up(view).actions
         return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
-    if len(view.gone) < len(view.were_there):
+    if view.in_doubt:
         return Plan((ConfirmGone(view.status.attempt),), wake)
     over = (
         template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.find(view)
@@ -329,11 +321,10 @@ def _creations(view: View) -> tuple[Action, ...]:
             return ()
         bodies = render.network(view.job, view.spec, feedback.metrics_from)
         return (EnsureNetwork(attempt, bodies),)
-    refusals = view.refusals
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     return (
-        *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
+        *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
         *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
     )
 
@@ -349,17 +340,14 @@ def _pod(view: View, replica: int) -> dict[str, Any]:
     return render.pod(view.job, view.spec, status.attempt, replica, status.avoided_nodes)
 
 
-def _hidden(view: View, refusal: Refusal | None) -> bool:
-    """Tell whether a pod of ours that lost its labels keeps the name."""
+def _unlabelled(view: View, refusal: Refusal | None) -> tuple[DeletePod, ...]:
+    """Delete a pod of ours that lost its labels and keeps the name."""
     found = refusal.existing if refusal else None
     if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
-        return False
-    return not found.deleting and found.attempt != view.status.attempt
-
-
-def _unlabelled(refusal: Refusal) -> DeletePod:
-    assert refusal.existing is not None  # _hidden
-    return DeletePod(refusal.existing.name, refusal.existing.uid, DEAD_GANG_SECONDS)
+        return ()
+    if found.deleting or found.attempt == view.status.attempt:
+        return ()
+    return (DeletePod(found.name, found.uid, DEAD_GANG_SECONDS),)
 
 
 def _wake(view: View) -> float | None:

@@ -20,7 +20,7 @@ from ddpjob_operator.core.actions import (
 )
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.policy.reporting import report, resume
+from ddpjob_operator.core.policy.reporting import report
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
@@ -41,7 +41,7 @@ def succeed(view: View, change: Change) -> Change:
     progress = _final_progress(view, change)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
-    change = resume.began_from(view, change.with_status(progress=progress), progress)
+    change = report.began_from(view, change.with_status(progress=progress), progress)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)
@@ -53,9 +53,8 @@ def fail(view: View, change: Change, reason: str, message: str) -> Change:
     Stalled is how kstatus recognizes the failure of any kind.
     """
     change = _end(view, change, "Failed")
-    change = change.condition("Stalled", True, reason, message, view.now)
-    change = change.condition("Running", False, reason, message, view.now)
-    change = change.condition("Failed", True, reason, message, view.now)
+    for type_, value in (("Stalled", True), ("Running", False), ("Failed", True)):
+        change = change.condition(type_, value, reason, message, view.now)
     return change.tell("Warning", "Failed", f"{reason}: {message}")
 
 
@@ -124,13 +123,13 @@ def _final_progress(view: View, change: Change) -> Progress:
     last = first.trainer.report if first and classify.succeeded(first) else None
     if last is None or last.step is None:
         return old
-    return Progress(
+    said = Progress(
         step=last.step,
         total_steps=old.total_steps or last.step,
-        loss=last.loss if last.loss is not None else old.loss,
-        samples_per_second=old.samples_per_second,
-        snapshot_step=last.snapshot_step or old.snapshot_step,
-        file_at=last.file_at or old.file_at,
-        resumed=last.resumed or old.resumed,
+        loss=last.loss,
+        snapshot_step=last.snapshot_step or None,
+        file_at=last.file_at,
+        resumed=last.resumed,
         updated_at=view.now,
     )
+    return report.received(old, said)
