@@ -306,6 +306,9 @@ class Cluster:
             self.delete(key[0], key[2], uid=obj["metadata"]["uid"])
         return bool(orphans)
 
+    def runs(self, pod: Object) -> bool:
+        return pod["metadata"]["uid"] in self.processes and not ended(pod)
+
     def hears(self, pod: Object) -> bool:
         return pod["spec"].get("nodeName") not in self.silent
 
