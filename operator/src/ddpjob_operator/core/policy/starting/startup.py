@@ -25,7 +25,7 @@ from ddpjob_operator.core.view import Change, View, recovers_from
 _CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
 #: The longest wait of a gang between two tries, ...
 _LONGEST: Final = 300.0
-#: ... which shrinks down to this with its total wait: later gangs yield to it.
+#: ... which shrinks down to this with its total wait: who has waited long is tried more often.
 _LONGEST_OF_OLD: Final = 30.0
 _OLD: Final = timedelta(hours=1)
 #: Places held in vain for long are not asked for again at once: others may need less.
