@@ -29,7 +29,7 @@ def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
     tried = {**pod, "spec": {"containers": [{"name": "c", "image": "x"}]}}
     quota = set_quota(stage.rest, stage.namespace, body, (stage.path("pods"), tried))
     stage.apply(gang, restart={"backoff": {"maxSeconds": 5}})
-    stalled = stage.wait_condition(gang, "Stalled", "QuotaTooSmall")
+    stalled = stage.wait_condition(gang, "Stalled", "QuotaExceeded")
     assert "exceeded quota" in stalled["message"]
     eventually("all pods are released", lambda: not stage.kubelet.pods(gang))
     stage.rest.delete(quota)

@@ -34,7 +34,6 @@ class Cluster:
 
     now: datetime = START
     quota: int | None = None  # pods that have not ended
-    figures: bool = True  # are in the words of the quota
     refuse: Callable[[Object], errors.ApiError | None] = lambda body: None  # admission
     nodes: tuple[str, ...] = NODES
     silent: set[str] = field(default_factory=set)  # those that nobody hears of
@@ -80,7 +79,7 @@ class Cluster:
             raise refused
         if plural == "pods" and self.quota is not None and self._living() >= self.quota:
             used = f"requested: pods=1, used: pods={self._living()}, limited: pods={self.quota}"
-            words = f"exceeded quota: q{f', {used}' * self.figures}"
+            words = f"exceeded quota: q, {used}"
             raise _error(403, "Forbidden", f'pods "{name}" is forbidden: {words}')
         self._uid += 1
         meta = {
@@ -306,6 +305,9 @@ class Cluster:
         for key, obj in orphans:
             self.delete(key[0], key[2], uid=obj["metadata"]["uid"])
         return bool(orphans)
+
+    def runs(self, pod: Object) -> bool:
+        return pod["metadata"]["uid"] in self.processes and not ended(pod)
 
     def hears(self, pod: Object) -> bool:
         return pod["spec"].get("nodeName") not in self.silent

@@ -20,7 +20,6 @@ from model.operators import Planner
 from model.story import World, job_body, loses_one
 from model.wire import Call
 from support.invariants import Violation
-from support.objects import ended, status
 
 #: What may happen to a call; see operators.Wire. The first group is the operator's alone: with
 #: it the story must end as if nothing had happened.
@@ -28,12 +27,12 @@ UNSEEN = ("crash-before", "crash-after", "lost-call", "lost-reply", "500", "500-
 SEEN = ("403", "quota", "422", "late", "hold")
 
 
-def _restart(world: World) -> None:
-    world.restart(world.operator)
+Event = Callable[[World], object]
 
 
-def _restart_stale(behind: int) -> Callable[[World], None]:
-    return lambda world: _void(world.restart(world.operator, behind))
+def _restart(behind: int = 0) -> Event:
+    """The operator dies; the next one's first list is so many writes old."""
+    return lambda world: world.restart(world.operator, behind)
 
 
 def _second(world: World) -> None:
@@ -41,7 +40,7 @@ def _second(world: World) -> None:
     world.state.deposed = True
     world.start_operator(behind=4)
     world.freeze(world.operators[0])
-    _later(world, 6, lambda: _void(setattr(world.operators[0], "dead", True)))
+    _later(world, 6, lambda: setattr(world.operators[0], "dead", True))
 
 
 def _gap(world: World) -> None:
@@ -55,7 +54,7 @@ def _deaf(world: World) -> None:
     _later(world, 8, world.freeze(*world.operators))
 
 
-def _old_pods(behind: int) -> Callable[[World], None]:
+def _old_pods(behind: int) -> Event:
     """The operator restarts; jobs are seen as they are, pods as they were, for a while."""
 
     def act(world: World) -> None:
@@ -65,21 +64,10 @@ def _old_pods(behind: int) -> Callable[[World], None]:
     return act
 
 
-def _pod(index: int, do: str) -> Callable[[World], None]:
+def _pod(index: int, how: str) -> Event:
     def act(world: World) -> None:
-        pods = world.cluster.pods()
-        if not pods:
-            return
-        pod = pods[index % len(pods)]
-        runs = pod["metadata"]["uid"] in world.cluster.processes and not ended(pod)
-        if do == "delete":
-            world.cluster.delete("pods", pod["metadata"]["name"])
-        elif do == "force":
-            world.cluster.force(pod)
-        elif do == "evict":
-            world.cluster.disrupt(pod, "EvictionByEvictionAPI")
-        elif runs:
-            world.cluster.finish(pod, int(do))
+        if pods := world.cluster.pods():
+            world.lose(pods[index % len(pods)], how)
 
     return act
 
@@ -91,26 +79,21 @@ def _node(world: World) -> None:
 
 
 def _suspend(world: World) -> None:
-    _edit(world, suspend=True)
-    after(world, 20, lambda: _edit(world, suspend=False))
+    world.edit("job", suspend=True)
+    after(world, 20, lambda: world.edit("job", suspend=False))
 
 
 def _mend(world: World) -> None:
     """Suspended, another template, resumed, before anybody looks."""
-    _edit(world, suspend=True)
-    _edit(world, template={"spec": {"containers": [{"name": "trainer", "image": "other"}]}})
-    _edit(world, suspend=False)
-
-
-def _edit(world: World, **fields: object) -> None:
-    job = world.cluster.job("job")
-    if job is not None and status(job).get("phase") not in ("Succeeded", "Failed"):
-        world.cluster.update(crd.PLURAL, "job", spec={**job["spec"], **fields})
+    world.edit("job", suspend=True)
+    containers = [{"name": "trainer", "image": "other"}]
+    world.edit("job", template={"spec": {"containers": containers}})
+    world.edit("job", suspend=False)
 
 
 def _deadline(world: World) -> None:
     """The user sets a deadline that is long past: only success may come before it."""
-    _edit(world, activeDeadlineSeconds=1)
+    world.edit("job", activeDeadlineSeconds=1)
     world.sleep(2)
 
 
@@ -127,28 +110,20 @@ def _recreate(world: World) -> None:
 def _unlabel(world: World) -> None:
     """Somebody takes our label off a pod: no list shows it any more."""
     for pod in world.cluster.pods()[:1]:
-        labels = dict(pod["metadata"].get("labels") or {})
-        labels.pop(crd.LABEL_JOB_UID, None)
-        meta = {**pod["metadata"], "labels": labels}
-        world.cluster.update("pods", pod["metadata"]["name"], metadata=meta)
-        world.cluster.forced.add(pod["metadata"]["uid"])
+        world.relabel(pod, crd.LABEL_JOB_UID, None)
 
 
-def _jump(hours: int) -> Callable[[World], None]:
-    def act(world: World) -> None:
-        for operator in world.operators:
-            operator.jump(hours)
-
-    return act
+def _jump(hours: int) -> Event:
+    return lambda world: [operator.jump(hours) for operator in world.operators]
 
 
 def _pull(world: World) -> None:
     """Images cannot be pulled for half an hour: longer than the startup deadline."""
     world.pulls = False
-    after(world, 1800, lambda: _void(setattr(world, "pulls", True)))
+    after(world, 1800, lambda: setattr(world, "pulls", True))
 
 
-def _restore(back: int) -> Callable[[World], None]:
+def _restore(back: int) -> Event:
     """etcd is restored from a backup; the operator is restarted, as the docs say."""
 
     def act(world: World) -> None:
@@ -159,12 +134,12 @@ def _restore(back: int) -> Callable[[World], None]:
 
 
 #: name -> what is done to the world before a tick.
-EVENTS: dict[str, Callable[[World], None]] = {
-    "restart": _restart,
-    "restart-stale-1": _restart_stale(1),
-    "restart-stale-3": _restart_stale(3),
-    "restart-stale-9": _restart_stale(9),
-    "restart-stale-all": _restart_stale(10_000),
+EVENTS: dict[str, Event] = {
+    "restart": _restart(),
+    "restart-stale-1": _restart(1),
+    "restart-stale-3": _restart(3),
+    "restart-stale-9": _restart(9),
+    "restart-stale-all": _restart(10_000),
     "old-pods-3": _old_pods(3),
     "old-pods-9": _old_pods(9),
     "second": _second,
@@ -300,16 +275,9 @@ def after(world: World, seconds: float, do: Callable[[], object] = lambda: None)
 
 
 def take_due(world: World) -> None:
-    due = [
-        one
-        for one in world.timers
-        if (one[0] is not None and one[0] <= world.ticks)
-        or (one[1] is not None and one[1] <= world.cluster.now)
-    ]
-    world.timers = [one for one in world.timers if one not in due]
-    for _, _, do in due:
-        do()
-
-
-def _void(_: object) -> None:
-    return None
+    timers, world.timers = world.timers, []
+    for tick, at, do in timers:
+        if (tick is not None and tick <= world.ticks) or (at and at <= world.cluster.now):
+            do()
+        else:
+            world.timers.append((tick, at, do))

@@ -160,7 +160,6 @@ class Operator:
         wire: Wire,
         name: str,
         loop: asyncio.AbstractEventLoop,
-        *,
         planner: Planner = real_plan,
         behind: int = 0,
         pods_behind: int | None = None,
@@ -181,7 +180,8 @@ class Operator:
         recorder: Any = SimpleNamespace(
             send=lambda job, events: self.events.extend((job.key, e) for e in events)
         )
-        api, queue = _any(self.api), _any(self.queue)
+        api: Any = self.api
+        queue: Any = self.queue
         leads = lambda: self.leading  # noqa: E731
         executor = Executor(api, self.store, recorder, metrics, leads=leads, now=self._clock.now)
         self._reconciler = Reconciler(self.store, queue, executor, metrics, leads, self._clock)
@@ -247,27 +247,21 @@ class Operator:
         except RewoundError:
             self.dead = True  # the process ends, and starts anew
 
-    def lags(self, plural: str) -> int:
-        """How much has happened that was not delivered."""
-        self._mind_restore()
-        return len(self.wire.cluster.history) - self.cursor[plural]
-
-    def deliver(self, plural: str, count: int | None = None) -> bool:
-        """Pass on so many of the next events of one watch, all by default."""
+    def deliver(self, plural: str) -> None:
+        """Pass on the next events of one watch."""
         self._mind_restore()
         history, at = self.wire.cluster.history, self.cursor[plural]
-        end = len(history) if count is None else min(len(history), at + count)
-        for write in history[at:end]:
+        self.cursor[plural] = len(history)
+        for write in history[at:]:
             if write.plural == plural:
                 self._apply(write.kind, plural, dict(write.obj))
-        self.cursor[plural] = end
-        return end > at
 
     def lose(self, plural: str) -> None:
         """A gap in the watch: what was not delivered never will be."""
         self._mind_restore()
-        self.blind = self.blind or self.lags(plural) > 0
-        self.cursor[plural] = len(self.wire.cluster.history)
+        now = len(self.wire.cluster.history)
+        self.blind |= now > self.cursor[plural]
+        self.cursor[plural] = now
 
     def _apply(self, kind: str, plural: str, obj: dict[str, Any]) -> None:
         if plural == crd.PLURAL:
@@ -331,7 +325,3 @@ async def _until_done_or_held(task: asyncio.Task[None], held: asyncio.Event) -> 
     waiter = asyncio.ensure_future(held.wait())
     await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()
-
-
-def _any(value: object) -> Any:
-    return value

@@ -7,7 +7,7 @@ ticks and every fault has a place in it. Every write is held against the invaria
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -17,7 +17,8 @@ from model.cluster import NAMESPACE, Cluster, Object, deadline
 from model.operators import RELIST, RESYNC, Operator, Planner
 from model.wire import Wire
 from support.invariants import State, Violation, at_rest, check, i19_explained
-from support.objects import attempt, ended, replica, status
+from support.objects import attempt, owner, replica, status
+from support.world import job_object
 
 WATCHED = (crd.PLURAL, "pods", "nodes")
 #: Nobody may be silent for longer.
@@ -29,14 +30,8 @@ Fate = Callable[[str, int, int], int | None]
 
 
 def job_body(name: str = "job", **spec: Any) -> dict[str, Any]:
-    """A DDPJob of 3 replicas; keyword arguments replace fields of the spec."""
-    template = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
-    return {
-        "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
-        "kind": crd.KIND,
-        "metadata": {"namespace": NAMESPACE, "name": name},
-        "spec": {"replicas": 3, "template": template, **spec},
-    }
+    """A DDPJob of 3 replicas as its user writes it; see support.world.job_object."""
+    return {**job_object(**spec), "metadata": {"namespace": NAMESPACE, "name": name}}
 
 
 def finishes(job: str, attempt: int, replica: int) -> int | None:
@@ -84,14 +79,7 @@ class World:
         """One more process, or the next one."""
         self.named += 1
         name = f"operator-{self.named}"
-        new = Operator(
-            self.wire,
-            name,
-            self.loop,
-            planner=self.planner,
-            behind=behind,
-            pods_behind=pods_behind,
-        )
+        new = Operator(self.wire, name, self.loop, self.planner, behind, pods_behind)
         self.operators.append(new)
         return new
 
@@ -131,15 +119,10 @@ class World:
 
     def _verify_processes(self) -> None:
         """What runs on the machines, whatever the objects say; forced ones are the user's."""
-        mine = {
-            uid: pod
-            for uid, pod in self.cluster.processes.items()
-            if uid not in self.cluster.forced and uid not in self.state.late
-        }
-        by_job: dict[str, set[int | None]] = {}
-        for pod in mine.values():
-            owner = str(pod["metadata"]["ownerReferences"][0]["uid"])
-            by_job.setdefault(owner, set()).add(attempt(pod))
+        by_job: dict[str | None, set[int | None]] = {}
+        for uid, pod in self.cluster.processes.items():
+            if uid not in self.cluster.forced | self.state.late:
+                by_job.setdefault(owner(pod), set()).add(attempt(pod))
         for attempts in by_job.values():
             if len(attempts) > 1:
                 what = f"processes of attempts {sorted(map(str, attempts))} run side by side"
@@ -209,8 +192,7 @@ class World:
             return False
         for pod in self.cluster.pods(name):
             code = self.fate(name, attempt(pod) or 0, replica(pod) or 0)
-            on = pod["metadata"]["uid"] in self.cluster.processes and not ended(pod)
-            if code is not None and on and self.cluster.hears(pod):
+            if code is not None and self.cluster.runs(pod) and self.cluster.hears(pod):
                 self.cluster.finish(pod, code)
                 return True
         return False
@@ -239,7 +221,7 @@ class World:
         sane = all(not (o.blind or o.task) for o in self.operators)
         # Times that were written by another clock are wrong for as long as a wait may last.
         sane &= self.cluster.now - self._skewed_at > LONGEST_WAIT
-        if quiet and sane and self.operators and not (self.frozen or self.wire.gated):
+        if quiet and sane and self.operators and not self.frozen:
             for job in self.state.jobs.values():
                 wrong = i19_explained(self.state, job, self.cluster.now)
                 if wrong is not None:
@@ -288,7 +270,7 @@ class World:
         self.operator.leading = True
         for job in self.cluster.jobs():
             if job["spec"].get("suspend"):
-                self.suspend(job["metadata"]["name"], False)
+                self.edit(job["metadata"]["name"], suspend=False)
 
     def must_end(self, seconds: float = 14400) -> None:
         """A fair, faultless continuation brings every job to its end, and then to rest.
@@ -300,21 +282,41 @@ class World:
         for job in self.cluster.jobs():
             if _asks(job):
                 name = job["metadata"]["name"]
-                self.suspend(name, True)
+                self.edit(name, suspend=True)
                 self.run(lambda name=name: self.phase(name) == "Suspended" or self.over(name), 600)
-                self.suspend(name, False)
+                self.edit(name, suspend=False)
         if not self.run(self._all_over, seconds):
             self._raise_no_end(seconds)
         self.must_rest()
 
-    def suspend(self, name: str, value: bool) -> None:
-        """The user sets spec.suspend, unless the job is over."""
+    def edit(self, name: str, **fields: Any) -> None:
+        """The user sets fields of the spec, unless the job is over."""
         job = self.cluster.job(name)
         if job is not None and not self.over(name):
-            self.cluster.update(crd.PLURAL, name, spec={**job["spec"], "suspend": value})
+            self.cluster.update(crd.PLURAL, name, spec={**job["spec"], **fields})
+
+    def lose(self, pod: Object, how: str) -> None:
+        """Somebody removes it, or its program ends with that code."""
+        if how == "delete":
+            self.cluster.delete("pods", pod["metadata"]["name"])
+        elif how == "force":
+            self.cluster.force(pod)
+        elif how == "evict":
+            self.cluster.disrupt(pod, "EvictionByEvictionAPI")
+        elif self.cluster.runs(pod):
+            self.cluster.finish(pod, int(how))
+
+    def relabel(self, pod: Object, key: str, value: str | None) -> None:
+        """Somebody writes a label of ours, or takes it off: what runs there is theirs now."""
+        labels = {k: v for k, v in pod["metadata"]["labels"].items() if k != key}
+        labels |= {} if value is None else {key: value}
+        meta = {**pod["metadata"], "labels": labels}
+        self.cluster.forced.add(pod["metadata"]["uid"])
+        self.cluster.update("pods", pod["metadata"]["name"], metadata=meta)
 
     def _raise_no_end(self, seconds: float) -> None:
-        left = {j["metadata"]["name"]: _brief(status(j)) for j in self.cluster.jobs()}
+        keys = ("phase", "attempt", "ready", "restarts", "reason", "message")
+        left = [{key: status(job).get(key) for key in keys} for job in self.cluster.jobs()]
         raise Violation("i8_ends", f"no end after {seconds:g} s without a fault: {left}")
 
     def must_rest(self) -> None:
@@ -347,9 +349,3 @@ def _asks(job: Object) -> bool:
     """It waits for the user, and says so."""
     told = status(job).get("conditions") or ()
     return any((c["status"], c["reason"]) == ("True", "TemplateChanged") for c in told)
-
-
-def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
-    told = [c for c in found.get("conditions") or () if c["status"] == "True"]
-    shown = {k: found.get(k) for k in ("phase", "attempt", "ready", "restarts")}
-    return {**shown, "true": [(c["type"], c["reason"]) for c in told]}

@@ -7,7 +7,6 @@ and skewed clocks do. live() plays one again by its seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from ddpjob_contract import crd
 from model.cluster import NODES, START
-from model.faults import EVENTS, UNSEEN, after, take_due
+from model.faults import EVENTS, UNSEEN, Event, after, take_due
 from model.story import World, job_body
 from model.wire import Call
 from support.invariants import Violation
@@ -52,7 +51,7 @@ def _node_for_long(world: World) -> None:
     after(world, 20 * 60, world.cluster.heal_nodes)
 
 
-ALL: dict[str, Callable[[World], None]] = {**EVENTS, "node-for-long": _node_for_long}
+ALL: dict[str, Event] = {**EVENTS, "node-for-long": _node_for_long}
 
 
 def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: bool) -> World:

@@ -68,19 +68,10 @@ def test_the_undisturbed_story(loop: asyncio.AbstractEventLoop) -> None:
 
 def test_a_restart_costs_at_most_3_and_2n_writes(loop: asyncio.AbstractEventLoop) -> None:
     """From the first write after the loss to the status that says Running again."""
-    world = reference(loop)
-    numbers = [
-        number
-        for number, write in enumerate(world.cluster.history)
-        if write.plural == "ddpjobs" and status(write.obj).get("phase") in ("Restarting", "Running")
-        and status(write.obj).get("attempt") == 2
-    ]  # fmt: skip
-    first = numbers[0]
-    last = next(
-        n for n in numbers if status(world.cluster.history[n].obj).get("phase") == "Running"
-    )
-    ours = [write for write in world.cluster.history[first : last + 1] if write.by]
-    assert len(ours) <= 3 + 2 * 3
+    history = reference(loop).cluster.history
+    told = [(status(w.obj).get("attempt"), status(w.obj).get("phase")) for w in history]
+    restart = history[told.index((2, "Restarting")) : told.index((2, "Running")) + 1]
+    assert len([write for write in restart if write.by]) <= 3 + 2 * 3
 
 
 @pytest.mark.parametrize("harm", SEEN)
@@ -159,7 +150,7 @@ def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(
     assert world.run(lambda: world.phase() == "Running")
     EVENTS["pod-unlabelled"](world)
     if how == "suspend":
-        world.suspend("job", True)
+        world.edit("job", suspend=True)
         told = lambda: world.cluster.status("job")["conditions"]  # noqa: E731
         over = lambda: ("Suspended", "True") in {(c["type"], c["status"]) for c in told()}  # noqa: E731
     else:

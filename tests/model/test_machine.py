@@ -19,12 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ddpjob_contract import crd
 from ddpjob_operator.shell.api import errors
-from model.cluster import NODES, Object
+from model.cluster import NODES
 from model.faults import SEEN, UNSEEN
 from model.operators import Operator
 from model.story import World, job_body
-from model.wire import Call
-from support.objects import ended, status
 
 LOOP = asyncio.new_event_loop()
 JOBS = ("a", "b")
@@ -40,6 +38,19 @@ SPECS = st.fixed_dictionaries(
         "cleanPodPolicy": st.sampled_from(("Running", "All")),
         "suspend": st.booleans(),
     },
+)
+#: CEL lets another template pass while suspended only; a field unseen by it may change any time.
+EDITS = (
+    *({"suspend": value} for value in (True, False)),
+    *({"activeDeadlineSeconds": seconds} for seconds in (1, 3600)),
+    *({"restart": {"maxRestarts": limit}} for limit in range(4)),
+    *({"template": {"spec": {"containers": [{"name": "trainer", "image": image}]}}}
+      for image in ("trainer", "other")),
+)  # fmt: skip
+#: Somebody writes another attempt on a pod of ours, or takes a label off.
+LABELS = (
+    *((crd.LABEL_ATTEMPT, number) for number in ("1", "7", "999999999", "x")),
+    (crd.LABEL_JOB_UID, None),
 )
 
 
@@ -64,10 +75,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(LOOP, fate=lambda *_: None)
         self.harms: dict[int, str] = {}
-        self.world.wire.gate = self._gate
-
-    def _gate(self, call: Call) -> str:
-        return self.harms.pop(call.number, "")
+        self.world.wire.gate = lambda call: self.harms.pop(call.number, "")
 
     @initialize(first=SPECS, second=SPECS)
     def begin(self, first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -115,30 +123,23 @@ class Machine(RuleBasedStateMachine):
 
     @move(index=INDEX, code=st.sampled_from(CODES))
     def a_process_ends(self, index: int, code: int) -> None:
-        pods = [p for p in self.world.cluster.pods() if self._runs(p)]
-        if pods:
+        if pods := [pod for pod in self.world.cluster.pods() if self.world.cluster.runs(pod)]:
             self.world.cluster.finish(pods[index % len(pods)], code)
 
     @move(index=INDEX, how=st.sampled_from(("delete", "evict", "force")))
     def a_pod_goes(self, index: int, how: str) -> None:
-        pod = self._pod(index)
-        if pod is None:
-            return
-        if how == "delete":
-            self.world.cluster.delete("pods", pod["metadata"]["name"])
-        elif how == "evict":
-            self.world.cluster.disrupt(pod, "EvictionByEvictionAPI")
-        else:
-            self.world.cluster.force(pod)
+        if pods := self.world.cluster.pods():
+            self.world.lose(pods[index % len(pods)], how)
+
+    @move(index=INDEX, label=st.sampled_from(LABELS))
+    def somebody_relabels(self, index: int, label: tuple[str, str | None]) -> None:
+        if pods := self.world.cluster.pods():
+            self.world.relabel(pods[index % len(pods)], *label)
 
     @move(node=st.sampled_from(NODES))
     def a_node_falls_silent(self, node: str) -> None:
         if node not in self.world.cluster.silent:
             self.world.cluster.silence(node)
-
-    @move()
-    def nodes_come_back(self) -> None:
-        self.world.cluster.heal_nodes()
 
     @move(pulls=st.booleans())
     def images_can_be_pulled(self, pulls: bool) -> None:
@@ -163,9 +164,15 @@ class Machine(RuleBasedStateMachine):
             self.world.state.deposed = True
         self.harms[len(self.world.wire.calls) + ahead] = harm
 
-    @move()
-    def what_was_under_way_arrives(self) -> None:
-        self.world.wire.deliver_late()
+    @move(what=st.sampled_from(("nodes", "watches", "calls")))
+    def it_is_over(self, what: str) -> None:
+        """Nodes and watches come back; what was under way arrives."""
+        if what == "nodes":
+            self.world.cluster.heal_nodes()
+        elif what == "watches":
+            self.world.frozen.clear()
+        else:
+            self.world.wire.deliver_late()
 
     # --- operators ---
 
@@ -184,10 +191,6 @@ class Machine(RuleBasedStateMachine):
     def a_watch_is_silent(self, index: int, plurals: tuple[str, ...]) -> None:
         if (operator := self._operator(index)) is not None:
             self.world.freeze(operator, plurals=plurals)
-
-    @move()
-    def watches_go_on(self) -> None:
-        self.world.frozen.clear()
 
     @move(index=INDEX, plural=st.sampled_from(("pods", crd.PLURAL)))
     def events_are_lost(self, index: int, plural: str) -> None:
@@ -210,23 +213,9 @@ class Machine(RuleBasedStateMachine):
 
     # --- the user ---
 
-    @move(name=st.sampled_from(JOBS), value=st.booleans())
-    def suspend(self, name: str, value: bool) -> None:
-        self._edit(name, suspend=value)
-
-    @move(name=st.sampled_from(JOBS), limit=st.integers(0, 3))
-    def change_max_restarts(self, name: str, limit: int) -> None:
-        self._edit(name, restart={"maxRestarts": limit})
-
-    @move(name=st.sampled_from(JOBS), seconds=st.sampled_from((1, 3600)))
-    def change_deadline(self, name: str, seconds: int) -> None:
-        self._edit(name, activeDeadlineSeconds=seconds)
-
-    @move(name=st.sampled_from(JOBS), image=st.sampled_from(("trainer", "other")))
-    def change_template(self, name: str, image: str) -> None:
-        """CEL lets it pass while suspended only; a field it does not see may change any time."""
-        template = {"spec": {"containers": [{"name": "trainer", "image": image}]}}
-        self._edit(name, template=template)
+    @move(name=st.sampled_from(JOBS), fields=st.sampled_from(EDITS))
+    def the_user_edits(self, name: str, fields: dict[str, Any]) -> None:
+        self.world.edit(name, **fields)
 
     @move(name=st.sampled_from(JOBS))
     def delete_and_recreate(self, name: str) -> None:
@@ -235,43 +224,10 @@ class Machine(RuleBasedStateMachine):
             self.world.cluster.delete(crd.PLURAL, name)
             self.world.cluster.create(crd.PLURAL, job_body(name))
 
-    @move(index=INDEX, number=st.sampled_from(("1", "7", "999999999", "x")))
-    def relabel(self, index: int, number: str) -> None:
-        """Somebody writes another attempt on a pod of ours."""
-        self._label(index, crd.LABEL_ATTEMPT, number)
-
-    @move(index=INDEX)
-    def take_a_label_off(self, index: int) -> None:
-        self._label(index, crd.LABEL_JOB_UID, None)
-
-    # --- helpers of the rules ---
-
     def _operator(self, index: int) -> Operator | None:
         self.world.bury()
         alive = self.world.operators
         return alive[index % len(alive)] if alive else None
-
-    def _pod(self, index: int) -> Object | None:
-        pods = self.world.cluster.pods()
-        return pods[index % len(pods)] if pods else None
-
-    def _runs(self, pod: Object) -> bool:
-        return pod["metadata"]["uid"] in self.world.cluster.processes and not ended(pod)
-
-    def _edit(self, name: str, **fields: Any) -> None:
-        job = self.world.cluster.job(name)
-        if job is not None and status(job).get("phase") not in ("Succeeded", "Failed"):
-            self.world.cluster.update(crd.PLURAL, name, spec={**job["spec"], **fields})
-
-    def _label(self, index: int, key: str, value: str | None) -> None:
-        pod = self._pod(index)
-        if pod is None:
-            return
-        labels = {k: v for k, v in pod["metadata"]["labels"].items() if k != key}
-        labels |= {} if value is None else {key: value}
-        meta = {**pod["metadata"], "labels": labels}
-        self.world.cluster.forced.add(pod["metadata"]["uid"])
-        self.world.cluster.update("pods", pod["metadata"]["name"], metadata=meta)
 
 
 TestMachine = pytest.mark.timeout(0)(Machine.TestCase)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ddpjob_contract import ExitCode, crd
+from ddpjob_contract import crd
 from model.cluster import Cluster
 from model.story import World, job_body
 
@@ -92,30 +92,3 @@ def test_two_that_act_with_other_views_do_not_tell_of_a_stall_in_turns_at_full_s
     world.run(lambda: False, 60)
     writes = [w for w in world.cluster.history[before:] if w.plural == crd.PLURAL]
     assert 10 < len(writes) <= 62, "each tells what it sees, every other second"
-
-
-@pytest.mark.fault("N13")
-def test_a_gang_leaves_nodes_whose_gpus_fail_and_comes_back_when_none_is_left(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    left: list[str] = []
-
-    def breaks_one(job: str, attempt: int, replica: int) -> int | None:
-        if len(left) == attempt - 1 and attempt <= 2 and replica == 1:
-            left.append(world.cluster.pods()[1]["spec"]["nodeName"])
-            return ExitCode.HARDWARE
-        return 0 if attempt > 2 else None
-
-    world = World(loop, fate=breaks_one, cluster=Cluster(nodes=("node-0", "node-1", "node-2")))
-    world.cluster.create(crd.PLURAL, job_body())
-    assert world.run(world.over, 100)
-    assert len(set(left)) == 2
-    assert {pod["spec"]["nodeName"] for pod in world.cluster.pods()}.isdisjoint(left)
-    restarts = world.cluster.status("job")["restarts"]
-    assert (world.phase(), restarts["charged"], restarts["total"]) == ("Succeeded", 0, 2)
-
-    world = World(loop, fate=breaks_one, cluster=Cluster(nodes=("node-0",)))
-    left.clear()
-    world.cluster.create(crd.PLURAL, job_body(startupDeadlineSeconds=60))
-    assert world.run(world.over, 3600)
-    assert (world.phase(), left, attempt(world)) == ("Succeeded", ["node-0"], 3)

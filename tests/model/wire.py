@@ -61,13 +61,12 @@ class Wire:
     calls: list[Call] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
     held: asyncio.Future[None] | None = None
-    gated: bool = False  # whole kinds of calls are refused: who cannot write cannot explain
     on_hold: Callable[[], None] = lambda: None
 
     async def send(self, call: Call, do: Callable[[], Any]) -> Any:
         self.calls.append(call)
         harm = self.gate(call)
-        if harm in ("crash-before", "dead"):
+        if harm == "crash-before":
             raise Crash
         if harm == "hold":
             self.held = asyncio.get_running_loop().create_future()

@@ -118,7 +118,7 @@ def counts_every_pod(*args: Any) -> Plan:
     ended = [p for p in asked.pods if p.trainer.exit_code not in (None, 0)]
     restarts = dict(status["restarts"])
     restarts["total"] += len(ended)
-    return _with_status(found, {**status, "restarts": restarts})
+    return _changed(found, WriteStatus, status={**status, "restarts": restarts})
 
 
 def leaves_the_end(*args: Any) -> Plan:
@@ -132,12 +132,7 @@ def leaves_the_end(*args: Any) -> Plan:
 
 def deletes_without_grace(*args: Any) -> Plan:
     """Removes the object and takes the process for dead."""
-    found = Question(*args).answer()
-    actions = [
-        replace(one, grace_seconds=0) if isinstance(one, DeletePod) else one
-        for one in found.actions
-    ]
-    return Plan(tuple(actions), found.requeue_after)
+    return _changed(Question(*args).answer(), DeletePod, grace_seconds=0)
 
 
 def says_nothing(*args: Any) -> Plan:
@@ -147,7 +142,7 @@ def says_nothing(*args: Any) -> Plan:
     if status is None:
         return found
     told = [c for c in status.get("conditions") or () if c["type"] != "Stalled"]
-    return _with_status(found, {**status, "conditions": told})
+    return _changed(found, WriteStatus, status={**status, "conditions": told})
 
 
 def gives_up_waiting(*args: Any) -> Plan:
@@ -163,12 +158,10 @@ def _status(found: Plan) -> dict[str, Any] | None:
     return dict(writes[0].status) if writes else None
 
 
-def _with_status(found: Plan, status: dict[str, Any]) -> Plan:
-    actions = [
-        replace(one, status=status) if isinstance(one, WriteStatus) else one
-        for one in found.actions
-    ]
-    return Plan(tuple(actions), found.requeue_after)
+def _changed(found: Plan, kind: type[DeletePod | WriteStatus], **fields: Any) -> Plan:
+    """The plan with fields of its actions of one kind replaced."""
+    changed = (replace(a, **fields) if isinstance(a, kind) else a for a in found.actions)
+    return replace(found, actions=tuple(changed))
 
 
 def _grows(asked: Question, status: dict[str, Any]) -> bool:

@@ -198,8 +198,7 @@ def i3_service_first(state: State, write: Write) -> str | None:
 
 def i4_attempt_monotone(state: State, write: Write) -> str | None:
     """Attempts only grow, one at a time (or past what a pod already carries)."""
-    pair = _statuses(state, write)
-    if pair is None:
+    if (pair := _statuses(state, write)) is None:
         return None
     old, new = pair
     was, now = old.get("attempt", 0), new.get("attempt", 0)
@@ -215,8 +214,7 @@ def i4_attempt_monotone(state: State, write: Write) -> str | None:
 
 def i4_one_cause(state: State, write: Write) -> str | None:
     """An attempt's end is counted once, with one recorded cause."""
-    pair = _statuses(state, write)
-    if pair is None:
+    if (pair := _statuses(state, write)) is None:
         return None
     old, new = pair
     grown = _restarts(new, "total") - _restarts(old, "total")
@@ -234,8 +232,7 @@ def i4_one_cause(state: State, write: Write) -> str | None:
 
 def i4_cause_earned(state: State, write: Write) -> str | None:
     """Who counts a loss has lost something: a healthy gang is never restarted for one."""
-    pair = _statuses(state, write)
-    if pair is None or state.deposed:
+    if (pair := _statuses(state, write)) is None or state.deposed:
         return None
     old, new = pair
     ends = [f for f in new.get("failures") or () if not f.get("inPlace")]
@@ -276,11 +273,8 @@ def i16_bijection(state: State, write: Write) -> str | None:
     mine = (str(replica(write.obj)), str(attempt(write.obj)), str(replica(write.obj)))
     if told != mine:
         return f"{name(write.obj)} is told {told}, its labels say {mine}"
-    if job is None:
-        return None
-    if name(write.obj) != f"{name(job)}-{replica(write.obj)}":
-        return f"{name(write.obj)} carries replica {replica(write.obj)}"
-    return None
+    right = job is None or name(write.obj) == f"{name(job)}-{replica(write.obj)}"
+    return None if right else f"{name(write.obj)} carries replica {replica(write.obj)}"
 
 
 def i21_one_template(state: State, write: Write) -> str | None:
@@ -298,8 +292,7 @@ def i21_one_template(state: State, write: Write) -> str | None:
 
 def i5_budget(state: State, write: Write) -> str | None:
     """Charged and free restarts stay within their limits; each restart is one or the other."""
-    pair = _statuses(state, write)
-    if pair is None:
+    if (pair := _statuses(state, write)) is None:
         return None
     old, new = pair
     limits = _limits(state.jobs.get(write.uid), write.obj)
@@ -549,9 +542,7 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
     conditions = found.get("conditions") or ()
     told = [c for c in conditions if c["type"] in ("Stalled", "Invalid") and c["status"] == "True"]
     waits = (found.get("timings") or {}).get("nextRestartAt")
-    if told and told[0].get("reason"):
-        return None
-    if waits and waits > now.strftime("%Y-%m-%dT%H:%M:%S"):
+    if (told and told[0].get("reason")) or (waits and waits > now.strftime("%Y-%m-%dT%H:%M:%S")):
         return None
     return f"{name(job)} is {phase} with {len(on)} of {wanted} alive, and nothing says why"
 

@@ -20,7 +20,10 @@ import yaml
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import spec as spec_
+from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.policy.restarting import probe
@@ -48,6 +51,34 @@ def job_object(**spec: Any) -> dict[str, Any]:
         },
         "spec": {"replicas": 3, "template": template, **spec},
     }
+
+
+def started(**spec: Any) -> World:
+    return World(job_object(**spec)).settle()
+
+
+def running(*, machines: Machines | None = None, graceful: bool = False, **spec: Any) -> World:
+    """A gang that runs; what came before is not in its logs."""
+    world = World(job_object(**spec), machines=machines, graceful=graceful).settle().run()
+    for past in (world.log, world.events, world.measurements):
+        past.clear()
+    return world
+
+
+def rendered(*avoided: str, attempt: int = 1, replica: int = 0, **spec: Any) -> dict[str, Any]:
+    """The pod of such a job."""
+    job = job_object(**spec)
+    return render.pod(observe.job(job), spec_.parse(job["spec"]), attempt, replica, avoided)
+
+
+def env_of(pod: dict[str, Any]) -> dict[str, str]:
+    return {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
+
+
+def refusal(world: World, code: int, message: str = "words", **more: Any) -> act.Refusal:
+    """The API's answer to a creation of the attempt of now."""
+    fields = {"reason": "Reason", "at": world.now, **more}
+    return act.Refusal(world.status["attempt"], code, message=message, **fields)
 
 
 @cache
@@ -134,7 +165,6 @@ class World:
     machines: Machines | None = None
     nodes: Nodes | None = FORBIDDEN  # without machines
     graceful: bool = False  # deletions wait until finish_deletions()
-    job_deleted: bool = False
     hidden: dict[str, act.Existing] = field(default_factory=dict)  # pods that no watch shows
     probed: dict[str, str] = field(default_factory=dict)  # what Events say of a failed probe
     serial: int = 0
@@ -175,21 +205,17 @@ class World:
             case act.DeletePod():
                 self._delete(action)
             case act.ConfirmGone():
-                older = [p for p in self.pods.values() if self._attempt(p) < action.attempt]
-                shown = (observe.pod(p) for p in self.pods.values())
+                shown = [observe.pod(pod) for pod in self.pods.values()]
+                mine = {pod.replica for pod in shown if pod.attempt == action.attempt}
                 found = act.QuorumRead(
                     action.attempt,
                     self.now,
                     generation=self.job["metadata"]["generation"],
-                    alone=not older,
+                    alone=all((pod.attempt or 0) >= action.attempt for pod in shown),
                     running=self.phase == "Running",
                     seen=self._seen(),
                     hidden=tuple(self.hidden.values()) if action.by_name else None,
-                    replicas=frozenset(
-                        p.replica
-                        for p in shown
-                        if p.attempt == action.attempt and p.replica is not None
-                    ),
+                    replicas=frozenset(replica for replica in mine if replica is not None),
                 )
                 self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():
@@ -211,7 +237,6 @@ class World:
             case act.CreatePod():
                 self._create(action)
             case act.DeleteJob():
-                self.job_deleted = True
                 self.log.append("delete job")
 
     def restart_operator(self) -> World:
@@ -245,6 +270,29 @@ class World:
         self._state(replica, phase, {"terminated": state})
         return self.settle() if settle else self
 
+    def all_end(self, code: int, *, phase: str = "") -> World:
+        """Every container ends so, and nobody has looked; ``phase``: of pods that lag behind."""
+        for replica in range(self.job["spec"]["replicas"]):
+            self.end(replica, code, settle=False)
+            if phase:
+                self.pods[f"job-{replica}"]["status"]["phase"] = phase
+        return self
+
+    def all_run(self) -> World:
+        for replica in range(self.job["spec"]["replicas"]):
+            self._state(replica, "Running", {"running": {}})
+        return self
+
+    def all_wait(self, reason: str) -> World:
+        for replica in range(self.job["spec"]["replicas"]):
+            self.waiting(replica, reason)
+        return self
+
+    def sees_from_now(self) -> World:
+        """What was before this moment no operator has seen."""
+        self.feedback = replace(self.feedback, seen_since=self.now)
+        return self
+
     def waiting(self, replica: int, reason: str, message: str = "") -> World:
         self._state(replica, "Pending", {"waiting": {"reason": reason, "message": message}})
         return self.settle()
@@ -258,22 +306,43 @@ class World:
         self._mark(self.pods[f"job-{replica}"], grace)
         return self.settle()
 
-    def finish_deletions(self) -> World:
-        return self.finish_deletions_on("node1", "node2")
-
-    def finish_deletions_on(self, *nodes: str) -> World:
-        self.pods = {
-            name: pod
-            for name, pod in self.pods.items()
-            if "deletionTimestamp" not in pod["metadata"]
-            or pod["spec"].get("nodeName", "node1") not in nodes
-        }
+    def finish_deletions(self, *nodes: str) -> World:
+        """On these nodes, or everywhere."""
+        for name, pod in list(self.pods.items()):
+            there = not nodes or pod["spec"].get("nodeName", "node1") in nodes
+            if there and "deletionTimestamp" in pod["metadata"]:
+                del self.pods[name]
         return self.settle()
 
-    def patch(self, **spec: Any) -> World:
+    def poll(self, *rounds: object, **state: Any) -> World:
+        """GET /state of replica 0 says so."""
+        counted = {"round": len(rounds), "rounds": list(rounds)}
+        raw = {"version": 1, "attempt": self.status["attempt"], **counted, **state}
+        found = observe.progress(raw, self.now)
+        self.feedback = replace(self.feedback, progress=found, rounds=observe.rounds(raw))
+        return self.settle()
+
+    def fall_silent(self, *nodes: str) -> World:
+        assert self.machines
+        self.machines.down |= dict.fromkeys(nodes, self.now)
+        return self.settle()
+
+    def node_gone(self, node: str, *, guessed: bool = False) -> World:
+        """Its object is gone; ``guessed``: or new, since no watch has told of it."""
+        assert self.machines
+        self.machines.gone[node] = self.now
+        if guessed:
+            self.machines.guessed.add(node)
+        return self
+
+    def edit(self, **spec: Any) -> World:
+        """So quickly that the operator has not looked yet."""
         self.job["spec"] |= spec
         self.job["metadata"]["generation"] += 1
-        return self.settle()
+        return self
+
+    def patch(self, **spec: Any) -> World:
+        return self.edit(**spec).settle()
 
     # --- reading --------------------------------------------------------------------------
 
@@ -289,6 +358,32 @@ class World:
     def condition(self, type_: str) -> dict[str, Any]:
         found = (c for c in self.status["conditions"] if c["type"] == type_)
         return next(found, {})
+
+    def told(self, *reasons: str) -> list[str]:
+        """The messages of the Events with these reasons."""
+        return [event.message for event in self.events if event.reason in reasons]
+
+    def pause(self) -> float:
+        """Seconds until the next attempt is due."""
+        due = parse_time(self.status["timings"].get("nextRestartAt"))
+        return (due - self.now).total_seconds() if due else 0.0
+
+    @property
+    def stalled(self) -> str:
+        """The reason of the condition, "" if it is not true."""
+        found = self.condition("Stalled")
+        return str(found["reason"]) if found.get("status") == "True" else ""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many restarts in all, how many charged, how many disruptions."""
+        found = self.status["restarts"]
+        return found["total"], found["charged"], found["disruptions"]
+
+    @property
+    def loss(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.status["lastFailure"]
+        return found
 
     def attempts(self) -> set[int]:
         return {self._attempt(pod) for pod in self.pods.values()}

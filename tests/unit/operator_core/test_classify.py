@@ -7,6 +7,7 @@ holds for what the API server shows.
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from ddpjob_contract import crd
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects import observe
-from support.world import START, World, job_object
+from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.policy.restarting import restart
+from support.world import START, World, running
 
 AT = "2026-01-01T00:00:00Z"
 DELETED = {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 30}
@@ -26,10 +29,10 @@ LOW = ("The node was low on resource: ephemeral-storage. "
        "has larger consumption of ephemeral-storage. ")  # fmt: skip
 
 
-def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+def ended(code: int, reason: str = "Error", message: str = "", **more: Any) -> dict[str, Any]:
     """The trainer container's status after its end."""
     state = {"exitCode": code, "reason": reason, "startedAt": AT, "finishedAt": AT,
-             "containerID": "containerd://1"}  # fmt: skip
+             "containerID": "containerd://1", **more}  # fmt: skip
     state |= {"message": message} if message else {}
     return {"name": "trainer", "ready": False, "started": False, "restartCount": 0,
             "lastState": {}, "state": {"terminated": state}}  # fmt: skip
@@ -65,10 +68,146 @@ def pod(
     }  # fmt: skip
 
 
-def judged(raw: dict[str, Any]) -> tuple[str, str]:
-    found = classify.failure(observe.pod(raw), 1, START)
+def init_failed(code: int, reason: str = "Error", message: str = "", **more: Any) -> dict[str, Any]:
+    """Its trainer never starts."""
+    waiting = {"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}
+    return pod(waiting, initContainerStatuses=[{**ended(code, reason, message), "name": "fetch"}],
+               **more)  # fmt: skip
+
+
+def failure(raw: dict[str, Any], nproc: int = 1) -> Failure:
+    found = classify.failure(observe.pod(raw), nproc, START)
     assert found is not None
+    return found
+
+
+def judged(raw: dict[str, Any]) -> tuple[str, str]:
+    found = failure(raw)
     return found.cls, found.reason
+
+
+@pytest.mark.parametrize(
+    ("raw", "judgement"),
+    [
+        (pod(ended(1)), ("User", "ExitCode1")),
+        (pod(ended(137)), ("Killed", "SIGKILL")),
+        (pod(ended(139)), ("User", "SIGSEGV")),
+        (pod(ended(128 + 63)), ("User", "Signal63")),
+        (pod(ended(9, signal=9)), ("Killed", "SIGKILL")),
+        (pod(ended(2)), ("Permanent", "ExitCode2")),
+        (pod(ended(127, "ContainerCannotRun")), ("Permanent", "ContainerCannotRun")),
+        (pod(ended(70)), ("Diverged", "ExitCode70")),
+        (pod(ended(75)), ("Collateral", "ExitCode75")),
+        (pod(ended(76)), ("Hang", "ExitCode76")),
+        (pod(ended(143)), ("Collateral", "SIGTERM")),
+        (pod(ended(255)), ("Infrastructure", "ExitCode255")),
+        (pod(ended(137, "ContainerStatusUnknown")), ("Infrastructure", "ContainerStatusUnknown")),
+        (pod({"name": "trainer", "state": {"terminated": {"reason": "Error"}}}),
+         ("Infrastructure", "ExitCodeNone")),
+        (pod(ended(1), meta=DELETED), ("Disruption", "PodDeleted")),
+        (pod(ended(1), disrupted=EVICTION), ("Disruption", "EvictionByEvictionAPI")),
+        (pod({}, reason="Evicted"), ("Disruption", "Evicted")),
+        (pod({}, reason="UnexpectedAdmissionError"),
+         ("Infrastructure", "UnexpectedAdmissionError")),
+        (pod({"name": "trainer", "state": {"waiting": {}}}), ("Infrastructure", "NeverStarted")),
+        *[(init_failed(code), ("User", "InitContainerFailed")) for code in (1, 2, 70, 255)],
+        (init_failed(137), ("Killed", "InitContainerFailed")),
+        (init_failed(137, "OOMKilled"), ("OOM", "OOMKilled")),
+        (init_failed(137, "ContainerStatusUnknown"), ("Infrastructure", "ContainerStatusUnknown")),
+        (init_failed(143), ("Collateral", "InitContainerFailed")),
+        (init_failed(143, meta=DELETED), ("Disruption", "PodDeleted")),
+        (init_failed(1, disrupted=EVICTION), ("Disruption", "EvictionByEvictionAPI")),
+    ],
+)  # fmt: skip
+def test_classes(raw: dict[str, Any], judgement: tuple[str, str]):
+    assert judged(raw) == judgement
+
+
+@pytest.mark.parametrize("state", [{}, {"running": {}}, {"waiting": {}}, ended(0)["state"]])
+def test_no_failure(state: dict[str, Any]):
+    raw = pod({"name": "trainer", "state": state}, phase="Running")
+    assert classify.failure(observe.pod(raw), 1, START) is None
+
+
+def test_the_cause_is_the_strongest_class_then_the_earliest():
+    def loss(replica: int, cls: str) -> Failure:
+        return Failure(1, replica, cls, "", "", START)
+
+    losses = [loss(0, "Collateral"), loss(1, "User"), loss(2, "User"), loss(3, "Disruption")]
+    assert classify.cause(losses, {1: START + timedelta(seconds=9), 2: START, 3: None}) == losses[2]
+    killed, failed = loss(2, "Killed"), loss(0, "User")  # of a peer that it took along
+    assert classify.cause([failed, killed], {0: START, 2: START + timedelta(seconds=1)}) == killed
+    assert classify.cause([], {}) is None
+
+
+def test_the_report_of_the_launcher_explains_the_failure():
+    said = report("exception", 1, rank=5, exception="ValueError: no", log=["a", "b\x1b[31m"])
+    found = failure(pod(ended(1, message=said)), 2)
+    assert (found.rank, found.round) == (5, 1)
+    assert found.message == "ValueError: no\na\nb\N{REPLACEMENT CHARACTER}[31m"
+    assert failure(pod(ended(1)), 8).rank is None  # of several processes, without a report
+
+
+USAGE = ["usage: train.py [-h]", "train.py: error: unrecognized arguments: --lrr"]
+LONG = ("ValueError: bad shape of " + "x" * 300 + " and (2x3)")[:300]
+LOG = (
+    "Traceback (most recent call last):\n  File 'x'\n[rank0]: my.lib.OddError: no\nbye\n"
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=== FAILED"
+)
+
+
+@pytest.mark.parametrize(
+    ("raw", "quoted"),
+    [
+        (pod(ended(1, message=report("exception", 1, exception=LONG))), LONG[:100]),
+        (pod(ended(1, message=LOG)), "my.lib.OddError: no"),  # of a program without a launcher
+        *[(pod(ended(code, message=said)), USAGE[-1] if code > 1 else "") for code in (1, 2, 127)
+          for said in ("\n".join(USAGE), report("exit", code, log=USAGE))],
+        (init_failed(6, message="fetching\ncurl: no such host"),
+         "init container fetch: exit code 6: curl: no such host"),
+    ],
+)  # fmt: skip
+def test_what_says_why_is_quoted_in_one_line(raw: dict[str, Any], quoted: str):
+    found = failure(raw)
+    assert found.exception.startswith(quoted)
+    assert bool(found.exception) == bool(quoted)
+    assert len(found.exception) <= 160
+    assert found.exception in restart.describe(found)
+
+
+def test_the_cause_and_the_end_of_a_long_log_are_shown():
+    log = [f"line {i} {'x' * 100}" for i in range(19)] + ["stack: sleep (loader.py:12)"]
+    said = report("hang", 76, exception="Hang: rank 1", log=log)
+    found = failure(pod(ended(76, message=said)))
+    first, *rest = found.message.splitlines()
+    assert (first, rest) == ("Hang: rank 1", log[-len(rest) :])
+    assert observe.MESSAGE_MAX - 120 < len(found.message) <= observe.MESSAGE_MAX
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Traceback: boom", "{not json", '{"version": 9}', "[1]", '{"a":' * 5000 + "1",
+        '{"version": 1, "rank": -1, "log": {}, "loss": 1e999, "step": true, "exception": 7}',
+    ],
+)  # fmt: skip
+def test_last_words_of_strangers_never_raise(message: str):
+    found = failure(pod(ended(1, message=message)))
+    assert (found.rank, len(found.message) <= observe.MESSAGE_MAX) == (1, True)
+
+
+def test_an_image_that_cannot_be_pulled_is_seen_on_any_container():
+    waiting = {"name": "init", "state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}
+    creating = {"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    found = observe.pod(pod(creating, phase="Pending", initContainerStatuses=[waiting]))
+    assert (found.waiting_reason, found.waiting_message) == ("ImagePullBackOff", "no")
+    assert observe.pod(pod(creating, phase="Pending")).waiting_reason == ""
+
+
+def test_a_container_that_a_webhook_puts_first_is_not_the_trainer():
+    raw = pod({**ended(1), "name": "main"}, meta={"annotations": {crd.ANNOTATION_TRAINER: "main"}})
+    raw["spec"]["containers"] = [{"name": "proxy"}, {"name": "main"}]
+    assert observe.pod(raw).trainer.exit_code == 1
 
 
 OOM = "OOMKilled"
@@ -155,21 +294,14 @@ def test_the_launcher_knows_of_an_out_of_memory(raw: dict[str, Any], judgement: 
     ],
 )  # fmt: skip
 def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw: dict[str, Any], words: str):
-    found = classify.failure(observe.pod(raw), 1, START)
-    assert found is not None
+    found = failure(raw)
     assert found.exception.startswith(words)
     assert found.message.startswith(words)
     assert ("step 7" in found.message) == ("step 7" in str(raw))
 
 
-def test_a_success_is_one_though_something_was_killed_for_memory_before():
-    assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
-
-
 def test_a_survived_out_of_memory_does_not_hide_the_cause_on_another_replica():
-    world = World(job_object()).settle().run()
-    world.end(0, 75, reason=OOM).end(1, 1)
-    loss = world.status["lastFailure"]
+    loss = running().end(0, 75, reason=OOM).end(1, 1).loss
     assert (loss["replica"], loss["class"]) == (1, "User")
 
 
@@ -212,8 +344,7 @@ def test_the_kubelets_sentence_comes_before_the_end_of_the_log(words: str, told:
     log = [line[:200] for line in words.splitlines()[-20:]]
     last_words = report("exception", 1, exception="OSError: full", log=log) if told else words
     raw = pod(ended(1, message=last_words), reason="Evicted", message=CONTAINER)
-    found = classify.failure(observe.pod(raw), 1, START)
-    assert found is not None
+    found = failure(raw)
     first, *rest = found.message.splitlines()
     assert first == CONTAINER.strip()
     assert rest[:1] == ["OSError: full"] if told else rest
@@ -227,13 +358,12 @@ def test_outgrown_limits_use_up_the_budget_and_rules_for_evictions_meet_them():
         world.pods["job-0"]["status"] |= {"phase": "Failed", "reason": "Evicted", "message": POD}
         return world.settle()
 
-    world = outgrow(World(job_object(restart={"maxRestarts": 1})).settle())
-    assert world.status["restarts"]["charged"] == 1
+    world = outgrow(running(restart={"maxRestarts": 1}))
+    assert world.counts[1] == 1
     assert outgrow(world.wait(10)).phase == "Failed"
-    assert world.status["lastFailure"]["message"].startswith(POD.strip())
+    assert world.loss["message"].startswith(POD.strip())
     rules = [{"reasons": ["Evicted"], "action": "RestartFree"}]
-    world = outgrow(World(job_object(restart={"maxRestarts": 0, "rules": rules})).settle())
-    assert world.status["restarts"]["charged"] == 0
+    assert outgrow(running(restart={"maxRestarts": 0, "rules": rules})).counts == (1, 0, 1)
 
 
 RUNC = ("failed to create containerd task: failed to create shim task: OCI runtime create failed: "
@@ -243,8 +373,7 @@ INIT = "error during container init: "
 
 def test_the_words_of_a_runtime_are_told_without_the_layers_that_handed_them_on():
     words = RUNC.format(INIT + 'exec: "no-such-program": executable file not found in $PATH')
-    loss = classify.failure(observe.pod(pod(ended(128, "StartError", words))), 1, START)
-    assert loss is not None
+    loss = failure(pod(ended(128, "StartError", words)))
     assert loss.exception.startswith("unable to start container process: error during container")
     assert 'exec: "no-such-program": executable file not found' in loss.exception
     assert loss.message == words
@@ -301,9 +430,7 @@ def test_a_start_that_failed_is_final_only_if_no_other_node_would_change_it(
     words: str, judgement: tuple[str, str]
 ):
     assert judged(pod(ended(128, "StartError", RUNC.format(words)))) == judgement
-    init = {**ended(128, "StartError", RUNC.format(words)), "name": "fetch"}
-    waiting = {"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}
-    assert judged(pod(waiting, initContainerStatuses=[init])) == judgement
+    assert judged(init_failed(128, "StartError", RUNC.format(words))) == judgement
 
 
 def test_a_node_that_starts_no_container_is_avoided_and_not_for_ever_free():
@@ -311,13 +438,13 @@ def test_a_node_that_starts_no_container_is_avoided_and_not_for_ever_free():
         world.run().end(1, 128, reason="StartError", message=RUNC.format("EOF"))
         return world.wait(20)
 
-    world = World(job_object(restart={"maxRestarts": 0})).settle()
+    world = running(restart={"maxRestarts": 0})
     for _ in range(3):
         refuse(world)
-    assert world.status["avoidedNodes"] == ["node2"]
-    assert (world.status["restarts"]["charged"], world.status["restarts"]["disruptions"]) == (0, 3)
+    assert (world.status["avoidedNodes"], world.counts) == (["node2"], (3, 0, 3))
     assert refuse(world).phase == "Failed"
 
 
-def test_a_failed_sidecar_takes_no_success_away():
+def test_neither_a_failed_sidecar_nor_a_survived_lack_of_memory_takes_a_success_away():
     assert classify.succeeded(observe.pod(pod(ended(0, "Completed"))))
+    assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))

@@ -39,36 +39,16 @@ PEERS = [
 ]
 
 
-@pytest.mark.parametrize("port", [29500, 29501, 9400, 40000])
 @pytest.mark.parametrize("peers", [[], PEERS])
-def test_a_gang_reaches_itself_on_every_port(port: int, peers: list[Mapping[str, Any]]) -> None:
+def test_nobody_else_reaches_a_port_of_training(peers: list[Mapping[str, Any]]) -> None:
     policy, member = policy_of(*peers)
-    assert reaches(policy, member, member, port)
-
-
-@pytest.mark.parametrize("port", [29500, 29501, 40000])
-@pytest.mark.parametrize("peers", [[], PEERS])
-def test_nobody_else_reaches_a_port_of_training(port: int, peers: list[Mapping[str, Any]]) -> None:
-    policy, member = policy_of(*peers)
-    assert [p for p in STRANGERS if reaches(policy, p, member, port)] == []
-
-
-def test_metrics_are_for_everybody_unless_peers_are_named() -> None:
-    policy, member = policy_of()
-    assert [p for p in STRANGERS if reaches(policy, p, member, 9400)] == STRANGERS
-    policy, member = policy_of(*PEERS)
-    assert [p for p in STRANGERS if reaches(policy, p, member, 9400)] == [OPERATOR, PROMETHEUS]
-
-
-def test_a_pod_that_carries_the_label_is_let_in() -> None:
-    """So who may label pods of the namespace may join: admissionPolicies.gangLabels."""
-    policy, member = policy_of()
+    for port in (29500, 29501, 9400, 40000):
+        everybody = [OPERATOR, PROMETHEUS] if peers else STRANGERS
+        found = [pod for pod in (member, *STRANGERS) if reaches(policy, pod, member, port)]
+        assert found == [member, *(everybody if port == 9400 else [])]
+    # Who may label pods of the namespace may join: admissionPolicies.gangLabels.
     assert reaches(policy, Pod("ns", {crd.LABEL_JOB_UID: "uid-of-job"}), member, 29500)
-
-
-def test_other_pods_of_the_namespace_stay_as_open_as_they_were() -> None:
-    policy, _ = policy_of()
-    assert reaches(policy, PROMETHEUS, NEIGHBOUR, 80)
+    assert reaches(policy, PROMETHEUS, NEIGHBOUR, 80), "other pods stay as open as they were"
 
 
 @pytest.mark.parametrize(

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import render
-from ddpjob_operator.core.objects import observe, spec
-from support.world import World, job_object
+from support.world import World, env_of, rendered, running
 
 HOUR = 3600
 #: Of the file server, whose clock has nothing to do with the operator's.
 OLD, NEW, NEWEST = (f"1999-05-05T05:05:0{n}.000000Z" for n in range(3))
 
 
-def running(**fields: Any) -> World:
-    return World(job_object(**fields)).settle().run()
-
-
 def restarted(**fields: Any) -> World:
     """Running again after one charged restart and one disruption."""
-    world = running(**fields).end(1, 1).wait(1).run()
-    world.vanish(0).wait(1).run()
+    world = running(**fields).end(1, 1).wait(1).run().vanish(0).wait(1).run()
     assert spent(world) == (1, 1)
     world.log.clear()
     world.events.clear()
@@ -34,29 +26,22 @@ def restarted(**fields: Any) -> World:
 
 
 def heard(world: World, **state: Any) -> World:
-    """Restarted, after a poll that told so much and is stored."""
-    poll(world, **state).wait(3)
-    world.log.clear()
+    """After a poll that told so much and is stored."""
+    world.poll(**state).wait(3).log.clear()
     return world
 
 
-def spent(world: World) -> tuple[int, int]:
-    return world.status["restarts"]["charged"], world.status["restarts"]["disruptions"]
+def spent(world: World) -> tuple[int, ...]:
+    return world.counts[1:]
 
 
-def poll(world: World, **state: Any) -> World:
-    """GET /state of replica 0 said so."""
-    raw = {"version": 1, "attempt": world.status["attempt"], **state}
-    found = observe.progress(raw, world.now)
-    world.feedback = replace(world.feedback, progress=found, rounds=observe.rounds(raw))
-    return world.settle()
+def heals_in_an_hour(world: World) -> None:
+    before = spent(world)
+    assert (spent(world.wait(HOUR - 1)), spent(world.wait(1))) == (before, (0, 0))
 
 
 def report(**fields: Any) -> str:
     return json.dumps({"version": 1, "kind": "signal", "rank": 1, "signal": 9, **fields})
-
-
-# --- By time ----------------------------------------------------------------------------------
 
 
 def test_an_hour_without_a_failure_heals_both_budgets_and_the_backoff_in_one_write():
@@ -94,17 +79,13 @@ def test_time_before_running_and_between_attempts_does_not_count():
     world.wait(HOUR - 1).end(1, 1)
     assert world.phase != "Running"
     assert spent(world.wait(2 * HOUR)) == (2, 1)
-    world.run()
-    assert spent(world.wait(HOUR - 1)) == (2, 1)
-    assert spent(world.wait(1)) == (0, 0)
+    heals_in_an_hour(world.run())
 
 
 def test_a_suspended_job_does_not_heal_by_time():
     world = restarted().patch(suspend=True).wait(9 * HOUR)
     assert spent(world) == (1, 1)
-    world.patch(suspend=False).run()
-    assert spent(world.wait(HOUR - 1)) == (1, 1)
-    assert spent(world.wait(1)) == (0, 0)
+    heals_in_an_hour(world.patch(suspend=False).run())
 
 
 @pytest.mark.parametrize("seconds", [1, HOUR])
@@ -117,11 +98,9 @@ def test_a_gang_found_broken_does_not_heal_by_time_however_long_the_operator_was
 
 
 def test_a_round_starts_the_wait_anew_though_nothing_is_charged_for_it():
-    world = restarted().wait(HOUR - 1)
-    poll(world, round=1)
+    world = restarted().wait(HOUR - 1).poll(round=1)
     assert world.plan().requeue_after in (2, HOUR)  # the next report, or the healing
-    assert spent(world.wait(HOUR - 1)) == (1, 1)
-    assert spent(world.wait(1)) == (0, 0)
+    heals_in_an_hour(world)
 
 
 def test_zero_turns_healing_by_time_off():
@@ -130,28 +109,25 @@ def test_zero_turns_healing_by_time_off():
     assert spent(world.wait(99 * HOUR)) == (1, 1)
 
 
-# --- By progress ------------------------------------------------------------------------------
-
-
 def test_a_newer_snapshot_heals_as_soon_as_it_is_heard_of():
-    world = poll(heard(restarted(), step=40), step=60, snapshotStep=50)
+    world = heard(restarted(), step=40).poll(step=60, snapshotStep=50)
     assert spent(world) == (0, 0)
     assert world.log == ["status Running 3"]
     assert world.events[-1].message.startswith("a newer snapshot, of step 50: the budget")
     world.end(1, 1).wait(1).run()
-    assert spent(poll(world, step=61, snapshotStep=50)) == (1, 0)
+    assert spent(world.poll(step=61, snapshotStep=50)) == (1, 0)
 
 
 def test_a_newer_file_heals_once_for_each_newer_time():
-    world = poll(heard(restarted()), fileModifiedAt=OLD)
+    world = heard(restarted()).poll(fileModifiedAt=OLD)
     assert (spent(world), world.log) == ((0, 0), ["status Running 3"])
     assert world.events[-1].message.startswith("spec.restart.progressPath was written: the budget")
     assert world.status["progress"]["fileModifiedAt"] == OLD
     world.end(1, 1).wait(1).run()
     assert world.status["restarts"]["fileModifiedAt"] == OLD
-    assert spent(poll(world, fileModifiedAt=OLD)) == (1, 0)
-    assert spent(poll(world, fileModifiedAt=NEW)) == (0, 0)
-    assert spent(poll(world.end(1, 1).wait(1).run(), fileModifiedAt=NEW)) == (1, 0)
+    assert spent(world.poll(fileModifiedAt=OLD)) == (1, 0)
+    assert spent(world.poll(fileModifiedAt=NEW)) == (0, 0)
+    assert spent(world.end(1, 1).wait(1).run().poll(fileModifiedAt=NEW)) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +148,9 @@ def test_what_was_there_before_the_job_heals_nothing(
     if last_words:
         world.end(1, 137, message=report(**old)).wait(300).run()
     charged = 1 + last_words
-    assert spent(poll(world, **old)) == (charged, 0)
-    assert spent(poll(world.wait(60), **old)) == (charged, 0)
-    assert spent(poll(world, **new)) == (0, 0)
+    assert spent(world.poll(**old)) == (charged, 0)
+    assert spent(world.wait(60).poll(**old)) == (charged, 0)
+    assert spent(world.poll(**new)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -186,41 +162,33 @@ def test_the_first_snapshot_heals_if_there_was_none_before(
 ):
     """Told in the attempt that was charged, or in the one that makes it; by another operator."""
     world = heard(running(), **none).end(1, 1).wait(1).run()
-    assert spent(poll(world.restart_operator(), **first)) == (0, 0)
+    assert spent(world.restart_operator().poll(**first)) == (0, 0)
     world = heard(running().end(1, 1).wait(1).run(), **none)
-    assert spent(poll(world.restart_operator(), **first)) == (0, 0)
+    assert spent(world.restart_operator().poll(**first)) == (0, 0)
 
 
 def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
-    world = poll(running(), fileModifiedAt=NEW).end(1, 1).run()
+    world = running().poll(fileModifiedAt=NEW).end(1, 1).run()
     assert world.status["restarts"]["fileModifiedAt"] == NEW
     for state in ({"fileModifiedAt": OLD}, {}, {"fileModifiedAt": NEW}):
         world.wait(3)
-        assert spent(poll(world, **state)) == (1, 0)
+        assert spent(world.poll(**state)) == (1, 0)
     assert world.status["restarts"]["fileModifiedAt"] == NEW
     # Newer than what was told last, but not than what was known when the budget was charged.
-    assert spent(poll(world, fileModifiedAt=OLD)) == (1, 0)
+    assert spent(world.poll(fileModifiedAt=OLD)) == (1, 0)
 
 
 def test_the_operators_clock_and_that_of_the_files_are_never_compared():
     """Files of 1999, of next year, and an operator in 2026: only later than before counts."""
     world = heard(restarted(), fileModifiedAt="2099-01-01T00:00:00Z").end(1, 1).wait(300).run()
-    assert spent(poll(world, fileModifiedAt="2098-01-01T00:00:00Z")) == (2, 1)
-    assert spent(poll(world, fileModifiedAt="2099-01-01T00:00:00.000001Z")) == (0, 0)
-
-
-# --- What the launcher and the status get -----------------------------------------------------
-
-
-def env_of(**fields: Any) -> dict[str, str]:
-    obj = job_object(**fields)
-    body = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 0)
-    return {e["name"]: e["value"] for e in body["spec"]["containers"][0]["env"]}
+    assert spent(world.poll(fileModifiedAt="2098-01-01T00:00:00Z")) == (2, 1)
+    assert spent(world.poll(fileModifiedAt="2099-01-01T00:00:00.000001Z")) == (0, 0)
 
 
 def test_the_launcher_is_told_what_counts_as_progress():
-    assert contract.PROGRESS_PATH not in env_of()
-    assert env_of()[contract.HEAL_AFTER_SECONDS] == "3600"
-    env = env_of(restart={"healAfterSeconds": 0, "progressPath": "/data/checkpoints"})
+    env = env_of(rendered())
+    assert (env.get(contract.PROGRESS_PATH), env[contract.HEAL_AFTER_SECONDS]) == (None, "3600")
+    restart = {"healAfterSeconds": 0, "progressPath": "/data/checkpoints"}
+    env = env_of(rendered(restart=restart))
     assert env[contract.PROGRESS_PATH] == "/data/checkpoints"
     assert env[contract.HEAL_AFTER_SECONDS] == "0"

@@ -11,7 +11,7 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects import compact_spec, observe
 from ddpjob_operator.core.policy.restarting import probe
-from support.world import START, World, job_object
+from support.world import START, World, job_object, running
 from unit.operator_core.test_classify import (
     AT,
     DELETED,
@@ -22,6 +22,7 @@ from unit.operator_core.test_classify import (
     RAISED,
     SIGTERM,
     ended,
+    init_failed,
     pod,
     report,
 )
@@ -40,7 +41,7 @@ def template(name: str = "trainer", **container: Any) -> dict[str, Any]:
 
 def probed(**spec: Any) -> World:
     """A gang whose trainers have a probe, at work."""
-    return World(job_object(template=template(livenessProbe=PROBE), **spec)).settle().run()
+    return running(template=template(livenessProbe=PROBE), **spec)
 
 
 def fail(world: World, replica: int, code: int = 143, words: str = WORDS) -> World:
@@ -50,9 +51,6 @@ def fail(world: World, replica: int, code: int = 143, words: str = WORDS) -> Wor
 
 def questions(world: World) -> list[str]:
     return [line for line in world.log if line.startswith("events of")]
-
-
-# --- what Events say ----------------------------------------------------------------------
 
 
 def event(reason: str, message: object, at: str | None = AT) -> dict[str, Any]:
@@ -102,8 +100,6 @@ def test_a_kubelets_event_proves_a_failed_probe(events: list[dict[str, Any]], wo
     assert probe.words(map(probe.parse, events)) == words
 
 
-# --- what an end means then ---------------------------------------------------------------
-
 FAILED = ("User", "ProbeFailed")
 
 
@@ -127,7 +123,7 @@ FAILED = ("User", "ProbeFailed")
 )
 def test_a_proved_probe_is_the_programs_doing(raw: dict[str, Any], judgement: tuple[str, str]):
     found = classify.failure(replace(observe.pod(raw), probed=WORDS), 1, START)
-    assert found is not None
+    assert found
     assert (found.cls, found.reason) == judgement
 
 
@@ -151,15 +147,11 @@ def test_a_proved_probe_is_the_programs_doing(raw: dict[str, Any], judgement: tu
         (pod(ended(143), reason="NodeShutdown"), False),
         (pod(ended(143), reason="Evicted", message=EMPTY_DIR), False),
         (pod({"name": "trainer", "state": {"running": {}}}, phase="Running"), False),
-        (pod({"name": "trainer", "state": {"waiting": {}}},
-             initContainerStatuses=[{**ended(143), "name": "fetch"}]), False),
+        (init_failed(143), False),
     ],
 )  # fmt: skip
 def test_only_an_end_that_nothing_explains_is_asked_about(raw: dict[str, Any], asked: bool):
     assert classify.perhaps_probed(observe.pod(raw)) == asked
-
-
-# --- what follows -------------------------------------------------------------------------
 
 
 @pytest.mark.fault("N18")
@@ -167,8 +159,8 @@ def test_only_an_end_that_nothing_explains_is_asked_about(raw: dict[str, Any], a
 @pytest.mark.parametrize("code", [143, 137, 1])
 def test_a_failed_probe_is_charged_and_told_in_its_words(replicas: int, code: int):
     world = fail(probed(replicas=replicas), 0, code)
-    assert (world.status["restarts"]["charged"], world.status["attempt"]) == (1, 2)
-    loss = world.status["lastFailure"]
+    assert (world.counts, world.status["attempt"]) == ((1, 1, 0), 2)
+    loss = world.loss
     assert (loss["class"], loss["reason"], loss["exitCode"]) == ("User", "ProbeFailed", code)
     assert loss["message"] == WORDS
     assert "ProbeFailed" in world.events[-1].message
@@ -177,25 +169,20 @@ def test_a_failed_probe_is_charged_and_told_in_its_words(replicas: int, code: in
 
 def test_a_failed_probe_uses_up_the_budget_and_rules_meet_it():
     world = fail(probed(restart={"maxRestarts": 0}), 1)
-    assert (world.phase, world.condition("Failed")["reason"]) == ("Failed", "MaxRestartsExceeded")
+    assert (world.phase, world.status["reason"]) == ("Failed", "MaxRestartsExceeded")
     rules = [{"reasons": ["ProbeFailed"], "action": "RestartFree"}]
     world = fail(probed(restart={"maxRestarts": 0, "rules": rules}), 1)
-    counts = world.status["restarts"]
-    assert (world.status["attempt"], counts["charged"], counts["disruptions"]) == (2, 0, 1)
+    assert (world.status["attempt"], world.counts) == (2, (1, 0, 1))
 
 
 def test_the_time_to_start_does_not_end_while_the_question_is_open():
     world = World(job_object(template=template(startupProbe=PROBE), replicas=1)).settle()
     world.end(0, 143, settle=False).probed["pod-1"] = WORDS
-    loss = world.wait(700).status["lastFailure"]
-    assert (loss["reason"], world.status["restarts"]["charged"]) == ("ProbeFailed", 1)
+    assert (world.wait(700).loss["reason"], world.counts[1]) == ("ProbeFailed", 1)
 
 
 def test_peers_of_a_failed_probe_are_not_the_cause():
-    world = probed()
-    world.end(1, 75, settle=False)
-    fail(world, 2)
-    loss = world.status["lastFailure"]
+    loss = fail(probed().end(1, 75, settle=False), 2).loss
     assert (loss["replica"], loss["reason"]) == (2, "ProbeFailed")
 
 
@@ -206,18 +193,17 @@ def test_without_proof_an_end_by_sigterm_is_a_disruption_as_before(replicas: int
     if replicas > 1:
         assert world.phase == "Running", "the cause has its time to show itself"
         world.wait(6)
-    loss = world.status["lastFailure"]
-    assert (loss["class"], loss["reason"]) == ("Disruption", "SIGTERM")
-    assert world.status["restarts"]["charged"] == 0
+    assert (world.loss["class"], world.loss["reason"]) == ("Disruption", "SIGTERM")
+    assert world.counts[1] == 0
     assert len(questions(world)) == 1, "one answer is enough"
 
 
 @pytest.mark.parametrize("given", [{}, {"readinessProbe": PROBE}])
 def test_who_has_no_probe_is_not_asked_about(given: dict[str, Any]):
-    world = World(job_object(template=template(**given))).settle().run()
+    world = running(template=template(**given))
     fail(world, 0).wait(6)
     assert questions(world) == []
-    assert world.status["lastFailure"]["class"] == "Disruption"
+    assert world.loss["class"] == "Disruption"
 
 
 @pytest.mark.parametrize("kind", ["livenessProbe", "startupProbe"])
@@ -226,18 +212,14 @@ def test_the_trainer_is_asked_about_by_its_name(kind: str):
 
 
 def test_of_a_gang_that_ends_at_a_signal_three_pods_are_asked_about():
-    world = probed(replicas=8)
-    for replica in range(8):
-        world.end(replica, 143, settle=False)
-    world.settle()
+    world = probed(replicas=8).all_end(143).settle()
     assert len(set(questions(world))) == len(questions(world)) == 3
-    assert world.status["lastFailure"]["class"] == "Disruption"
+    assert world.loss["class"] == "Disruption"
     assert questions(world.run().end(0, 143))[3:] == ["events of trainer in pod-9"], "of the next"
 
 
 def test_the_question_is_asked_again_by_the_next_operator_and_only_of_what_is_not_stored():
-    world = probed()
-    world.end(0, 143, settle=False)
+    world = probed().end(0, 143, settle=False)
     assert world.plan().actions == (act.ReadEvents("pod-1", "trainer"),)
     world.restart_operator().settle().wait(6)
     assert world.status["attempt"] == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.gitops import kstatus
-from support.world import World, job_object
+from support.world import World, job_object, running
 
 
 def told(world: World) -> tuple[str, str, str]:
@@ -12,26 +12,18 @@ def told(world: World) -> tuple[str, str, str]:
     return ready["status"], ready["reason"], kstatus(world.job)
 
 
-def test_it_is_told_from_the_first_write_on():
-    world = World(job_object())
-    (write,) = world.plan().actions
-    world.carry_out(write)
-    assert told(world) == ("False", "Pending", "InProgress")
-
-
 def test_a_gang_is_ready_while_it_runs_and_once_it_has_succeeded():
-    world = World(job_object()).settle()
-    assert told(world) == ("False", "Starting", "InProgress")
+    world = World(job_object())
+    world.carry_out(world.plan().actions[0])
+    assert told(world) == ("False", "Pending", "InProgress"), "from the first write on"
+    assert told(world.settle()) == ("False", "Starting", "InProgress")
     assert told(world.run()) == ("True", "Running", "Current")
     world.end(1, 137)
     assert told(world) == ("False", "Starting", "InProgress")
     assert told(world.run()) == ("True", "Running", "Current")
-    for replica in range(3):
-        world.end(replica, 0)
-    assert told(world) == ("True", "Succeeded", "Current")
+    assert told(world.all_end(0).settle()) == ("True", "Succeeded", "Current")
 
 
 def test_failure_for_good_is_failure_for_kstatus_too():
-    world = World(job_object(restart={"maxRestarts": 0})).settle().run()
-    assert told(world.end(0, 1)) == ("False", "Failed", "Failed")
-    assert world.condition("Stalled")["reason"] == "MaxRestartsExceeded"
+    world = running(restart={"maxRestarts": 0}).end(0, 1)
+    assert (told(world), world.stalled) == (("False", "Failed", "Failed"), "MaxRestartsExceeded")

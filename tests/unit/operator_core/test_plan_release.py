@@ -6,26 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from ddpjob_operator.core import actions as act
-from ddpjob_operator.core.objects import observe
-from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.policy.starting import quota_fairness
-from support.world import World, job_object
-
-
-def started(**spec: object) -> World:
-    return World(job_object(**spec)).settle()
-
-
-def refusal(world: World, code: int, message: str = "words") -> act.Refusal:
-    return act.Refusal(world.status["attempt"], code, "Reason", message, world.now)
-
-
-def pause(world: World) -> float:
-    """Seconds until the gang is tried again."""
-    due = parse_time(world.status["timings"]["nextRestartAt"])
-    assert due is not None
-    return (due - world.now).total_seconds()
+from support.world import World, refusal, running, started
 
 
 def unscheduled(world: World, replica: int) -> World:
@@ -33,31 +14,6 @@ def unscheduled(world: World, replica: int) -> World:
     conditions = [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes"}]
     world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
     return world
-
-
-@pytest.mark.parametrize(
-    ("volume", "running", "named"),
-    [
-        ({"persistentVolumeClaim": {"claimName": "disk"}}, (0,), True),
-        ({"persistentVolumeClaim": {"claimName": "disk"}}, (2,), False),  # on the same node
-        ({"persistentVolumeClaim": {"claimName": "disk"}}, (), False),
-        ({"emptyDir": {}}, (0,), False),
-    ],
-)
-def test_a_claim_that_another_node_may_hold_is_named(
-    volume: dict[str, object], running: tuple[int, ...], named: bool
-):
-    """Told at once where it shows, and as the failure once the deadline has passed."""
-    world = started(snapshot={"path": "/s", "volume": volume})
-    for replica in range(3):
-        world.waiting(replica, "ContainerCreating")
-    for replica in running:
-        world.run(replica)
-    told = world.waiting(0 if 2 in running else 1, "ContainerCreating").wait(20)
-    said = told.condition("Stalled")["message"]
-    assert ("Multi-Attach, claim disk is ReadWriteOnce and held on node1" in said) == named
-    world.wait(600)
-    assert ("Multi-Attach" in world.status["lastFailure"]["message"]) == named
 
 
 @pytest.mark.fault("U5")
@@ -74,14 +30,14 @@ def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str,
         world.wait(300)
     assert world.phase in ("Pending", "Starting")
     restarts = world.status["restarts"]
-    assert (restarts["total"], restarts["charged"], restarts["consecutive"]) == (0, 0, 0)
+    assert (world.counts, restarts["consecutive"]) == ((0, 0, 0), 0)
     assert restarts["released"] > 1
     told = {event.message.split(": ")[1] for event in world.events if "released" in event.message}
     assert told == {"words"}
     world.refuse, world.refuse_network = (lambda _: None), (lambda _: None)
     world.wait(500).wait(500).run()
     assert (world.phase, world.status["restarts"]["released"]) == ("Running", 0)
-    assert world.condition("Stalled")["status"] == "False"
+    assert world.stalled == ""
 
 
 @pytest.mark.parametrize("code", [400, 422])
@@ -90,12 +46,11 @@ def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_ed
     world.refuse = lambda _: refusal(world, code, 'unknown field "spec.contaners"')
     world.settle()
     assert (world.phase, world.pods) == ("Pending", {})
-    invalid = world.condition("Invalid")
-    assert (invalid["status"], invalid["reason"]) == ("True", "PodRefused")
-    assert "spec.contaners" in invalid["message"]
+    assert world.status["reason"] == "PodRefused"
+    assert "spec.contaners" in world.condition("Invalid")["message"]
     for _ in range(40):
         world.wait(300)
-    assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
+    assert (world.phase, world.counts[0]) == ("Pending", 0)
     world.patch(suspend=True)
     assert (world.phase, world.status["observedGeneration"]) == ("Suspended", 2)
     world.refuse = lambda _: None
@@ -113,11 +68,9 @@ def test_a_pod_that_is_wrong_no_more_and_waits_for_quota_is_not_called_wrong(how
     assert world.settle().status["reason"] == "PodRefused"
     world.refuse = lambda _: refusal(world, 403, "exceeded quota")
     if how == "by an edit":
-        world.patch(suspend=True)
-        world.patch(suspend=False)
+        world.patch(suspend=True).patch(suspend=False)
     else:
-        world.wait(300)
-        world.wait(300)
+        world.wait(300).wait(300)
     assert world.status["reason"] == "QuotaExceeded"
     assert world.condition("Invalid")["status"] == "False"
 
@@ -138,7 +91,7 @@ def test_the_reason_is_that_of_the_present_state():
     assert (world.phase, world.status["reason"]) == ("Running", "TemplateChanged")
     world.end(1, 2)
     assert (world.phase, world.status["reason"]) == ("Failed", "PermanentFailure")
-    done = started().run().patch(template={"spec": {"containers": [{"name": "trainer"}]}})
+    done = running().patch(template={"spec": {"containers": [{"name": "trainer"}]}})
     done.end(0, 0).end(1, 0).end(2, 0)
     assert (done.phase, done.status.get("reason")) == ("Succeeded", None)
 
@@ -160,8 +113,7 @@ def test_who_got_a_node_late_has_the_whole_time_to_start_on_it(ahead: int):
     late = ahead < 0  # by that clock it had its node all the time
     assert (world.phase, world.status["attempt"]) == ("Starting", 2 if late else 1)
     world.wait(120)
-    assert world.status["lastFailure"]["class"] == "Startup"
-    assert world.status["restarts"]["charged"] == 1
+    assert (world.loss["class"], world.counts[1]) == ("Startup", 1)
 
 
 def test_a_pod_that_is_to_be_evicted_is_a_disruption_when_the_time_is_over():
@@ -169,8 +121,8 @@ def test_a_pod_that_is_to_be_evicted_is_a_disruption_when_the_time_is_over():
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     world.pods["job-2"]["status"]["conditions"] = [evicted]
     world.wait(60)
-    assert world.status["lastFailure"]["reason"] == "PreemptionByScheduler"
-    assert (world.status["attempt"], world.status["restarts"]["charged"]) == (2, 0)
+    assert world.loss["reason"] == "PreemptionByScheduler"
+    assert (world.status["attempt"], world.counts[1]) == (2, 0)
 
 
 def test_pods_that_could_not_be_created_in_time_are_no_fault_of_the_user():
@@ -198,53 +150,16 @@ def test_a_release_does_not_hide_a_crash_loop():
 
 def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
     """It was taken for a first start, as long as the job was old."""
-    world = started().run().wait(86400)
-    world.end(1, 1)
+    world = running().wait(86400).end(1, 1)
     for replica in range(3):
         unscheduled(world, replica)
     world.wait(600)
     assert (world.phase, world.status["restarts"]["released"]) == ("Pending", 1)
-    world.wait(pause(world)).run()
+    world.wait(world.pause()).run()
     took = world.measurements[-1]
     assert (world.phase, took.name) == ("Running", "recovery_seconds")
     assert 600 < took.value < 1800
     assert world.status["timings"]["lastRecoverySeconds"] == round(took.value, 3)
-
-
-@pytest.mark.parametrize(
-    ("figures", "needs"),
-    [
-        ("requested: pods=1, used: pods=2, limited: pods=2", "3 times pods=1, its limit is 2"),
-        ("requested: pods=1, used: pods=3, limited: pods=3", ""),
-        ("requested: a=1,requests.cpu=2, used: a=9,requests.cpu=5, limited: a=9,requests.cpu=5500m",
-         "3 times requests.cpu=2, its limit is 5500m"),
-        ("requested: requests.cpu=100m, used: requests.cpu=250m, limited: requests.cpu=300m", ""),
-        ("requested: memory=1Gi, used: memory=0, limited: memory=3G", "its limit is 3G"),
-        ("requested: memory=1G, used: memory=3Gi, limited: memory=3Gi", ""),
-        ("requested: memory=1e9, used: memory=0, limited: memory=2E3", "its limit is 2E3"),
-        ("requested: memory=1.2.3, used: memory=0, limited: memory=-", ""),
-        ("requested: , used: , limited: ", ""),
-        ("requested: pods=1, used: pods=1, lim", ""),
-    ],
-)  # fmt: skip
-@pytest.mark.fault("U5")
-def test_a_quota_that_is_smaller_than_the_gang_is_told_as_that(figures: str, needs: str):
-    """It stands back for later ones then, and its age does not hurry it (quota_fairness.waiter)."""
-    world = World()
-    words = f'pods "job-1" is forbidden: exceeded quota: q, {figures}'
-    world.refuse = lambda action: refusal(world, 403, words) if action.replica else None
-    stalled = world.settle().condition("Stalled")
-    assert stalled["reason"] == ("QuotaTooSmall" if needs else "QuotaExceeded")
-    assert needs in stalled["message"]
-    assert words.strip() in stalled["message"]
-    for _ in range(24 * 12):
-        world.wait(300)
-    assert (quota_fairness.waiter(observe.job(world.job)) is None) == bool(needs)
-    waits = [pause(world.wait(500)) for _ in range(5)]
-    assert min(waits) >= 150 if needs else max(waits) <= 45
-    assert world.status["restarts"]["total"] == 0
-    world.refuse = lambda _: None
-    assert world.wait(500).run().phase == "Running"
 
 
 @pytest.mark.parametrize("placed", [(0, 1), ()])
@@ -261,6 +176,6 @@ def test_a_gang_that_never_finds_room_leaves_half_of_the_time_to_others(placed: 
         assert (world.phase, world.status["reason"]) == ("Pending", "Unschedulable")
         if number >= 30:
             held += (world.now - began).total_seconds()
-            rested += pause(world)
-        world.wait(pause(world))
+            rested += world.pause()
+        world.wait(world.pause())
     assert rested >= 0.8 * held if placed else rested <= 0.2 * held

@@ -1,30 +1,24 @@
-"""A job that goes on from snapshots of another one, or of another program, says so."""
+"""What is told of a resume: from whose snapshot, and whether the steps done again were equal."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.objects import observe, resumed
-from support.world import World, job_object
+from ddpjob_operator.core.objects import resumed
+from support.world import World, running
 
+KINDS = ("OtherSnapshots", "ProgramChanged", "StepsRepeatedEqual", "StepsDiffer")
 OTHER = {"step": 400, "uid": "8f1c-2", "changed": ["script"]}
+EQUAL = {"equal": True, "first": 13, "last": 15}
+DIFFERS = {"equal": False, "step": 14, "rank": 2, "what": "random numbers"}
 SAID = "another DDPJob (uid 8f1c-2), made by another script: its snapshot of step 400"
 
 
-def running() -> World:
-    world = World(job_object()).settle().run()
-    world.events.clear()
-    return world
-
-
 def poll(world: World, **more: Any) -> World:
-    raw = {"version": 1, "attempt": world.status["attempt"], **more}
-    world.feedback = replace(world.feedback, progress=observe.progress(raw, world.now))
-    return world.wait(60)
+    return world.poll(**more).wait(60)
 
 
 def succeed(world: World, **more: Any) -> World:
@@ -34,8 +28,7 @@ def succeed(world: World, **more: Any) -> World:
 
 
 def told(world: World) -> list[tuple[str, str]]:
-    kinds = ("OtherSnapshots", "ProgramChanged")
-    return [(e.type, e.message) for e in world.events if e.reason in kinds]
+    return [(e.type, e.message) for e in world.events if e.reason in KINDS]
 
 
 @pytest.mark.fault("U17")
@@ -77,7 +70,45 @@ def test_another_program_of_the_same_job_is_no_warning():
         {"step": -1, "uid": "a"}, {"step": 2**70, "uid": "a"}, {"step": 4, "uid": "a\n" * 9},
         {"step": 4, "uid": "a" * 99}, {"step": 4, "uid": 4, "changed": "script"},
         {"step": 4, "changed": ["moon"]}, {"step": 4, "changed": [{}]},
+        {"equal": True}, {"equal": 1, "first": 1, "last": 2},
+        {"equal": True, "first": 3, "last": 2}, {"equal": True, "first": 0, "last": 2},
+        {"equal": True, "first": 1, "last": 2**70}, {"equal": False, "step": 3},
+        {"equal": False, "step": 3, "rank": 1, "what": "moon"},
+        {"equal": False, "step": 3, "rank": 1, "what": ["loss"]},
+        {"equal": False, "step": True, "rank": 1, "what": "loss"},
+        {"equal": False, "step": 3, "rank": -1, "what": "loss"},
     ],
 )  # fmt: skip
 def test_what_a_stranger_may_write_says_nothing(raw: object):
-    assert resumed.words(raw) == ""
+    assert (resumed.words(raw), resumed.proof(raw)) == ("", None)
+
+
+def proven(world: World) -> tuple[str, str, str]:
+    found = world.condition("ResumeProven")
+    return found["status"], found["reason"], found["message"]
+
+
+@pytest.mark.fault("T14")
+def test_a_proven_restart_is_a_condition_and_one_event():
+    world = poll(running())
+    assert world.condition("ResumeProven") == {}
+    said = proven(poll(world, proof=EQUAL))
+    assert said[:2] == ("True", "StepsRepeatedEqual")
+    assert "steps 13 to 15" in said[2]
+    assert (
+        "steps 19 to 22" in proven(poll(world, proof={"equal": True, "first": 19, "last": 22}))[2]
+    )
+    assert [kind for kind, _ in told(world)] == ["Normal"]
+
+
+@pytest.mark.fault("T14")
+def test_a_difference_stays_until_a_later_restart_is_proven():
+    world = poll(running(), proof=DIFFERS)
+    status, reason, said = proven(world)
+    assert (status, reason) == ("False", "StepsDiffer")
+    assert said.startswith("step 14, done again after a restart, differs on rank 2 in its random")
+    poll(poll(world, proof=DIFFERS))  # a new pod has nothing to tell
+    assert proven(world) == (status, reason, said)
+    assert [kind for kind, _ in told(world)] == ["Warning"]
+    assert proven(poll(world, proof=EQUAL))[:2] == ("True", "StepsRepeatedEqual")
+    assert [kind for kind, _ in told(world)] == ["Warning", "Normal"]

@@ -12,16 +12,7 @@ import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
-from ddpjob_operator.core.objects.status import Progress
-from support.world import World, job_object
-
-
-def running(**fields: object) -> World:
-    world = World(job_object(**fields)).settle().run()
-    world.log.clear()
-    world.events.clear()
-    world.measurements.clear()
-    return world
+from support.world import World, env_of, job_object, rendered, running
 
 
 def killed(number: int, replica: int = 1, **more: Any) -> dict[str, Any]:
@@ -32,15 +23,8 @@ def killed(number: int, replica: int = 1, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def poll(world: World, count: int, *rounds: object, attempt: int | None = None) -> World:
-    """GET /state of replica 0 said so."""
-    raw = {
-        "version": 1, "attempt": attempt or world.status["attempt"], "round": count,
-        "step": 40, "snapshotStep": 40, "rounds": list(rounds),
-    }  # fmt: skip
-    found = observe.progress(raw, world.now)
-    world.feedback = replace(world.feedback, progress=found, rounds=observe.rounds(raw))
-    return world.settle()
+def poll(world: World, count: int, *rounds: object, **more: int) -> World:
+    return world.poll(*rounds, round=count, step=40, snapshotStep=40, **more)
 
 
 def report(count: int, *rounds: object, **more: Any) -> str:
@@ -56,10 +40,9 @@ def test_a_round_is_told_with_its_cause_and_charged_to_nothing():
     world = poll(running(), 1, killed(0))
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
     assert in_place(world) == (1, 1)
-    restarts = world.status["restarts"]
-    assert (restarts["total"], restarts["charged"], restarts["disruptions"]) == (0, 0, 0)
-    assert world.status["failures"] == [world.status["lastFailure"]]
-    assert world.status["lastFailure"] == {
+    assert world.counts == (0, 0, 0)
+    assert world.status["failures"] == [world.loss]
+    assert world.loss == {
         "attempt": 1, "round": 0, "replica": 1, "rank": 1, "pod": "job-1", "node": "node2",
         "class": "Killed", "reason": "SIGKILL", "exitCode": 137, "signal": 9,
         "message": "after step 30", "detectedAt": "2026-01-01T00:00:00.000000Z", "inPlace": True,
@@ -114,10 +97,9 @@ def test_rounds_of_all_attempts_add_up_and_the_last_are_in_the_termination_repor
     last = report(3, killed(1), killed(2), rank=1, signal=9, step=50)
     world.end(1, 137, message=last).run()
     assert in_place(world) == (3, 0)
-    restarts = world.status["restarts"]
-    assert (world.status["attempt"], restarts["total"], restarts["charged"]) == (2, 1, 1)
+    assert (world.status["attempt"], world.counts) == (2, (1, 1, 0))
     assert [f.get("inPlace") for f in world.status["failures"]] == [True, True, True, None]
-    assert world.status["lastFailure"]["round"] == 3
+    assert world.loss["round"] == 3
     poll(world, 3, killed(2), attempt=1)  # an answer of the launcher that is gone
     assert in_place(world) == (3, 0)
     assert in_place(poll(world, 1, killed(0))) == (4, 1)
@@ -201,12 +183,6 @@ def test_a_record_that_makes_no_sense_leaves_a_round_of_unknown_cause(record: ob
     assert "1 round of attempt 1 ended, cause unknown" in world.events[0].message
 
 
-def env_of(**fields: Any) -> dict[str, str]:
-    obj = job_object(**fields)
-    body = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 0)
-    return {e["name"]: e["value"] for e in body["spec"]["containers"][0]["env"]}
-
-
 @pytest.mark.parametrize(
     ("restart", "budget"),
     [
@@ -216,7 +192,7 @@ def env_of(**fields: Any) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budget: str):
-    assert env_of(restart=restart)[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] == budget
+    assert env_of(rendered(restart=restart))[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] == budget
 
 
 @pytest.mark.parametrize(
@@ -233,8 +209,7 @@ def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budge
     ],
 )  # fmt: skip
 def test_what_the_users_rules_fail_is_not_restarted_in_place(rules: object, codes: str):
-    restart = {"rules": rules}
-    assert env_of(restart=restart)[contract.IN_PLACE_FINAL_EXIT_CODES] == codes
+    assert env_of(rendered(restart={"rules": rules}))[contract.IN_PLACE_FINAL_EXIT_CODES] == codes
 
 
 @pytest.mark.parametrize(
@@ -248,7 +223,7 @@ def test_the_hub_has_a_port_of_its_own(port: int, metrics: int, declared: list[i
     sidecar = {"name": "side", "ports": [{"containerPort": number} for number in declared]}
     template = {"spec": {"containers": [{"name": "trainer"}, sidecar]}}
     fields = {"port": port, "metrics": {"port": metrics}, "template": template}
-    assert env_of(**fields)[contract.HUB_PORT] == str(hub)
+    assert env_of(rendered(**fields))[contract.HUB_PORT] == str(hub)
     obj = job_object(**fields)
     service, policy = render.network(observe.job(obj), spec.parse(obj["spec"]))
     assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == {
@@ -260,24 +235,17 @@ def test_the_hub_has_a_port_of_its_own(port: int, metrics: int, declared: list[i
 
 def test_a_hang_that_ends_the_attempt_is_told_as_such():
     world = running().end(1, 76, message=report(0, kind="hang", rank=1, log=["waiting"]))
-    failure = world.status["lastFailure"]
-    assert (failure["class"], failure["reason"]) == ("Hang", "ExitCode76")
-    assert failure["message"].startswith("hang: no sign of life")
-    assert world.status["restarts"]["charged"] == 1
+    assert (world.loss["class"], world.loss["reason"], world.counts[1]) == ("Hang", "ExitCode76", 1)
+    assert world.loss["message"].startswith("hang: no sign of life")
 
 
 @pytest.mark.fault("T11")
 def test_rounds_whose_processes_find_no_name_are_a_stall_until_one_gets_on():
     why = "Hang: job-0.job.ns.svc does not resolve (Name or service not known); rank 1 hangs"
     world = poll(running(), 1, killed(0, exception="ValueError: no")).wait(60)
-    assert world.condition("Stalled").get("status") != "True"
+    assert not world.stalled
     world = poll(world, 2, killed(1, code=76, signal=0, kind="hang", exception=why))
-    told = world.condition("Stalled")
-    assert (told["status"], told["reason"]) == ("True", "NamesNotResolved")
-    assert why in told["message"]
-    assert world.status["reason"] == "NamesNotResolved"
-    world = poll(world.wait(60), 2)
-    assert world.condition("Stalled")["status"] == "True"
-    news = Progress(step=41, updated_at=world.now)
-    world.feedback = replace(world.feedback, progress=news)
-    assert world.wait(60).wait(2).condition("Stalled")["status"] == "False"
+    assert world.stalled == world.status["reason"] == "NamesNotResolved"
+    assert why in world.condition("Stalled")["message"]
+    assert poll(world.wait(60), 2).stalled
+    assert not world.poll(step=41).wait(60).wait(2).stalled

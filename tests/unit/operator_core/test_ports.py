@@ -8,41 +8,33 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core import render
-from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
-from support.world import job_object
+from ddpjob_operator.core.objects import compact_spec, ports
+from support.world import env_of, rendered
 
 HOST = compact_spec.template({"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}})
 
 
-def host_pod(attempt: int = 1, replica: int = 0, pod: object = None, **fields: Any) -> Any:
-    body = {"hostNetwork": True, "containers": [{"name": "trainer"}], **(pod or {})}  # type: ignore[dict-item]
-    obj = job_object(template={"spec": body}, **fields)
-    found = render.pod(observe.job(obj), spec.parse(obj["spec"]), attempt, replica)["spec"]
-    return found, {e["name"]: e["value"] for e in found["containers"][0]["env"]}
+def host_pod(replica: int = 0, **pod: object) -> dict[str, Any]:
+    body = {"hostNetwork": True, "containers": [{"name": "trainer"}], **pod}
+    return rendered(replica=replica, template={"spec": body})
 
 
 def test_a_gang_on_the_hosts_network_finds_its_names_and_declares_no_port():
     """A declared port would be one of the node's, and a second pod would fit on none."""
-    body, env = host_pod()
-    assert body["dnsPolicy"] == "ClusterFirstWithHostNet"
-    assert "ports" not in body["containers"][0]
+    pod = host_pod()
+    env = env_of(pod)
+    assert pod["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert "ports" not in pod["spec"]["containers"][0]
     assert env["MASTER_PORT"] == env["PET_MASTER_PORT"] != "29500"
-    assert host_pod(pod={"dnsPolicy": "Default"})[0]["dnsPolicy"] == "Default"
-    obj = job_object()
-    plain = render.pod(observe.job(obj), spec.parse(obj["spec"]), 1, 0)
-    assert "dnsPolicy" not in plain["spec"]
+    assert host_pod(dnsPolicy="Default")["spec"]["dnsPolicy"] == "Default"
+    assert "dnsPolicy" not in rendered()["spec"]
 
 
 def test_all_replicas_know_the_same_master_and_hub_and_have_pages_of_their_own():
-    found = [host_pod(replica=replica)[1] for replica in range(3)]
-    for name in ("MASTER_PORT", contract.HUB_PORT):
-        assert len({env[name] for env in found}) == 1
-    assert len({env[contract.METRICS_PORT] for env in found}) == 3
-    numbers = [
-        {env["MASTER_PORT"], env[contract.HUB_PORT], env[contract.METRICS_PORT]} for env in found
-    ]
-    assert all(len(one) == 3 for one in numbers)
+    names = ("MASTER_PORT", contract.HUB_PORT, contract.METRICS_PORT)
+    found = [[env_of(host_pod(replica))[name] for name in names] for replica in range(3)]
+    assert [len({*column}) for column in zip(*found, strict=True)] == [1, 1, 3]
+    assert all(len({*row}) == 3 for row in found)
 
 
 @pytest.mark.parametrize("master", [31000, 20001, "first", "second"])

@@ -23,34 +23,25 @@ class Noting(dict[str, Any]):
         return super().get(key, default)
 
 
-def fields(schema: dict[str, Any], path: str) -> set[str]:
-    """All paths below an object of the schema."""
-    found: set[str] = set()
-    for name, part in schema.get("properties", {}).items():
-        below = f"{path}.{name}"
-        found.add(below)
-        if below not in WHOLE:
-            found |= fields(part.get("items", part), below)
-    return found
-
-
-def example(schema: dict[str, Any], path: str, read: set[str]) -> Noting:
+def example(schema: dict[str, Any], path: str, read: set[str], known: set[str]) -> Noting:
     """An object of the schema with all objects in it; of other values the defaults hold."""
     made: dict[str, Any] = {}
     for name, part in schema.get("properties", {}).items():
         below = f"{path}.{name}"
+        known.add(below)
         if "properties" in part and below not in WHOLE:
-            made[name] = example(part, below, read)
+            made[name] = example(part, below, read, known)
         elif "properties" in part.get("items", {}):
-            made[name] = [example(part["items"], below, read)]
+            made[name] = [example(part["items"], below, read, known)]
     return Noting(path, read, made)
 
 
 def test_every_field_of_the_spec_is_read():
-    schema, read = crd_schema()["properties"]["spec"], set[str]()
-    raw = example(schema, "spec", read)
+    read, known = set[str](), set[str]()
+    raw = example(crd_schema()["properties"]["spec"], "spec", read, known)
     raw["template"] = job_object()["spec"]["template"]
     raw["snapshot"]["volume"] = {"emptyDir": {}}
     raw["nodeLost"]["policy"] = "Fence"  # Wait has no use for afterSeconds
     spec.parse(raw)
-    assert fields(schema, "spec") - read == set()
+    assert "spec.restart.rules.exitCodes" in known
+    assert known - read == set()

@@ -213,15 +213,6 @@ class CreateBackoff:
     at: datetime  # of the last one
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Waiter:
-    """A job that waits for quota, as the planner sees the others of its namespace."""
-
-    since: datetime
-    uid: str
-    name: str
-
-
 @dataclass(frozen=True, slots=True)
 class ApiFeedback:
     """The API's answers about one job since this operator process started."""
@@ -237,6 +228,5 @@ class ApiFeedback:
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
-    waiters: tuple[Waiter, ...] = ()  # those of the job's namespace that have waited longest
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

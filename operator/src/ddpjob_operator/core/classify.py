@@ -97,7 +97,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     said, message = told.ended(pod, decisive(pod), oom=reason == _OOM)
     return Failure(
         attempt=pod.attempt or 0,
-        round=report.round if report else None,
+        round=report.number if report else None,
         replica=pod.replica or 0,
         rank=_rank(pod, nproc_per_node),
         pod=pod.name,
@@ -293,10 +293,6 @@ def _of_init(pod: Pod) -> Verdict | None:
     return cls, INIT_FAILED if ended.reason in _PLAIN else ended.reason
 
 
-def _by_code(pod: Pod) -> Verdict:
-    return final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
-
-
 #: From facts before the end to what the end itself shows. A deletion or an eviction ends a pod
 #: whatever its container does, so a failed probe comes after them; whatever comes after the probe,
 #: out of memory included, may be the program's answer to the probe's signal.
@@ -313,7 +309,8 @@ _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
 
 def _verdict(pod: Pod) -> Verdict:
     found = (look(pod) for look in _EVIDENCE)
-    return next((one for one in found if one), None) or _by_code(pod)
+    by_code = final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
+    return next((one for one in found if one), by_code)
 
 
 def _reason(pod: Pod) -> str:

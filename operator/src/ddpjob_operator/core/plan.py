@@ -48,7 +48,6 @@ from ddpjob_operator.core.policy.restarting import (
 )
 from ddpjob_operator.core.policy.starting import (
     node_avoidance,
-    quota_fairness,
     retry,
     startup,
     template_guard,
@@ -87,7 +86,8 @@ def plan(
     if job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((WriteStatus(st.to_dict(status)),))
     if status.terminal:
-        return finish.answer(view) or finish.clean_up(view)
+        seen = Change(replace(status, observed_generation=job.generation))
+        return _write(view, seen) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
     write = _write(view, change)
     if write is not None:
@@ -110,8 +110,10 @@ def _decide(view: View) -> Change:
     change = rounds.count(view, change)
     if len(view.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
-    if finish.past_active_deadline(view) and _read_after(view, finish.active_deadline(view)):
-        return _overdue(view, change)
+    if finish.past_active_deadline(view) and view.read_since(finish.active_deadline(view)):
+        what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
+        change, what = _broken(view, change, what)
+        return finish.fail(view, change, "DeadlineExceeded", what)
     change = template_guard.tell(view, change)
     if template_guard.suspends(view):
         return change if _may_be_done(view) else _suspend(view, change)
@@ -148,18 +150,7 @@ def _start(view: View, change: Change) -> Change:
     change = change.condition("Suspended", False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    change = change.tell("Normal", reason, message)
-    if not (scarce := view.spec.template.scarce):
-        return change
-    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
-    cure = "killed; raise them in spec.template, which may change while the job is suspended"
-    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
-
-
-def _overdue(view: View, change: Change) -> Change:
-    what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
-    change, what = _broken(view, change, what)
-    return finish.fail(view, change, "DeadlineExceeded", what)
+    return change.tell("Normal", reason, message)
 
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
@@ -198,17 +189,12 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    waits = (restart.due(view), retry.due(view), quota_fairness.until(view))
-    return all(at is None or view.now >= at for at in waits)
+    return all(at is None or view.now >= at for at in (restart.due(view), retry.due(view)))
 
 
 def _confirmed(view: View) -> bool:
     """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
     return view.confirmed is not None and view.confirmed.alone
-
-
-def _read_after(view: View, due: datetime | None) -> bool:
-    return due is not None and view.read_since(due)
 
 
 def _may_be_done(view: View) -> bool:
@@ -220,9 +206,9 @@ def _may_be_done(view: View) -> bool:
 
 def _in_doubt(view: View) -> bool:
     """Tell whether a final decision is due that needs a quorum read first."""
-    if len(view.gone) < len(view.were_there):
+    if view.in_doubt:
         return True
-    if finish.past_active_deadline(view) and not _read_after(view, finish.active_deadline(view)):
+    if finish.past_active_deadline(view) and not view.read_since(finish.active_deadline(view)):
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
         return True
@@ -292,7 +278,7 @@ def _leave(view: View) -> Plan:
     if view.status.terminal:
         actions = finish.clean_up(view).actions
         return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
-    if len(view.gone) < len(view.were_there):
+    if view.in_doubt:
         return Plan((ConfirmGone(view.status.attempt),), wake)
     over = (
         template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.find(view)
@@ -335,11 +321,10 @@ def _creations(view: View) -> tuple[Action, ...]:
             return ()
         bodies = render.network(view.job, view.spec, feedback.metrics_from)
         return (EnsureNetwork(attempt, bodies),)
-    refusals = view.refusals
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     return (
-        *(_unlabelled(refusals[r]) for r in due_now if _hidden(view, refusals.get(r))),
+        *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
         *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
     )
 
@@ -355,17 +340,14 @@ def _pod(view: View, replica: int) -> dict[str, Any]:
     return render.pod(view.job, view.spec, status.attempt, replica, status.avoided_nodes)
 
 
-def _hidden(view: View, refusal: Refusal | None) -> bool:
-    """Tell whether a pod of ours that lost its labels keeps the name."""
+def _unlabelled(view: View, refusal: Refusal | None) -> tuple[DeletePod, ...]:
+    """Delete a pod of ours that lost its labels and keeps the name."""
     found = refusal.existing if refusal else None
     if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
-        return False
-    return not found.deleting and found.attempt != view.status.attempt
-
-
-def _unlabelled(refusal: Refusal) -> DeletePod:
-    assert refusal.existing is not None  # _hidden
-    return DeletePod(refusal.existing.name, refusal.existing.uid, DEAD_GANG_SECONDS)
+        return ()
+    if found.deleting or found.attempt == view.status.attempt:
+        return ()
+    return (DeletePod(found.name, found.uid, DEAD_GANG_SECONDS),)
 
 
 def _wake(view: View) -> float | None:
@@ -378,8 +360,7 @@ def _wake(view: View) -> float | None:
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
-    times += [retry.due(view), quota_fairness.until(view)]
-    times += retry.waits(view)
+    times += [retry.due(view), *retry.waits(view)]
     if view.feedback.status_written_at:
         times.append(view.feedback.status_written_at + REPORT_INTERVAL)
     pods = (*view.members.values(), *view.others)

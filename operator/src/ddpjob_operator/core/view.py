@@ -23,9 +23,9 @@ from ddpjob_operator.core.actions import (
 )
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
-from ddpjob_operator.core.objects.observe import Job, Pod, clean
+from ddpjob_operator.core.objects.observe import Job, Pod, Report, clean
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.objects.status import Failure, Progress, Restarts, Status
 
 #: More restarts than this between a backup of etcd and its restore are not assumed.
 _ATTEMPTS_AHEAD = 10_000
@@ -50,6 +50,12 @@ class View:
         return (*self.members.values(), *self.others)
 
     @property
+    def needed(self) -> dict[int, Pod]:
+        """Return the members without those that are done: their removal costs nothing."""
+        done = self.status.succeeded
+        return {r: pod for r, pod in self.members.items() if r not in done}
+
+    @property
     def missing(self) -> list[int]:
         """Return the replicas without a pod in this attempt that have not succeeded in it."""
         if len(self.members) == self.spec.replicas:
@@ -66,12 +72,8 @@ class View:
     @property
     def refusals(self) -> dict[int, Refusal]:
         """Return the API's refusals of this attempt's creations that still leave a gap."""
-        return {
-            replica: self.feedback.refusals[replica]
-            for replica in self.missing
-            if replica in self.feedback.refusals
-            and self.feedback.refusals[replica].attempt == self.status.attempt
-        }
+        known, now = self.feedback.refusals, self.status.attempt
+        return {r: known[r] for r in self.missing if r in known and known[r].attempt == now}
 
     @property
     def network_refusal(self) -> Refusal | None:
@@ -104,9 +106,9 @@ class View:
         seed = "/".join(map(str, (self.job.uid, self.status.attempt, *what)))
         return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) / 2**32
 
-    def read_since(self, at: datetime) -> bool:
+    def read_since(self, at: datetime | None) -> bool:
         """Tell whether this view was read from the API server itself after that time."""
-        return self.confirmed is not None and self.confirmed.at >= at
+        return at is not None and self.confirmed is not None and self.confirmed.at >= at
 
     @property
     def gone(self) -> list[int]:
@@ -126,6 +128,11 @@ class View:
         return [r for r in self.missing if starting and r in self.feedback.seen]
 
     @property
+    def in_doubt(self) -> bool:
+        """Tell whether a quorum read has yet to show that a member is gone."""
+        return len(self.gone) < len(self.were_there)
+
+    @property
     def next_attempt(self) -> int:
         """Return the next attempt: above that of each pod, even after etcd was restored.
 
@@ -138,22 +145,19 @@ class View:
     @property
     def snapshot_step(self) -> int:
         """Return the newest committed snapshot that any source reports."""
-        told = [self.status.progress.snapshot_step, self.status.restarts.snapshot_step]
-        if self.feedback.progress:
-            told.append(self.feedback.progress.snapshot_step)
-        reports = (pod.trainer.report for pod in self.members.values())
-        told += [report.snapshot_step for report in reports if report]
-        return max(step or 0 for step in told)
+        return max(told.snapshot_step or 0 for told in self._told)
 
     @property
     def file_at(self) -> datetime | None:
         """Return the newest mtime at the progress path that any source reports."""
-        told = [self.status.progress.file_at, self.status.restarts.file_at]
-        if self.feedback.progress:
-            told.append(self.feedback.progress.file_at)
+        return max((told.file_at for told in self._told if told.file_at), default=None)
+
+    @property
+    def _told(self) -> list[Progress | Restarts | Report]:
+        """List what tells of progress: the status, the last poll, the members' last words."""
         reports = (pod.trainer.report for pod in self.members.values())
-        told += [report.file_at for report in reports if report]
-        return max((at for at in told if at is not None), default=None)
+        found = (self.status.progress, self.status.restarts, self.feedback.progress, *reports)
+        return [told for told in found if told]
 
 
 def build_view(
@@ -174,12 +178,11 @@ def build_view(
         if seen.owner_uid != job.uid:
             continue
         known = feedback.probed.get(seen.uid)
-        pod = seen
-        if known is not None:  # such a pod has no other message of its kubelet
-            pod = replace(seen, probed=known, message=seen.message or known)
-        replica, counts = pod.replica, current is not None and pod.attempt == current
-        if counts and replica is not None and replica < spec.replicas:
-            members[replica] = pod
+        # A pod that a probe ended has no other message of its kubelet.
+        pod = seen if known is None else replace(seen, probed=known, message=seen.message or known)
+        counts = current is not None and pod.attempt == current
+        if counts and pod.replica is not None and pod.replica < spec.replicas:
+            members[pod.replica] = pod
         else:
             others.append(pod)
     return View(job, spec, status, members, tuple(others), feedback, now, nodes)

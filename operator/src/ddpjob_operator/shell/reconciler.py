@@ -95,7 +95,6 @@ class Reconciler:
             snapshot.feedback,
             seen=seen,
             seen_since=self._clock.seen_since(job.namespace),
-            waiters=self._store.waiters(job.namespace),
             metrics_from=self._metrics_from,
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)

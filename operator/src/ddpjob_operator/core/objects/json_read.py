@@ -6,6 +6,7 @@ the core sees types.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -42,11 +43,21 @@ def counter(value: object, limit: int = 2**31 - 1) -> int:
     return min(max(0, integer(value)), limit - 1)
 
 
+def opt_count(value: object, limit: int = 2**63) -> int | None:
+    """Return the integer from 0 to below the limit, which the CRD sets, or None."""
+    found = opt_integer(value)
+    return found if found is not None and 0 <= found < limit else None
+
+
 def opt_number(value: object) -> float | None:
-    """Return the number, or None."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    return None
+    """Return the finite number, or None."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def text(value: object) -> str:

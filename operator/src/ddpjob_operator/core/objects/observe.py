@@ -7,16 +7,21 @@ escapes all text that a stranger could have written, so nothing behind it has to
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec, resumed
-from ddpjob_operator.core.objects.json_read import mapping, parse_time, sequence
+from ddpjob_operator.core.objects.json_read import (
+    mapping,
+    opt_count,
+    opt_number,
+    parse_time,
+    sequence,
+)
 from ddpjob_operator.core.objects.status import Progress
 
 _INT32: Final = 2**31
@@ -38,9 +43,9 @@ _BLOCKED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round that ended and was followed by another one: contract.Round, each field checked."""
+    """The end of a round, each field checked: contract.Round, and part of a TerminationReport."""
 
-    number: int
+    number: int | None
     replica: int | None = None
     rank: int | None = None
     code: int | None = None
@@ -61,19 +66,11 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The part of a TerminationReport that decisions use, each field checked."""
+class Report(Round):
+    """A launcher's last words: the end of its last round; ``rounds``: those before it."""
 
-    kind: str
-    rank: int | None = None
-    code: int | None = None
-    signal: int | None = None
-    exception: str = ""
     log: tuple[str, ...] = ()
-    step: int | None = None
     loss: float | None = None
-    round: int | None = None
-    snapshot_step: int | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
     resumed: str = ""
@@ -199,7 +196,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         waiting_message=waiting_message,
         created_at=parse_time(meta.get("creationTimestamp")),
         stopped=_stopped(spec, status),
-        trainer=_trainer(_trainer_name(meta, spec), spec, status),
+        trainer=_trainer(meta, spec, status),
         init=init,
     )
 
@@ -209,11 +206,11 @@ def progress(raw: object, now: datetime) -> Progress | None:
     if not isinstance(raw, Mapping):
         return None
     return Progress(
-        step=_count(raw.get("step")),
-        total_steps=_count(raw.get("totalSteps")),
+        step=opt_count(raw.get("step")),
+        total_steps=opt_count(raw.get("totalSteps")),
         loss=_rounded(raw.get("loss"), 6),
         samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
-        snapshot_step=_count(raw.get("snapshotStep")),
+        snapshot_step=opt_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         resumed=resumed.words(raw.get("resumed")),
         proof=resumed.proof(raw.get("proof")),
@@ -224,7 +221,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
 def rounds(raw: object) -> Rounds | None:
     """Parse the rounds in the body of GET /state; None if it has none."""
     body = mapping(raw)
-    attempt, count = _count(body.get("attempt"), _INT32), _count(body.get("round"), _ROUNDS)
+    attempt, count = opt_count(body.get("attempt"), _INT32), opt_count(body.get("round"), _ROUNDS)
     if attempt is None or not count:
         return None
     return Rounds(attempt, count, _round_records(body.get("rounds")))
@@ -241,11 +238,6 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _trainer_name(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> object:
-    noted = mapping(meta.get("annotations")).get(crd.ANNOTATION_TRAINER)
-    return noted or compact_spec.trainer_container(spec).get("name")
-
-
 def _failed_init(status: Mapping[str, Any]) -> Container | None:
     """Find the first init container that failed, so that the trainer never starts."""
     for found in map(mapping, sequence(status.get("initContainerStatuses"))):
@@ -256,8 +248,12 @@ def _failed_init(status: Mapping[str, Any]) -> Container | None:
     return None
 
 
-def _trainer(name: object, spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
-    statuses = [s for s in status.get("containerStatuses") or () if isinstance(s, Mapping)]
+def _trainer(
+    meta: Mapping[str, Any], spec: Mapping[str, Any], status: Mapping[str, Any]
+) -> Container:
+    noted = mapping(meta.get("annotations")).get(crd.ANNOTATION_TRAINER)
+    name = noted or compact_spec.trainer_container(spec).get("name")
+    statuses = map(mapping, sequence(status.get("containerStatuses")))
     found = next((s for s in statuses if s.get("name") == name), mapping(None))
     memory = clean(compact_spec.memory_limit(spec, name), 32)
     return replace(_container(found), memory=memory) if found else Container()
@@ -322,16 +318,9 @@ def _report(text: object) -> Report | None:
     lines = raw.get("log")
     log = tuple(clean(line, 200) for line in lines[-20:]) if isinstance(lines, list) else ()
     return Report(
-        kind=clean(raw.get("kind"), 32),
-        rank=_count(raw.get("rank"), _INT32),
-        code=_count(raw.get("code"), _INT32),
-        signal=_count(raw.get("signal"), _INT32),
-        exception=clean(raw.get("exception"), 300),
+        **_end(raw),
         log=log,
-        step=_count(raw.get("step")),
         loss=_rounded(raw.get("loss"), 6),
-        round=_count(raw.get("round"), _ROUNDS),
-        snapshot_step=_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
         resumed=resumed.words(raw.get("resumed"), raw.get("step")),
@@ -341,21 +330,22 @@ def _report(text: object) -> Report | None:
 def _round_records(items: object) -> tuple[Round, ...]:
     """Parse the newest records that have the number of their round."""
     newest = [mapping(item) for item in sequence(items)[-contract.STATE_MAX_ROUNDS :]]
-    return tuple(
-        Round(
-            number=number,
-            replica=_count(raw.get("replica"), _INT32),
-            rank=_count(raw.get("rank"), _INT32),
-            code=_count(raw.get("code"), _INT32),
-            signal=_count(raw.get("signal"), _INT32),
-            kind=clean(raw.get("kind"), 32),
-            exception=clean(raw.get("exception"), 300),
-            step=_count(raw.get("step")),
-            snapshot_step=_count(raw.get("snapshotStep")),
-        )
-        for raw in newest
-        if (number := _count(raw.get("round"), _ROUNDS)) is not None
-    )
+    return tuple(found for raw in newest if (found := Round(**_end(raw))).number is not None)
+
+
+def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the fields of a Round."""
+    return {
+        "number": opt_count(raw.get("round"), _ROUNDS),
+        "replica": opt_count(raw.get("replica"), _INT32),
+        "rank": opt_count(raw.get("rank"), _INT32),
+        "code": opt_count(raw.get("code"), _INT32),
+        "signal": opt_count(raw.get("signal"), _INT32),
+        "kind": clean(raw.get("kind"), 32),
+        "exception": clean(raw.get("exception"), 300),
+        "step": opt_count(raw.get("step")),
+        "snapshot_step": opt_count(raw.get("snapshotStep")),
+    }
 
 
 def _replica(name: str, labels: Mapping[str, Any], owner: Mapping[str, Any]) -> int | None:
@@ -369,23 +359,7 @@ def _number(label: object) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= 9 else None
 
 
-def _count(value: object, limit: int = 2**63) -> int | None:
-    """Return a non-negative integer below the limit that the CRD sets, else None."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
-    return cast("int", value) if fits else None
-
-
 def _rounded(value: object, digits: int) -> float | None:
     """Round to so many significant digits, since a column of kubectl shows them all."""
-    number = _finite(value)
-    return None if number is None else _finite(float(f"{number:.{digits}g}"))  # may round up to inf
-
-
-def _finite(value: object) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    number = opt_number(value)  # rounding up may make it infinite
+    return None if number is None else opt_number(float(f"{number:.{digits}g}"))

@@ -1,6 +1,6 @@
 """Reads what a launcher reports of its resume: whose snapshot it took, and the restart's proof.
 
-observe.py passes the reports; resume.py makes Events and the condition ResumeProven of them.
+observe.py passes the reports; report.py makes Events and the condition ResumeProven of them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 import ddpjob_contract as contract
-from ddpjob_operator.core.objects.json_read import mapping, opt_integer, sequence, text
+from ddpjob_operator.core.objects.json_read import mapping, opt_count, sequence, text
 
 _UID: Final = re.compile("[0-9A-Za-z-]{1,64}")
 _CHANGED: Final = {"script": "another script", "arguments": "other arguments"}
 #: The words begin so for a snapshot of another job.
 OF_ANOTHER: Final = "another DDPJob"
-_MOST: Final = 2**63
 _WHAT: Final = get_args(contract.Differs)
 
 
@@ -34,8 +33,8 @@ def words(raw: object, done: object = None) -> str:
     ``done``: steps at the end, of a report. As many as another job's snapshot had are none.
     """
     body = mapping(raw)
-    step, uid = opt_integer(body.get("step")), text(body.get("uid"))
-    if step is None or not 0 <= step < _MOST:
+    step, uid = opt_count(body.get("step")), text(body.get("uid"))
+    if step is None:
         return ""
     whose = f"{OF_ANOTHER} (uid {uid})" if _UID.fullmatch(uid) else ""
     changed = [word for key, word in _CHANGED.items() if key in sequence(body.get("changed"))]
@@ -48,20 +47,17 @@ def words(raw: object, done: object = None) -> str:
 def proof(raw: object) -> Proof | None:
     """contract.Proof, written by a stranger -> Proof; None if it says nothing."""
     body = mapping(raw)
-    first, last, step, rank = (
-        opt_integer(body.get(name)) for name in ("first", "last", "step", "rank")
-    )
-    if body.get("equal") is True and first is not None and last is not None:
-        if 0 < first <= last < _MOST:
-            return Proof(True, f"steps {first} to {last} were done again after a restart: equal")
-    elif body.get("equal") is False and step is not None and rank is not None:
-        what = body.get("what")
-        if what in _WHAT and 0 < step < _MOST and 0 <= rank < _MOST:
-            return Proof(
-                False,
-                f"step {step}, done again after a restart, differs on rank {rank} in its {what}:"
-                " the script keeps something that no snapshot holds, so its result will not equal"
-                " an undisturbed run's. The log of rank 0 tells the usual causes; keep it with"
-                " run.state(...) or run.register(name, obj)",
-            )
+    names = ("first", "last", "step", "rank")
+    first, last, step, rank = (opt_count(body.get(name)) for name in names)
+    equal, what = body.get("equal"), body.get("what")
+    if equal is True and first and last and first <= last:
+        return Proof(True, f"steps {first} to {last} were done again after a restart: equal")
+    if equal is False and step and rank is not None and what in _WHAT:
+        return Proof(
+            False,
+            f"step {step}, done again after a restart, differs on rank {rank} in its {what}:"
+            " the script keeps something that no snapshot holds, so its result will not equal"
+            " an undisturbed run's. The log of rank 0 tells the usual causes; keep it with"
+            " run.state(...) or run.register(name, obj)",
+        )
     return None

@@ -126,6 +126,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
     template, snapshot = compact_spec.template(raw.get("template")), _snapshot(raw.get("snapshot"))
     if not template.has_trainer:
         raise SpecError("spec.template.spec.containers: at least one container is needed")
+    hang = mapping(raw.get("hang"))
     flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
     if flaw:
         raise SpecError(flaw)
@@ -137,7 +138,11 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
         suspend=bool(raw.get("suspend", DEFAULTS["suspend"])),
         restart=_restart(mapping(raw.get("restart"))),
         snapshot=snapshot,
-        hang=_hang(mapping(raw.get("hang"))),
+        hang=Hang(
+            startup=_number(hang, "hang.startupSeconds"),
+            step=_number(hang, "hang.stepSeconds"),
+            snapshot=_number(hang, "hang.snapshotSeconds"),
+        ),
         fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
         startup_deadline=_number(raw, "startupDeadlineSeconds"),
         active_deadline=raw.get("activeDeadlineSeconds"),
@@ -193,10 +198,8 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
     return Restart(
         max_restarts=max_restarts,
         max_disruptions=_number(raw, "restart.maxDisruptions"),
-        initial_seconds=float(
-            backoff.get("initialSeconds", DEFAULTS["restart.backoff.initialSeconds"])
-        ),
-        max_seconds=float(backoff.get("maxSeconds", DEFAULTS["restart.backoff.maxSeconds"])),
+        initial_seconds=float(_number(backoff, "restart.backoff.initialSeconds")),
+        max_seconds=float(_number(backoff, "restart.backoff.maxSeconds")),
         in_place=_number(in_place, "restart.inPlace.maxWithoutProgress") if on else 0,
         drill=text(in_place.get("drill")) or DEFAULTS["restart.inPlace.drill"],
         heal_after=_number(raw, "restart.healAfterSeconds"),
@@ -228,14 +231,6 @@ def _unusable(snapshot: Snapshot, template: Template, name: str) -> str:
             " spec.snapshot.path"
         )
     return snapshot.volume.flaw
-
-
-def _hang(raw: Mapping[str, Any]) -> Hang:
-    return Hang(
-        startup=_number(raw, "hang.startupSeconds"),
-        step=_number(raw, "hang.stepSeconds"),
-        snapshot=_number(raw, "hang.snapshotSeconds"),
-    )
 
 
 def _fence_after(raw: Mapping[str, Any], snapshot: object) -> float | None:

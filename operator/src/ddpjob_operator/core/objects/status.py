@@ -243,7 +243,7 @@ def from_dict(body: object) -> Status:
 
 
 def with_condition(
-    conditions: Sequence[Condition],
+    told: Sequence[Condition],
     type_: str,
     value: bool,
     reason: str,
@@ -252,12 +252,12 @@ def with_condition(
 ) -> tuple[Condition, ...]:
     """Set one condition; its transition time moves only when its status changes."""
     status: Literal["True", "False"] = "True" if value else "False"
-    old = next((c for c in conditions if c.type == type_), None)
+    old = next((c for c in told if c.type == type_), None)
     since = old.since if old and old.status == status else now.replace(microsecond=0)
     new = Condition(type_, status, reason, message, since)
     if old is None:
-        return (*conditions, new)
-    return tuple(new if c.type == type_ else c for c in conditions)
+        return (*told, new)
+    return tuple(new if c.type == type_ else c for c in told)
 
 
 def _conditions(items: object) -> list[Condition]:

@@ -15,15 +15,12 @@ from ddpjob_operator.core.actions import (
     ConfirmGone,
     DeleteJob,
     DeletePod,
-    Event,
     Measurement,
     Plan,
-    WriteStatus,
 )
-from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.policy.reporting import report, resume
+from ddpjob_operator.core.policy.reporting import report
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
@@ -44,7 +41,7 @@ def succeed(view: View, change: Change) -> Change:
     progress = _final_progress(view, change)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
-    change = resume.began_from(view, change.with_status(progress=progress), progress)
+    change = report.began_from(view, change.with_status(progress=progress), progress)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)
@@ -56,9 +53,8 @@ def fail(view: View, change: Change, reason: str, message: str) -> Change:
     Stalled is how kstatus recognizes the failure of any kind.
     """
     change = _end(view, change, "Failed")
-    change = change.condition("Stalled", True, reason, message, view.now)
-    change = change.condition("Running", False, reason, message, view.now)
-    change = change.condition("Failed", True, reason, message, view.now)
+    for type_, value in (("Stalled", True), ("Running", False), ("Failed", True)):
+        change = change.condition(type_, value, reason, message, view.now)
     return change.tell("Warning", "Failed", f"{reason}: {message}")
 
 
@@ -74,21 +70,6 @@ def active_deadline(view: View) -> datetime | None:
     """Count the deadline from the first start, or the last resume, as batch/v1 does."""
     seconds, since = view.spec.active_deadline, view.status.timings.started_at
     return None if seconds is None or since is None else since + timedelta(seconds=seconds)
-
-
-def answer(view: View) -> Plan | None:
-    """Report that an edit of an ended job's spec was read, and what it does.
-
-    The API server refuses most of them, but for ttlSecondsAfterFinished and as the job ends.
-    """
-    if view.status.phase is None or view.status.observed_generation == view.job.generation:
-        return None
-    what = (
-        f"the job has {view.status.phase.lower()}, which is final: of its spec only "
-        "ttlSecondsAfterFinished still counts; apply under another name to train again"
-    )
-    status = replace(view.status, observed_generation=view.job.generation)
-    return Plan((WriteStatus(st.to_dict(status), (Event("Warning", "AlreadyEnded", what),)),))
 
 
 def clean_up(view: View) -> Plan:
@@ -142,13 +123,13 @@ def _final_progress(view: View, change: Change) -> Progress:
     last = first.trainer.report if first and classify.succeeded(first) else None
     if last is None or last.step is None:
         return old
-    return Progress(
+    said = Progress(
         step=last.step,
         total_steps=old.total_steps or last.step,
-        loss=last.loss if last.loss is not None else old.loss,
-        samples_per_second=old.samples_per_second,
-        snapshot_step=last.snapshot_step or old.snapshot_step,
-        file_at=last.file_at or old.file_at,
-        resumed=last.resumed or old.resumed,
+        loss=last.loss,
+        snapshot_step=last.snapshot_step or None,
+        file_at=last.file_at,
+        resumed=last.resumed,
         updated_at=view.now,
     )
+    return report.received(old, said)

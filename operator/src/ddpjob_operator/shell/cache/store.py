@@ -8,7 +8,6 @@ removed. Everything runs on one event loop; no method awaits.
 
 from __future__ import annotations
 
-import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.actions import ApiFeedback, Waiter
+from ddpjob_operator.core.actions import ApiFeedback
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.nodes import Nodes
-from ddpjob_operator.core.policy.starting import quota_fairness
 from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.pods import SlimPod, number, slim_pod
 
@@ -28,7 +26,6 @@ Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
 _ATTEMPTS = 4
-_WAITERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,6 @@ class Store:
         self._gangs: dict[str, _Gang] = {}  # by job uid
         self._owners: dict[str, str] = {}  # pod uid -> job uid
         self._outcomes: dict[str, ApiFeedback] = {}
-        self._waiters: dict[str, list[Waiter]] = {}  # for quota, by namespace, in order
         self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
         self.nodes = NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
@@ -120,7 +116,6 @@ class Store:
             return False
         if known is not None and known.uid != job.uid:
             self.forget_job(known.key, known.uid)
-        self._note_waiter(known if known and known.uid == job.uid else None, job)
         self._jobs[job.key] = job
         if job.uid not in self._keys:
             self._keys[job.uid] = job.key
@@ -153,7 +148,7 @@ class Store:
         if self._keys.get(uid) != key:
             return False
         del self._keys[uid]
-        self._note_waiter(self._jobs.pop(key, None), None)
+        self._jobs.pop(key, None)
         self._outcomes.pop(uid, None)
         gang = self._gangs.get(uid)
         if gang is not None and not gang.pods:
@@ -192,24 +187,6 @@ class Store:
         pods = self.pods_of(job.uid)
         nodes = self.nodes.of({pod.node for pod in pods if pod.node})
         return JobState(job, pods, self.feedback(job.uid), nodes)
-
-    def waiters(self, namespace: str) -> tuple[Waiter, ...]:
-        """Return the few jobs that have waited longest for quota there."""
-        return tuple(self._waiters.get(namespace, ())[:_WAITERS])
-
-    def _note_waiter(self, before: observe.Job | None, after: observe.Job | None) -> None:
-        old, new = (quota_fairness.waiter(job) if job else None for job in (before, after))
-        if old == new:
-            return
-        job = after or before
-        assert job is not None
-        there = self._waiters.setdefault(job.namespace, [])
-        if old:
-            there.remove(old)
-        if new:
-            bisect.insort(there, new)
-        if not there:
-            del self._waiters[job.namespace]
 
     # --- feedback ---
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -16,8 +16,8 @@ import ddpjob_contract as contract
 from ddpjob_contract.crd import KIND
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
-from ddpjob_operator.core.objects.json_read import mapping
-from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects import resumed
+from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import (
     Condition,
@@ -26,9 +26,8 @@ from ddpjob_operator.core.objects.status import (
     Status,
     with_condition,
 )
-from ddpjob_operator.core.policy.reporting import resume
 from ddpjob_operator.core.policy.restarting import fence, restart
-from ddpjob_operator.core.policy.starting import node_avoidance, quota_fairness, template_guard
+from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
 from ddpjob_operator.core.told import after_step, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
@@ -50,7 +49,7 @@ _REFUSERS: Final = (
     (
         "exceeded quota",
         "a ResourceQuota of the namespace",
-        "it is tried again by itself: kubectl describe quota tells who holds how much",
+        "it is tried again by itself, and fits only if the quota has room for all pods at once",
     ),
     (
         "error looking up service account",
@@ -72,6 +71,8 @@ _SCHEDULER: Final = re.compile(
 )
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
+#: Fields of Progress that no later one fills in.
+_NOT_MERGED: Final = ("proof", "updated_at")
 #: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -83,48 +84,41 @@ _PHASE_OF: Final = {
 
 def fill(view: View, change: Change) -> Change:
     """Fill in counts, progress, observedGeneration and the condition Ready."""
-    status = replace(change.status, conditions=_of_phase(change.status, view.now))
-    fields: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
+    status = replace(change.status, conditions=_by_phase(change.status, view.now))
+    parts: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
-        fields |= {"progress": received(status.progress, view.feedback.progress)}
-        change = resume.began_from(view, change, fields["progress"])
+        parts |= {"progress": received(status.progress, view.feedback.progress)}
+        change = began_from(view, change, parts["progress"])
     if status.terminal:
-        fields |= {"replicas": replace(_replicas(view), active=0, ready=0)}
-        fields |= {"succeeded": view.succeeded}
+        parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
+        parts |= {"succeeded": view.succeeded}
     elif status.phase == "Suspended":
         active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
-        fields |= {"replicas": Replicas(desired=view.spec.replicas, active=active)}
+        parts |= {"replicas": Replicas(desired=view.spec.replicas, active=active)}
     elif status.members_since == view.status.members_since:
-        fields |= {"replicas": _replicas(view), "succeeded": view.succeeded}
+        parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
-        fields |= {"replicas": Replicas(desired=view.spec.replicas)}
-    conditions = _with_ready(status, view.now)
+        parts |= {"replicas": Replicas(desired=view.spec.replicas)}
     reason, message = _why(status)
-    change = change.with_status(**fields, reason=reason, message=message, conditions=conditions)
+    parts |= {"reason": reason, "message": message, "conditions": status.conditions}
+    change = change.with_status(**parts)
     change = _unsupported(view, change)
-    return change if status.terminal else resume.proven(view, change)
+    return change if status.terminal else _proven(view, change)
 
 
-def _of_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
-    """Clear conditions that belong to another phase: etcd was restored, or a person wrote them."""
-    conditions = status.conditions
-    for type_, phase in _PHASE_OF.items():
-        told = status.condition(type_)
-        if told and told.status == "True" and status.phase != phase:
-            why = status.phase or "Pending"
-            conditions = with_condition(conditions, type_, False, why, f"phase {why}", now)
-    return conditions
+def _by_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
+    """Clear conditions of another phase (etcd was restored, a person wrote them) and set Ready.
 
-
-def _with_ready(status: Status, now: datetime) -> tuple[Condition, ...]:
-    """Set Ready for kstatus, which Helm, Flux and others wait by.
-
-    It follows the phase alone, so it costs no extra write; it is there from the first write on,
-    since kstatus takes a job without it for finished.
+    kstatus, by which Helm, Flux and others wait, takes a job without Ready for finished; it follows
+    the phase alone, so it costs no extra write.
     """
-    phase = status.phase or "Pending"
+    phase, conditions = status.phase or "Pending", status.conditions
+    for type_, only in _PHASE_OF.items():
+        told = status.condition(type_)
+        if told and told.status == "True" and phase != only:
+            conditions = with_condition(conditions, type_, False, phase, f"phase {phase}", now)
     ready = phase in ("Running", "Succeeded")
-    return with_condition(status.conditions, "Ready", ready, phase, f"phase {phase}", now)
+    return with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
 def _why(status: Status) -> tuple[str, str]:
@@ -171,7 +165,6 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from _refusals(view)
-    yield from quota_fairness.reasons(view)
     yield from fence.reasons(view)
     yield from _stuck_deletions(view)
     for pod in view.members.values():
@@ -179,14 +172,12 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in view.members.values():
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
-            yield (
-                "Unschedulable",
-                f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}",
-            )
+            what = f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}"
+            yield "Unschedulable", what
     for pod in view.members.values():
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not fresh(view):
-            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}{_held(view, pod)}"
+            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
     for pod in view.members.values():
         # Two clocks: good for a message, never for a decision.
@@ -206,20 +197,6 @@ def _unresolved(view: View) -> Iterator[tuple[str, str]]:
     if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
         what = f"processes were restarted in place and do not find one another: {last.message}"
         yield "NamesNotResolved", what
-
-
-def _held(view: View, pod: Pod) -> str:
-    """Hint at a volume held on another node, which only unread events would prove."""
-    claim = mapping(view.spec.snapshot.volume.unpack() if view.spec.snapshot else {})
-    name = mapping(claim.get("persistentVolumeClaim")).get("claimName")
-    elsewhere = (p.node for p in view.members.values() if classify.running(p))
-    holder = next((node for node in elsewhere if node != pod.node), None)
-    if not name or holder is None:
-        return ""
-    return (
-        f"; if its events tell of Multi-Attach, claim {name} is ReadWriteOnce and held on {holder}"
-        ": take one of ReadWriteMany, or upload snapshots"
-    )
 
 
 def lingers(view: View) -> datetime | None:
@@ -329,20 +306,38 @@ def received(old: Progress, new: Progress | None) -> Progress:
     """
     if new is None:
         return old
-    merged = Progress(
-        step=old.step if new.step is None else new.step,
-        total_steps=old.total_steps if new.total_steps is None else new.total_steps,
-        loss=old.loss if new.loss is None else new.loss,
-        samples_per_second=(
-            old.samples_per_second if new.samples_per_second is None else new.samples_per_second
-        ),
-        snapshot_step=old.snapshot_step if new.snapshot_step is None else new.snapshot_step,
-        file_at=old.file_at if new.file_at is None else new.file_at,
-        resumed=new.resumed or old.resumed,
-        updated_at=old.updated_at,
-    )
+    told = ((f.name, getattr(new, f.name)) for f in fields(Progress) if f.name not in _NOT_MERGED)
+    merged = replace(old, **{name: value for name, value in told if value not in (None, "")})
     news = merged != old or old.updated_at is None
     return replace(merged, updated_at=new.updated_at) if news else old
+
+
+def began_from(view: View, change: Change, progress: Progress) -> Change:
+    """Report once that a snapshot is another job's, or was made by another program."""
+    said = progress.resumed
+    if said in ("", view.status.progress.resumed):
+        return change
+    if not said.startswith(resumed.OF_ANOTHER):
+        return change.tell("Normal", "ProgramChanged", f"training goes on from what was {said}")
+    cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
+    return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
+
+
+def _proven(view: View, change: Change) -> Change:
+    """Report whether the newest restart was proven; without news the condition stays."""
+    progress = view.feedback.progress
+    found = progress.proof if progress is not None else None
+    if found is None:
+        return change
+    reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
+    old = change.status.condition("ResumeProven")
+    conditions = with_condition(  # False too where it never was true
+        change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
+    )
+    change = change.with_status(conditions=conditions)
+    if old is not None and old.reason == reason and (found.equal or old.message == found.message):
+        return change
+    return change.tell("Normal" if found.equal else "Warning", reason, found.message)
 
 
 def _unsupported(view: View, change: Change) -> Change:

@@ -42,15 +42,10 @@ def lost(view: View, pod: Pod) -> bool:
     return node is not None and _given_up(view, node) and _just_read(node)
 
 
-def suspect(view: View) -> Pod | None:
-    """Find a member on a silent node, which its peers may die of."""
-    return next((pod for pod in _needed(view) if _known(view, pod)), None)
-
-
-def hindered(view: View) -> Pod | None:
-    """Find a member that does not run yet since its node is not ready."""
-    late = (pod for pod in _needed(view) if not classify.running(pod))
-    return next((pod for pod in late if _known(view, pod)), None)
+def suspect(view: View, *, late: bool = False) -> Pod | None:
+    """Find a member on a silent node, which its peers may die of; ``late``: not running yet."""
+    found = (pod for pod in _needed(view) if not (late and classify.running(pod)))
+    return next((pod for pod in found if _known(view, pod)), None)
 
 
 def guessed(view: View) -> bool:
@@ -115,9 +110,7 @@ def advises(message: str) -> bool:
 
 def _needed(view: View) -> list[Pod]:
     """List the members whose trainer has not ended: the others have nothing to lose."""
-    done = view.status.succeeded
-    members = view.members.items()
-    return [p for r, p in members if r not in done and p.trainer.state != "terminated"]
+    return [pod for pod in view.needed.values() if pod.trainer.state != "terminated"]
 
 
 def _silent(view: View) -> Iterator[tuple[Pod, Node]]:

@@ -42,7 +42,7 @@ def loss(view: View, status: Status) -> Failure | None:
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
     # A node deleted while no operator watched is unreported, as a new one is.
-    unknown = _unread(view) or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
+    unknown = view.in_doubt or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
     return None if unknown or _doubted(view, status, found) else found
 
 
@@ -57,7 +57,7 @@ def awaited(view: View) -> bool:
 
     A gang that is given back meanwhile, for want of room or time, would lose the failure.
     """
-    unread = bool(probe.reads(view)) or (_unread(view) and _seen(view) is not None)
+    unread = bool(probe.reads(view)) or (view.in_doubt and _seen(view) is not None)
     return unread or _left(view, NODE_WAIT) > 0
 
 
@@ -76,14 +76,10 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     first = _first(view)
     silent = first and _doubted(view, view.status, first)
     if first and silent:
-        until = view.now + timedelta(seconds=left)
-        yield (
-            WAITING,
-            (
-                f"{restart.describe(first)} ends the job, unless pod {silent.name}, which has not "
-                f"ended, is lost with node {silent.node}: that shows by {until:%H:%M:%S} UTC"
-            ),
-        )
+        until = f"{view.now + timedelta(seconds=left):%H:%M:%S} UTC"
+        unless = f"pod {silent.name}, which has not ended, is lost with node {silent.node}"
+        what = f"{restart.describe(first)} ends the job, unless {unless}: that shows by {until}"
+        yield WAITING, what
 
 
 def clear_wait(view: View, change: Change) -> Change:
@@ -102,7 +98,7 @@ def _seen(view: View) -> Failure | None:
     silent = fence.suspect(view)
     if silent:
         return fence.failure(view, silent)
-    leaving = classify.leaving(_needed(view).values())
+    leaving = classify.leaving(view.needed.values())
     if leaving:
         return classify.removed(leaving, view.now)
     gone = _vanished(view)
@@ -111,7 +107,7 @@ def _seen(view: View) -> Failure | None:
 
 def _first(view: View) -> Failure | None:
     nproc, now = view.spec.nproc_per_node, view.now
-    members = _needed(view)
+    members = view.needed
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting":
         # It never comes back, and before all run it has nothing to save.
@@ -135,20 +131,9 @@ def _named(view: View, found: Failure) -> Failure:
     return replace(found, exception=shorten(said), message=message)
 
 
-def _unread(view: View) -> bool:
-    """Tell whether a quorum read has yet to show that a member is gone."""
-    return len(view.gone) < len(view.were_there)
-
-
 def _vanished(view: View) -> list[Failure]:
     attempt, name = view.status.attempt, view.job.name
     return [classify.vanished(replica, attempt, name, view.now) for replica in view.gone]
-
-
-def _needed(view: View) -> dict[int, Pod]:
-    """Return the members without those that are done: their removal costs nothing."""
-    done = view.status.succeeded
-    return {r: pod for r, pod in view.members.items() if r not in done}
 
 
 def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
@@ -185,7 +170,7 @@ def _left(view: View, wait: timedelta) -> float:
 
 
 def _first_end(view: View) -> datetime | None:
-    lost = [pod for pod in _needed(view).values() if not classify.succeeded(pod)]
+    lost = [pod for pod in view.needed.values() if not classify.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
     return min((end for end in ends if end is not None), default=None)
 

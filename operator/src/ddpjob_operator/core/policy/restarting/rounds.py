@@ -30,18 +30,14 @@ def count(view: View, change: Change) -> Change:
     now = max((rounds.count for rounds in told), default=0)
     if now <= counted:
         return change
-    records = {found.number: found for rounds in told for found in rounds.known}
-    causes = [
-        (found, loss)
-        for number, found in sorted(records.items())
-        if counted <= number < now and (loss := _failure(view, found)) is not None
-    ][-MAX_FAILURES:]
+    known = {found.number: found for rounds in told for found in rounds.known}
+    ended = [known[number] for number in range(counted, now) if number in known]
+    causes = [(one, loss) for one in ended if (loss := _failure(view, one)) is not None]
+    causes, drills = causes[-MAX_FAILURES:], [one for one in ended if one.kind == "drill"]
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
-    numbers = range(counted, now)
-    drills = [one for n, one in sorted(records.items()) if n in numbers and one.kind == "drill"]
     for found in drills:
         after = "" if found.step is None else f" after step {found.step}"
         what = f"round {found.number} of attempt {view.status.attempt} ended{after}, as planned"
@@ -52,7 +48,7 @@ def count(view: View, change: Change) -> Change:
         what = f"{which} ended, cause unknown"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
-    old, failed = change.status.restarts, len(numbers) - len(drills)
+    old, failed = change.status.restarts, now - counted - len(drills)
     change = change.with_status(
         restarts=replace(old, round=now, in_place=min(old.in_place + failed, _INT32_MAX))
     )
@@ -69,7 +65,7 @@ def _told(view: View) -> list[Rounds]:
     polled = [view.feedback.rounds] if view.feedback.rounds else []
     pods = (*view.members.values(), *view.others)
     reported = [
-        Rounds(pod.attempt or 0, pod.trainer.report.round or 0, pod.trainer.report.rounds)
+        Rounds(pod.attempt or 0, pod.trainer.report.number or 0, pod.trainer.report.rounds)
         for pod in pods
         if pod.trainer.report
     ]

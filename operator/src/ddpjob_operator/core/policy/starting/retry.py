@@ -16,14 +16,11 @@ from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
 from ddpjob_operator.core.policy.reporting import report
-from ddpjob_operator.core.policy.starting import quota
 from ddpjob_operator.core.view import View
 
 #: For a taken name: its object is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
 _FOREIGN: Final = timedelta(seconds=10)
-#: A name taken for long frees no sooner for being asked: wait a tenth of that time, at most this.
-_TAKEN_LONG: Final = timedelta(seconds=30)
 #: For any other refusal, in seconds.
 _FIRST: Final = 2.0
 _MOST: Final = 300.0
@@ -34,14 +31,19 @@ _FIGURES: Final = re.compile(r"\d+")
 def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
     """Record a refused creation; other words begin a new row.
 
-    A quota is left to policy/starting/release.py, which has its own waits.
+    A quota is left to startup.py, which has its own waits.
     """
-    if refusal.existing is not None or quota.exceeded(refusal):
+    if refusal.existing is not None or quota_exceeded(refusal):
         return known
     words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
     same = old is not None and (old.words, old.generation) == (words, generation)
     count = old.count + 1 if old and same else 1
     return replace(known, create_backoff=CreateBackoff(words, count, generation, refusal.at))
+
+
+def quota_exceeded(refusal: Refusal) -> bool:
+    """Tell a ResourceQuota's 403 Forbidden from that of RBAC, by its words."""
+    return refusal.code == 403 and "exceeded quota" in refusal.message
 
 
 def same(before: Refusal | None, after: Refusal) -> bool:
@@ -121,7 +123,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.feedback.create_backoff
     if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
-        return  # report.py reports this attempt's refusals, release.py the wait in Pending
+        return  # report.py reports this attempt's refusals, startup.py the wait in Pending
     if not report.fresh(view):
         what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
         yield "CreationFailed", what
@@ -130,5 +132,4 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 def rests_until(view: View, refusal: Refusal) -> datetime:
     """Return when an object whose name was taken may be tried again."""
     foreign = refusal.existing is not None and not report.passes(view, refusal)
-    stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
-    return refusal.at + max(_FOREIGN if foreign else _OURS, stood)
+    return refusal.at + (_FOREIGN if foreign else _OURS)

@@ -1,8 +1,9 @@
 """The way from the barrier to the moment when all members run, and its failures.
 
 plan() calls advance() while the phase is Starting. What the cluster refuses or has no room for is
-given back uncharged (release.py); so is what the API server calls invalid, since the user or an
-admission webhook may correct it.
+given back uncharged; so is what the API server calls invalid, since the user or an admission
+webhook may correct it. Creation is all or nothing: two half gangs must never hold what each other
+needs. Each waits a different time (View.chance), or they would meet again at every try.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy.reporting import repeat, report
 from ddpjob_operator.core.policy.restarting import fence, restart
-from ddpjob_operator.core.policy.starting import node_avoidance, quota, template_guard
-from ddpjob_operator.core.policy.starting.release import release
+from ddpjob_operator.core.policy.starting import node_avoidance, retry, template_guard
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
 _CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
+#: The longest wait of a gang between two tries, ...
+_LONGEST: Final = 300.0
+#: ... which shrinks down to this with its total wait: who has waited long is tried more often.
+_LONGEST_OF_OLD: Final = 30.0
+_OLD: Final = timedelta(hours=1)
+#: Places held in vain for long are not asked for again at once: others may need less.
+_SHARE_OF_HELD: Final = 0.1
+#: A gang that finds no room at once, as behind a quota, holds places for seconds.
+_IN_VAIN: Final = timedelta(minutes=1)
 
 
 def begin(view: View, change: Change) -> Change:
@@ -64,24 +73,21 @@ def advance(view: View, change: Change) -> Change:
     wrong = next((r for r in refusals if r.code in (400, 422)), None)
     if wrong:
         what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
-        return release(view, change, template_guard.POD_REFUSED, what, "Invalid")
-    full = next((r for r in refusals if quota.exceeded(r)), None)
+        return _release(view, change, template_guard.POD_REFUSED, what, "Invalid")
+    full = next((r for r in refusals if retry.quota_exceeded(r)), None)
     if full:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
-        never = "" if full is network else quota.too_small(full, _wanted(view))
-        if never:
-            return release(view, change, quota.TOO_SMALL, f"{never}; {full.message}")
-        return release(view, change, "QuotaExceeded", report.explained(full))
+        return _release(view, change, "QuotaExceeded", report.explained(full))
     if all_running(view):
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
         return change
     if refusals:
-        return release(view, change, *report.refused(view, refusals[0]))
+        return _release(view, change, *report.refused(view, refusals[0]))
     if view.missing:
         what = f"replica {view.missing[0]} was never created: the API server could not be reached"
-        return release(view, change, "CreationFailed", what)
+        return _release(view, change, "CreationFailed", what)
     leaving = classify.leaving(view.members.values())
     if leaving is not None and leaving.replica is not None:
         return restart.after(view, change, classify.removed(leaving, view.now))
@@ -89,13 +95,9 @@ def advance(view: View, change: Change) -> Change:
     if waiting:
         what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
         change = node_avoidance.nothing(change, "no room elsewhere")
-        return release(view, change, "Unschedulable", what + node_avoidance.words(view))
-    silent = fence.hindered(view)
+        return _release(view, change, "Unschedulable", what + node_avoidance.words(view))
+    silent = fence.suspect(view, late=True)
     return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
-
-
-def _wanted(view: View) -> int:
-    return view.spec.replicas - len(view.succeeded)
 
 
 def all_running(view: View) -> bool:
@@ -161,3 +163,37 @@ def _too_slow(view: View) -> Failure:
         message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
         detected_at=view.now,
     )
+
+
+def _release(
+    view: View, change: Change, reason: str, message: str, condition: str = "Stalled"
+) -> Change:
+    """Delete the pods and wait: a new attempt, but no failure."""
+    released = view.status.restarts.released + 1
+    wait = _delay(view, released)
+    change = restart.new_attempt(view, change, "Pending", wait)
+    change = change.with_status(restarts=replace(change.status.restarts, released=released))
+    what = f"released all pods, next try in {wait:.0f} s: {message}"
+    change = change.condition(condition, True, reason, what, view.now)
+    return change.tell("Warning", reason, what)
+
+
+def _delay(view: View, released: int) -> float:
+    """Return the seconds before the next try: doubling, then 0.5 to 1.5 of that.
+
+    A gang that had places for long without being whole may never be: in the end it rests for as
+    long as it held them, so that half of the time is others', and its age does not hurry it.
+    """
+    timings = view.status.timings
+    held = view.now - (timings.attempt_started_at or view.now)
+    waited = view.now - (timings.started_at or view.now)
+    share = held.total_seconds() * _SHARE_OF_HELD
+    first = max(view.spec.restart.initial_seconds, share)
+    # However short the backoff: gangs that take longer to start would meet again for ever.
+    longest = min(_LONGEST, max(view.spec.restart.max_seconds, share))
+    if held > _IN_VAIN and any(pod.node for pod in view.members.values()):
+        longest = max(longest, held.total_seconds())
+    else:
+        longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))
+    doublings = min(released - 1, 60)  # keeps floats finite
+    return round(min(longest, first * 2.0**doublings) * (0.5 + view.chance()), 3)
