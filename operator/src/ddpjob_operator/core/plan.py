@@ -150,7 +150,12 @@ def _start(view: View, change: Change) -> Change:
     change = change.condition("Suspended", False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    return change.tell("Normal", reason, message)
+    change = change.tell("Normal", reason, message)
+    if not (scarce := view.spec.template.scarce):
+        return change
+    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
+    cure = "killed; raise them in spec.template, which may change while the job is suspended"
+    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
 
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ddpjob_contract import crd
+from ddpjob_operator.core.objects import quantity
 from ddpjob_operator.core.objects.json_read import mapping, sequence
 
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
+#: With less of either, importing torch takes minutes, or is killed.
+_LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("400Mi", 399.9 * 2**20)}
 #: Probes whose failure makes the kubelet end the container.
 _PROBES: Final = frozenset({"livenessProbe", "startupProbe"})
 TEMPLATE_BYTES: Final = 128 * 1024
@@ -47,7 +50,8 @@ class Template:
     """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written, empty without one.
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
-    are on their node's network. ``probed``: the trainer's name if a probe may end it, else empty.
+    are on their node's network. ``scarce``: in words, resources that the trainer has too little of.
+    ``probed``: the trainer's name if a probe may end it, else empty.
     """
 
     packed: Packed
@@ -57,6 +61,7 @@ class Template:
     ports: frozenset[int]
     mounts: frozenset[str]
     host_network: bool
+    scarce: str
     probed: str
 
 
@@ -101,8 +106,23 @@ def template(raw: object) -> Template:
         ports=frozenset(number for number in numbers if isinstance(number, int)),
         mounts=frozenset(normal_path(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
+        scarce=_scarce(mapping(trainer.get("resources"))),
         probed=str(trainer.get("name")) if _PROBES & trainer.keys() else "",
     )
+
+
+def _scarce(resources: Mapping[str, Any]) -> str:
+    """Name limits, or else requests, too small for any program that imports torch."""
+    found = []
+    for name, (least, number) in _LEAST.items():
+        for kind in ("limits", "requests"):
+            given = mapping(resources.get(kind)).get(name)
+            size = quantity.number(given)
+            if size is not None and size < number:
+                found.append(f"{kind}.{name} {given} (at least {least})")
+            if size is not None:
+                break
+    return ", ".join(found)
 
 
 def volume(raw: object) -> Packed:
