@@ -87,7 +87,7 @@ class Supervisor:
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()
         # Beside the hub, which asks for it.
-        self._progress = ProgressPath(config.progress_path if config.replica == 0 else None)
+        self._progress = ProgressPath(config.env.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
@@ -95,7 +95,7 @@ class Supervisor:
         alone = config.standalone or config.world_size == config.nproc
         names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
-        self._hangs = HangResponse(config.deadlines, self._counted.hangs, self._log, names)
+        self._hangs = HangResponse(config.env.deadlines, self._counted.hangs, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(
             EventLog(config.events) if config.events and config.replica == 0 else None
@@ -183,7 +183,7 @@ class Supervisor:
     def _begin(self, round_: int, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
         self._reported = 0
-        trace.configure(self._config.trace, -1, round_)
+        trace.configure(self._config.env.trace, -1, round_)
         self._hangs.begin()
         self._warned = False
         self._pace.begin()
@@ -192,7 +192,7 @@ class Supervisor:
         if self._refill and round_ > 0:
             self._refill(self._runtime_dir.path)
         drill = self._member.rounds and rounds.drills_left(self._results.records)
-        self._starter.begin(self._workers, now, self._config.drill if drill else "Never")
+        self._starter.begin(self._workers, now, self._config.env.drill if drill else "Never")
         trace.mark("started")
 
     # --- Watch ---------------------------------------------------------------------------
@@ -206,15 +206,14 @@ class Supervisor:
             now = self._tick = time.monotonic()
             for pid, status in children.reap():
                 self._workers.ended(pid, status, now)
-                self._starter.ended(pid, now)
+                self._starter.spares.ended(pid, now)
             self._counted.workers = self._workers.running
             self._forward(now)
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
             self._report(now)
             self._warn_of_early_ends(now)
-            if self._pace.is_due(now):
-                self._pace.poll(self._workers.state(0), now)
+            self._pace.poll(self._workers.state(0), now)
             member_due = self._member.tick(now)
             self._take_messages(now)
             self._stop_the_rest(now)
@@ -256,22 +255,17 @@ class Supervisor:
 
     def _end_by_grace(self, now: float) -> None:
         """Kill the workers still running near the end of the grace period."""
-        grace = self._config.grace_seconds
+        grace = self._config.env.grace_seconds
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
     def _warn_of_early_ends(self, now: float) -> None:
-        """Warn of ranks here or elsewhere that ended with 0 long ago, once a round."""
-        exits, running = self._member.others
-        if not self._warned and not self._workers.stopping:
-            warning = root_cause.ended_long_ago(
-                [*self._workers.exits, *exits],
-                self._workers.running + running,
-                self._config.deadlines.step,
-                now,
-            )
-            if warning:
-                self._warned = True
-                self._log.say(warning)
+        """Warn of ranks here that ended with 0 long ago, once a round."""
+        workers, patience = self._workers, self._config.env.deadlines.step
+        if self._warned or workers.stopping:
+            return
+        if early := root_cause.ended_long_ago(workers.exits, workers.running, patience, now):
+            self._warned = True
+            self._log.say(early)
 
     # --- Rounds --------------------------------------------------------------------------
 
@@ -302,15 +296,9 @@ class Supervisor:
     def _hub_lost(self, now: float) -> str:
         """Tell how the hub was lost, "" while it may still answer."""
         link, ended = self._member.link, self._ended
-        if link.lost:
+        if link.lost or self._phase is _Phase.SUCCEEDED:
             return link.lost
-        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
-        if link.unmet and asking and self._workers.is_training():
-            return link.unmet
         since, patience = ended.waiting_since, _ANSWER_SECONDS
-        if self._phase is _Phase.SUCCEEDED:
-            return ""
         if self._phase is not _Phase.RUNNING:
             # Here or elsewhere processes take so long to end.
             since, patience = self._since, patience + self._config.exit_seconds
@@ -358,7 +346,7 @@ class Supervisor:
         workers = self._workers
         if self._phase is not _Phase.STOPPING:
             return
-        if not workers.is_gone(self._starter.spared()):
+        if not workers.is_gone(self._starter.spares.pids()):
             patient = now - self._since < self._config.exit_seconds
             if patient and now - max(self._since, self._exiting_reported) >= _EXITING_SECONDS:
                 self._exiting_reported = now

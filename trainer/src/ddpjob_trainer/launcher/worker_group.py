@@ -75,41 +75,32 @@ class WorkerGroup:
                     os.close(out)
                     os.close(err)
             except OSError as error:
-                self._cannot_start(local_rank, error, now)
+                self.cannot_start(local_rank, error, now)
                 return
             if pid is None:
                 self._awaited.add(local_rank)
             else:
-                self._add(local_rank, pid)
+                self.arrived(local_rank, pid)
 
-    def _add(self, local_rank: int, pid: int) -> None:
+    def arrived(self, local_rank: int, pid: int) -> None:
+        """Register a worker, which may have been promised."""
+        self._awaited.discard(local_rank)
         self._pids[pid] = local_rank
         trace.mark("worker", rank=self._config.rank(local_rank), pid=pid)
 
-    def arrived(self, local_rank: int, pid: int) -> None:
-        """Register the pid of a promised worker."""
+    def cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
+        """Count a worker that cannot start as failed."""
         self._awaited.discard(local_rank)
-        self._add(local_rank, pid)
-
-    def never_arrived(self, local_rank: int, error: OSError, now: float) -> None:
-        """Count a promised worker that cannot start as failed."""
-        self._awaited.discard(local_rank)
-        self._cannot_start(local_rank, error, now)
-
-    def _cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
-        code = 1  # no memory, too many processes: the next attempt may succeed
+        code = 1  # no memory, no room, too many processes: the next attempt may succeed
         if isinstance(error, FileNotFoundError):
             code = contract.ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
             code = contract.ExitCode.NOT_EXECUTABLE
-        self._say(f"cannot start {self._config.command[0]}: {error.strerror}")
-        self.exits.append(Exit(self._config.rank(local_rank), local_rank, code, now))
-
-    def cannot_begin(self, error: OSError, now: float) -> None:
-        """Count a round as failed that lacks a directory for its workers' records."""
-        self._say(str(error.strerror))
-        rank = self._config.rank(0)
-        self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
+        words = f"cannot start {self._config.command[0]}: {error.strerror}"
+        self._say(words)
+        why = shorten(f"OSError: {words}") if code == 1 else ""
+        rank = self._config.rank(local_rank)
+        self.exits.append(Exit(rank, local_rank, code, now, exception=why))
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -197,22 +188,17 @@ class WorkerGroup:
     def signal(self, signum: int, now: float) -> None:
         """Forward a signal to all workers; an ending one also cancels those still starting."""
         for pid, local_rank in self._pids.items():
-            children.send(self._listener(pid, local_rank, signum), signum)
+            children.send(self._listener(pid, local_rank), signum)
         if signum in ENDING:
             self._recall(signum, now)
 
-    def _listener(self, pid: int, local_rank: int, signum: int) -> int:
-        """Choose the process to signal: the worker, or the trainer in its process group.
+    def _listener(self, pid: int, local_rank: int) -> int:
+        """Choose the process to signal: the trainer, where the worker is a shell around it.
 
-        The latter where the worker is a shell that would die of the signal and leave the trainer to
-        be killed without a snapshot. A worker that catches the signal has a trap, or passes it on;
-        SIGINT is an exception, since bash and Python catch it by default: at a terminal every
-        process gets it.
+        The shell would die of the signal, and leave the trainer to be killed without a snapshot.
         """
         state = self.state(local_rank)
-        if state is None or (signum != signal.SIGINT and children.catches(pid, signum)):
-            return pid
-        return state.pid if children.group_of(state.pid) == pid else pid
+        return state.pid if state and children.group_of(state.pid) == pid else pid
 
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():
@@ -277,7 +263,7 @@ class WorkerGroup:
         words = (
             f"rank {rank} (pid {pid}) was killed, but has not ended for"
             f" {self._config.exit_seconds:g} s: it waits for a disk or device that does not answer"
-            f" ({children.where(pid)})"
+            f" (state {children.state(pid)})"
         )
         self.unkillable[pid] = words
         self._say(words)

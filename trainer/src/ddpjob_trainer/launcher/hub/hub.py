@@ -32,9 +32,6 @@ from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
 #: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
-#: The supervisor's loop calls at least this often. A longer pause means that the hub's launcher
-#: itself was stopped, and read no messages.
-_POLL_SECONDS = 1.0
 
 _Post = Callable[[int, Message], None]
 
@@ -64,7 +61,6 @@ class Hub:
         self._present: set[int] = set()  # replicas admitted and not lost
         self._admitted: set[int] = set()  # replicas ever admitted
         self._final: Message | None = None
-        self._polled = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -80,15 +76,6 @@ class Hub:
     def needed(self) -> bool:
         """Return whether another connected launcher, still running, needs the hub."""
         return self._phase is not _Phase.FINISHED and bool(self._present - self._done - {0})
-
-    @property
-    def others(self) -> tuple[list[Exit], int]:
-        """Return the ends with 0 at other launchers, and how many ranks run there."""
-        if self._phase is not _Phase.RUNNING or self._gang.replicas == 1:
-            return [], 0
-        nproc, done = self._gang.nproc, self._done - {0}
-        ends = [one for one in self._exits.values() if one.rank // nproc in done]
-        return ends, (self._gang.replicas - 1 - len(done)) * nproc
 
     # --- What launchers say --------------------------------------------------------------
 
@@ -121,7 +108,6 @@ class Hub:
 
     def receive(self, replica: int, message: Message, now: float) -> None:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
-        self._allow_for_pause(now)
         if self._phase is _Phase.FINISHED:
             return
         done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
@@ -158,8 +144,8 @@ class Hub:
         self._present.discard(replica)
         if self._phase is _Phase.FINISHED or replica in self._done:
             return
-        cause = root_cause.first_failure(self._exits.values()) if self._exits else None
-        if cause is None or cause.rank // self._gang.nproc == replica:
+        cause = root_cause.first_failure(self._exits.values())
+        if cause is not None and cause.rank // self._gang.nproc == replica:
             cause = None
         self._end(self._because(cause, f"the launcher of replica {replica} was lost"))
 
@@ -170,16 +156,13 @@ class Hub:
             # Without rounds the hub hears its own launcher only, whose ranks are the gang's.
             if self._gang.replicas > 1 and exit_.rank // nproc != replica:
                 raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
-            known = self._exits.get(exit_.rank)
-            if known is None:
-                said = exit_.exception[:400]
-                self._exits[exit_.rank] = replace(exit_, at=now, exception=said)
+            said = replace(exit_, at=now, exception=exit_.exception[:400])
+            self._exits.setdefault(exit_.rank, said)
 
     # --- What follows --------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
         """Do the next due action; return when to call again at the latest."""
-        self._allow_for_pause(now)
         if self._begun_at is None:
             self._begun_at = now
         if self._phase is _Phase.RUNNING:
@@ -199,13 +182,6 @@ class Hub:
             took = now - self._stop_at
             self._end(self._because(cause, f"replica {which} {what} within {took:.0f} s"))
         return None
-
-    def _allow_for_pause(self, now: float) -> None:
-        """Move the barrier by the hub's own pause: messages sent meanwhile are unread."""
-        pause = now - self._polled - _POLL_SECONDS
-        if self._barrier_at is not None and pause > 0:
-            self._barrier_at += pause
-        self._polled = now
 
     def _stop_when_due(self, now: float) -> float | None:
         silent = self._gang.replicas - len(self._running)

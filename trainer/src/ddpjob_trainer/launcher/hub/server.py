@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
+from typing import Final
 
-from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
 from ddpjob_trainer.launcher.hub.wire import Wire
 
 _HELLO_SECONDS = 5.0
 _BATCH = 64  # connections taken at once, then the other sockets get their turn
+#: Errors by which accept() fails though a connection waits: select() would return at once, for
+#: ever.
+_FULL: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_FULL_SECONDS = 0.2
 
 
 class HubServer:
@@ -63,9 +68,9 @@ class HubServer:
                 connection, _ = self._listener.accept()
                 self._meet(connection, now)
         except OSError as error:
-            if error.errno in sockets.FULL:
+            if error.errno in _FULL:
                 self._selector.unregister(self._listener)
-                self._deaf_until = now + sockets.FULL_SECONDS
+                self._deaf_until = now + _FULL_SECONDS
 
     def _meet(self, connection: socket.socket, now: float) -> None:
         replica: int | None = None

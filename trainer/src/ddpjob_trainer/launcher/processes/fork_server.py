@@ -48,6 +48,7 @@ _MOST_WORDS = 200  # characters about one module
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
+_HARMLESS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,8 @@ class Program:
     module: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
-    """`import module`, or with names `from module import names`."""
-
-    module: str
-    names: tuple[str, ...] = ()
-
-    def run(self) -> None:
-        """Import the module and its names. Raises the import's errors; ignores a missing name."""
-        __import__(self.module, {}, {}, self.names)
-        for name in self.names:  # some modules load an attribute on first access
-            getattr(sys.modules[self.module], name, None)
+#: `import module`, or with names `from module import names`.
+Import = tuple[str, tuple[str, ...]]
 
 
 # --- Requests over a socket -------------------------------------------------------------------
@@ -143,10 +134,12 @@ def _settle(launcher: int, parent: int) -> None:
     os.setpgid(0, 0)
 
 
-def _import(what: Import) -> None:
+def _import(module: str, names: tuple[str, ...] = ()) -> None:
     # The script itself reports a failing import, if it needs it.
     with contextlib.suppress(BaseException):
-        what.run()
+        __import__(module, {}, {}, names)
+        for name in names:  # some modules load an attribute on first access
+            getattr(sys.modules[module], name, None)
 
 
 def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
@@ -195,8 +188,8 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> None:
     send(line, {"pid": os.getpid()}, [])
     if not called:
         with contextlib.suppress(BaseException):
-            for one in imports_by(program):
-                _import(one)
+            for module, names in imports_by(program):
+                _import(module, names)
     opened = "" if called else devices.driver_opened()
     # A context would hold GPU memory in a process that may never be called.
     send(line, {"unfit": f"an import has opened {opened}"} if opened else {"ready": True}, [])
@@ -244,10 +237,10 @@ def imports_by(program: Program) -> Iterator[Import]:
         yield from imports_of(Path(program.name).read_bytes(), "")
         return
     parts = program.name.split(".")
-    yield from (Import(".".join(parts[:end])) for end in range(1, len(parts)))
+    yield from ((".".join(parts[:end]), ()) for end in range(1, len(parts)))
     spec = importlib.util.find_spec(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
-        yield Import(program.name)
+        yield program.name, ()
         spec = importlib.util.find_spec(program.name + ".__main__")
     if spec is not None and spec.origin is not None:
         source = Path(spec.origin).read_bytes()
@@ -257,34 +250,24 @@ def imports_by(program: Program) -> Iterator[Import]:
 def imports_of(source: bytes, package: str) -> Iterator[Import]:
     """Yield a source's top-level imports, in order.
 
-    It stops at the first statement that may change a later import.
+    It stops at the first statement that is neither an import nor a definition: by another, such as
+    `sys.path.insert(0, ...)` or `settings.SIZE = 3`, a later import may differ.
     """
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
-                yield Import(alias.name)
+                yield alias.name, ()
         elif isinstance(statement, ast.ImportFrom):
             base = "." * statement.level + (statement.module or "")
             with contextlib.suppress(ImportError):
                 module = importlib.util.resolve_name(base, package or None)
-                yield Import(module, tuple(alias.name for alias in statement.names))
-        elif _has_effect(statement):
+                yield module, tuple(alias.name for alias in statement.names)
+        elif not isinstance(statement, _HARMLESS) and not _is_docstring(statement):
             return
 
 
-def _has_effect(statement: ast.stmt) -> bool:
-    """Return whether a statement may change other modules: a bare call, or an attribute set.
-
-    `sys.path.insert(0, ...)`, `torch.set_default_dtype(...)`, `settings.SIZE = 3`.
-    """
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return False
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            return True
-        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            return True
-    return False
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _run(program: Program) -> None:
@@ -307,10 +290,10 @@ def main() -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # where -m found this module
     # Its BLAS may start threads, and carries them through a fork itself.
-    _import(Import("numpy.random"))
+    _import("numpy.random")
     threads = _threads()
     for name in MODULES:
-        _import(Import(name))
+        _import(name)
     _end_if_unfit(control, threads, "an import")
     _become(program)
     warnings = _preload(control, given["preload"], threads)

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from subprocess import DEVNULL
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.processes import children, fork_server
@@ -178,25 +179,15 @@ class Spares:
     def _start_server(self, now: float) -> None:
         given = json.dumps(asdict(self._program) | {"preload": self._preload})
         mine, theirs = socket.socketpair()
-        null = -1
+        there = theirs.fileno()
+        command = (sys.executable, "-u", "-m", fork_server.__name__, str(there), given)
         try:
-            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            command = (
-                sys.executable,
-                "-u",
-                "-m",
-                fork_server.__name__,
-                str(theirs.fileno()),
-                given,
-            )
-            self._server_pid = children.spawn(command, self._env, null, null, (theirs.fileno(),))
+            self._server_pid = children.spawn(command, self._env, DEVNULL, DEVNULL, (there,))
         except OSError:
             mine.close()
             raise
         finally:
             theirs.close()
-            if null >= 0:
-                os.close(null)
         # It reads nothing while it imports, and the launcher must not wait for it.
         mine.setblocking(False)
         self._server = mine

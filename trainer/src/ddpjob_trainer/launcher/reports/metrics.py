@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 _OF_A_RANK = re.compile(r"_rank\d+\.db$")
 _OF_A_PROCESS = re.compile(r"(\d+)\.db$")
-_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -47,14 +45,7 @@ def forget_dead(directory: Path) -> None:
 
 def worker_metrics(directory: Path) -> bytes:
     """Return what the ranks have published, as Prometheus text."""
-    for attempt in range(_ATTEMPTS):
-        try:
-            return _render(_Files(directory))
-        except (OSError, ValueError, RuntimeError, struct.error):
-            # A file vanished, or was half written.
-            if attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError("unreachable")
+    return _render(_Files(directory))
 
 
 def launcher_metrics(counted: LauncherMetrics) -> bytes:

@@ -7,13 +7,14 @@ server's clock is unknown.
 
 from __future__ import annotations
 
+import glob
 import os
-import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -75,7 +76,9 @@ def newest_mtime(path: Path) -> int:
     """
     budget = iter(range(MOST_ENTRIES))
     newest, directories = NEVER, []
-    for found in _declared(path, budget):
+    name = glob.escape(path.name).replace("[*]", "*")
+    matches = glob.iglob(f"{glob.escape(str(path.parent))}/{name}")  # noqa: PTH207  lazy
+    for found in islice(matches, MOST_ENTRIES):
         try:
             about = Path(found).stat()
         except OSError:
@@ -105,15 +108,6 @@ def as_text(mtime: int) -> str:
 def _sane(mtime: int) -> int:
     """Drop a time that the operator cannot write down."""
     return mtime if mtime < 2**63 else NEVER
-
-
-def _declared(path: Path, budget: Iterator[int]) -> list[str]:
-    if "*" not in path.name:
-        return [str(path)]
-    matches: Callable[[str], object] = re.compile(
-        ".*".join(map(re.escape, path.name.split("*"))), re.DOTALL
-    ).fullmatch
-    return [entry.path for entry, _ in _entries(str(path.parent), budget) if matches(entry.name)]
 
 
 def _entries(

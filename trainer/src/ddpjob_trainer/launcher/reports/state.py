@@ -19,7 +19,6 @@ from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resume
 
 _VERSION: Final = 1
 _WINDOW_SECONDS: Final = 60.0
-_POLL_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +133,13 @@ class Pace:
 
     def __init__(self) -> None:
         self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
-        self._polled = 0.0
 
     def begin(self) -> None:
         """Start over with a round."""
         self._marks = ()
 
-    def is_due(self, now: float) -> bool:
-        """Return whether the next look is due."""
-        return now - self._polled >= _POLL_SECONDS
-
     def poll(self, state: RankState | None, now: float) -> None:
         """Take in a worker's record."""
-        self._polled = now
         if state is None or state.phase == "startup":
             return
         marks = self._marks

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -34,21 +33,14 @@ _STACKS_SETTLED_SECONDS: Final = 0.05
 Pids = Mapping[int, int]
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A record as it was when it last changed."""
-
-    identity: tuple[int, int]  # pid, marks
-    at: float
-
-
 class HangWatch:
     """Looks at the records of one round's workers."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self.interval = min(_LONGEST_POLL_SECONDS, deadlines.shortest / 10)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, tuple[int, int]] = {}  # rank -> pid and marks of its record
+        self._at: dict[int, float] = {}  # when that last changed
         self._polled = 0.0
 
     def poll(self, directory: Path, pids: Pids, now: float) -> Hang | None:
@@ -58,8 +50,7 @@ class HangWatch:
         pause = now - self._polled - 2 * self.interval
         if self._polled and pause > 0:
             # The launcher was stopped or starved itself, and so, likely, were the workers.
-            for seen in self._seen.values():
-                seen.at += pause
+            self._at = {rank: at + pause for rank, at in self._at.items()}
         self._polled = now
         states = {rank: read_state(directory, rank) for rank in pids}
         signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
@@ -68,24 +59,12 @@ class HangWatch:
         return find(signs, self._deadlines) if used else None
 
     def _sign(self, state: RankState, now: float) -> Sign:
-        identity = (state.pid, state.marks)
-        seen = self._seen.get(state.rank)
-        if seen is None or seen.identity != identity:
-            seen = self._seen[state.rank] = _Seen(identity, now)
-        if state.phase == "done" and not _is_stopped(state.pid):
-            seen.at = now  # after the loop silence is fine, but a stopped process never ends
-        silent = now - seen.at
-        late = silent > self._deadlines.shortest
-        return Sign(state, silent, stopped=late and _is_stopped(state.pid))
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether SIGSTOP holds a process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+        mark, stopped = (state.pid, state.marks), children.state(state.pid) == "T"
+        # After the loop silence is fine, but a stopped process never ends.
+        if self._seen.get(state.rank) != mark or (state.phase == "done" and not stopped):
+            self._seen[state.rank], self._at[state.rank] = mark, now
+        silent = now - self._at[state.rank]
+        return Sign(state, silent, stopped and silent > self._deadlines.shortest)
 
 
 class StackRequest:
