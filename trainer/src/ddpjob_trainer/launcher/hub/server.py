@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import selectors
 import socket
-from typing import Final
 
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
@@ -13,10 +12,6 @@ from ddpjob_trainer.launcher.hub.wire import Wire
 
 _HELLO_SECONDS = 5.0
 _BATCH = 64  # connections taken at once, then the other sockets get their turn
-#: Errors by which accept() fails though a connection waits: select() would return at once, for
-#: ever.
-_FULL: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_FULL_SECONDS = 0.2
 
 
 class HubServer:
@@ -28,13 +23,9 @@ class HubServer:
         self._hub = hub
         self._strangers: dict[Wire, float] = {}  # when they are dropped if still silent
         self._wires: dict[int, Wire] = {}
-        self._deaf_until = 0.0  # when it listens again after a lack of descriptors; 0: it does
         listener.listen(1024)
         listener.setblocking(False)
-        self._listen()
-
-    def _listen(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def post(self, replica: int, message: Message) -> None:
         """Send to an admitted launcher; one that is gone gets nothing."""
@@ -48,29 +39,20 @@ class HubServer:
             if now >= until:
                 del self._strangers[wire]
                 wire.close()
-        if self._deaf_until and now >= self._deaf_until:
-            self._deaf_until = 0.0
-            self._listen()
-        dues = [*self._strangers.values(), self._deaf_until]
-        return min((due for due in dues if due), default=None)
+        return min(self._strangers.values(), default=None)
 
     def close(self) -> None:
         """Close every connection: the other launchers see that this one is gone."""
-        if not self._deaf_until:
-            self._selector.unregister(self._listener)
+        self._selector.unregister(self._listener)
         self._listener.close()
         for wire in (*self._strangers, *self._wires.values()):
             wire.close()
 
     def _accept(self, now: float) -> None:
-        try:
+        with contextlib.suppress(OSError):
             for _ in range(_BATCH):
                 connection, _ = self._listener.accept()
                 self._meet(connection, now)
-        except OSError as error:
-            if error.errno in _FULL:
-                self._selector.unregister(self._listener)
-                self._deaf_until = now + _FULL_SECONDS
 
     def _meet(self, connection: socket.socket, now: float) -> None:
         replica: int | None = None

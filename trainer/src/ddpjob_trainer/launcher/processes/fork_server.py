@@ -43,7 +43,7 @@ MODULES = (
     "prometheus_client.multiprocess",
     "ddpjob_trainer.training.start",
 )
-MAX_REQUEST = 1024 * 1024
+_MAX_MESSAGE = 64 * 1024
 _MOST_WORDS = 200  # characters about one module
 _PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
@@ -67,26 +67,20 @@ Import = tuple[str, tuple[str, ...]]
 # --- Requests over a socket -------------------------------------------------------------------
 
 
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a line of whole messages. Raises OSError."""
+    return socket.socketpair(type=socket.SOCK_SEQPACKET)
+
+
 def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
-    """Send a line of JSON, with descriptors. Raises OSError; BlockingIOError: nothing was sent."""
-    data = json.dumps(body).encode() + b"\n"
-    if rest := data[socket.send_fds(to, [data], fds) :]:
-        # An empty sendall() would fail too, if the other end has read and closed by now.
-        try:
-            to.sendall(rest)
-        except BlockingIOError as error:
-            raise ConnectionError("a request was cut short") from error
+    """Send a message, with descriptors, whole or not at all. Raises OSError."""
+    socket.send_fds(to, [json.dumps(body).encode()], fds)
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return a line of JSON and its descriptors, None when the other end is gone."""
+    """Return a message and its descriptors, None when the other end is gone."""
     try:
-        data, fds, _, _ = socket.recv_fds(source, MAX_REQUEST, 8)
-        while data and not data.endswith(b"\n"):
-            more = source.recv(MAX_REQUEST)
-            if not more:
-                return None
-            data += more
+        data, fds, _, _ = socket.recv_fds(source, _MAX_MESSAGE, 8)
     except OSError:
         return None
     return (json.loads(data), list(fds)) if data else None

@@ -6,7 +6,6 @@ fails, a fresh interpreter takes its place: rounds never depend on spares.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -178,7 +177,7 @@ class Spares:
 
     def _start_server(self, now: float) -> None:
         given = json.dumps(asdict(self._program) | {"preload": self._preload})
-        mine, theirs = socket.socketpair()
+        mine, theirs = fork_server.pair()
         there = theirs.fileno()
         command = (sys.executable, "-u", "-m", fork_server.__name__, str(there), given)
         try:
@@ -197,30 +196,31 @@ class Spares:
     def _server_spoke(self, now: float) -> None:
         if self._server is None:  # forgotten since select() returned
             return
-        body = _received(self._server)
-        if body is None:
+        received = fork_server.receive(self._server)
+        if received is None:
             self._forget_server()
-        elif "unfit" in body:
-            self._off(str(body["unfit"]))
-        if body is not None and "warm" in body:
+        elif unfit := received[0].get("unfit"):
+            self._off(unfit)
+        else:
             self._warm = True
             self._deaths = 0
-            if warnings := body.get("warnings"):
+            if warnings := received[0]["warnings"]:
                 self._tell(f"warning: --preload is left to each process: {warnings}")
             for one in self._spares.values():  # their forks begin now
                 one.called_at = None if one.called_at is None else now
 
     def _off(self, why: str) -> None:
         """Turn spares off: rounds start fresh interpreters from now on."""
-        self._tell(f"no warm spares: {why}")
-        self._count = 0
+        if self._count:  # else another spare has said the same
+            self._tell(f"no warm spares: {why}")
+            self._count = 0
+            self._kill_server()
 
     def _died(self, who: str) -> None:
         """Count a death, and give up after several: each try takes time from training."""
         self._deaths += 1
-        if self._deaths == _MAX_DEATHS and self._count:
+        if self._deaths == _MAX_DEATHS:
             self._off(f"{who} died {self._deaths} times in a row")
-            self._kill_server()
 
     def _kill_server(self) -> None:
         if self._server_pid:
@@ -241,7 +241,7 @@ class Spares:
     def _fork(self, local_rank: int, env: Mapping[str, str], *, called: bool) -> bool:
         assert self._server is not None
         try:
-            mine, theirs = socket.socketpair()
+            mine, theirs = fork_server.pair()
         except OSError:  # no descriptors left: a round does not need it
             return False
         try:
@@ -266,21 +266,19 @@ class Spares:
         one = self._spares.get(local_rank)
         if one is None or one.line is not line:
             return
-        body = _received(line)
-        if body is None:
+        received = fork_server.receive(line)
+        if received is None:
             self._lost(local_rank, now)  # or it has received the call, and closed this line
             return
+        body = received[0]
         if "pid" in body:
-            one.pid = int(str(body["pid"]))
+            one.pid = body["pid"]
             if one.call is not None:
                 self._deliver(local_rank, one, one.call, now)
-        if "unfit" in body and one.called_at is None:  # else it is a worker by now
+        elif "unfit" in body and one.called_at is None:  # else it is a worker by now
             self._drop(local_rank)
-            if self._count:  # the others will report the same
-                self._off(str(body["unfit"]))
-                self._kill_server()
-            return
-        if "ready" in body or "unfit" in body:
+            self._off(body["unfit"])
+        else:
             one.ready = True
             self._deaths = 0
             spares = [other for other in self._spares.values() if other.called_at is None]
@@ -322,17 +320,6 @@ class Spares:
         one = self._spares.pop(local_rank)
         self._selector.unregister(one.line)
         one.line.close()
-
-
-def _received(line: socket.socket) -> dict[str, object] | None:
-    """Return the last line received, None when the other end is closed. Lines are a few bytes."""
-    with contextlib.suppress(OSError, ValueError):
-        data = line.recv(4096)
-        found: dict[str, object] = {}
-        for text in data.splitlines():
-            found.update(json.loads(text))
-        return found if data else None
-    return None
 
 
 def _close(call: Call) -> None:

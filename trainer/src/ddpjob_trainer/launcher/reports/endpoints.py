@@ -17,11 +17,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from ddpjob_contract import State
-from ddpjob_trainer.launcher.reports.metrics import (
-    LauncherMetrics,
-    launcher_metrics,
-    worker_metrics,
-)
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text
 from ddpjob_trainer.launcher.reports.state import answer
 
 #: A silent connection holds a thread and a descriptor, which rounds need as well.
@@ -138,8 +134,7 @@ def serve(
                 self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
             elif path == "/metrics":
                 content = "text/plain; version=0.0.4; charset=utf-8"
-                body = worker_metrics(metrics_dir) + launcher_metrics(counted)
-                self._reply(200, body, content)
+                self._reply(200, as_text(metrics_dir, counted), content)
             else:
                 self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
 

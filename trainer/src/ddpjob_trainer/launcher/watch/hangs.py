@@ -27,7 +27,6 @@ from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 _LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
-_STACKS_SETTLED_SECONDS: Final = 0.05
 
 #: Running workers: rank -> pid.
 Pids = Mapping[int, int]
@@ -68,14 +67,12 @@ class HangWatch:
 
 
 class StackRequest:
-    """Asks workers for the stacks of all their threads; reads them a moment later."""
+    """Asks workers for the stacks of all their threads. ``until``: when the answers are there."""
 
     def __init__(self, directory: Path, pids: Pids, now: float) -> None:
         self._directory = directory
-        self._until = now + _STACKS_SECONDS
         self._asked = [rank for rank, pid in pids.items() if self._ask(rank, pid)]
-        self._sizes: tuple[int, ...] = ()
-        self._settled = now + _STACKS_SETTLED_SECONDS
+        self.until = now + _STACKS_SECONDS
 
     def _ask(self, rank: int, pid: int) -> bool:
         state = read_state(self._directory, rank)
@@ -85,20 +82,6 @@ class StackRequest:
         if children.group_of(state.pid) != pid:
             return False
         return stacks.request(self._directory, rank, state.pid)
-
-    def due(self, now: float) -> float:
-        """Return when to call is_done() next."""
-        return min(self._until, now + _STACKS_SETTLED_SECONDS)
-
-    def is_done(self, now: float) -> bool:
-        """Return whether all answers are there, or the time for them is over."""
-        if now >= self._until or not self._asked:
-            return True
-        sizes = tuple(stacks.size(self._directory, rank) for rank in self._asked)
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._settled = now + _STACKS_SETTLED_SECONDS
-        return all(sizes) and now >= self._settled
 
     def brief(self, rank: int) -> list[str]:
         """Return a rank's answer, a line per thread."""
@@ -145,8 +128,8 @@ class HangResponse:
         """
         if self._request is not None:
             hang, request = self._request
-            if not request.is_done(now):
-                return request.due(now)
+            if now < request.until:
+                return request.until
             self._answered(workers, hang, request, now)
             self._request = None
         elif not terminating and not workers.stopping and not workers.dying:
