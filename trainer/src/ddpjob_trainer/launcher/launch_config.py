@@ -31,7 +31,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
+from ddpjob_trainer.launcher.processes.source import uses_our_library
 from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 
 #: In a DDPJob a volume that the operator mounts.
@@ -208,7 +208,7 @@ def make_launch_config(
         heal_after=unsaid if env.heal_after is None else env.heal_after,
         spares=warm,
         preload=tuple(filter(None, map(str.strip, preload.split(",")))),
-        first_round_from_spares=warm == nproc and ours and not sets_environment_first(program),
+        first_round_from_spares=warm == nproc and ours,
         uses_our_library=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         events=events.absolute() if events is not None else None,

@@ -153,8 +153,3 @@ class OutputPump:
         if stream.prefix:
             data = b"".join(stream.prefix + line + end for line, end in pairs)
         self._log.put(stream.target, data)
-
-
-def stdout_is_terminal() -> bool:
-    """Return whether standard output is a terminal."""
-    return os.isatty(1)  # sys.stdout is None where it was closed

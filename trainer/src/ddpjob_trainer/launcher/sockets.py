@@ -31,19 +31,19 @@ def free_ports(count: int) -> list[int]:
     raise OSError(errno.EADDRINUSE, f"fewer than {count} free ports in {_QUIET}")
 
 
-def bind(port: int, *, host: str = "", reuse: bool = True) -> socket.socket:
-    """Bind a TCP socket to a port of all addresses, or of one. 0: any port. Raises OSError.
+def bind(port: int, *, reuse: bool = True) -> socket.socket:
+    """Bind a TCP socket to a port of all addresses. 0: any port. Raises OSError.
 
     ``reuse``: also where connections of an earlier one are left, or another holds it unused.
     """
-    dual = not host and socket.has_dualstack_ipv6()
+    dual = socket.has_dualstack_ipv6()
     bound = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
     try:
         if reuse:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if dual:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind((host, port))
+        bound.bind(("", port))
     except BaseException:
         with contextlib.suppress(OSError):
             bound.close()

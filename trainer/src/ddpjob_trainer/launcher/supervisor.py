@@ -34,7 +34,7 @@ from ddpjob_trainer.launcher.hub.messages import (
 )
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
+from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, termination
 from ddpjob_trainer.launcher.reports.events import Events
@@ -121,10 +121,7 @@ class Supervisor:
         children.adopt_orphans()
         try:
             with self._signals.collected(self._selector):
-                self._pump = OutputPump(
-                    self._log,
-                    prefixed=config.world_size > 1 and (config.nproc > 1 or stdout_is_terminal()),
-                )
+                self._pump = OutputPump(self._log, prefixed=config.nproc > 1)
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest
                 )
@@ -185,7 +182,6 @@ class Supervisor:
         self._reported = 0
         trace.configure(self._config.env.trace, -1, round_)
         self._hangs.begin()
-        self._warned = False
         self._pace.begin()
         path = self._runtime_dir.round_path(round_)
         self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
@@ -212,8 +208,8 @@ class Supervisor:
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
             self._report(now)
-            self._warn_of_early_ends(now)
             self._pace.poll(self._workers.state(0), now)
+            self._progress.tick(now)
             member_due = self._member.tick(now)
             self._take_messages(now)
             self._stop_the_rest(now)
@@ -257,15 +253,6 @@ class Supervisor:
         """Kill the workers still running near the end of the grace period."""
         grace = self._config.env.grace_seconds
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
-
-    def _warn_of_early_ends(self, now: float) -> None:
-        """Warn of ranks here that ended with 0 long ago, once a round."""
-        workers, patience = self._workers, self._config.env.deadlines.step
-        if self._warned or workers.stopping:
-            return
-        if early := root_cause.ended_long_ago(workers.exits, workers.running, patience, now):
-            self._warned = True
-            self._log.say(early)
 
     # --- Rounds --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import ddpjob_contract as contract
+from ddpjob_contract import ExitCode
 from ddpjob_trainer import trace
 from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.launcher.hub.root_cause import Exit
@@ -54,7 +54,7 @@ class WorkerGroup:
         self._awaited: set[int] = set()  # local ranks whose pid is not known yet
         #: Cancels the spares that were called and have not started; returns their local ranks.
         self.recall: Callable[[], Collection[int]] = tuple
-        self._hung: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
+        self._hung: dict[int, str] = {}  # local rank -> the exception of its exit
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
@@ -93,9 +93,9 @@ class WorkerGroup:
         self._awaited.discard(local_rank)
         code = 1  # no memory, no room, too many processes: the next attempt may succeed
         if isinstance(error, FileNotFoundError):
-            code = contract.ExitCode.NOT_FOUND
+            code = ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
-            code = contract.ExitCode.NOT_EXECUTABLE
+            code = ExitCode.NOT_EXECUTABLE
         words = f"cannot start {self._config.command[0]}: {error.strerror}"
         self._say(words)
         why = shorten(f"OSError: {words}") if code == 1 else ""
@@ -131,7 +131,7 @@ class WorkerGroup:
         exception = state.exception if state else ""
         if local_rank in self._hung:
             ours = False
-            status, exception = self._hung[local_rank]
+            status, exception = ExitCode.HANG, self._hung[local_rank]
         elif status < 0:
             exception = ""  # an exception before the signal is not the cause
         if not exception and status > 0 and not ours:
@@ -145,11 +145,8 @@ class WorkerGroup:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
-        done = state is not None and state.phase == "done"
         exception = shorten(exception)
-        self.exits.append(
-            Exit(rank, local_rank, status, now, ours, exception, step, done, bool(oom))
-        )
+        self.exits.append(Exit(rank, local_rank, status, now, ours, exception, step, bool(oom)))
 
     def _oom(self, status: int, exception: str) -> str:
         """Explain an exit caused by the kernel's OOM kill, "" for any other.
@@ -157,7 +154,7 @@ class WorkerGroup:
         The kernel kills the largest process: a worker, or its child, whose end then fails the
         worker.
         """
-        by_kill = status in (-signal.SIGKILL, contract.ExitCode.SIGKILL)
+        by_kill = status in (-signal.SIGKILL, ExitCode.SIGKILL)
         if not by_kill and not (status > 0 and _CHILD_KILLED.search(exception)):
             return ""
         return cgroup.killed(self._memory, cgroup.read())
@@ -206,17 +203,12 @@ class WorkerGroup:
             rank = self._config.rank(local_rank)
             self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
 
-    def mark_hung(
-        self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
-    ) -> None:
-        """Kill an overdue worker; ``code`` counts as its exit code.
-
-        ``last_lines`` count as the last of its output.
-        """
+    def mark_hung(self, rank: int, why: str, last_lines: Sequence[str], now: float) -> None:
+        """Kill an overdue worker. ``last_lines`` count as the last of its output."""
         self._pump.add(rank, last_lines)
         for pid, local_rank in self._pids.items():
             if self._config.rank(local_rank) == rank:
-                self._hung[local_rank] = (code, why)
+                self._hung[local_rank] = why
                 self._kill(pid, now)
 
     def stop(self, now: float, *, last_words: float) -> None:

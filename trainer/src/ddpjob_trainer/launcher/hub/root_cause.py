@@ -35,7 +35,6 @@ class Exit:
     ours: bool = False  # the launcher killed it, so it is not the cause
     exception: str = ""
     step: int = -1  # finished steps, -1: unknown
-    done: bool = False  # it had left its training loop, by its last record
     oom: bool = False  # the kernel has OOM-killed it, or a child of it
 
     @property
@@ -88,23 +87,6 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
         return ""
     what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"
     return f"{whom(early)} {what}"
-
-
-def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
-    """Word a warning of ranks that ended with 0 long ago while others run, "" if none did.
-
-    ``patience``: seconds in which others may end as well. It is no failure, yet the others may wait
-    for ever. Ranks in a collective notice, or hang until the launcher acts; after its training loop
-    nobody waits for a rank.
-    """
-    ends = (one for one in exits if one.status == 0 and not one.done)
-    early = [one for one in ends if now - one.at >= patience]
-    if not early or not running:
-        return ""
-    return (
-        f"{whom(early)} ended with exit code 0 more than {patience:g} s ago, and {running} of the"
-        " others have not ended and may wait for it for ever (sys.exit() on some ranks only?)"
-    )
 
 
 def whom(exits: Collection[Exit]) -> str:

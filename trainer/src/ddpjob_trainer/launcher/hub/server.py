@@ -7,7 +7,7 @@ import selectors
 import socket
 
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
+from ddpjob_trainer.launcher.hub.messages import Hello, Message
 from ddpjob_trainer.launcher.hub.wire import Wire
 
 _HELLO_SECONDS = 5.0
@@ -56,16 +56,14 @@ class HubServer:
 
     def _meet(self, connection: socket.socket, now: float) -> None:
         replica: int | None = None
-        spoke = False
 
         def received(message: Message, now: float) -> None:
-            nonlocal replica, spoke
+            nonlocal replica
             if replica is not None:
                 self._hub.receive(replica, message, now)
                 return
-            if spoke or not isinstance(message, Hello):  # a refused stranger may not hold its place
-                raise ValueError("the first message must be Hello, and the only one of a stranger")
-            spoke = True
+            if not isinstance(message, Hello):
+                raise ValueError("the first message must be Hello")
             self._strangers.pop(wire, None)
             self._wires.setdefault(message.replica, wire)
             refused = self._hub.admit(message)
@@ -74,7 +72,8 @@ class HubServer:
                 return
             if self._wires[message.replica] is wire:
                 del self._wires[message.replica]
-            self._refuse(wire, refused, now)
+            wire.send(refused)
+            wire.close()
 
         def closed(reason: str, now: float) -> None:
             self._strangers.pop(wire, None)
@@ -84,8 +83,3 @@ class HubServer:
 
         wire = Wire(connection, self._selector, received, closed)
         self._strangers[wire] = now + _HELLO_SECONDS
-
-    def _refuse(self, wire: Wire, refused: Refused, now: float) -> None:
-        """Send a refusal; the stranger closes once it has read this, else at its deadline."""
-        self._strangers[wire] = now + _HELLO_SECONDS
-        wire.send(refused)

@@ -230,11 +230,8 @@ def imports_by(program: Program) -> Iterator[Import]:
     if not program.module:
         yield from imports_of(Path(program.name).read_bytes(), "")
         return
-    parts = program.name.split(".")
-    yield from ((".".join(parts[:end]), ()) for end in range(1, len(parts)))
-    spec = importlib.util.find_spec(program.name)
+    spec = importlib.util.find_spec(program.name)  # imports the packages around it
     if spec is not None and spec.submodule_search_locations is not None:
-        yield program.name, ()
         spec = importlib.util.find_spec(program.name + ".__main__")
     if spec is not None and spec.origin is not None:
         source = Path(spec.origin).read_bytes()

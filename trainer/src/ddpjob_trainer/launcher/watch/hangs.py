@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ddpjob_contract import STATE_MAX_STACKS_BYTES, ExitCode
+from ddpjob_contract import STATE_MAX_STACKS_BYTES
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.watch.names import Names
@@ -150,4 +150,4 @@ class HangResponse:
             last_lines = request.brief(hang.rank)
             lost = self._names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
-            workers.mark_hung(hang.rank, ExitCode.HANG, why, last_lines, now)
+            workers.mark_hung(hang.rank, why, last_lines, now)
