@@ -65,12 +65,7 @@ class OutputPump:
         with self._lock:
             self._workers[rank] = worker
             for target in (1, 2):
-                try:
-                    read, write = os.pipe2(os.O_CLOEXEC)
-                except OSError:
-                    for end in ends:
-                        os.close(end)
-                    raise
+                read, write = os.pipe2(os.O_CLOEXEC)
                 os.set_blocking(read, False)
                 ends.append(write)
                 stream = _Stream(read, target, prefix, worker.tail)

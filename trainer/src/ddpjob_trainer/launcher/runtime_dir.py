@@ -37,16 +37,8 @@ class RuntimeDir:
     ) -> None:
         self._bytes = nproc * _RANK_BYTES
         self.path, self._lock = self._make(parents)
-
-    @property
-    def metrics(self) -> Path:
-        """Return the directory of prometheus-client's multiprocess mode."""
-        return self.path / "metrics"
-
-    @property
-    def replay(self) -> Path:
-        """Return the directory that the ranks of a round leave to the next."""
-        return self.path / "replay"
+        self.metrics = self.path / "metrics"  # of prometheus-client's multiprocess mode
+        self.replay = self.path / "replay"  # what the ranks of a round leave to the next
 
     def round_path(self, round_: int) -> Path:
         """Return the directory of a round's records."""

@@ -67,37 +67,39 @@ class HangWatch:
 
 
 class StackRequest:
-    """Asks workers for the stacks of all their threads. ``until``: when the answers are there."""
+    """Asks workers for the stacks of all their threads when one hangs; reads them later."""
 
-    def __init__(self, directory: Path, pids: Pids, now: float) -> None:
+    def __init__(self, hang: Hang, directory: Path, pids: Pids) -> None:
+        self.hang = hang
         self._directory = directory
-        self._asked = [rank for rank, pid in pids.items() if self._ask(rank, pid)]
-        self.until = now + _STACKS_SECONDS
+        others = sorted(pids.keys() - {hang.rank})
+        self._asked = [rank for rank in (hang.rank, *others) if self._ask(rank, pids)]
 
-    def _ask(self, rank: int, pid: int) -> bool:
+    def _ask(self, rank: int, pids: Pids) -> bool:
         state = read_state(self._directory, rank)
         if state is None:  # without our library the signal would just kill it
             return False
         # The worker may be a shell around the process that trains: same process group.
-        if children.group_of(state.pid) != pid:
+        if children.group_of(state.pid) != pids.get(rank):
             return False
         return stacks.request(self._directory, rank, state.pid)
 
-    def brief(self, rank: int) -> list[str]:
-        """Return a rank's answer, a line per thread."""
-        if rank not in self._asked:
-            return []
-        return stacks.brief(stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES))
+    def brief(self) -> list[str]:
+        """Return the hanging rank's answer, a line per thread."""
+        return stacks.brief(self._answer(self.hang.rank))
 
-    def text(self, first: int, limit: int = STATE_MAX_STACKS_BYTES) -> str:
-        """Return all stacks by rank, ``first`` before the others, at most ``limit`` bytes."""
-        parts = []
-        for rank in sorted(self._asked, key=lambda rank: (rank != first, rank)):
-            found = stacks.read(self._directory, rank, limit)
-            parts.append(f"--- rank {rank}\n{found or 'no answer: it is stopped'}\n")
-        if first not in self._asked:
-            parts.insert(0, f"--- rank {first}\nno answer\n")
-        return "".join(parts).encode()[:limit].decode(errors="ignore")
+    def text(self) -> str:
+        """Return all stacks by rank, that of the hanging rank first."""
+        ranks = dict.fromkeys((self.hang.rank, *self._asked))
+        parts = [
+            f"--- rank {rank}\n{self._answer(rank) or 'no answer: it is stopped'}\n"
+            for rank in ranks
+        ]
+        return "".join(parts).encode()[:STATE_MAX_STACKS_BYTES].decode(errors="ignore")
+
+    def _answer(self, rank: int) -> str:
+        asked = rank in self._asked
+        return stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES) if asked else ""
 
 
 class HangResponse:
@@ -119,7 +121,8 @@ class HangResponse:
         """Start over with a round."""
         self._names.begin()
         self._watch = HangWatch(self._deadlines)
-        self._request: tuple[Hang, StackRequest] | None = None
+        self._request: StackRequest | None = None
+        self._answer_at = 0.0
 
     def tick(self, workers: WorkerGroup, now: float, *, terminating: bool) -> float:
         """Do the next due action; return when to call again.
@@ -127,27 +130,25 @@ class HangResponse:
         ``terminating``: the launcher is ending, and the grace period bounds every worker.
         """
         if self._request is not None:
-            hang, request = self._request
-            if now < request.until:
-                return request.until
-            self._answered(workers, hang, request, now)
+            if now < self._answer_at:
+                return self._answer_at
+            self._answered(workers, self._request, now)
             self._request = None
         elif not terminating and not workers.stopping and not workers.dying:
             found = self._watch.poll(workers.state_dir, workers.pids, now)
             if found is not None:
                 self._counted[found.phase] += 1
                 self._log.say(f"{found}; stacks of all threads follow")
-                self._request = found, StackRequest(workers.state_dir, workers.pids, now)
-                return now
+                self._request = StackRequest(found, workers.state_dir, workers.pids)
+                self._answer_at = now + _STACKS_SECONDS
+                return self._answer_at
         return now + self._watch.interval
 
-    def _answered(
-        self, workers: WorkerGroup, hang: Hang, request: StackRequest, now: float
-    ) -> None:
-        self.stacks = request.text(first=hang.rank)
+    def _answered(self, workers: WorkerGroup, request: StackRequest, now: float) -> None:
+        self.stacks = request.text()
         self._log.put(2, self.stacks.encode())
         if not workers.stopping:
-            last_lines = request.brief(hang.rank)
+            hang = request.hang
             lost = self._names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
-            workers.mark_hung(hang.rank, why, last_lines, now)
+            workers.mark_hung(hang.rank, why, request.brief(), now)
