@@ -14,7 +14,7 @@ import pytest
 from ddpjob_trainer.launcher.watch import hangs
 from ddpjob_trainer.launcher.watch.hangs import HangWatch, StackRequest
 from ddpjob_trainer.liveness import stacks as stacks_module
-from ddpjob_trainer.liveness.hang import Deadlines
+from ddpjob_trainer.liveness.hang import Deadlines, Hang
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from support.launching import PATHS
 from support.patience import PATIENCE
@@ -50,11 +50,6 @@ def test_the_ranks_clock_has_no_say(tmp_path, writers):  # type: ignore[no-untyp
         assert watch.poll(tmp_path, PIDS, float(second)) is None
 
 
-def test_a_program_without_a_record_is_not_watched(tmp_path):  # type: ignore[no-untyped-def]
-    watch = HangWatch(LIMITS)
-    assert [watch.poll(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
-
-
 def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch):  # type: ignore[no-untyped-def]
     """The others wait for it in finish(). Only the time that it is stopped counts."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
@@ -77,6 +72,8 @@ def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch
 
 
 def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: ignore[no-untyped-def]
+    watch = HangWatch(LIMITS)  # without a record nobody is watched
+    assert [watch.poll(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
     watch = HangWatch(LIMITS)
     assert [watch.poll(tmp_path, PIDS, 100.0 + s) for s in range(8)] == [None] * 8
     writer = RankStateWriter(tmp_path, 0)
@@ -134,38 +131,34 @@ def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
     return process
 
 
-def _answer(request: StackRequest) -> str:
-    while not request.is_done(time.monotonic()):
-        time.sleep(0.01)
-    return request.text(first=1)
+def _hang(rank: int) -> Hang:
+    return Hang(rank, "step", "data", 1, 11.0, 10.0, stopped=False)
 
 
 def _answered(request: StackRequest) -> str:
     """A whole answer, however slowly it is written: the script's own frame is the last."""
     deadline = time.monotonic() + PATIENCE
-    while "in <module>\n" not in (text := request.text(first=1)):
+    while "in <module>\n" not in (text := request.text()):
         assert time.monotonic() < deadline, text
         time.sleep(0.01)
     return text
 
 
-def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path):  # type: ignore[no-untyped-def]
+def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     running = [_worker(tmp_path, rank) for rank in (0, 1)]
     try:
         pids = {rank: process.pid for rank, process in enumerate(running)}
         running[0].send_signal(signal.SIGSTOP)
-        request = StackRequest(tmp_path, pids, 100.0)
-        text = _answered(request)
-        assert not request.is_done(100.0 + hangs._STACKS_SECONDS - 0.1)  # the other may be slow
-        assert request.is_done(100.0 + hangs._STACKS_SECONDS)
+        text = _answered(StackRequest(_hang(1), tmp_path, pids))
         assert text.startswith("--- rank 1\n")
         assert "in in_c_with_the_gil" in text
         assert text.count("(most recent call first)") == 2
         assert "--- rank 0\nno answer: it is stopped" in text
-        assert len(request.text(first=1, limit=100)) <= 100
         assert running[1].poll() is None  # it lives on
-        again = _answered(StackRequest(tmp_path, pids, 200.0))
-        assert again.count("in in_c_with_the_gil") == 1  # no more of the first answer
+        request = StackRequest(_hang(1), tmp_path, pids)
+        assert _answered(request).count("in in_c_with_the_gil") == 1  # no more of the first answer
+        monkeypatch.setattr(hangs, "STATE_MAX_STACKS_BYTES", 100)
+        assert len(request.text()) <= 100
     finally:
         for process in running:
             process.kill()
@@ -194,8 +187,11 @@ def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untype
     """Without a handler the signal would end the process."""
     with subprocess.Popen(["sleep", "600"], process_group=0) as process:
         try:
-            request = StackRequest(tmp_path, {1: process.pid}, time.monotonic())
-            assert _answer(request) == "--- rank 1\nno answer\n"
+            request = StackRequest(_hang(1), tmp_path, {1: process.pid})
+            assert (request.text(), request.brief()) == (
+                "--- rank 1\nno answer: it is stopped\n",
+                [],
+            )
             assert process.poll() is None
         finally:
             process.kill()

@@ -7,7 +7,6 @@ import pwd
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -98,12 +97,6 @@ def test_a_number_that_cannot_be_is_refused(script, given, refusal):  # type: ig
         config(script, {}, **given)
 
 
-def test_the_progress_path(script):  # type: ignore[no-untyped-def]
-    told = POD | {contract.PROGRESS_PATH: "/data/ckpt"}
-    assert config(script, POD).progress_path is None
-    assert config(script, told).progress_path == Path("/data/ckpt")
-
-
 @pytest.mark.parametrize(
     ("text", "given", "spares"),
     [
@@ -119,15 +112,10 @@ def test_the_progress_path(script):  # type: ignore[no-untyped-def]
 def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
     path = tmp_path / "train.py"
     path.write_text(text)
-    assert config(str(path), {}, nproc=3, spares=given).spares == spares
+    made = config(str(path), {}, nproc=3, spares=given, preload="PIL, scipy.stats,")
+    assert (made.spares, made.preload) == (spares, ("PIL", "scipy.stats"))
     with pytest.raises(ConfigError, match="--spares 'few' must be a number or auto"):
         config(str(path), {}, spares="few")
-
-
-def test_modules_to_preload_are_named_with_commas():  # type: ignore[no-untyped-def]
-    assert config("sh", {}, preload="PIL, scipy.stats,").preload == ("PIL", "scipy.stats")
-    with pytest.raises(ConfigError, match="--preload: 'a b' must be a module's name"):
-        config("sh", {}, preload="PIL,a b")
 
 
 INTERRUPTED = """
