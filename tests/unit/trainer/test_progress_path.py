@@ -54,12 +54,12 @@ def test_the_newest_file_counts(
 ):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(touch("last", 7))
-    for name, seconds_ in {
+    for name, age in {
         "deep/a": 1, "deep/b/c/d": 5, "deep/b/e": 4, "deep/b/c/f/too-deep": 9, "old": -5,
         "checkpoint-5/model": 5, "checkpoint-10/model": 6, "my-checkpoint-11/model": 7,
         "checkpoint-5.tmp/model": 8, "[ab]": 1, "a": 2, "links/old": 1,
     }.items():  # fmt: skip
-        touch(name, time)
+        touch(name, age)
     os.mkfifo(tmp_path / "pipe")
     for name, target in (("out", "deep"), ("file", "last"), ("loop", "links")):
         (tmp_path / "links" / name).symlink_to(tmp_path / target)

@@ -51,7 +51,7 @@ def as_text(directory: Path, counted: LauncherMetrics) -> bytes:
     return generate_latest(registry)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Metrics:
     directory: Path
     counted: LauncherMetrics
