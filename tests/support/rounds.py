@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -156,12 +156,9 @@ class Training:
         """
         port, hub = self._ports
         gang = {
-            "DDPJOB_NAME": "job", "DDPJOB_NAMESPACE": "default", "DDPJOB_UID": "uid",
-            "DDPJOB_ATTEMPT": str(number), "DDPJOB_REPLICAS": "3", "DDPJOB_NPROC_PER_NODE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PET_NNODES": "3",
-            "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": str(port), "PET_RDZV_ID": f"uid-{number}", "WORLD_SIZE": "3",
-            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "DDPJOB_UID": "uid", "DDPJOB_ATTEMPT": str(number), "PET_NNODES": "3",
+            "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "WORLD_SIZE": "3", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
             "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **env,
         }  # fmt: skip
         self.launchers = []
@@ -241,6 +238,35 @@ UNHURRIED: Final = {
     "launcher.supervisor._ANSWER_SECONDS": PATIENCE,
     "launcher.processes.spares._ANSWER_SECONDS": PATIENCE,
 }
+
+
+@contextlib.contextmanager
+def two_launchers(
+    directory: Path, *words: str, nproc: int = 1, hub: int = 0, apart: bool = False, **env: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Launchers of a gang of two. ``apart``: each in a folder of its own."""
+    ports = free_ports(2)
+    gang = {
+        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]),
+        "DDPJOB_HUB_PORT": str(hub or ports[1]), "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **env,
+    }  # fmt: skip
+    launchers = []
+    for replica in range(2):
+        folder = directory / f"pod-{replica}"
+        folder.mkdir(exist_ok=True)
+        launchers.append(
+            launch(
+                "--termination-log", str(directory / f"report-{replica}"), *words,
+                env={**gang, "DDPJOB_REPLICA": str(replica)}, cwd=folder if apart else None,
+            )
+        )  # fmt: skip
+    try:
+        yield launchers
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
 
 
 def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import select
-import shlex
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,16 +38,6 @@ def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ig
     assert (code, "Exec format error" in err) == (126, True)
     code, _, err = run("true", env=_seam(tmp_path, "subprocess.Popen", "raise BlockingIOError(11)"))
     assert (code, "cannot start" in err) == (1, True)
-
-
-def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ignore[no-untyped-def]
-    events = tmp_path / "events"
-    command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
-    closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
-    env = {**os.environ, **patched(tmp_path, {"launcher.reports.events._END_SECONDS": PATIENCE})}
-    done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
-    assert done.returncode == 0
-    assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
 
 
 def test_sigterm_while_the_launcher_imports_ends_it_even_as_pid_1(tmp_path):  # type: ignore[no-untyped-def]
@@ -83,6 +73,10 @@ sys.meta_path.insert(0, Finder())
 
 
 def test_a_partial_line_and_a_progress_bar_are_seen_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
+    """With a prefix each state of a bar is a line."""
+    code, out, _ = run("--nproc", "2", script("sys.stdout.write('1 %\\r2 %\\rdone')"))
+    assert code == 0
+    assert re.findall(r"\[rank 1\] (.*)", out.replace("\r", "\n")) == ["1 %", "2 %", "done"]
     program = script(
         f"""
 sys.stdout.write('epoch 1\\r> ')
@@ -99,12 +93,6 @@ while not os.path.exists({str(tmp_path / "seen")!r}):
             seen += os.read(process.stdout.fileno(), 100)
         (tmp_path / "seen").touch()
         assert process.wait(PATIENCE) == 0
-
-
-def test_with_a_prefix_each_state_of_a_progress_bar_is_a_line(script):  # type: ignore[no-untyped-def]
-    code, out, _ = run("--nproc", "2", script("sys.stdout.write('1 %\\r2 %\\rdone')"))
-    assert code == 0
-    assert re.findall(r"\[rank 1\] (.*)", out.replace("\r", "\n")) == ["1 %", "2 %", "done"]
 
 
 def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
@@ -236,19 +224,25 @@ sys.exit(7)
 """
 
 
+@contextmanager
+def rank_0_traced(folder: Path, wait_until: Any) -> Iterator[int]:
+    pid = folder / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
+    with traced(int(pid.read_text())):
+        (folder / "traced").touch()
+        yield int(pid.read_text())
+
+
 def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # type: ignore[no-untyped-def]
     script, tmp_path, wait_until
 ):
     """As one with a GPU does, whose driver first gives back its memory."""
     second_round = 'if os.environ["DDPJOB_ROUND"] == "1":\n    sys.exit(0)\n'
     program = script(second_round + until_traced(tmp_path))
-    pid = tmp_path / "pid"
     env = patched(tmp_path, {"launcher.launch_config._EXIT_SECONDS": PATIENCE})
     with launched("--nproc", "2", program, env=env) as process:
-        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
-        with traced(int(pid.read_text())):
-            (tmp_path / "traced").touch()
-            stat = Path(f"/proc/{int(pid.read_text())}/stat")
+        with rank_0_traced(tmp_path, wait_until) as pid:
+            stat = Path(f"/proc/{pid}/stat")
             wait_until(lambda: ") Z " in stat.read_text(), "rank 0 was killed")
             time.sleep(BARRIER_SECONDS + 2)  # what is tested is that so long is not too long
         _, err = process.communicate(timeout=PATIENCE)
@@ -259,17 +253,13 @@ def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # ty
 @pytest.mark.fault("T10")
 def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
-    program = script(until_traced(tmp_path))
-    pid = tmp_path / "pid"
-    with launched("--nproc", "2", "--termination-log", str(report), program) as process:
-        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "rank 0")
-        with traced(int(pid.read_text())):
-            (tmp_path / "traced").touch()
-            _, err = process.communicate(timeout=PATIENCE)
+    words = ("--nproc", "2", "--termination-log", str(report), script(until_traced(tmp_path)))
+    with launched(*words) as process, rank_0_traced(tmp_path, wait_until) as pid:
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 7, err
     content = json.loads(report.read_bytes())
     assert (content["rank"], content["code"]) == (1, 7)
-    assert f"rank 0 (pid {pid.read_text().strip()}) was killed, but has not ended" in str(content)
+    assert f"rank 0 (pid {pid}) was killed, but has not ended" in str(content)
 
 
 @pytest.mark.parametrize(
@@ -299,35 +289,3 @@ def interrupted(*args, step={step}):
         )
     with launched(program, env=env) as process:  # nobody reads the output
         assert process.wait(timeout=PATIENCE) == 0
-
-
-@pytest.mark.fault("T13")
-def test_ranks_that_do_not_talk_hear_of_one_that_ended_long_before():
-    program = "test $RANK = 1 || sleep 3600"
-    env = {"DDPJOB_HANG_STEP_SECONDS": "0.2"}
-    with launched("--nproc", "3", "sh", "-c", program, env=env) as process:
-        assert process.stderr is not None
-        words = next(line for line in process.stderr if "more than 0.2 s ago" in line)
-    assert "rank 1 ended with exit code 0" in words
-    assert "2 of the others have not ended" in words
-
-
-def test_the_rate_of_the_last_minute_is_told_whatever_library_tells_of_steps(script, wait_until):  # type: ignore[no-untyped-def]
-    program = script("""
-from pathlib import Path
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
-step = 0
-while True:
-    writer.update(phase="step", step=(step := step + 1))
-    time.sleep(0.02)
-""")
-    (port,) = free_ports(1)
-
-    def told() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/state") as answer:
-            return bool(json.load(answer).get("stepsPerSecond", 0) > 0)
-        return False
-
-    with launched("--metrics-port", str(port), program):
-        wait_until(told, "steps per second in /state")

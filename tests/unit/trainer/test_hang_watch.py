@@ -34,20 +34,11 @@ def writers(tmp_path):  # type: ignore[no-untyped-def]
 def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):  # type: ignore[no-untyped-def]
     watch = HangWatch(LIMITS)
     for second in range(100, 111):
-        writers[0].mark("forward")
+        writers[0].mark("forward", now=0.0)  # the rank's own clock has no say
         assert watch.poll(tmp_path, PIDS, float(second)) is None
     found = watch.poll(tmp_path, PIDS, 111.0)
     assert found is not None
     assert (found.rank, found.silent) == (1, 11.0)
-
-
-def test_the_ranks_clock_has_no_say(tmp_path, writers):  # type: ignore[no-untyped-def]
-    """Any change is a sign of life, and only a change is."""
-    watch = HangWatch(LIMITS)
-    for second in range(100, 140):
-        writers[0].mark("forward", now=0.0)
-        writers[1].mark("forward", now=1e9)
-        assert watch.poll(tmp_path, PIDS, float(second)) is None
 
 
 def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch):  # type: ignore[no-untyped-def]
@@ -93,16 +84,6 @@ def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  #
     for second in range(1, 7):
         assert watch.poll(tmp_path, PIDS, 5000.0 + second) is None
     assert any(watch.poll(tmp_path, PIDS, 5007.0 + second) for second in range(6))
-
-
-def test_a_new_process_of_the_same_rank_begins_anew(tmp_path, writers):  # type: ignore[no-untyped-def]
-    watch = HangWatch(LIMITS)
-    for second in range(100, 110):
-        writers[0].mark("data")
-        assert watch.poll(tmp_path, PIDS, float(second)) is None
-    writers[1] = RankStateWriter(tmp_path, 1)
-    assert watch.poll(tmp_path, PIDS, 110.0) is None
-    assert watch.poll(tmp_path, PIDS, 111.0) is None
 
 
 _WORKER = """

@@ -62,13 +62,6 @@ class Scene:
             ours = tuple(Exit(replica * 2 + i, i, -9, 0.0, ours=True) for i in range(2))
             self.hub.receive(replica, Stopped(round_, ours, step), now)
 
-    def watch(self, begin: float, end: float) -> None:
-        """Seconds that the launcher of the hub spends awake, after the first."""
-        now = begin
-        while now < end:
-            now = min(now + 1, end)
-            self.hub.tick(now)
-
     def everyone(self, message: Message) -> dict[int, list[Message]]:
         return {replica: [message] for replica in range(3)}
 
@@ -123,40 +116,34 @@ def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
     assert posted[-1].rank == 2
 
 
-def test_collateral_waits_a_moment_for_its_cause() -> None:
+@pytest.mark.parametrize("comes", [True, False])
+def test_collateral_waits_a_moment_for_its_cause(comes: bool) -> None:
     scene = Scene()
     scene.fails(0, 75, now=10.0)
     assert scene.told() == {}
     assert scene.hub.tick(10.1) == 10.0 + CAUSE_WAIT_SECONDS
-    scene.fails(2, -11, now=10.2)
-    assert scene.told() == scene.everyone(Stop(0))
-    scene = Scene()
-    scene.fails(0, 75, now=10.0)
-    scene.hub.tick(10.0 + CAUSE_WAIT_SECONDS)
+    if comes:
+        scene.fails(2, -11, now=10.2)
+    else:
+        scene.hub.tick(10.0 + CAUSE_WAIT_SECONDS)
     assert scene.told() == scene.everyone(Stop(0))
 
 
-def test_who_does_not_stop_ends_the_attempt() -> None:
-    scene = Scene()
-    scene.fails(1, -9, now=1.0)
-    scene.stops(0, 1, now=2.0)
+@pytest.mark.parametrize(
+    ("here", "which"),
+    [((0, 1, 2), "2 did not stop"), ((0, 2), "1 has not come to the hub")],
+)
+def test_who_does_not_stop_or_never_came_ends_the_attempt(here: tuple[int, ...], which: str):
+    scene = Scene(here=here)
+    scene.fails(0, -9, now=1.0)
+    scene.stops(*here[:-1], now=2.0)
     assert scene.hub.tick(3.0) == 1.0 + BARRIER_SECONDS
     scene.told()
-    scene.watch(3.0, 0.9 + BARRIER_SECONDS)
+    scene.hub.tick(0.9 + BARRIER_SECONDS)
     assert scene.told() == {}
     scene.hub.tick(1.0 + BARRIER_SECONDS)
-    end = End(2, "replica 2 did not stop within 5 s", graceful=False)
-    assert scene.told() == scene.everyone(end)
-
-
-def test_who_never_came_is_told_from_who_does_not_stop() -> None:
-    scene = Scene(here=(0, 2))
-    scene.fails(0, 5, now=1.0)
-    scene.stops(0, now=2.0)
-    scene.told()
-    scene.watch(2.0, 1.0 + BARRIER_SECONDS)
-    end = End(0, "replica 1 has not come to the hub within 5 s", graceful=False)
-    assert scene.told() == {0: [end], 2: [end]}
+    end = End(0, f"replica {which} within 5 s", graceful=False)
+    assert scene.told() == {replica: [end] for replica in here}
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -173,7 +160,7 @@ def test_who_says_that_its_processes_still_end_is_waited_for(silent: bool) -> No
     assert scene.hub.tick(60.5) == 59.0 + BARRIER_SECONDS
     scene.told()
     if silent:
-        scene.watch(60.5, 59.0 + BARRIER_SECONDS)
+        scene.hub.tick(59.0 + BARRIER_SECONDS)
         end = End(2, "replica 2 did not stop within 63 s", graceful=False)
         assert scene.told() == scene.everyone(end)
     else:
@@ -191,7 +178,7 @@ def test_who_comes_late_learns_where_things_stand() -> None:
     assert isinstance(scene.told()[2][0], Go)
     scene = Scene(here=(0, 1))
     scene.fails(1, 64)
-    scene.watch(0.0, BARRIER_SECONDS)
+    scene.hub.tick(BARRIER_SECONDS)
     scene.told()
     scene.hub.admit(dataclasses.replace(GANG, replica=2))
     told = scene.told()[2]
@@ -328,7 +315,7 @@ def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work() -> None:
     scene = Scene()
     scene.hub.receive(0, Done(0), 0.0)
     scene.fails(1, 64)
-    scene.watch(0.0, BARRIER_SECONDS)
+    scene.hub.tick(BARRIER_SECONDS)
     assert not scene.hub.needed  # it has said that the attempt ends
 
 
