@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from support.launching import run
+from support.launching import NO_ROUNDS, run
 from support.patience import PATIENCE
 from support.rounds import UNHURRIED, patched, two_launchers
 from support.tiers import some_in_gate
@@ -94,8 +94,8 @@ if rank != 1:
     # However slowly an answer is written.
     patience = patched(tmp_path, {"launcher.watch.hangs._STACKS_SECONDS": 8})
     code, _, err = run(
-        "--nproc", "3", "--max-rounds-without-progress", "0", "--termination-log", str(report),
-        program, env={**environment(**{phase: 1.5}), **patience},
+        *NO_ROUNDS, "--nproc", "3", "--termination-log", str(report), program,
+        env={**environment(**{phase: 1.5}), **patience},
     )  # fmt: skip
     assert code == 76, err
     found = json.loads(report.read_bytes())
@@ -119,7 +119,7 @@ def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
     limits = {"step": 0.3, "snapshot": 0.3}
     if kind == "without our library":
         limits["startup"] = 0.3
-    code, _, err = run("--nproc", "2", program, env=environment(**limits))
+    code, _, err = run("--spares", "0", "--nproc", "2", program, env=environment(**limits))
     assert (code, err) == (0, "")
 
 
@@ -146,7 +146,7 @@ asleep()
     # What the waiting get on top is much more than the culprit's launcher needs to act.
     patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": PATIENCE, **UNHURRIED})
     patient = {**environment(step=1.5), **patient, "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1"}
-    with two_launchers(tmp_path, program, **patient) as launchers:
+    with two_launchers(tmp_path, "--spares", "0", program, **patient) as launchers:
         errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [75, 76], errors
     found = json.loads((tmp_path / "report-1").read_bytes())
