@@ -5,11 +5,9 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
-from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
@@ -69,17 +67,3 @@ def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
     assert silent.recv(1) == b""
     for one in (silent, refused, launcher):
         one.close()
-
-
-def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:
-    assert port.hub.admit(replace(GANG, replica=1)) is None
-    said: list[str] = []
-    client = HubClient(port.address, replace(GANG, replica=1), port.selector, said.append)
-    meetings = 0
-    while meetings < 3:  # then it has heard the second refusal
-        for key, _ in port.selector.select():
-            meetings += key.data == client._take
-            key.data(100.0)
-    client.close()
-    why = "replica 1 has been admitted before"
-    assert said == [f"the hub does not admit this launcher yet: {why}"]

@@ -192,10 +192,10 @@ def test_who_comes_late_learns_where_things_stand() -> None:
         ({"uid": "other"}, "another job", False),
         ({"attempt": 3}, "attempt 4", True),  # that launcher is out of date
         ({"attempt": 5}, "attempt 4", False),  # this hub is: the right one will come
-        ({"nproc": 1}, "3 replicas of 2", True),
-        ({"replicas": 4}, "3 replicas of 2", True),
-        ({"replica": 3}, "replica 3 is not one of 3", True),
-        ({"replica": -1}, "replica -1 is not one of 3", True),
+        ({"nproc": 1}, "nproc=1, replica=2) does not fit", True),
+        ({"replicas": 4}, "replicas=4, nproc=2, replica=2) does not fit", True),
+        ({"replica": 3}, "replica=3) does not fit", True),
+        ({"replica": -1}, "replica=-1) does not fit", True),
         ({"replica": 1}, "admitted before", False),
     ],
 )

@@ -80,11 +80,9 @@ class RuntimeDir:
 
     def _check_room(self, path: Path) -> None:
         found = os.statvfs(path)
-        # Some file systems count neither blocks nor inodes.
+        # Some file systems count no blocks.
         if found.f_blocks and found.f_bavail * found.f_frsize < self._bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if found.f_files and not found.f_favail:
-            raise OSError(errno.ENOSPC, "no inodes left")
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:

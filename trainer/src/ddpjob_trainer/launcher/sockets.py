@@ -45,7 +45,6 @@ def bind(port: int, *, reuse: bool = True) -> socket.socket:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind(("", port))
     except BaseException:
-        with contextlib.suppress(OSError):
-            bound.close()
+        bound.close()
         raise
     return bound

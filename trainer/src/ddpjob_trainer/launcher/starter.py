@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from ddpjob_trainer.environment import DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
@@ -38,6 +39,7 @@ class Starter:
         self._config = config
         self._runtime_dir = runtime_dir
         self._environment = common_environment(config)
+        self._environment_of = partial(rank_environment, config, runtime_dir=runtime_dir)
         self._store: socket.socket | None = None
         self.spares = Spares(
             config.program,
@@ -62,7 +64,7 @@ class Starter:
         self._store = self._store or self._bind_store()
         workers.recall = self.spares.recall
         if workers.round == 0 and self._config.first_round_from_spares:
-            self.spares.start(now)
+            self.spares.start()
         workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
     def _bind_store(self) -> socket.socket | None:
@@ -101,9 +103,6 @@ class Starter:
             self._workers.arrived(local_rank, pid or self._spawn(call))
         except OSError as error:
             self._workers.cannot_start(local_rank, error, now)
-
-    def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
-        return rank_environment(self._config, local_rank, round_, self._runtime_dir)
 
     # --- Spares --------------------------------------------------------------------------
 

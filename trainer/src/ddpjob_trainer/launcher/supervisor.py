@@ -212,7 +212,6 @@ class Supervisor:
             self._progress.tick(now)
             member_due = self._member.tick(now)
             self._take_messages(now)
-            self._stop_the_rest(now)
             kill_due = self._workers.kill_when_due(now)
             self._report_stopped(now)
             if self._is_finished(now):
@@ -277,26 +276,21 @@ class Supervisor:
         link = self._member.link
         while link.inbox:
             self._handle(link.inbox.popleft(), now)
-        if lost := self._hub_lost(now):
-            self._lose_hub(lost, now)
+        self._check_hub(now)
 
-    def _hub_lost(self, now: float) -> str:
-        """Tell how the hub was lost, "" while it may still answer."""
-        link, ended = self._member.link, self._ended
-        if link.lost or self._phase is _Phase.SUCCEEDED:
-            return link.lost
+    def _check_hub(self, now: float) -> None:
+        """End the attempt without a hub; a failure here before that counts as the cause."""
+        ended, lost = self._ended, self._member.link.lost
         since, patience = ended.waiting_since, _ANSWER_SECONDS
         if self._phase is not _Phase.RUNNING:
             # Here or elsewhere processes take so long to end.
             since, patience = self._since, patience + self._config.exit_seconds
-        late = since and now - since > patience and ended.end is None
-        return "it does not answer" if late else ""
-
-    def _lose_hub(self, why: str, now: float) -> None:
-        """End the attempt without a hub; a failure here before that counts as the cause."""
-        if not self._ended.lost:
-            self._ended.lost = why
-            self._ended.before_loss = root_cause.first_failure(self._workers.exits)
+        waits = since and ended.end is None and self._phase is not _Phase.SUCCEEDED
+        if waits and now - since > patience:
+            lost = lost or "it does not answer"
+        if lost and not ended.lost:
+            ended.lost = lost
+            ended.before_loss = root_cause.first_failure(self._workers.exits)
             self._end_attempt(now)
 
     def _handle(self, message: Message, now: float) -> None:
@@ -321,11 +315,6 @@ class Supervisor:
         """Stop the workers after short last words: no round follows."""
         trace.mark("ended")
         if not self._workers.stopping and not self._ended.signal:
-            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
-
-    def _stop_the_rest(self, now: float) -> None:
-        """Stop workers that lost their peers after another launcher's end."""
-        if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
             self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _report_stopped(self, now: float) -> None:
@@ -386,10 +375,8 @@ class Supervisor:
             self._config.exit_seconds,
             hopeless,
         )
-        others = [str(pid) for pid in left if pid not in hopeless]
-        words = (
-            [f"killed, but not gone, and left behind: pid {', '.join(others)}"] if others else []
-        )
-        for text in words:
-            self._log.say(text)
-        return [*hopeless.values(), *words]
+        said = list(hopeless.values())
+        if others := [str(pid) for pid in left if pid not in hopeless]:
+            said.append(f"killed, but not gone, and left behind: pid {', '.join(others)}")
+            self._log.say(said[-1])
+        return said

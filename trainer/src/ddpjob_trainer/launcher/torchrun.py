@@ -30,7 +30,6 @@ _REFUSED: Final = {
         "leave it out",
     ),
 }
-_FLAGS: Final = ("run-path", "virtual-local-rank")  # of these, those without a value
 #: No effect here: failures are seen at once, and there is one kind of rendezvous.
 _WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
 _SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
@@ -62,7 +61,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     option("no-python", "executables are started as they are anyway", action="store_true")
     for name in (*_WITHOUT_MEANING, *_REFUSED):
-        option(name, **({"action": "store_true"} if name in _FLAGS else {}))
+        flag = name in ("run-path", "virtual-local-rank")
+        option(name, **({"action": "store_true"} if flag else {}))
 
 
 def translate(

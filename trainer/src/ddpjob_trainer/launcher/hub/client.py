@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.hub.hub import Hub
@@ -51,19 +49,16 @@ class HubClient:
         address: tuple[str, int],
         hello: Hello,
         selector: selectors.BaseSelector,
-        tell: Callable[[str], None],
     ) -> None:
         self.inbox: deque[Message] = deque()
         self.lost = ""
-        self._tell = tell
-        self._refusal = ""  # the last reason for not being admitted yet
         self._address = address
         self._hello = hello
         self._selector = selector
         self._wire: Wire | None = None
         self._admitted = False
         self._waiting: list[Message] = []
-        self._connected: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._dialed: socket.socket | None = None  # by the thread, not taken yet
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         selector.register(self._wake_r, selectors.EVENT_READ, self._take)
         self._closing = threading.Event()
@@ -90,7 +85,7 @@ class HubClient:
         self._closing.wait(pause)
         while not self._closing.is_set():
             try:
-                self._connected.put(socket.create_connection(self._address, _CONNECT_SECONDS))
+                self._dialed = socket.create_connection(self._address, _CONNECT_SECONDS)
             except OSError:  # it, or the name, may come yet
                 self._closing.wait(_PAUSE_SECONDS)
                 continue
@@ -101,16 +96,13 @@ class HubClient:
     def _take(self, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 64)
-        with contextlib.suppress(queue.Empty):
-            connection = self._connected.get_nowait()
+        connection, self._dialed = self._dialed, None
+        if connection is not None:
             self._wire = Wire(connection, self._selector, self._received, self._closed)
             self._wire.send(self._hello)
 
     def _received(self, message: Message, now: float) -> None:
         if isinstance(message, Refused):
-            if message.reason != self._refusal and not message.final:  # else twice a second
-                self._tell(f"the hub does not admit this launcher yet: {message.reason[:200]}")
-            self._refusal = message.reason
             if message.final:
                 self.lost = message.reason
             elif self._wire is not None:

@@ -87,14 +87,9 @@ class Hub:
         if theirs.attempt != mine.attempt:
             stale = theirs.attempt < mine.attempt
             return Refused(f"this hub belongs to attempt {mine.attempt}", final=stale)
-        if (theirs.replicas, theirs.nproc) != (mine.replicas, mine.nproc):
-            return Refused(
-                f"here are {mine.replicas} replicas of {mine.nproc} processes, there"
-                f" {theirs.replicas} of {theirs.nproc}",
-                final=True,
-            )
-        if not 0 <= theirs.replica < mine.replicas:
-            return Refused(f"replica {theirs.replica} is not one of {mine.replicas}", final=True)
+        fits = (theirs.replicas, theirs.nproc) == (mine.replicas, mine.nproc)
+        if not fits or not 0 <= theirs.replica < mine.replicas:
+            return Refused(f"{theirs} does not fit {mine}", final=True)
         if theirs.replica in self._admitted:
             return Refused(f"replica {theirs.replica} has been admitted before", final=False)
         self._admitted.add(theirs.replica)
@@ -110,11 +105,10 @@ class Hub:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
         if self._phase is _Phase.FINISHED:
             return
-        done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
-        if isinstance(message, Leaving) and done:
-            self._present.discard(replica)  # it may go, but no round can follow without it
-            return
         if isinstance(message, Leaving):
+            if replica != 0 and replica in self._done and self._phase is _Phase.RUNNING:
+                self._present.discard(replica)  # it may go, but no round can follow without it
+                return
             self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
             return
         if not isinstance(message, Failed | Exiting | Stopped | Done):

@@ -61,7 +61,7 @@ def join(
     if config.hub_port is not None:
         hello = Hello(config.uid, config.attempt, config.replicas, config.nproc, config.replica)
         if config.replica > 0:
-            client = HubClient((config.master[0], config.hub_port), hello, selector, tell)
+            client = HubClient((config.master[0], config.hub_port), hello, selector)
             return Membership(client, rounds=True)
         try:
             listener = sockets.bind(config.hub_port)

@@ -16,6 +16,7 @@ from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
 from ddpjob_trainer.liveness.heartbeat import DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
+_LOST = (ExitCode.PEER_LOST, ExitCode.HANG)
 _MAX_WORDS = 300  # of an exception in the launcher's log line
 #: Messages of gloo, NCCL and torch's store, in a program that does not end with 75.
 _PEER_GONE = re.compile(
@@ -80,32 +81,22 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
 
     A success is no failure, but where no rank failed by itself the others lost their peer by it.
     """
-    if cause is None or not _lost_a_peer(cause):
+    # Of these the end of a peer may be the cause.
+    lost = cause and (cause.code in _LOST or _PEER_GONE.search(cause.exception))
+    if cause is None or not lost:
         return ""
     early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at]
     if not early:
         return ""
-    what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"
-    return f"{whom(early)} {what}"
-
-
-def whom(exits: Collection[Exit]) -> str:
-    """Name ranks, and the step after which they ended, if all agree on it."""
-    ranks = sorted(exit_.rank for exit_ in exits)
-    steps = {exit_.step for exit_ in exits}
+    ranks = ", ".join(str(rank) for rank in sorted(exit_.rank for exit_ in early)[:8])
+    steps = {exit_.step for exit_ in early}
     after = f" after step {steps.pop()}" if len(steps) == 1 and min(steps) >= 0 else ""
-    return f"rank {', '.join(map(str, ranks[:8]))}{after}"
+    return f"rank {ranks}{after} {LEFT_EARLY} others trained: sys.exit() on some ranks only?"
 
 
 def told_of(early: str, cause: Exit | None) -> str:
     """Name the ranks that ended early, then the rank that lost them."""
     return f"{early}; then rank {cause.rank}: {cause.exception or cause.code}" if cause else early
-
-
-def _lost_a_peer(cause: Exit) -> bool:
-    """Return whether the end of a peer may have caused this exit."""
-    ends = (ExitCode.PEER_LOST, ExitCode.HANG)
-    return cause.code in ends or _PEER_GONE.search(cause.exception) is not None
 
 
 def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.util
 import json
 import os
 import runpy
-import signal
 import socket
 import sys
 import time
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.gpu import devices
+from ddpjob_trainer.launcher.processes import children
 
 #: Modules that training imports sooner or later, some as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); a missing one costs only time.
@@ -45,9 +44,7 @@ MODULES = (
 )
 _MAX_MESSAGE = 64 * 1024
 _MOST_WORDS = 200  # characters about one module
-_PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
-_libc = ctypes.CDLL(None, use_errno=True)
 _HARMLESS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -122,9 +119,7 @@ def _settle(launcher: int, parent: int) -> None:
         if now != parent or time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before the call above
-        os._exit(1)
+    children.die_with(launcher)()
     os.setpgid(0, 0)
 
 

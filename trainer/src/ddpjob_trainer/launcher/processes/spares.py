@@ -73,23 +73,20 @@ class Spares:
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
-        self._server_started = 0.0
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
 
     def pids(self) -> set[int]:
         """Return the pids of the fork server and of uncalled spares."""
-        return {
-            self._server_pid,
-            *(one.pid for one in self._spares.values() if one.called_at is None),
-        }
+        waiting = (one.pid for one in self._spares.values() if one.called_at is None)
+        return {self._server_pid, *waiting}
 
-    def start(self, now: float) -> None:
+    def start(self) -> None:
         """Start the fork server, unless it runs."""
         if self._count and self._server is None:
             try:
-                self._start_server(now)
+                self._start_server()
             except OSError as error:
                 self._off(f"cannot start the fork server: {error.strerror}")
 
@@ -98,7 +95,7 @@ class Spares:
         if not self._count:
             return
         if self._server is None:
-            self.start(now)
+            self.start()
         elif self._warm:
             for local_rank in range(self._count):
                 if self._server is not None and local_rank not in self._spares:
@@ -159,9 +156,8 @@ class Spares:
         for local_rank, one in list(self._spares.items()):
             if one.called_at is None or (one.pid and not one.ready):
                 continue
-            due = one.called_at + _ANSWER_SECONDS
-            if not self._warm and not one.pid:
-                due = self._server_started + _IMPORT_SECONDS
+            imports = not self._warm and not one.pid
+            due = one.called_at + (_IMPORT_SECONDS if imports else _ANSWER_SECONDS)
             if now < due:
                 dues.append(due)
             elif one.pid:
@@ -173,7 +169,7 @@ class Spares:
 
     # --- The fork server -----------------------------------------------------------------
 
-    def _start_server(self, now: float) -> None:
+    def _start_server(self) -> None:
         given = json.dumps(asdict(self._program) | {"preload": self._preload})
         mine, theirs = fork_server.pair()
         there = theirs.fileno()
@@ -188,7 +184,6 @@ class Spares:
         # It reads nothing while it imports, and the launcher must not wait for it.
         mine.setblocking(False)
         self._server = mine
-        self._server_started = now
         self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
 
     def _server_spoke(self, now: float) -> None:

@@ -3,9 +3,6 @@
 The supervisor's loop calls it; the workers' records flow in. Deadlines are measured on the
 launcher's clock from when it saw a record change, so a worker that holds the GIL or is stopped is
 found too. A program that does not use our library keeps no record and is not watched.
-
-A hanging worker ends with the exit code of a hang; its stacks go to the log, to GET /state and, as
-far as there is room, to the termination report.
 """
 
 from __future__ import annotations
@@ -28,12 +25,9 @@ _LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
 
-#: Running workers: rank -> pid.
-Pids = Mapping[int, int]
-
 
 class HangWatch:
-    """Looks at the records of one round's workers."""
+    """Looks at the records of one round's workers. ``pids``: rank -> pid of those that run."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
@@ -42,7 +36,7 @@ class HangWatch:
         self._at: dict[int, float] = {}  # when that last changed
         self._polled = 0.0
 
-    def poll(self, directory: Path, pids: Pids, now: float) -> Hang | None:
+    def poll(self, directory: Path, pids: Mapping[int, int], now: float) -> Hang | None:
         """Return the hanging worker, if one hangs. Cheap when called more often."""
         if now < self._polled + self.interval:
             return None
@@ -69,13 +63,13 @@ class HangWatch:
 class StackRequest:
     """Asks workers for the stacks of all their threads when one hangs; reads them later."""
 
-    def __init__(self, hang: Hang, directory: Path, pids: Pids) -> None:
+    def __init__(self, hang: Hang, directory: Path, pids: Mapping[int, int]) -> None:
         self.hang = hang
         self._directory = directory
         others = sorted(pids.keys() - {hang.rank})
         self._asked = [rank for rank in (hang.rank, *others) if self._ask(rank, pids)]
 
-    def _ask(self, rank: int, pids: Pids) -> bool:
+    def _ask(self, rank: int, pids: Mapping[int, int]) -> bool:
         state = read_state(self._directory, rank)
         if state is None:  # without our library the signal would just kill it
             return False
