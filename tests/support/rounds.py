@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -296,39 +295,29 @@ class Forwarder:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
+                with contextlib.suppress(ConnectionRefusedError):
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                    self._open += [near, far]
+                    for ends in ((near, far), (far, near)):
+                        threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+                    continue
                 near.close()
-                continue
-            self._open += [near, far]
-            threading.Thread(target=self._pass_on, args=(near, far), daemon=True).start()
 
     @staticmethod
-    def _pass_on(near: socket.socket, far: socket.socket) -> None:
-        try:
-            while True:
-                for source in select.select([near, far], [], [])[0]:
-                    data = source.recv(65536)
-                    if not data:
-                        raise OSError
-                    (far if source is near else near).sendall(data)
-        except (OSError, ValueError):
-            for end in (near, far):
-                end.close()
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """Break every connection, and let nobody connect again."""
         for one in self._open:
-            try:
+            with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                one.close()
 
 
 def alive(pid: int) -> bool:

@@ -43,14 +43,8 @@ def of_a_container_v2(root: Path) -> str:
 def of_a_container_v1(root: Path) -> str:
     """Without a namespace of its own it reads the path that its node knows."""
     v1(root / "memory", 2, 2 * GIB, GIB)
+    (root / "unified/x").mkdir(parents=True)  # of version 2 is only the rest
     return "9:name=systemd:/x\n4:memory:/kubepods/burstable/pod1/c1\n3:cpu,cpuacct:/x\n0::/x"
-
-
-def of_both(root: Path) -> str:
-    """A node on which only the rest is of version 2."""
-    v1(root / "memory/pods/c1", 2, 2 * GIB, GIB)
-    (root / "unified/pods/c1").mkdir(parents=True)
-    return "4:memory:/pods/c1\n0::/pods/c1"
 
 
 def of_another_namespace(root: Path) -> str:
@@ -62,7 +56,7 @@ def of_another_namespace(root: Path) -> str:
 @pytest.mark.fault("N5")
 @pytest.mark.parametrize(
     "layout",
-    [of_a_container_v2, of_a_container_v1, of_both, of_another_namespace],
+    [of_a_container_v2, of_a_container_v1, of_another_namespace],
 )
 def test_kills_limit_and_peak_are_read(layout, tmp_path):  # type: ignore[no-untyped-def]
     own = tmp_path / "own"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -20,7 +18,6 @@ from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.state import Results
-from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
 from support.worker_group import NEVER, config_of_three, make_group
@@ -181,10 +178,7 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ign
     assert children.end_all(nobody, 0.05, ()) == [NEVER, NEVER + 1]
     asked = 9_999  # those of whom it is known are not waited for at all
     assert children.end_all(nobody, 600.0, (NEVER, NEVER + 1)) == [NEVER, NEVER + 1]
-
-
-def test_who_ended_while_the_launcher_stood_still_is_not_left_behind(monkeypatch, sent):  # type: ignore[no-untyped-def]
-    zombies = [NEVER]
+    zombies = [NEVER]  # ended while the launcher stood still
     monkeypatch.setattr(children, "children", lambda: list(zombies))
     monkeypatch.setattr(children, "reap", lambda: [(zombies.pop(), -9)] if zombies else [])
     reaped: list[tuple[int, int]] = []
@@ -244,20 +238,3 @@ def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, 
         record.write(pid.to_bytes(4, "little"))
     workers.signal(15, 1.0)
     assert sent == [(NEVER, 15), (NEVER + 1, 15), (NEVER + 2, 15)]
-
-
-def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]
-    """Else a victim here would be the first, and blamed."""
-    heard, seen = list[float](), list[float]()
-
-    def ended(pid: int, status: int, at: float) -> None:
-        seen.append(at)
-        raise StopIteration  # so far
-
-    supervisor = object.__new__(Supervisor)
-    supervisor._sleep = lambda seconds: heard.append(time.monotonic())  # type: ignore[method-assign]
-    supervisor._workers = SimpleNamespace(ended=ended)  # type: ignore[assignment]
-    monkeypatch.setattr(children, "reap", lambda: [(NEVER, 1)])
-    with pytest.raises(StopIteration):
-        supervisor._watch()
-    assert heard[0] <= seen[0]

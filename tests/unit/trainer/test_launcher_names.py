@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.launcher.watch import hangs, names
+from ddpjob_trainer.launcher.watch import names
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.liveness.hang import Hang
+from ddpjob_trainer.liveness.hang import Deadlines, Hang
 from support.patience import PATIENCE
 
 MASTER = "job-0.job.ns.svc"
@@ -71,23 +71,15 @@ def test_who_is_alone_asks_nobody(resolver: Resolver) -> None:
 
 @pytest.mark.fault("T11")
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
-def test_a_hang_at_the_start_names_it_as_its_cause(
-    phase: Any, named: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_at_the_start_names_it_as_its_cause(phase: Any, named: bool) -> None:
     hang = Hang(1, phase, "rendezvous", 0, 601.0, 600.0, stopped=False)  # type: ignore[arg-type]
-    asked = SimpleNamespace(hang=hang, text=lambda: "", brief=list)
-    monkeypatch.setattr(
-        hangs, "HangWatch", lambda _: SimpleNamespace(poll=lambda *_: hang, interval=1.0)
-    )
-    monkeypatch.setattr(hangs, "StackRequest", lambda *_: asked)
+    request: Any = SimpleNamespace(hang=hang, text=lambda: "", brief=list)
     told: list[str] = []
     workers: Any = SimpleNamespace(
-        stopping=False, dying=False, state_dir=None, pids={},
-        mark_hung=lambda rank, why, lines, now: told.append(why),
-    )  # fmt: skip
-    log: Any = SimpleNamespace(say=lambda line: None, put=lambda stream, data: None)
+        stopping=False, mark_hung=lambda rank, why, lines, now: told.append(why)
+    )
+    log: Any = SimpleNamespace(put=lambda stream, data: None)
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
-    response = HangResponse(SimpleNamespace(), Counter(), log, found)  # type: ignore[arg-type]
-    for now in (1.0, 3.0):
-        response.tick(workers, now, terminating=False)
+    response = HangResponse(Deadlines(1, 1, 1), Counter(), log, found)
+    response._answered(workers, request, 1.0)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]
