@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,26 +139,8 @@ def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(tmp_path, 
     same(tmp_path, lambda *more, **env: whole(tmp_path, *more, *words, PYTHONPATH=paths, **env))
 
 
-def test_a_script_that_exits_or_is_edited_is_that_of_this_moment(bare, tmp_path):  # type: ignore[no-untyped-def]
-    code, out, err = bare(
-        BARE
-        + """
-if round_ == "0":
-    until_spares()
-    text = open(__file__).read()
-    open(__file__, "w").write(text.replace("be" + "fore", "after"))
-    os.kill(os.getpid(), signal.SIGKILL)
-print("before")
-sys.exit("in words")
-""",
-        *("--max-rounds-without-progress", "1"),
-    )
-    assert (code, out) == (1, "after\n"), err
-    assert "\nin words\n" in err
-
-
-def test_what_an_import_sees_is_the_same_in_every_round(bare, tmp_path):  # type: ignore[no-untyped-def]
-    """Where what stands before it says where, or as what, it is imported."""
+def test_a_script_and_what_its_imports_see_are_those_of_this_moment(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """Where what stands before it says where, or as what, it is imported; the script is edited."""
     (tmp_path / "settings.py").write_text("VALUE = 'default'")
     (tmp_path / "reader.py").write_text("import settings\nSEEN = settings.VALUE")
     (tmp_path / "found.py").write_text("WHERE = 'beside the script'")
@@ -169,18 +150,18 @@ def test_what_an_import_sees_is_the_same_in_every_round(bare, tmp_path):  # type
         "import os, sys\nimport settings\nsettings.VALUE = 'changed'\nimport reader\n"
         "sys.path.insert(0, os.path.dirname(__file__) + '/mine')\nimport found\n"
     )
-    code, out, err = bare(
-        BARE
-        + """
-print(reader.SEEN, found.WHERE, flush=True)
+    text = """
+print(reader.SEEN, found.WHERE, "before", flush=True)
 if round_ == "0":
     until_spares()
+    text = open(__file__).read()
+    open(__file__, "w").write(text.replace("be" + "fore", "after"))
     os.kill(os.getpid(), signal.SIGKILL)
-""",
-        *("--max-rounds-without-progress", "1"),
-        first=first,
-    )
-    assert (code, out) == (0, "changed mine\n" * 2), err
+sys.exit("in words")
+"""
+    code, out, err = bare(BARE + text, "--max-rounds-without-progress", "1", first=first)
+    assert (code, out) == (1, "changed mine before\nchanged mine after\n"), err
+    assert "\nin words\n" in err
 
 
 @pytest.mark.tier("all")
@@ -199,54 +180,34 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
 
 
 @pytest.mark.parametrize("who", ["a spare", "the fork server"])
-def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):  # type: ignore[no-untyped-def]
-    (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
-    first = BEGIN
-    if who == "a spare":  # it has the environment of the round to come
-        fatal = "import os\nif os.environ['DDPJOB_ROUND'] == '1': os._exit(3)\n"
-        (tmp_path / "fatal.py").write_text(fatal)
-        first = "import fatal\n" + first
-    else:
-        (tmp_path / "safetensors.py").write_text("import os; os._exit(3)")
-    script = tmp_path / "script.py"
-    script.write_text(first + BARE + "time.sleep(3600)")
-    env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
-    with launched(str(script), env=env) as launcher:
-        assert launcher.stderr is not None
-        line = launcher.stderr.readline()
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(PATIENCE) == 143
-    assert line == f"launcher: no warm spares: {who} died 3 times in a row\n"
-
-
-@pytest.mark.parametrize("who", ["a spare", "the fork server"])
-def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who):  # type: ignore[no-untyped-def]
-    """A file stands for the driver's. The round that follows does without spares."""
+@pytest.mark.parametrize("what", ["dies", "holds a GPU"])
+def test_what_no_import_survives_is_not_tried_for_ever(tmp_path, wait_until, who, what):  # type: ignore[no-untyped-def]
+    """A file stands for the GPU driver's. The round that follows does without spares."""
     driver = tmp_path / "nvidia-uvm"
     driver.touch()
-    opens = f"import os\nif os.environ.get('DDPJOB_ROUND', '1') == '1': f = open({str(driver)!r})\n"
+    does = "os._exit(3)" if what == "dies" else f"f = open({str(driver)!r})"
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
-    (tmp_path / ("mine.py" if who == "a spare" else "safetensors.py")).write_text(opens)
+    (tmp_path / ("mine.py" if who == "a spare" else "safetensors.py")).write_text(
+        "import os, sys\nforked = any('fork_server' in name for name in sys.modules)\n"
+        f"if forked and os.environ.get('DDPJOB_ROUND', '1') == '1': {does}\n"
+    )
     script = tmp_path / "script.py"
     first = "import mine\n" if who == "a spare" else ""
-    script.write_text(
-        first + BEGIN + BARE
-        + "print(round_, flush=True)\nif round_ == '0': time.sleep(3600)\n"
-    )  # fmt: skip
-    names = (str(driver),)
+    text = "print(round_, flush=True)\nif round_ == '0': time.sleep(3600)\n"
+    script.write_text(first + BEGIN + BARE + text)
     (tmp_path / "sitecustomize.py").write_text(
-        f"from ddpjob_trainer.gpu import devices\ndevices._DRIVER = {names!r}\n"
+        f"from ddpjob_trainer.gpu import devices\ndevices._DRIVER = {(str(driver),)!r}\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched("--nproc", "2", str(script), env=env) as launcher:
         assert launcher.stderr is not None
         line = launcher.stderr.readline()
-        assert line == f"launcher: no warm spares: an import has opened {driver}\n"
+        why = f"{who} died 3 times in a row" if what == "dies" else f"an import has opened {driver}"
+        assert line == f"launcher: no warm spares: {why}\n"
         wait_until(lambda: len(children(launcher.pid)) == 2, "only workers are left")
         assert launcher.stdout is not None
         before = [launcher.stdout.readline() for _ in range(2)]  # of those that are killed
-        for pid in children(launcher.pid):
-            kill(pid)
+        kill(*children(launcher.pid))
         out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     said = re.findall(r"\d$", "".join([*before, out]), re.MULTILINE)
@@ -258,20 +219,16 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n")
+    trace = tmp_path / "trace"
     env = patched(tmp_path, {"launcher.starter._STARTED_SECONDS": 0.1})
-    env["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
+    env["DDPJOB_TRAINER_TRACE"] = str(trace)
     with launched("--spares", "1", str(script), env=env) as launcher:
-        try:
-            assert launcher.stdout is not None
-            first = int(launcher.stdout.readline())
-            trace = tmp_path / "trace"
-            wait_until(lambda: trace.exists() and '"spares"' in trace.read_text(), "a spare")
-            others = children(launcher.pid).keys() - {first}
-            kill(first)
-            assert int(launcher.stdout.readline()) in others
-        finally:
-            launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(PATIENCE) == 143
+        assert launcher.stdout is not None
+        first = int(launcher.stdout.readline())
+        wait_until(lambda: trace.exists() and '"spares"' in trace.read_text(), "a spare")
+        others = children(launcher.pid).keys() - {first}
+        kill(first)
+        assert int(launcher.stdout.readline()) in others
 
 
 #: Modules that count who imports them, each one line.

@@ -138,30 +138,24 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_where_the_root_is_read_only_temporary_files_go_to_memory(script, monkeypatch):  # type: ignore[no-untyped-def]
-    """torch._dynamo asks for a temporary directory when it is imported."""
-    made = config(script, POD)
-    assert "TMPDIR" not in common_environment(made, {})
+def test_a_read_only_root_and_a_user_of_whom_the_image_knows_nothing(script, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+    """Temporary files go to memory (torch._dynamo asks for a directory); a name and a home."""
+    made, own = config(script, POD), {"HOME": str(tmp_path)}
+    found = common_environment(made, own)
+    assert found.items() >= own.items()
+    assert "TMPDIR" not in found
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
 
     def nowhere() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    assert common_environment(made, {})["TMPDIR"] == "/dev/shm"
-
-
-def test_a_user_of_whom_the_image_knows_nothing_gets_a_name_and_a_home(
-    script, monkeypatch, tmp_path
-):  # type: ignore[no-untyped-def]
-    def unknown(uid: int) -> NoReturn:
-        raise KeyError(uid)
-
-    made = config(script, POD)
-    own = {"HOME": str(tmp_path)}
-    assert common_environment(made, own).items() >= own.items()
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(os, "access", lambda path, mode: path == str(tmp_path))
     found = common_environment(made, {"HOME": "/"})
     assert (found["USER"], found["HOME"]) == (str(os.getuid()), tempfile.gettempdir())
     found = common_environment(made, own | {"USER": "ada"})
     assert (found["USER"], found["HOME"]) == ("ada", str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert common_environment(made, {})["TMPDIR"] == "/dev/shm"

@@ -209,24 +209,18 @@ def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: i
     workers.recall = lambda: [1, 2]
     if how == "signal":
         workers.signal(15, 1.0)
-    elif how == "grace":
-        workers.ended(NEVER, 3, 1.0)
+        assert (sent, workers.running) == ([(NEVER, 15)], 1)
+    workers.ended(NEVER, 3, 1.0)
+    if how == "grace":
         workers.kill_by(2.0)
         assert (workers.kill_when_due(1.0), workers.running) == (2.0, 2)
         workers.kill_when_due(2.0)
-    else:
-        workers.ended(NEVER, 3, 1.0)
+    elif how == "stop":
         workers.stop(1.0, last_words=0)
-    found = [(exit_.rank, exit_.status, exit_.ours) for exit_ in workers.exits]
-    if how == "signal":
-        assert (found, sent, workers.running) == (
-            [(1, -15, False), (2, -15, False)],
-            [(NEVER, 15)],
-            1,
-        )
-    else:
-        ours = how == "stop"
-        assert (found, workers.running) == ([(0, 3, False), (1, -9, ours), (2, -9, ours)], 0)
+    status = -15 if how == "signal" else -9
+    found = sorted((exit_.rank, exit_.status, exit_.ours) for exit_ in workers.exits)
+    ours = how == "stop"
+    assert (found, workers.running) == ([(0, 3, False), (1, status, ours), (2, status, ours)], 0)
 
 
 @pytest.mark.parametrize("pid", [0, 1, 2**32 - 1])

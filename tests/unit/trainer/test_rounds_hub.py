@@ -306,17 +306,17 @@ def test_who_ended_early_at_another_launcher_is_told_to_its_victim(waited: bool)
     assert end.early.startswith("rank 2, 3 after step 12 ended with exit code 0 while others")
 
 
-def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work(fails: bool) -> None:
     scene = Scene(here=(0, 1))  # replica 2 never came, so it does not depend on the hub
     scene.hub.receive(0, Done(0), 0.0)
     assert scene.hub.needed
-    scene.hub.receive(1, Done(0), 0.0)
+    if fails:
+        scene.fails(1, 64)
+        scene.hub.tick(BARRIER_SECONDS)  # it says that the attempt ends
+    else:
+        scene.hub.receive(1, Done(0), 0.0)
     assert not scene.hub.needed
-    scene = Scene()
-    scene.hub.receive(0, Done(0), 0.0)
-    scene.fails(1, 64)
-    scene.hub.tick(BARRIER_SECONDS)
-    assert not scene.hub.needed  # it has said that the attempt ends
 
 
 def test_nobody_speaks_for_the_hub() -> None:
