@@ -26,20 +26,31 @@ from support.launching import (
 from support.patience import PATIENCE
 from support.rounds import alive, patched
 
+#: faulthandler's words count, those of exceptions that were met before do not.
+CRASH = """
+    import faulthandler, traceback
+    faulthandler.enable()
+    try: {}['k']
+    except KeyError: traceback.print_exc()
+    os.kill(os.getpid(), signal.SIGSEGV)"""
+SEVEN = "ValueError: seven"
+
 
 @pytest.mark.parametrize(
-    ("end", "code", "kind"),
+    ("end", "code", "kind", "exception"),
     [
-        ("sys.exit(0)", 0, "success"),
-        ("sys.exit(7)", 7, "exit"),
-        ("sys.exit(70)", 70, "diverged"),
-        ("sys.exit(76)", 76, "hang"),
-        ("raise ValueError('seven')", 1, "exception"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "sigterm"),
+        ("sys.exit(0)", 0, "success", ""),
+        ("sys.exit(7)", 7, "exit", ""),
+        ("sys.exit(70)", 70, "diverged", ""),
+        # Rank 0 may have ended before.
+        ("sys.exit(76)", 76, "hang", "rank 0 ended with exit code 0 while others trained"),
+        ("raise ValueError('seven')", 1, "exception", SEVEN),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal", ""),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "sigterm", ""),
+        (CRASH, 139, "signal", "Fatal Python error: Segmentation fault: "),
     ],
 )
-def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignore[no-untyped-def]
+def test_exit_code_and_report(script, tmp_path, end, code, kind, exception):  # type: ignore[no-untyped-def]
     report = tmp_path / "report"
     program = script(f"print('last words of', rank)\nif rank == 1: {end}\n")
     returned, _, err = run(*NO_ROUNDS, "--nproc", "2", "--termination-log", str(report), program)
@@ -48,47 +59,16 @@ def test_exit_code_and_report(script, tmp_path, end, code, kind):  # type: ignor
     assert (content["version"], content["kind"], content["round"]) == (1, kind, 0)
     if code:
         assert (content["rank"], content["localRank"], content["code"]) == (1, 1, code)
-        assert content["log"][0] == "last words of 1"
+        assert "last words of 1" in content["log"]
     assert content.get("signal") == (code - 128 if code > 128 else None)
-    said = content.get("exception")
-    first = "rank 1 ended first, with exit code 1 (exception: ValueError: seven)"
-    assert (first in err) == (kind == "exception")
-    if kind == "hang" and said:  # rank 0 may have ended before
-        assert said.startswith("rank 0 ended with exit code 0 while others trained")
+    said = content.get("exception", "")
+    if kind == "hang":
+        assert not said or said.startswith(exception)
     else:
-        assert said == ("ValueError: seven" if kind == "exception" else None)
-
-
-@pytest.mark.parametrize("char", ["y", "\u4e2d", "\U0001f600"])
-def test_the_report_stays_below_2_kib(script, tmp_path, char):  # type: ignore[no-untyped-def]
-    report = tmp_path / "report"
-    program = script(
-        f"[print('\\x01é' * 300) for _ in range(30)]\nraise ValueError({char!r} * 5000)"
-    )
-    utf8 = {"PYTHONIOENCODING": "utf-8"}
-    run("--max-rounds-without-progress", "1", "--termination-log", str(report), program, env=utf8)
-    assert len(report.read_bytes()) <= 2048
-    content = json.loads(report.read_bytes())
-    for words in (content["exception"], content["rounds"][0]["exception"]):
-        head, _, tail = words.partition(" ... ")
-        assert head.startswith(f"ValueError: {char * 25}")
-        assert tail.startswith(char * 10), "cut in its middle"
-    assert len(content["log"]) >= 5
-
-
-def test_a_crash_is_told_with_its_place(script, tmp_path):  # type: ignore[no-untyped-def]
-    """faulthandler's words count, those of exceptions that were met before do not."""
-    report = tmp_path / "report"
-    program = script(
-        "import faulthandler, traceback\nfaulthandler.enable()\n"
-        "try: {}['k']\nexcept KeyError: traceback.print_exc()\n"
-        "os.kill(os.getpid(), signal.SIGSEGV)\n"
-    )
-    code, _, err = run(*NO_ROUNDS, "--termination-log", str(report), program)
-    content = json.loads(report.read_bytes())
-    assert (code, content["kind"]) == (139, "signal"), err
-    assert content["exception"].startswith("Fatal Python error: Segmentation fault: ")
-    assert "with signal 11 (SIGSEGV: Fatal Python error: Segmentation fault: " in err
+        assert said.startswith(exception)
+        assert bool(said) == bool(exception)
+    how = {1: f"exit code 1 (exception: {SEVEN})", 139: f"signal 11 (SIGSEGV: {exception}"}
+    assert f"rank 1 ended first, with {how.get(code, '')}" in err or code == 0
 
 
 def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  # type: ignore[no-untyped-def]
@@ -169,6 +149,7 @@ def ended_by(process: Popen[str], signum: int, *lines: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_are_forwarded(script, signum, code):  # type: ignore[no-untyped-def]
+    """But for those that nohup has the launcher ignore."""
     program = script(
         """
 def handler(signum, frame):
@@ -177,20 +158,6 @@ def handler(signum, frame):
     os.kill(os.getpid(), signum)
 for s in (signal.SIGTERM, signal.SIGINT):
     signal.signal(s, handler)
-signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"user\\n"))
-print("ready", flush=True)
-"""
-        + HANDLES
-    )
-    process = launch(program)
-    out, err = ended_by(process, signum, "ready\n", "user\n")
-    assert f"got {int(signum)}\n" in out
-    assert process.returncode == code, err
-
-
-def test_what_nohup_has_the_launcher_ignore_ends_no_training(script):  # type: ignore[no-untyped-def]
-    program = script(
-        """
 signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"user\\n"))
 print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
 """
@@ -204,8 +171,9 @@ print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "True\n"
     process.send_signal(signal.SIGHUP)
-    _, err = ended_by(process, signal.SIGTERM, "user\n")
-    assert process.returncode == 143, err
+    out, err = ended_by(process, signum, "user\n")
+    assert f"got {int(signum)}\n" in out
+    assert process.returncode == code, err
 
 
 def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_path):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from devcluster import process
-from support.launching import HANDLES, launched, run
+from support.launching import HANDLES, launched
 from support.patience import PATIENCE
 from support.rounds import (
     UNHURRIED,
@@ -115,22 +115,6 @@ def spared(launcher: int, workers: list[int]) -> set[int]:
 def started(pid: int) -> int:
     """When, in ticks; pids begin anew at the end of their range."""
     return process.parse_stat(Path(f"/proc/{pid}/stat").read_text())[1]
-
-
-def test_the_budget_is_what_may_follow_without_a_newer_snapshot(script, tmp_path):  # type: ignore[no-untyped-def]
-    report = tmp_path / "report"
-    program = script("print('round', os.environ['DDPJOB_ROUND'])\nif rank == 1: sys.exit(7)\n")
-    words = ("--nproc", "3", "--max-rounds-without-progress", "2", "--termination-log", str(report))
-    code, out, err = run(*words, program)
-    assert code == 7
-    assert "no further round: failed 3 times without progress in between" in err
-    assert set(re.findall(r"round (\d)", out)) == {"0", "1", "2"}
-    found = json.loads(report.read_bytes())
-    assert (found["round"], found["rank"], found["code"]) == (2, 1, 7)
-    assert [(one["round"], one["rank"], one["code"]) for one in found["rounds"]] == [
-        (0, 1, 7),
-        (1, 1, 7),
-    ]
 
 
 #: As for torchrun: env://, a checkpoint of its own, not a word of ours.
