@@ -102,7 +102,7 @@ class Training:
         self.script = self.directory / "train.py"
         self.script.write_text(SCRIPT)
         self.trace = self.directory / "trace"
-        self._ports = free_ports(2)
+        self._port, self.hub_port = free_ports(2)
 
     def hold(self, *places: str) -> None:
         """Hold places such as "1-0-step-9": attempt 1, round 0, before the commit of step 9.
@@ -153,7 +153,7 @@ class Training:
 
         ``hub_ports``: another way to the hub, by replica.
         """
-        port, hub = self._ports
+        port, hub = self._port, self.hub_port
         gang = {
             "DDPJOB_UID": "uid", "DDPJOB_ATTEMPT": str(number), "PET_NNODES": "3",
             "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -175,10 +175,6 @@ class Training:
                 )
             )  # fmt: skip
         return self.launchers
-
-    @property
-    def hub_port(self) -> int:
-        return self._ports[1]
 
     def codes(self, seconds: float = PATIENCE) -> list[int]:
         """Exit codes of the launchers; the test fails when one does not end."""

@@ -255,7 +255,6 @@ def test_a_module_and_an_executable(tmp_path):  # type: ignore[no-untyped-def]
         ([str(SOURCES / "ddpjob_trainer/py.typed")], {}, 126, "is not executable"),
         ([str(SOURCES / "ddpjob_trainer")], {}, 126, "is a directory: name the script in it"),
         (["look.ipynb"], {}, 64, "look.ipynb: a notebook, which Python does not start: jupyter"),
-        (["--nproc", "0", "sh"], {}, 64, "--nproc=0 must be at least 1"),
         ([], {}, 2, "required: PROGRAM"),
         (["sh"], {"DDPJOB_REPLICA": "0", "MASTER_ADDR": ""}, 64, "MASTER_ADDR"),
         (["sh"], {"DDPJOB_GRACE_SECONDS": "soon"}, 64, "DDPJOB_GRACE_SECONDS='soon'"),

@@ -1,7 +1,6 @@
 """Warm spares: what they have imported, and that a script cannot tell that it runs in one.
 
-A script runs in fresh interpreters, as `python script.py` does, then from a fork server (round 0)
-and in a spare (round 1). What all saw of the world must be equal.
+It runs in fresh interpreters, then from a fork server (round 0) and in a spare (round 1).
 """
 
 from __future__ import annotations

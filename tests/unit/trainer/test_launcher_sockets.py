@@ -17,13 +17,7 @@ def test_each_is_another_and_none_is_handed_out_by_the_kernel() -> None:
     assert found != sockets.free_ports(200)
 
 
-def test_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = sorted(sockets.free_ports(2))
-    monkeypatch.setattr(sockets, "_QUIET", two)
-    assert sorted(sockets.free_ports(2)) == two
-
-
-@pytest.mark.parametrize("host", ["::", "0.0.0.0", "127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["::", "127.0.0.1"])
 @pytest.mark.parametrize("listens", [True, False])
 def test_what_another_holds_is_taken_though_it_does_not_listen_yet(
     monkeypatch: pytest.MonkeyPatch, listens: bool, host: str
@@ -32,6 +26,7 @@ def test_what_another_holds_is_taken_though_it_does_not_listen_yet(
         pytest.skip(f"this machine has no {host}")
     first, _ = two = sockets.free_ports(2)
     monkeypatch.setattr(sockets, "_QUIET", two)
+    assert sorted(sockets.free_ports(2)) == sorted(two), "as many as there are"
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, first))

@@ -146,8 +146,7 @@ def test_who_does_not_stop_or_never_came_ends_the_attempt(here: tuple[int, ...],
     assert scene.told() == {replica: [end] for replica in here}
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_who_says_that_its_processes_still_end_is_waited_for(silent: bool) -> None:
+def test_who_says_that_its_processes_still_end_is_waited_for() -> None:
     """A GPU's memory is given back for seconds after a kill."""
     scene = Scene()
     scene.hub.receive(2, Exiting(0), 0.5)  # nothing has been stopped yet
@@ -159,13 +158,9 @@ def test_who_says_that_its_processes_still_end_is_waited_for(silent: bool) -> No
     scene.hub.receive(2, Exiting(7), 60.0)  # of another round
     assert scene.hub.tick(60.5) == 59.0 + BARRIER_SECONDS
     scene.told()
-    if silent:
-        scene.hub.tick(59.0 + BARRIER_SECONDS)
-        end = End(2, "replica 2 did not stop within 63 s", graceful=False)
-        assert scene.told() == scene.everyone(end)
-    else:
-        scene.stops(2, now=61.0)
-        assert isinstance(scene.told()[2][0], Go)
+    scene.hub.tick(59.0 + BARRIER_SECONDS)
+    end = End(2, "replica 2 did not stop within 63 s", graceful=False)
+    assert scene.told() == scene.everyone(end)
 
 
 def test_who_comes_late_learns_where_things_stand() -> None:

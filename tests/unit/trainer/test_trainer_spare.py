@@ -93,21 +93,6 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
     assert told == ["no warm spares: a spare died 3 times in a row"]
 
 
-def test_without_descriptors_there_is_no_spare_and_no_harm(monkeypatch):
-    def none_left(*_: object, **__: object) -> None:
-        raise OSError(24, "Too many open files")
-
-    spares = made()
-    theirs = served(spares, warm=True)
-    with monkeypatch.context() as full:
-        full.setattr(socket, "socketpair", none_left)
-        spares.refill(lambda _: {}, 0.0)
-        assert not spares.full
-    spares.refill(lambda _: {}, 0.0)
-    assert spares.full
-    theirs.close()
-
-
 def test_a_fork_server_that_imports_keeps_no_launcher_with_many_workers_waiting():
     """What its socket does not take is refused, and a fresh interpreter takes its place."""
     spares = made(1000)
