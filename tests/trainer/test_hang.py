@@ -1,7 +1,6 @@
 """Hangs under the launcher: the culprit is named, shows its stacks, and counts as 76.
 
-The workers keep the library's records without importing torch, so each stands exactly where the
-test wants it. tests/trainer/test_metrics.py has hangs of real training.
+The workers keep the library's records without importing torch: each stands where the test wants it.
 """
 
 from __future__ import annotations
