@@ -69,9 +69,12 @@ else:
 """
 
 
-def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def launch(
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*RUN, *arguments],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": PATHS, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -103,7 +102,7 @@ class Training:
         self.script = self.directory / "train.py"
         self.script.write_text(SCRIPT)
         self.trace = self.directory / "trace"
-        self._ports = free_ports(2)
+        self._port, self.hub_port = free_ports(2)
 
     def hold(self, *places: str) -> None:
         """Hold places such as "1-0-step-9": attempt 1, round 0, before the commit of step 9.
@@ -154,14 +153,11 @@ class Training:
 
         ``hub_ports``: another way to the hub, by replica.
         """
-        port, hub = self._ports
+        port, hub = self._port, self.hub_port
         gang = {
-            "DDPJOB_NAME": "job", "DDPJOB_NAMESPACE": "default", "DDPJOB_UID": "uid",
-            "DDPJOB_ATTEMPT": str(number), "DDPJOB_REPLICAS": "3", "DDPJOB_NPROC_PER_NODE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PET_NNODES": "3",
-            "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": str(port), "PET_RDZV_ID": f"uid-{number}", "WORLD_SIZE": "3",
-            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "DDPJOB_UID": "uid", "DDPJOB_ATTEMPT": str(number), "PET_NNODES": "3",
+            "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "WORLD_SIZE": "3", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
             "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **env,
         }  # fmt: skip
         self.launchers = []
@@ -179,10 +175,6 @@ class Training:
                 )
             )  # fmt: skip
         return self.launchers
-
-    @property
-    def hub_port(self) -> int:
-        return self._ports[1]
 
     def codes(self, seconds: float = PATIENCE) -> list[int]:
         """Exit codes of the launchers; the test fails when one does not end."""
@@ -243,6 +235,35 @@ UNHURRIED: Final = {
 }
 
 
+@contextlib.contextmanager
+def two_launchers(
+    directory: Path, *words: str, nproc: int = 1, hub: int = 0, apart: bool = False, **env: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Launchers of a gang of two. ``apart``: each in a folder of its own."""
+    ports = free_ports(2)
+    gang = {
+        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]),
+        "DDPJOB_HUB_PORT": str(hub or ports[1]), "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **env,
+    }  # fmt: skip
+    launchers = []
+    for replica in range(2):
+        folder = directory / f"pod-{replica}"
+        folder.mkdir(exist_ok=True)
+        launchers.append(
+            launch(
+                "--termination-log", str(directory / f"report-{replica}"), *words,
+                env={**gang, "DDPJOB_REPLICA": str(replica)}, cwd=folder if apart else None,
+            )
+        )  # fmt: skip
+    try:
+        yield launchers
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+
+
 def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:
     """Environment in which a launcher has other values for constants of ddpjob_trainer."""
     patch(directory, constants)
@@ -270,39 +291,29 @@ class Forwarder:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
+                with contextlib.suppress(ConnectionRefusedError):
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                    self._open += [near, far]
+                    for ends in ((near, far), (far, near)):
+                        threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+                    continue
                 near.close()
-                continue
-            self._open += [near, far]
-            threading.Thread(target=self._pass_on, args=(near, far), daemon=True).start()
 
     @staticmethod
-    def _pass_on(near: socket.socket, far: socket.socket) -> None:
-        try:
-            while True:
-                for source in select.select([near, far], [], [])[0]:
-                    data = source.recv(65536)
-                    if not data:
-                        raise OSError
-                    (far if source is near else near).sendall(data)
-        except (OSError, ValueError):
-            for end in (near, far):
-                end.close()
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """Break every connection, and let nobody connect again."""
         for one in self._open:
-            try:
+            with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                one.close()
 
 
 def alive(pid: int) -> bool:

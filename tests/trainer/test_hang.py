@@ -1,7 +1,6 @@
 """Hangs under the launcher: the culprit is named, shows its stacks, and counts as 76.
 
-The workers keep the library's records without importing torch, so each stands exactly where the
-test wants it. tests/trainer/test_metrics.py has hangs of real training.
+The workers keep the library's records without importing torch: each stands where the test wants it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import json
 
 import pytest
 
-from support.launching import free_ports, launch, run
+from support.launching import NO_ROUNDS, run
 from support.patience import PATIENCE
-from support.rounds import UNHURRIED, patched
+from support.rounds import UNHURRIED, patched, two_launchers
 from support.tiers import some_in_gate
 
 WORKER = """
@@ -91,17 +90,11 @@ if rank != 1:
 {what}()
 """
     )
-    # However slowly an answer is written; who is stopped gives none, and is waited for so long.
-    patience = patched(
-        tmp_path,
-        {
-            "launcher.watch.hangs._STACKS_SECONDS": 30,
-            "launcher.watch.hangs._STACKS_SETTLED_SECONDS": 5,
-        },
-    )
+    # However slowly an answer is written.
+    patience = patched(tmp_path, {"launcher.watch.hangs._STACKS_SECONDS": 8})
     code, _, err = run(
-        "--nproc", "3", "--max-rounds-without-progress", "0", "--termination-log", str(report),
-        program, env={**environment(**{phase: 1.5}), **patience},
+        *NO_ROUNDS, "--nproc", "3", "--termination-log", str(report), program,
+        env={**environment(**{phase: 1.5}), **patience},
     )  # fmt: skip
     assert code == 76, err
     found = json.loads(report.read_bytes())
@@ -125,7 +118,7 @@ def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
     limits = {"step": 0.3, "snapshot": 0.3}
     if kind == "without our library":
         limits["startup"] = 0.3
-    code, _, err = run("--nproc", "2", program, env=environment(**limits))
+    code, _, err = run("--spares", "0", "--nproc", "2", program, env=environment(**limits))
     assert (code, err) == (0, "")
 
 
@@ -151,18 +144,9 @@ asleep()
     )
     # What the waiting get on top is much more than the culprit's launcher needs to act.
     patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": PATIENCE, **UNHURRIED})
-    ports = free_ports(2)
-    gang = {
-        "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "DDPJOB_HUB_PORT": str(ports[1]),
-        "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1", **environment(step=1.5), **patient,
-    }  # fmt: skip
-    launchers = [
-        launch("--termination-log", str(tmp_path / f"report-{replica}"), program,
-               env={**gang, "DDPJOB_REPLICA": str(replica)})
-        for replica in range(2)
-    ]  # fmt: skip
-    errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
+    patient = {**environment(step=1.5), **patient, "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1"}
+    with two_launchers(tmp_path, "--spares", "0", program, **patient) as launchers:
+        errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [75, 76], errors
     found = json.loads((tmp_path / "report-1").read_bytes())
     assert (found["kind"], found["rank"], found["round"]) == ("hang", 1, 1)

@@ -98,7 +98,3 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)
     assert "in phase snapshot (snapshot) after step 6" in gang.log(1)
     assert "in wait_written" in gang.log(1)
-
-
-def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()

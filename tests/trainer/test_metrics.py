@@ -71,8 +71,7 @@ def samples(text: str) -> dict[str, float]:
 
 #: However slowly an answer or a line is written.
 PATIENT = {
-    "launcher.watch.hangs._STACKS_SECONDS": 30,
-    "launcher.watch.hangs._STACKS_SETTLED_SECONDS": 1,
+    "launcher.watch.hangs._STACKS_SECONDS": 8,
     "launcher.reports.events._END_SECONDS": PATIENCE,
 }
 

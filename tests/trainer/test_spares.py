@@ -1,8 +1,6 @@
 """Warm spares: what they have imported, and that a script cannot tell that it runs in one.
 
-Round 0 of most scripts runs in a fresh interpreter, as `python script.py` does, since they set
-environment between imports, and ends when spares are there; round 1 runs in a spare. What both
-saw of the world must be equal.
+It runs in fresh interpreters, then from a fork server (round 0) and in a spare (round 1).
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ from support.launching import PATHS, launched
 from support.patience import PATIENCE
 from support.rounds import children, kill, patched
 
-#: Has round 0 run in fresh interpreters.
-FRESH = "import os\nos.environ['ROUND_0'] = 'fresh'\nimport sys\n"
 #: Without torch a launcher's fork server is there at once; for what has nothing to do with torch.
 BARE = """
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
@@ -31,7 +26,8 @@ round_ = os.environ["DDPJOB_ROUND"]
 here = Path(__file__ if "__file__" in globals() else ".").resolve().parent
 RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank).update(phase="step", step=1)
 def until_spares(times=1):
-    while not (trace := here / "trace").exists() or trace.read_text().count('"spares"') < times:
+    trace = here / "trace"
+    while not os.environ.get("FRESH") and trace.read_text().count('"spares"') < times:
         time.sleep(0.01)
 """
 
@@ -41,24 +37,23 @@ def bare(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     """Run a script whose fork server finds no torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
 
-    def run(
-        text: str,
-        *options: str,
-        env: dict[str, str] | None = None,
-        fresh: bool = True,
-        first: str = "",
-    ) -> tuple[int, str, str]:
+    def run(text: str, *options: str, first: str = "", **env: str) -> tuple[int, str, str]:
         path = tmp_path / "script.py"
-        begin = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
-        path.write_text(first + begin + (FRESH if fresh else "") + text)
-        more = {"PYTHONPATH": f"{tmp_path}:{PATHS}", **(env or {})}
-        more["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
+        path.write_text(first + BEGIN + text)
+        more = {"PYTHONPATH": f"{tmp_path}:{PATHS}", **env}
         # As in a pod: `python` makes an absolute path of it for the script.
-        with launched(*options, os.path.relpath(path), "--lr", "1", env=more) as launcher:
-            out, err = launcher.communicate(timeout=PATIENCE)
-            return launcher.returncode, out, err
+        return whole(tmp_path, *options, os.path.relpath(path), "--lr", "1", **more)
 
     return run
+
+
+BEGIN = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
+
+
+def whole(tmp_path: Path, *words: str, **env: str) -> tuple[int, str, str]:
+    with launched(*words, env={"DDPJOB_TRAINER_TRACE": str(tmp_path / "trace"), **env}) as launcher:
+        out, err = launcher.communicate(timeout=PATIENCE)
+        return launcher.returncode, out, err
 
 
 FACTS = r"""
@@ -89,8 +84,11 @@ facts = {
     "nice": os.nice(0), "affinity": sorted(os.sched_getaffinity(0)),
     "limits": sorted(open("/proc/self/limits")), "oom": open("/proc/self/oom_score_adj").read(),
     "environment": {k: v for k, v in os.environ.items()
-                    if k not in ("DDPJOB_ROUND", "TORCHELASTIC_RESTART_COUNT",
-                                 "DDPJOB_TRAINER_STATE_DIR", "DDPJOB_TRAINER_DRILL")},
+                    if k not in ("DDPJOB_ROUND", "TORCHELASTIC_RESTART_COUNT", "FRESH",
+                                 "DDPJOB_TRAINER_STATE_DIR", "DDPJOB_TRAINER_DRILL",
+                                 # of another launcher
+                                 "MASTER_PORT", "TORCHELASTIC_RUN_ID", "DDPJOB_TRAINER_RUN_ID",
+                                 "DDPJOB_TRAINER_REPLAY_DIR", "PROMETHEUS_MULTIPROC_DIR")},
 }
 (here / f"facts-{round_}").write_text(json.dumps(facts))
 """
@@ -104,85 +102,65 @@ inner()
 """
 
 
+def same(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    """Run in fresh interpreters, then from the fork server and in a spare; compare."""
+    ends = [run("--spares", "0", FRESH="1")]
+    fresh = json.loads((tmp_path / "facts-1").read_text())
+    ends.append(run())
+    for round_ in (0, 1):
+        assert json.loads((tmp_path / f"facts-{round_}").read_text()) == fresh, round_
+    traces = []
+    for code, out, err in ends:
+        assert (code, out) == (1, "out of round 0out of round 1"), err
+        assert err.count("frozen: 0") == 2, err
+        traces += re.findall(r"Traceback.*?ValueError: seven\n", err, re.DOTALL)
+    assert len(traces) == 4
+    assert len(set(traces)) == 1
+
+
 def test_a_script_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_path):  # type: ignore[no-untyped-def]
+    text = BARE + FACTS + ENDS
     words = ("--max-rounds-without-progress", "1")
-    code, out, err = bare('"""Says what it is."""\n' + BARE + FACTS + ENDS, *words)
-    assert code == 1
-    assert out == "out of round 0out of round 1", err
-    assert err.count("frozen: 0") == 2, err
-    fresh, spare = (json.loads((tmp_path / f"facts-{r}").read_text()) for r in (0, 1))
-    assert spare == fresh
-    same_tracebacks(err)
+    same(tmp_path, lambda *more, **env: bare(text, *words, *more, first='"""It."""\n', **env))
 
 
-def same_tracebacks(err: str) -> None:
-    found = re.findall(r"Traceback.*?ValueError: seven\n", err, re.DOTALL)
-    assert len(found) == 2, err
-    assert found[0] == found[1]
-
-
-def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "sibling.py").touch()
-    start = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\nfrom . import sibling\n"
-    text = start + BARE.replace(").resolve().parent", ").resolve().parent.parent") + FACTS + ENDS
-    (package / "train.py").write_text(text)
+def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    for folder in ("package", "none"):
+        (tmp_path / folder).mkdir()
+    for name in ("__init__", "sibling"):
+        (tmp_path / f"package/{name}.py").touch()
+    text = BARE.replace(").resolve().parent", ").resolve().parent.parent") + FACTS + ENDS
+    (tmp_path / "package/train.py").write_text("from . import sibling\n" + BEGIN + text)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "none").mkdir()
     (tmp_path / "none/torch.py").write_text("raise ImportError('not in this test')")
-    env = {
-        "PYTHONPATH": f"{tmp_path}/none:{PATHS}",
-        "DDPJOB_TRAINER_TRACE": str(tmp_path / "trace"),
-    }
+    paths = f"{tmp_path}/none:{PATHS}"
     words = ("--max-rounds-without-progress", "1", "-m", "package.train", "--lr", "1")
-    with launched(*words, env=env) as launcher:
-        _, err = launcher.communicate(timeout=PATIENCE)
-    assert launcher.returncode == 1, err
-    same_tracebacks(err)
-    fresh, spare = (json.loads((tmp_path / f"facts-{r}").read_text()) for r in (0, 1))
-    assert spare == fresh
+    same(tmp_path, lambda *more, **env: whole(tmp_path, *more, *words, PYTHONPATH=paths, **env))
 
 
-def test_a_script_that_exits_or_is_edited_is_that_of_this_moment(bare, tmp_path):  # type: ignore[no-untyped-def]
-    code, out, err = bare(
-        BARE
-        + """
-if round_ == "0":
-    until_spares()
-    text = open(__file__).read()
-    open(__file__, "w").write(text.replace("be" + "fore", "after"))
-    os.kill(os.getpid(), signal.SIGKILL)
-print("before")
-sys.exit("in words")
-""",
-        *("--max-rounds-without-progress", "1"),
-    )
-    assert (code, out) == (1, "after\n"), err
-    assert "\nin words\n" in err
-
-
-def test_what_an_import_sees_is_the_same_in_every_round(bare, tmp_path):  # type: ignore[no-untyped-def]
-    """Where what stands before it says where, or as what, it is imported."""
+def test_a_script_and_what_its_imports_see_are_those_of_this_moment(bare, tmp_path):  # type: ignore[no-untyped-def]
+    """Where what stands before it says where, or as what, it is imported; the script is edited."""
     (tmp_path / "settings.py").write_text("VALUE = 'default'")
     (tmp_path / "reader.py").write_text("import settings\nSEEN = settings.VALUE")
     (tmp_path / "found.py").write_text("WHERE = 'beside the script'")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/found.py").write_text("WHERE = 'mine'")
-    code, out, err = bare(
-        "import settings\nsettings.VALUE = 'changed'\nimport reader\n"
+    first = (
+        "import os, sys\nimport settings\nsettings.VALUE = 'changed'\nimport reader\n"
         "sys.path.insert(0, os.path.dirname(__file__) + '/mine')\nimport found\n"
-        + BARE
-        + """
-print(reader.SEEN, found.WHERE, flush=True)
+    )
+    text = """
+print(reader.SEEN, found.WHERE, "before", flush=True)
 if round_ == "0":
     until_spares()
+    text = open(__file__).read()
+    open(__file__, "w").write(text.replace("be" + "fore", "after"))
     os.kill(os.getpid(), signal.SIGKILL)
-""",
-        *("--max-rounds-without-progress", "1"),
-    )
-    assert (code, out) == (0, "changed mine\n" * 2), err
+sys.exit("in words")
+"""
+    code, out, err = bare(BARE + text, "--max-rounds-without-progress", "1", first=first)
+    assert (code, out) == (1, "changed mine before\nchanged mine after\n"), err
+    assert "\nin words\n" in err
 
 
 @pytest.mark.tier("all")
@@ -191,66 +169,44 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
     (tmp_path / "forking.py").write_text(
         "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
     )
+    patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 30})
     code, _, err = bare(
-        "import forking\n" + FRESH + BARE + "if round_ == '0':\n    until_spares()\n"
-        "    sys.exit(5)\ntime.sleep(33)",
-        fresh=False,
-        env=patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 30})
-        | {"PYTHONPATH": f"{tmp_path}:{PATHS}"},
+        BARE + "if round_ == '0':\n    until_spares()\n    sys.exit(5)\ntime.sleep(33)",
+        first="import forking\n",
     )
     assert code == 0, err
     assert "round 2" not in err
 
 
 @pytest.mark.parametrize("who", ["a spare", "the fork server"])
-def test_what_kills_spares_again_and_again_is_not_tried_for_ever(tmp_path, who):  # type: ignore[no-untyped-def]
-    (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
-    first = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
-    if who == "a spare":  # it has the environment of the round to come
-        fatal = "import os\nif os.environ['DDPJOB_ROUND'] == '1': os._exit(3)\n"
-        (tmp_path / "fatal.py").write_text(fatal)
-        first = "import fatal\n" + first
-    else:
-        (tmp_path / "safetensors.py").write_text("import os; os._exit(3)")
-    script = tmp_path / "script.py"
-    script.write_text(first + BARE + "time.sleep(3600)")
-    env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
-    with launched(str(script), env=env) as launcher:
-        assert launcher.stderr is not None
-        line = launcher.stderr.readline()
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(PATIENCE) == 143
-    assert line == f"launcher: no warm spares: {who} died 3 times in a row\n"
-
-
-@pytest.mark.parametrize("who", ["a spare", "the fork server"])
-def test_a_process_in_wait_that_holds_a_gpu_is_let_go(tmp_path, wait_until, who):  # type: ignore[no-untyped-def]
-    """A file stands for the driver's. The round that follows does without spares."""
+@pytest.mark.parametrize("what", ["dies", "holds a GPU"])
+def test_what_no_import_survives_is_not_tried_for_ever(tmp_path, wait_until, who, what):  # type: ignore[no-untyped-def]
+    """A file stands for the GPU driver's. The round that follows does without spares."""
     driver = tmp_path / "nvidia-uvm"
     driver.touch()
-    opens = f"import os\nif os.environ.get('DDPJOB_ROUND', '1') == '1': f = open({str(driver)!r})\n"
+    does = "os._exit(3)" if what == "dies" else f"f = open({str(driver)!r})"
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
-    (tmp_path / ("mine.py" if who == "a spare" else "safetensors.py")).write_text(opens)
+    (tmp_path / ("mine.py" if who == "a spare" else "safetensors.py")).write_text(
+        "import os, sys\nforked = any('fork_server' in name for name in sys.modules)\n"
+        f"if forked and os.environ.get('DDPJOB_ROUND', '1') == '1': {does}\n"
+    )
     script = tmp_path / "script.py"
     first = "import mine\n" if who == "a spare" else ""
-    script.write_text(
-        first + "import os, sys, time\nrank = int(os.environ['RANK'])\n" + FRESH + BARE
-        + "print(round_, flush=True)\nif round_ == '0': time.sleep(3600)\n"
-    )  # fmt: skip
-    names = (str(driver),)
+    text = "print(round_, flush=True)\nif round_ == '0': time.sleep(3600)\n"
+    script.write_text(first + BEGIN + BARE + text)
     (tmp_path / "sitecustomize.py").write_text(
-        f"from ddpjob_trainer.gpu import devices\ndevices._DRIVER = {names!r}\n"
+        f"from ddpjob_trainer.gpu import devices\ndevices._DRIVER = {(str(driver),)!r}\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched("--nproc", "2", str(script), env=env) as launcher:
         assert launcher.stderr is not None
         line = launcher.stderr.readline()
-        assert line == f"launcher: no warm spares: an import has opened {driver}\n"
+        why = f"{who} died 3 times in a row" if what == "dies" else f"an import has opened {driver}"
+        assert line == f"launcher: no warm spares: {why}\n"
         wait_until(lambda: len(children(launcher.pid)) == 2, "only workers are left")
         assert launcher.stdout is not None
         before = [launcher.stdout.readline() for _ in range(2)]  # of those that are killed
-        for pid in children(launcher.pid):
-            kill(pid)
+        kill(*children(launcher.pid))
         out, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, err
     said = re.findall(r"\d$", "".join([*before, out]), re.MULTILINE)
@@ -262,20 +218,16 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n")
+    trace = tmp_path / "trace"
     env = patched(tmp_path, {"launcher.starter._STARTED_SECONDS": 0.1})
-    env["DDPJOB_TRAINER_TRACE"] = str(tmp_path / "trace")
+    env["DDPJOB_TRAINER_TRACE"] = str(trace)
     with launched("--spares", "1", str(script), env=env) as launcher:
-        try:
-            assert launcher.stdout is not None
-            first = int(launcher.stdout.readline())
-            trace = tmp_path / "trace"
-            wait_until(lambda: trace.exists() and '"spares"' in trace.read_text(), "a spare")
-            others = children(launcher.pid).keys() - {first}
-            kill(first)
-            assert int(launcher.stdout.readline()) in others
-        finally:
-            launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(PATIENCE) == 143
+        assert launcher.stdout is not None
+        first = int(launcher.stdout.readline())
+        wait_until(lambda: trace.exists() and '"spares"' in trace.read_text(), "a spare")
+        others = children(launcher.pid).keys() - {first}
+        kill(first)
+        assert int(launcher.stdout.readline()) in others
 
 
 #: Modules that count who imports them, each one line.
@@ -306,7 +258,7 @@ until_spares(2)  # those of the round that does not come, so that none is at its
     )
     words = ("--nproc", "3", "--preload", "shared, absent,later")
     first = "import shared, later\n"
-    code, out, err = bare(text, *words, fresh=False, first=first)
+    code, out, err = bare(text, *words, first=first)
     assert code == 0, err
     for rank in range(3):
         said = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
@@ -320,7 +272,7 @@ def test_a_module_that_leaves_threads_behind_is_not_preloaded(bare, tmp_path):  
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     (tmp_path / "threaded.py").write_text(thread)
-    code, _, err = bare(BARE, "--preload", "json,threaded", fresh=False)
+    code, _, err = bare(BARE, "--preload", "json,threaded")
     assert code == 0, err
     words = "no warm spares: the import of threaded has left threads behind: leave it out of --prel"
     assert err.count(words) == 1
@@ -338,6 +290,7 @@ from torch.utils.data import TensorDataset
 import ddpjob_trainer as ddp
 
 here = Path(__file__).parent
+fresh = os.environ.get("FRESH", "")
 round_, rank = os.environ["DDPJOB_ROUND"], int(os.environ["RANK"])
 def drawn():
     return [np.random.randint(2**31), torch.randint(2**31, ()).item(), random.randrange(2**31)]
@@ -349,7 +302,7 @@ facts = {
     "fds": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in range(3, 64)
                   if os.path.exists(f"/proc/self/fd/{n}")),
 }
-run = ddp.start(total_steps=3, global_batch=8, seed=1, snapshot_dir=here / "snapshots",
+run = ddp.start(total_steps=3, global_batch=8, seed=1, snapshot_dir=here / f"snapshots{fresh}",
                 snapshot_every=1)
 before = set(sys.modules)
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -361,40 +314,39 @@ for step in run.steps(TensorDataset(torch.ones(64, 8), torch.zeros(64, 2))):
         step.backward(nn.functional.mse_loss(model(x), y))
     step.commit()
     if round_ == "0" and step.index == 1:
-        trace = here / "trace"
-        while not trace.exists() or '"spares"' not in trace.read_text():
+        while not fresh and '"spares"' not in (here / "trace").read_text():
             time.sleep(0.02)
         facts["late"] = sorted(set(sys.modules) - before)
         (here / f"draft-{rank}").write_text(json.dumps(facts))  # the other one kills us when both
-        (here / f"draft-{rank}").rename(here / f"facts-0-{rank}")  # are there
-        while len(list(here.glob("facts-0-*"))) < 2:
+        (here / f"draft-{rank}").rename(here / f"facts{fresh}-0-{rank}")  # are there
+        while len(list(here.glob(f"facts{fresh}-0-*"))) < 2:
             time.sleep(0.02)
         os._exit(9)
 run.finish()
 facts["late"] = sorted(set(sys.modules) - before)
-(here / f"facts-{round_}-{rank}").write_text(json.dumps(facts))
+(here / f"facts{fresh}-{round_}-{rank}").write_text(json.dumps(facts))
 """
 
 
 @pytest.mark.tier("all")
 def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def]
     script = tmp_path / "script.py"
-    script.write_text(FRESH + TRAINING)
-    env = {"DDPJOB_TRAINER_TRACE": str(tmp_path / "trace")}
-    with launched("--nproc", "2", str(script), env=env) as launcher:
-        _, err = launcher.communicate(timeout=PATIENCE)
-    assert launcher.returncode == 0, err
+    script.write_text(TRAINING)
+    for options, env in ((("--spares", "0"), {"FRESH": "-fresh"}), ((), {})):
+        code, _, err = whole(tmp_path, "--nproc", "2", *options, str(script), **env)
+        assert code == 0, err
     found: dict[str, dict[str, Any]] = {
         path.name: json.loads(path.read_text()) for path in tmp_path.glob("facts-*")
     }
-    draws = [facts.pop("drawn") for facts in found.values()]
+    draws = {name: facts.pop("drawn") for name, facts in found.items()}
     for number, generator in enumerate(("numpy", "torch", "random")):
-        assert len({draw[number] for draw in draws}) == 4, f"{generator}: forks draw alike"
+        drawn = {draw[number] for draw in draws.values()}
+        assert len(drawn) == len(found) == 8, f"{generator}: forks draw alike"
     late = {name: set(facts.pop("late")) for name, facts in found.items()}
-    assert len(late["facts-0-0"]) > 100, "a fresh interpreter imports them in the first step"
+    assert len(late["facts-fresh-0-0"]) > 100, "fresh interpreters import them in the first step"
     for rank in (0, 1):
         assert len(late[f"facts-1-{rank}"]) < 10, late[f"facts-1-{rank}"]
-        assert found[f"facts-1-{rank}"] == found[f"facts-0-{rank}"]
+        assert found[f"facts-1-{rank}"] == found[f"facts-fresh-0-{rank}"]
 
 
 def test_the_first_round_comes_from_the_fork_server_too(bare, tmp_path):  # type: ignore[no-untyped-def]
@@ -409,7 +361,7 @@ if round_ == "0" and rank == 1:
     sys.exit(3)
 """
     )
-    code, out, err = bare(text, "--nproc", "3", fresh=False)
+    code, out, err = bare(text, "--nproc", "3")
     assert code == 0, err
     first = [f"[rank {rank}] imported for {rank}" for rank in range(3)]
     assert set(first) <= set(out.splitlines())
@@ -419,6 +371,6 @@ if round_ == "0" and rank == 1:
 def test_a_fork_server_that_dies_as_it_imports_is_replaced_by_fresh_interpreters(bare, tmp_path):  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 9)")
     text = BARE + "print('forked:', any('fork_server' in name for name in sys.modules), flush=True)"
-    code, out, err = bare(text, "--nproc", "2", fresh=False)
+    code, out, err = bare(text, "--nproc", "2")
     assert code == 0, err
     assert out.count("forked: False") == 2

@@ -6,95 +6,54 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher.hub.root_cause import kind
-from ddpjob_trainer.launcher.launch_config import make_launch_config
-from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import cgroup
 from ddpjob_trainer.launcher.processes.cgroup import Memory, killed, read
-from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.worker_group import WorkerGroup
+from support.worker_group import make_group
 
 GIB = 2**30
 V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
 V2 = ("memory.events", "memory.max", "memory.peak")
 NONE_V1 = 2**63 - 4096
-EVENTS_V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
-EVENTS_V2 = "low 0\nhigh 0\nmax 12\noom 3\noom_kill {}\noom_group_kill 0\n"
+EVENTS = {
+    V1: "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n",
+    V2: "low 0\nhigh 0\nmax 12\noom 3\noom_kill {}\noom_group_kill 0\n",
+}
 
 
-def v1(place: Path, kills: int, limit: int, peak: int) -> None:
-    files(place, V1, EVENTS_V1.format(kills), limit, peak)
-
-
-def v2(place: Path, kills: int, limit: object, peak: object) -> None:
-    files(place, V2, EVENTS_V2.format(kills), limit, peak)
-
-
-def files(place: Path, names: tuple[str, ...], *texts: object) -> None:
+def write(place: Path, names: tuple[str, ...], kills: int, *sizes: object) -> None:
     place.mkdir(parents=True, exist_ok=True)
-    for name, text in zip(names, texts, strict=True):
+    for name, text in zip(names, (EVENTS[names].format(kills), *sizes), strict=True):
         if text is not None:
             (place / name).write_text(f"{text}\n")
 
 
-def of_a_container_v2(root: Path) -> str:
-    v2(root, 2, 2 * GIB, GIB)
-    return "0::/"
-
-
-def of_a_container_v1(root: Path) -> str:
-    """Without a namespace of its own it reads the path that its node knows."""
-    v1(root / "memory", 2, 2 * GIB, GIB)
-    return "9:name=systemd:/x\n4:memory:/kubepods/burstable/pod1/c1\n3:cpu,cpuacct:/x\n0::/x"
-
-
-def of_both(root: Path) -> str:
-    """A node on which only the rest is of version 2."""
-    v1(root / "memory/pods/c1", 2, 2 * GIB, GIB)
-    (root / "unified/pods/c1").mkdir(parents=True)
-    return "4:memory:/pods/c1\n0::/pods/c1"
-
-
-def below_its_limit(root: Path) -> str:
-    v2(root / "slice", 5, 2 * GIB, GIB)
-    v2(root / "slice/job", 2, "max", 7)
-    return "0::/slice/job"
-
-
-def below_its_limit_v1(root: Path) -> str:
-    v1(root / "memory", 0, NONE_V1, 9 * GIB)
-    v1(root / "memory/slice", 0, 2 * GIB, GIB)
-    v1(root / "memory/slice/job", 2, NONE_V1, 7)
-    return "4:memory:/slice/job"
-
-
-def of_another_namespace(root: Path) -> str:
-    v2(root, 2, 2 * GIB, GIB)
-    v2(root.parent / "c2", 9, 9, 9)
-    return "0::/../c2"
-
-
 @pytest.mark.fault("N5")
 @pytest.mark.parametrize(
-    "layout",
-    [of_a_container_v2, of_a_container_v1, of_both, below_its_limit, below_its_limit_v1,
-     of_another_namespace],
-)  # fmt: skip
-def test_kills_limit_and_peak_are_read(layout, tmp_path):  # type: ignore[no-untyped-def]
-    own = tmp_path / "own"
-    own.write_text(layout(tmp_path / "cgroup"))
-    assert read(tmp_path / "cgroup", own) == Memory(2, 2 * GIB, GIB)
+    ("own", "base", "names"),
+    [
+        ("0::/", ".", V2),
+        # Without a namespace of its own it reads the path that its node knows.
+        ("9:name=systemd:/x\n4:memory:/kubepods/pod1/c1\n3:cpu,cpuacct:/x\n0::/x", "memory", V1),
+        ("4:memory:/pods/c1\n0::/pods/c1", "memory/pods/c1", V1),
+        ("0::/../c2", ".", V2),  # another namespace's
+    ],
+)
+def test_kills_limit_and_peak_are_read(own, base, names, tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "own").write_text(own)
+    write(tmp_path / "cgroup" / base, names, 2, 2 * GIB, GIB)
+    write(tmp_path / "c2", V2, 9, 9, 9)
+    assert read(tmp_path / "cgroup", tmp_path / "own") == Memory(2, 2 * GIB, GIB)
 
 
 def test_no_limit_and_no_peak_are_unknown(tmp_path):  # type: ignore[no-untyped-def]
     own = tmp_path / "own"
     own.write_text("0::/\n")
-    v2(tmp_path, 0, "max", None)
+    write(tmp_path, V2, 0, "max", None)
     assert read(tmp_path, own) == Memory(0, None, None)
     own.write_text("4:memory:/\n")
-    v1(tmp_path / "memory", 1, NONE_V1, 5)
+    write(tmp_path / "memory", V1, 1, NONE_V1, 5)
     assert read(tmp_path, own) == Memory(1, None, 5)
 
 
@@ -159,11 +118,8 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 ):  # fmt: skip
     found = [LIMITED, Memory(LIMITED.kills + grows, 2 * GIB, 2 * GIB)]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0) if len(found) > 1 else found[0])
-    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
-    pump, told = OutputPump(Log(), prefixed=True), list[str]()
-    monkeypatch.setattr(pump, "exception", lambda rank, crashed=False: said)
-    workers = WorkerGroup(config, 0, tmp_path, pump, told.append)
-    workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
+    monkeypatch.setattr(OutputPump, "exception", lambda self, rank, crashed=False: said)
+    workers, told = make_group(tmp_path)
     workers.ended(4194305, status, 1.0)
     (end,) = workers.exits
     assert (end.status, kind(end, exception=end.exception, terminated=False)) == (status, named)
@@ -176,9 +132,7 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     found = [Memory(0, None, None), LIMITED]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
-    config = make_launch_config(read_launcher({}), Program("sh", (), module=False), nproc=3)
-    workers = WorkerGroup(config, 0, tmp_path, OutputPump(Log(), prefixed=True), lambda text: None)
-    workers.start(lambda local_rank, out, err: 4194304 + local_rank, 0.0)
+    workers, _ = make_group(tmp_path)
     workers.stop(0.0, last_words=0)
     workers.ended(4194304, -9, 1.0)
     assert not workers.exits[0].oom

@@ -55,13 +55,12 @@ def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-
     assert "rank 1 is stopped (SIGSTOP)" in str(found)
 
 
-def test_the_message_names_rank_phase_activity_time_step_and_the_limit():  # type: ignore[no-untyped-def]
-    found = find([sign(3, "step", "data", 30.54)], LIMITS)
-    assert str(found) == (
-        "rank 3 hangs: it gave no sign of life for 30.5 s in phase step (data) after step 7; the"
-        " limit is DDPJOB_HANG_STEP_SECONDS=30"
-    )
-    assert "DDPJOB_HANG_STARTUP_SECONDS=60" in str(find([sign(0, "startup", "start", 61)], LIMITS))
-    assert "DDPJOB_HANG_SNAPSHOT_SECONDS=100" in str(
-        find([sign(0, "snapshot", "snapshot", 101)], LIMITS)
+@pytest.mark.parametrize(
+    ("phase", "limit"), [("startup", "STARTUP_SECONDS=60"), ("step", "STEP_SECONDS=30"),
+                         ("snapshot", "SNAPSHOT_SECONDS=100")],
+)  # fmt: skip
+def test_the_message_names_rank_phase_activity_time_step_and_the_limit(phase, limit):  # type: ignore[no-untyped-def]
+    assert str(find([sign(3, phase, "data", 100.54)], LIMITS)) == (
+        f"rank 3 hangs: it gave no sign of life for 100.5 s in phase {phase} (data) after step 7;"
+        f" the limit is DDPJOB_HANG_{limit}"
     )

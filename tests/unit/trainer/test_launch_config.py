@@ -7,7 +7,6 @@ import pwd
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -68,19 +67,9 @@ def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no
     made = config(script, env, rounds_without_progress=given)
     assert made.rounds_without_progress == rounds
     assert made.spares == (made.nproc if rounds else 0)
-
-
-@pytest.mark.parametrize(
-    ("env", "seconds"),
-    [
-        ({}, 3600),
-        ({contract.HEAL_AFTER_SECONDS: "0"}, 0),
-        (POD, 0),  # an operator of before did not say
-        (POD | {contract.HEAL_AFTER_SECONDS: "70"}, 70),
-    ],
-)
-def test_time_without_a_failure_that_counts_as_progress(script, env, seconds):  # type: ignore[no-untyped-def]
-    assert config(script, env).heal_after == seconds
+    # An operator of before did not say after what time a budget heals.
+    assert made.heal_after == (0 if contract.REPLICA in env else 3600)
+    assert config(script, env | {contract.HEAL_AFTER_SECONDS: "70"}).heal_after == 70
 
 
 @pytest.mark.parametrize(
@@ -98,12 +87,6 @@ def test_a_number_that_cannot_be_is_refused(script, given, refusal):  # type: ig
         config(script, {}, **given)
 
 
-def test_the_progress_path(script):  # type: ignore[no-untyped-def]
-    told = POD | {contract.PROGRESS_PATH: "/data/ckpt"}
-    assert config(script, POD).progress_path is None
-    assert config(script, told).progress_path == Path("/data/ckpt")
-
-
 @pytest.mark.parametrize(
     ("text", "given", "spares"),
     [
@@ -119,15 +102,10 @@ def test_the_progress_path(script):  # type: ignore[no-untyped-def]
 def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
     path = tmp_path / "train.py"
     path.write_text(text)
-    assert config(str(path), {}, nproc=3, spares=given).spares == spares
+    made = config(str(path), {}, nproc=3, spares=given, preload="PIL, scipy.stats,")
+    assert (made.spares, made.preload) == (spares, ("PIL", "scipy.stats"))
     with pytest.raises(ConfigError, match="--spares 'few' must be a number or auto"):
         config(str(path), {}, spares="few")
-
-
-def test_modules_to_preload_are_named_with_commas():  # type: ignore[no-untyped-def]
-    assert config("sh", {}, preload="PIL, scipy.stats,").preload == ("PIL", "scipy.stats")
-    with pytest.raises(ConfigError, match="--preload: 'a b' must be a module's name"):
-        config("sh", {}, preload="PIL,a b")
 
 
 INTERRUPTED = """
@@ -160,30 +138,24 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_where_the_root_is_read_only_temporary_files_go_to_memory(script, monkeypatch):  # type: ignore[no-untyped-def]
-    """torch._dynamo asks for a temporary directory when it is imported."""
-    made = config(script, POD)
-    assert "TMPDIR" not in common_environment(made, {})
+def test_a_read_only_root_and_a_user_of_whom_the_image_knows_nothing(script, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+    """Temporary files go to memory (torch._dynamo asks for a directory); a name and a home."""
+    made, own = config(script, POD), {"HOME": str(tmp_path)}
+    found = common_environment(made, own)
+    assert found.items() >= own.items()
+    assert "TMPDIR" not in found
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
 
     def nowhere() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    assert common_environment(made, {})["TMPDIR"] == "/dev/shm"
-
-
-def test_a_user_of_whom_the_image_knows_nothing_gets_a_name_and_a_home(
-    script, monkeypatch, tmp_path
-):  # type: ignore[no-untyped-def]
-    def unknown(uid: int) -> NoReturn:
-        raise KeyError(uid)
-
-    made = config(script, POD)
-    own = {"HOME": str(tmp_path)}
-    assert common_environment(made, own).items() >= own.items()
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(os, "access", lambda path, mode: path == str(tmp_path))
     found = common_environment(made, {"HOME": "/"})
     assert (found["USER"], found["HOME"]) == (str(os.getuid()), tempfile.gettempdir())
     found = common_environment(made, own | {"USER": "ada"})
     assert (found["USER"], found["HOME"]) == ("ada", str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert common_environment(made, {})["TMPDIR"] == "/dev/shm"

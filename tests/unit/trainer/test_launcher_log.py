@@ -98,23 +98,6 @@ def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch, hu
     assert ended
 
 
-def test_who_reads_slowly_gets_everything(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
-    monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
-    with unread(1, 2) as pipe:
-        log = Log()
-        log.put(1, b"x" * 500_000)
-        log.say("last")
-        reader = threading.Thread(target=log.flush)
-        reader.start()
-        found = b""
-        while not found.endswith(b"launcher: last\n"):
-            found += os.read(pipe, 30_000)
-        reader.join(PATIENCE)
-        assert not reader.is_alive()
-    assert len(found) == 500_000 + len(b"launcher: last\n")
-
-
 def test_stderr_is_written_while_nobody_reads_stdout():  # type: ignore[no-untyped-def]
     with unread(1), unread(2) as errors:
         log = Log()

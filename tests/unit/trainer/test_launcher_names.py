@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.launcher.watch import hangs, names
+from ddpjob_trainer.launcher.watch import names
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.liveness.hang import Hang
+from ddpjob_trainer.liveness.hang import Deadlines, Hang
 from support.patience import PATIENCE
 
 MASTER = "job-0.job.ns.svc"
@@ -26,7 +26,7 @@ class Resolver:
         self.there, self.asked = False, threading.Event()
         monkeypatch.setattr(names.socket, "getaddrinfo", self)
         monkeypatch.setattr(names, "_PAUSE_SECONDS", 0.001)
-        monkeypatch.setattr(names, "_NEWS_SECONDS", 0.005)
+        monkeypatch.setattr(names, "_QUIET_TRIES", 5)
 
     def __call__(self, *_: object, **__: object) -> list[object]:
         self.asked.set()
@@ -55,7 +55,6 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
         assert found.trouble == (
             f"{MASTER} does not resolve (Name or service not known): is the job's Service there?"
         )
-    found.end()
     assert said == [f"workers cannot find one another: {found.trouble}"] * 2
     resolver.there = True
     resolver.asked.clear()
@@ -68,30 +67,19 @@ def test_who_is_alone_asks_nobody(resolver: Resolver) -> None:
     found = Names(None, lambda line: None)
     found.begin()
     assert (found.trouble, resolver.asked.is_set()) == ("", False)
-    assert "names" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.fault("T11")
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
-def test_a_hang_at_the_start_names_it_as_its_cause(
-    phase: Any, named: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_at_the_start_names_it_as_its_cause(phase: Any, named: bool) -> None:
     hang = Hang(1, phase, "rendezvous", 0, 601.0, 600.0, stopped=False)  # type: ignore[arg-type]
-    asked = SimpleNamespace(
-        is_done=lambda now: True, text=lambda first: "", brief=lambda rank: [], due=lambda now: now
-    )
-    monkeypatch.setattr(
-        hangs, "HangWatch", lambda _: SimpleNamespace(poll=lambda *_: hang, interval=1.0)
-    )
-    monkeypatch.setattr(hangs, "StackRequest", lambda *_: asked)
+    request: Any = SimpleNamespace(hang=hang, text=lambda: "", brief=list)
     told: list[str] = []
     workers: Any = SimpleNamespace(
-        stopping=False, dying=False, state_dir=None, pids={},
-        mark_hung=lambda rank, code, why, lines, now: told.append(why),
-    )  # fmt: skip
-    log: Any = SimpleNamespace(say=lambda line: None, put=lambda stream, data: None)
+        stopping=False, mark_hung=lambda rank, why, lines, now: told.append(why)
+    )
+    log: Any = SimpleNamespace(put=lambda stream, data: None)
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
-    response = HangResponse(SimpleNamespace(), Counter(), log, found)  # type: ignore[arg-type]
-    for _ in range(2):
-        response.tick(workers, 1.0, terminating=False)
+    response = HangResponse(Deadlines(1, 1, 1), Counter(), log, found)
+    response._answered(workers, request, 1.0)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

@@ -23,22 +23,16 @@ def test_the_rate_is_that_of_the_last_minute_in_bounded_state():
     assert len(pace._marks) < 65
 
 
-def test_in_a_stall_the_rate_falls():
+def test_the_rate_falls_in_a_stall_and_steps_slower_than_the_window_have_one():
     pace = Pace()
     for second in range(100):
         seen(pace, 10 * second, float(second))
     assert seen(pace, 990, 129.0) == 5.0
-    later = seen(pace, 990, 600.0)
-    assert later is not None
-    assert later < 0.03
-
-
-def test_steps_that_take_longer_than_the_window_have_a_rate():
+    assert (seen(pace, 990, 600.0) or 1) < 0.03
     pace = Pace()
     for now in range(0, 1000, 1):
         rate = seen(pace, now // 100, float(now))
-    assert rate is not None
-    assert 0.005 <= rate <= 0.01
+    assert 0.005 <= (rate or 0) <= 0.01
 
 
 def test_a_start_has_none_and_a_round_begins_anew():
@@ -49,5 +43,3 @@ def test_a_start_has_none_and_a_round_begins_anew():
     assert seen(pace, 110, 13.0) == 1.0
     pace.begin()
     assert seen(pace, 50, 14.0) is None, "it goes back to a snapshot"
-    assert not pace.is_due(14.5)
-    assert pace.is_due(15.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 
 import pytest
@@ -18,33 +17,20 @@ def test_each_is_another_and_none_is_handed_out_by_the_kernel() -> None:
     assert found != sockets.free_ports(200)
 
 
-def test_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = sorted(sockets.free_ports(2))
-    monkeypatch.setattr(sockets, "_QUIET", range(first, second + 1, second - first))
-    found = []
-    for _ in range(20):
-        with contextlib.suppress(OSError):  # by chance one is tried again and again
-            found.append(sorted(sockets.free_ports(2)))
-    assert found
-    assert found == [[first, second]] * len(found)
-
-
-@pytest.mark.parametrize("host", ["::", "0.0.0.0", "127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["::", "127.0.0.1"])
 @pytest.mark.parametrize("listens", [True, False])
 def test_what_another_holds_is_taken_though_it_does_not_listen_yet(
     monkeypatch: pytest.MonkeyPatch, listens: bool, host: str
 ) -> None:
     if not has_address(host):
         pytest.skip(f"this machine has no {host}")
-    first, second = sorted(sockets.free_ports(2))
-    monkeypatch.setattr(sockets, "_QUIET", range(first, second + 1, second - first))
+    first, _ = two = sockets.free_ports(2)
+    monkeypatch.setattr(sockets, "_QUIET", two)
+    assert sorted(sockets.free_ports(2)) == sorted(two), "as many as there are"
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, first))
         if listens:
             held.listen()
-        with pytest.raises(OSError, match=r"fewer than 2 free ports.*Address already in use"):
+        with pytest.raises(OSError, match=r"fewer than 2 free ports"):
             sockets.free_ports(2)
-        monkeypatch.setattr(sockets, "_QUIET", [first])
-        with pytest.raises(OSError, match="fewer than 1 free ports"):
-            sockets.free_ports(1)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpjob_trainer.launcher.reports.metrics import forget_dead, worker_metrics
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text, forget_dead
 from support.launching import PATHS
 from support.patience import PATIENCE
 
@@ -52,7 +52,7 @@ def test_restarts_leave_no_files_and_lose_no_counts(tmp_path):  # type: ignore[n
             for kind in ("counter", "gauge_mostrecent", "histogram")
             for rank in (0, 1)
         ]
-    text = worker_metrics(tmp_path).decode()
+    text = as_text(tmp_path, LauncherMetrics()).decode()
     for rank in (0, 1):
         assert f'ddpjob_trainer_step{{rank="{rank}"}} {300 + rank}.0' in text
         assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 40.0' in text
@@ -70,4 +70,4 @@ def test_the_metrics_that_a_spares_imports_have_made_are_kept(tmp_path):  # type
 def test_a_file_that_is_being_made_does_not_break_a_scrape(tmp_path):  # type: ignore[no-untyped-def]
     run(tmp_path, 0, 3)
     (tmp_path / "counter_rank1.db").touch()
-    assert "ddpjob_trainer_step{" in worker_metrics(tmp_path).decode()
+    assert "ddpjob_trainer_step{" in as_text(tmp_path, LauncherMetrics()).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,12 +54,12 @@ def test_the_newest_file_counts(
 ):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(touch("last", 7))
-    for name, time in {
+    for name, age in {
         "deep/a": 1, "deep/b/c/d": 5, "deep/b/e": 4, "deep/b/c/f/too-deep": 9, "old": -5,
         "checkpoint-5/model": 5, "checkpoint-10/model": 6, "my-checkpoint-11/model": 7,
         "checkpoint-5.tmp/model": 8, "[ab]": 1, "a": 2, "links/old": 1,
     }.items():  # fmt: skip
-        touch(name, time)
+        touch(name, age)
     os.mkfifo(tmp_path / "pipe")
     for name, target in (("out", "deep"), ("file", "last"), ("loop", "links")):
         (tmp_path / "links" / name).symlink_to(tmp_path / target)
@@ -82,7 +83,10 @@ def test_a_newer_file_is_seen_and_an_older_one_takes_nothing_back(
     touch: Callable[[str, int], Path],
 ):
     path = touch("last", 5)
-    watched = ProgressPath(path, every=60)
+    nothing = ProgressPath(None)
+    nothing.poll(30)
+    assert nothing.newest == NEVER
+    watched = ProgressPath(path)
     watched.poll(PATIENCE)
     assert watched.newest == 5 * SECOND
     touch("last", 8)
@@ -105,8 +109,10 @@ def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(progress_path, "newest_mtime", look)
     watched = ProgressPath(Path("x"))
+    watched.tick(time.monotonic())
     assert begun.acquire(timeout=PATIENCE)
     watched.poll(0.01)
+    watched.tick(1e9)  # one look at a time
     assert watched.newest == NEVER
     waits = threading.Thread(target=watched.poll, args=[PATIENCE])
     waits.start()
@@ -117,10 +123,3 @@ def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch: pytest.Mon
     answers.release(9)
     waits.join(PATIENCE)
     assert watched.newest >= 2
-
-
-def test_without_a_path_nothing_runs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threading, "Thread", None)
-    nothing = ProgressPath(None)
-    nothing.poll(30)
-    assert nothing.newest == NEVER

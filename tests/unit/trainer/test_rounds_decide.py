@@ -62,10 +62,7 @@ def test_how_a_round_ended_is_said_in_words(status: int, exception: str, words: 
     following = verdict_of(History(), [Exit(0, 0, status, 1.0, False, exception)]).next
     assert following is not None
     assert in_words(following.records[0]) == words
-
-
-def test_without_a_process_to_blame_a_round_ended_by_a_lost_peer():
-    assert in_words({"round": 0}) == "peerLost"
+    assert in_words({"round": 0}) == "peerLost"  # without a process to blame
 
 
 @pytest.mark.parametrize("code", [2, 64, 70, 78, 126, 127])
@@ -82,59 +79,35 @@ def test_a_gpu_that_failed_is_not_tried_again_and_explains_the_others():
     assert "a GPU failed" in verdict.why
 
 
-def test_an_exit_code_that_the_users_rules_fail_ends_the_attempt() -> None:
-    def following(code: int) -> History | None:
-        limits = Limits(3, final=frozenset({3, 42}))
-        return decide(History(), exits(LOST, code), 9, limits, nproc=2, at="2026-01-01").next
-
-    assert following(3) is None
-    assert following(42) is None
-    assert following(4) is not None
+@pytest.mark.parametrize(("code", "another"), [(3, False), (42, False), (4, True), (LOST, True)])
+def test_an_exit_code_that_the_users_rules_fail_ends_the_attempt(code: int, another: bool) -> None:
+    limits = Limits(3, final=frozenset({3, 42, LOST}))
+    ends = drilled(LOST) if code == LOST else exits(LOST, code)  # a rule does not mean a drill
+    verdict = decide(History(), ends, 9, limits, nproc=2, at="2026-01-01")
+    assert (verdict.next is not None) is another
 
 
-def failures(budget: int, *snapshot_steps: int) -> list[bool]:
-    """Whether a round followed, for failures one after another."""
-    history, followed = History(), []
-    for step in snapshot_steps:
-        verdict = verdict_of(history, exits(KILLED), step, budget)
-        followed.append(verdict.next is not None)
+@pytest.mark.parametrize(
+    ("budget", "what", "values", "rounds"),
+    [
+        (0, "snapshot_step", (5,), 0),
+        (1, "snapshot_step", (-1, -1), 1),
+        (3, "snapshot_step", (-1, -1, -1, -1), 3),  # the N+1st without progress
+        (3, "snapshot_step", (0, 0, 0, 0), 3),
+        (1, "snapshot_step", (10, 20, 30, 30), 3),  # each newer snapshot heals
+        (2, "snapshot_step", (10, 10, 20, 20, 20), 4),
+        (2, "snapshot_step", (10, -1, -1), 2),  # nobody came as far as to know: no progress
+        (1, "modified", (-1, 5, 6, 6), 3),  # each newer file heals
+        (1, "modified", (9, 5), 1),  # an older one does not
+        (1, "lasted", (1, 60, 61, 59), 3),  # and so does time
+    ],
+)
+def test_the_budget_counts_failures_without_progress(budget, what, values, rounds):  # type: ignore[no-untyped-def]
+    history = History()
+    for number, value in enumerate(values):
+        verdict = verdict_of(history, exits(KILLED), budget=budget, **{what: value})
+        assert (verdict.next is not None) is (number < rounds), number
         history = verdict.next or history
-    return followed
-
-
-@pytest.mark.parametrize(
-    ("budget", "steps", "followed"),
-    [
-        (0, (5,), [False]),
-        (1, (-1, -1), [True, False]),
-        (3, (-1, -1, -1, -1), [True, True, True, False]),  # the N+1st without progress
-        (3, (0, 0, 0, 0), [True, True, True, False]),
-        (1, (10, 20, 30, 30), [True, True, True, False]),  # each newer snapshot heals
-        (2, (10, 10, 20, 20, 20), [True, True, True, True, False]),
-        (2, (10, -1, -1), [True, True, False]),  # nobody came as far as to know: no progress
-    ],
-)
-def test_the_budget_counts_failures_without_a_newer_snapshot(budget, steps, followed):  # type: ignore[no-untyped-def]
-    assert failures(budget, *steps) == followed
-
-
-@pytest.mark.parametrize(
-    ("budget", "modified", "lasted", "followed"),
-    [
-        (1, (-1, 5, 6, 6), (1, 1, 1, 1), [True, True, True, False]),  # each newer file heals
-        (1, (9, 5, 9), (1, 1, 1), [True, False]),  # an older one does not
-        (1, (-1, -1, -1, -1), (1, 60, 61, 59), [True, True, True, False]),  # and so does time
-    ],
-)
-def test_a_newer_file_and_a_long_round_are_progress_too(budget, modified, lasted, followed):  # type: ignore[no-untyped-def]
-    history, found = History(), []
-    for mtime, seconds in zip(modified, lasted, strict=True):
-        verdict = verdict_of(history, exits(KILLED), -1, budget, modified=mtime, lasted=seconds)
-        found.append(verdict.next is not None)
-        if verdict.next is None:
-            break
-        history = verdict.next
-    assert found == followed
 
 
 def test_time_is_no_progress_where_that_is_off():
@@ -261,11 +234,6 @@ def test_a_death_during_a_drill_is_a_failure(status: int) -> None:
     assert (verdict.next.failures, verdict.next.records[0]["rank"]) == (1, 1)
 
 
-def test_lost_peers_alone_are_no_drill() -> None:
-    verdict = verdict_of(History(), exits(LOST, LOST))
-    assert (verdict.next.failures, verdict.next.records[0]["kind"]) == (1, "peerLost")
-
-
 def test_a_drill_is_bounded_and_needs_rounds() -> None:
     ends = drilled(LOST, LOST)
     history: History | None = History()
@@ -277,8 +245,3 @@ def test_a_drill_is_bounded_and_needs_rounds() -> None:
     assert [record["kind"] for record in history.records] == ["drill", "drill", "peerLost"]
     assert history.failures == 1
     assert verdict_of(History(), ends, budget=0).next is None
-
-
-def test_a_rule_that_fails_at_75_does_not_mean_a_drill() -> None:
-    limits = Limits(3, final=frozenset({LOST}))
-    assert decide(History(), drilled(LOST), 9, limits, nproc=2, at="2026-01-01").next is not None

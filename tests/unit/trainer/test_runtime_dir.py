@@ -44,24 +44,18 @@ def test_a_killed_launchers_directory_is_removed_by_the_next_and_a_living_ones_i
     (tmp_path / "ddpjob-launcher-file").touch()
     command = [sys.executable, "-c", _HOLD, str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": PATHS}
-    living, dead = (
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    )
-    try:
-        kept, gone = (Path(one.stdout.readline().strip()) for one in (living, dead) if one.stdout)
-        (gone / "round-0").mkdir()
-        (gone / "round-0" / "rank-0.state").write_bytes(b"x")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as dead:
+        assert dead.stdout is not None
+        gone = Path(dead.stdout.readline().strip())
         dead.kill()
-        dead.wait()
-        runtime_dir = RuntimeDir(2, (str(tmp_path),))
-        assert (kept.exists(), gone.exists(), foreign.exists()) == (True, False, True)
-        assert runtime_dir.metrics.is_dir()
-        runtime_dir.close()
-        assert not runtime_dir.path.exists()
-    finally:
-        for one in (living, dead):
-            one.kill()
-            one.communicate()
+    (gone / "round-0").mkdir()
+    (gone / "round-0" / "rank-0.state").write_bytes(b"x")
+    living = RuntimeDir(2, (str(tmp_path),))
+    runtime_dir = RuntimeDir(2, (str(tmp_path),))
+    assert (living.path.exists(), gone.exists(), foreign.exists()) == (True, False, True)
+    assert runtime_dir.metrics.is_dir()
+    runtime_dir.close()
+    assert not runtime_dir.path.exists()
 
 
 def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full):  # type: ignore[no-untyped-def]

@@ -186,24 +186,18 @@ def _snapshot(options: argparse.Namespace) -> int:
         return 1
 
 
-def _hold_standard_files() -> None:
-    """Open /dev/null for closed descriptors 0 to 2, else our other files get them."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
-
-
 def _run(options: argparse.Namespace) -> int:
     from ddpjob_trainer.launcher.launch_config import CannotStartError, make_launch_config
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
-    _hold_standard_files()
     try:
         env = read_launcher(os.environ)
         given = vars(options)
         try:
-            refill = workdir.fill(options.files, options.output, os.environ, _say)
+            refill = workdir.fill(
+                options.files, options.output, os.environ, _say, anew=options.anew
+            )
         except OSError as error:  # a full or broken disk: another node's may work
             _say(f"the working directory was not made ready: {error}")
             return 1
@@ -217,7 +211,7 @@ def _run(options: argparse.Namespace) -> int:
             spares=options.spares,
             preload=options.preload,
         )
-        supervisor = Supervisor(config, refill if options.anew else None)
+        supervisor = Supervisor(config, refill)
     except CannotStartError as error:
         _say(str(error))
         return error.code

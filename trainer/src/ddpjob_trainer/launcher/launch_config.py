@@ -31,9 +31,8 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.processes.source import sets_environment_first, uses_our_library
+from ddpjob_trainer.launcher.processes.source import uses_our_library
 from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
-from ddpjob_trainer.liveness.hang import Deadlines
 
 #: In a DDPJob a volume that the operator mounts.
 _MEMORY = "/dev/shm"
@@ -53,8 +52,9 @@ class CannotStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """One launcher's share of a gang."""
+    """One launcher's share of a gang. ``env``: what the operator has set, as it was read."""
 
+    env: LauncherEnvironment
     program: Program
     command: tuple[str, ...]
     nproc: int
@@ -63,8 +63,6 @@ class LaunchConfig:
     master: tuple[str, int]
     run_id: str
     uid: str
-    attempt: int
-    grace_seconds: float
     exit_seconds: float  # how long a killed process may take to end
     metrics_port: int | None
     termination_log: Path | None
@@ -72,17 +70,17 @@ class LaunchConfig:
     #: So many rounds may follow one another without progress; 0: no rounds.
     rounds_without_progress: int
     heal_after: int  # a round that lasts so many seconds is progress too; 0: never
-    progress_path: Path | None  # and so is a newer mtime there
-    final_exit_codes: frozenset[int]  # besides those that no restart can cure
-    drill: str  # Auto, Always or Never
     hub_port: int | None  # None: alone, or no rounds
     spares: int
     preload: tuple[str, ...]  # modules that spares import for the script
     first_round_from_spares: bool  # else it starts fresh interpreters
     uses_our_library: bool  # then rank 0 takes the store's port from us
-    trace: Path | None
-    deadlines: Deadlines
     events: Path | None
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of this incarnation of the gang's pods."""
+        return self.env.identity.attempt
 
     @property
     def world_size(self) -> int:
@@ -164,14 +162,6 @@ def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool
     return (nproc if ours else 0) if given == "auto" else min(int(given), nproc)
 
 
-def _preload(given: str) -> tuple[str, ...]:
-    names = tuple(filter(None, map(str.strip, given.split(","))))
-    for name in names:
-        if not all(map(str.isidentifier, name.split("."))):
-            raise ConfigError(f"--preload: {name!r} must be a module's name, as in torchvision,PIL")
-    return names
-
-
 def make_launch_config(
     env: LauncherEnvironment,
     program: Program,
@@ -201,6 +191,7 @@ def make_launch_config(
     unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
     warm = _spares(spares, program, nproc, rounds, ours=ours)
     return LaunchConfig(
+        env=env,
         program=program,
         command=command,
         nproc=nproc,
@@ -209,24 +200,17 @@ def make_launch_config(
         master=env.master or ("127.0.0.1", master_port or sockets.free_ports(1)[0]),
         run_id=run_id,
         uid=run_id if standalone else env.identity.uid,
-        attempt=env.identity.attempt,
-        grace_seconds=env.grace_seconds,
         exit_seconds=_EXIT_SECONDS_WITH_GPUS if devices.any_here() else _EXIT_SECONDS,
         metrics_port=metrics_port or env.metrics_port,
         termination_log=termination_log,
         standalone=standalone,
         rounds_without_progress=rounds,
         heal_after=unsaid if env.heal_after is None else env.heal_after,
-        progress_path=env.progress_path,
-        final_exit_codes=env.final_exit_codes,
-        drill=env.drill,
         spares=warm,
-        preload=_preload(preload),
-        first_round_from_spares=warm == nproc and ours and not sets_environment_first(program),
+        preload=tuple(filter(None, map(str.strip, preload.split(",")))),
+        first_round_from_spares=warm == nproc and ours,
         uses_our_library=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
-        trace=env.trace,
-        deadlines=env.deadlines,
         events=events.absolute() if events is not None else None,
     )
 

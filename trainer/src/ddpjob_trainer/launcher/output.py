@@ -34,12 +34,6 @@ class _Stream:
     tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
 
-@dataclass(slots=True)
-class _Worker:
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    streams: list[_Stream] = field(default_factory=list)
-
-
 class OutputPump:
     """Owns the reading ends of all workers' pipes."""
 
@@ -48,7 +42,7 @@ class OutputPump:
         self._prefixed = prefixed
         self._whose = whose
         self._selector = selectors.DefaultSelector()
-        self._workers: dict[int, _Worker] = {}
+        self._streams: dict[int, list[_Stream]] = {}  # of each worker
         self._lock = threading.Lock()  # never held while anything blocks
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -60,21 +54,16 @@ class OutputPump:
         Raises OSError.
         """
         prefix = f"[{self._whose}{rank}] ".encode() if self._prefixed else b""
-        worker = _Worker()
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
         ends: list[int] = []
         with self._lock:
-            self._workers[rank] = worker
+            streams = self._streams[rank] = []
             for target in (1, 2):
-                try:
-                    read, write = os.pipe2(os.O_CLOEXEC)
-                except OSError:
-                    for end in ends:
-                        os.close(end)
-                    raise
+                read, write = os.pipe2(os.O_CLOEXEC)
                 os.set_blocking(read, False)
                 ends.append(write)
-                stream = _Stream(read, target, prefix, worker.tail)
-                worker.streams.append(stream)
+                stream = _Stream(read, target, prefix, tail)
+                streams.append(stream)
                 self._selector.register(read, selectors.EVENT_READ, stream)
         with contextlib.suppress(BlockingIOError):  # it is awake then
             os.write(self._wake_w, b"x")
@@ -83,22 +72,21 @@ class OutputPump:
     def tail(self, rank: int) -> list[str]:
         """Return the last lines of a worker, oldest first."""
         with self._lock:
-            worker = self._workers.get(rank)
-            return list(worker.tail) if worker else []
+            streams = self._streams.get(rank)
+            return list(streams[0].tail) if streams else []
 
     def exception(self, rank: int, *, crashed: bool = False) -> str:
         """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""
         with self._lock:
-            worker = self._workers.get(rank)
-            found = [stream.tracebacks for stream in worker.streams[::-1]] if worker else []
+            found = [stream.tracebacks for stream in self._streams.get(rank, [])[::-1]]
             words = (one.fatal if crashed else one.exception for one in found)
             return next(filter(None, words), "")
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Append lines about a worker to its tail."""
         with self._lock:
-            if rank in self._workers:
-                self._workers[rank].tail.extend(lines)
+            for stream in self._streams.get(rank, [])[:1]:
+                stream.tail.extend(lines)
 
     def collect(self, rank: int) -> None:
         """Read an ended worker's remaining output, without waiting for any writer.
@@ -106,8 +94,7 @@ class OutputPump:
         A stray child that still holds a pipe is read on as before.
         """
         with self._lock:
-            worker = self._workers.get(rank)
-            for stream in worker.streams if worker else ():
+            for stream in self._streams.get(rank, []):
                 for _ in range(_PIPE_BYTES // _READ):
                     if not self._take(stream):
                         break
@@ -153,8 +140,3 @@ class OutputPump:
         if stream.prefix:
             data = b"".join(stream.prefix + line + end for line, end in pairs)
         self._log.put(stream.target, data)
-
-
-def stdout_is_terminal() -> bool:
-    """Return whether standard output is a terminal."""
-    return os.isatty(1)  # sys.stdout is None where it was closed

@@ -12,7 +12,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,23 +27,18 @@ class NoRoomError(OSError):
 
 
 class RuntimeDir:
-    """``nproc``: how many ranks write here. Raises NoRoomError."""
+    """``nproc``: how many ranks write here. A parent None: the temporary directory.
+
+    Raises NoRoomError.
+    """
 
     def __init__(
         self, nproc: int, parents: tuple[str | None, ...] = ("/dev/shm", None, ".")
     ) -> None:
         self._bytes = nproc * _RANK_BYTES
         self.path, self._lock = self._make(parents)
-
-    @property
-    def metrics(self) -> Path:
-        """Return the directory of prometheus-client's multiprocess mode."""
-        return self.path / "metrics"
-
-    @property
-    def replay(self) -> Path:
-        """Return the directory that the ranks of a round leave to the next."""
-        return self.path / "replay"
+        self.metrics = self.path / "metrics"  # of prometheus-client's multiprocess mode
+        self.replay = self.path / "replay"  # what the ranks of a round leave to the next
 
     def round_path(self, round_: int) -> Path:
         """Return the directory of a round's records."""
@@ -67,13 +61,14 @@ class RuntimeDir:
 
     def _make(self, parents: tuple[str | None, ...]) -> tuple[Path, int]:
         problems = []
-        for parent in dict.fromkeys(_existing(parents)):
+        for parent in parents:
             try:
-                _remove_left_behind(parent)
-                self._check_room(parent)
-                return _locked_directory(parent)
+                path = Path(tempfile.gettempdir() if parent is None else parent)
+                _remove_left_behind(path)
+                self._check_room(path)
+                return _locked_directory(path)
             except OSError as error:
-                problems.append(f"{parent}: {error.strerror}")
+                problems.append(f"{parent or 'temporary directory'}: {error.strerror}")
         raise self._no_room(problems)
 
     def _no_room(self, problems: list[str]) -> NoRoomError:
@@ -85,18 +80,9 @@ class RuntimeDir:
 
     def _check_room(self, path: Path) -> None:
         found = os.statvfs(path)
-        # Some file systems count neither blocks nor inodes.
+        # Some file systems count no blocks.
         if found.f_blocks and found.f_bavail * found.f_frsize < self._bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if found.f_files and not found.f_favail:
-            raise OSError(errno.ENOSPC, "no inodes left")
-
-
-def _existing(parents: tuple[str | None, ...]) -> Iterator[Path]:
-    """Yield the existing parents; ``None`` is the temporary directory, if there is one."""
-    for parent in parents:
-        with contextlib.suppress(FileNotFoundError):
-            yield Path(tempfile.gettempdir() if parent is None else parent)
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:
@@ -110,21 +96,13 @@ def _locked_directory(parent: Path) -> tuple[Path, int]:
 
 
 def _remove_left_behind(parent: Path) -> None:
-    """Remove directories of this user's dead launchers, whose locks are free."""
-    for path in _candidates(parent):
+    """Remove directories of dead launchers, whose locks are free."""
+    for path in parent.glob(f"{_PREFIX}*"):
         # A start must not fail because of foreign files.
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if os.fstat(fd).st_uid == os.geteuid():
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(fd)
-
-
-def _candidates(parent: Path) -> Iterator[Path]:
-    with os.scandir(parent) as entries:
-        for entry in entries:
-            if entry.name.startswith(_PREFIX):
-                yield Path(entry.path)

@@ -1,6 +1,6 @@
 """Start a round's workers: from a called spare, else in a fresh interpreter.
 
-The supervisor calls it. It also holds what outlives a round: the spares, and the socket of the
+The supervisor calls it. It also holds what outlives a round: ``spares``, and the socket of the
 store that rank 0 serves.
 """
 
@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from ddpjob_trainer.environment import DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
@@ -38,8 +39,9 @@ class Starter:
         self._config = config
         self._runtime_dir = runtime_dir
         self._environment = common_environment(config)
+        self._environment_of = partial(rank_environment, config, runtime_dir=runtime_dir)
         self._store: socket.socket | None = None
-        self._spares = Spares(
+        self.spares = Spares(
             config.program,
             config.spares,
             {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
@@ -57,12 +59,12 @@ class Starter:
         try:
             workers.state_dir = self._runtime_dir.begin(workers.round)
         except NoRoomError as error:
-            workers.cannot_begin(error, now)
+            workers.cannot_start(0, error, now)
             return
         self._store = self._store or self._bind_store()
-        workers.recall = self._spares.recall
+        workers.recall = self.spares.recall
         if workers.round == 0 and self._config.first_round_from_spares:
-            self._spares.start(now)
+            self.spares.start()
         workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
     def _bind_store(self) -> socket.socket | None:
@@ -85,7 +87,7 @@ class Starter:
         call = Call(env, out, err, fds)
         if self._workers.round > 0 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):
-                return self._spares.call(local_rank, call, now)
+                return self.spares.call(local_rank, call, now)
         return self._spawn(call)
 
     def _spawn(self, call: Call) -> int:
@@ -100,28 +102,17 @@ class Starter:
         try:
             self._workers.arrived(local_rank, pid or self._spawn(call))
         except OSError as error:
-            self._workers.never_arrived(local_rank, error, now)
-
-    def _environment_of(self, local_rank: int, round_: int) -> dict[str, str]:
-        return rank_environment(self._config, local_rank, round_, self._runtime_dir)
+            self._workers.cannot_start(local_rank, error, now)
 
     # --- Spares --------------------------------------------------------------------------
 
     def refill(self, now: float) -> float | None:
         """Order spares once training is under way; return when to call next."""
-        due = self._spares.tick(now)
-        if self._spares.full or self._workers.stopping:
+        due = self.spares.tick(now)
+        if self.spares.full or self._workers.stopping:
             return due
         silent = not self._config.uses_our_library
         if self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
             following = self._workers.round + 1
-            self._spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
+            self.spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)
-
-    def spared(self) -> set[int]:
-        """Return the pids of children that are no workers and outlive a round."""
-        return self._spares.pids()
-
-    def ended(self, pid: int, now: float) -> None:
-        """Pass on a reaped child to the spares."""
-        self._spares.ended(pid, now)

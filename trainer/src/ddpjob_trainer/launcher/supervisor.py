@@ -34,7 +34,7 @@ from ddpjob_trainer.launcher.hub.messages import (
 )
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump, stdout_is_terminal
+from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, termination
 from ddpjob_trainer.launcher.reports.events import Events
@@ -87,7 +87,7 @@ class Supervisor:
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()
         # Beside the hub, which asks for it.
-        self._progress = ProgressPath(config.progress_path if config.replica == 0 else None)
+        self._progress = ProgressPath(config.env.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
@@ -95,7 +95,7 @@ class Supervisor:
         alone = config.standalone or config.world_size == config.nproc
         names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
-        self._hangs = HangResponse(config.deadlines, self._counted.hangs, self._log, names)
+        self._hangs = HangResponse(config.env.deadlines, self._counted.hangs, self._log, names)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(
             EventLog(config.events) if config.events and config.replica == 0 else None
@@ -121,10 +121,7 @@ class Supervisor:
         children.adopt_orphans()
         try:
             with self._signals.collected(self._selector):
-                self._pump = OutputPump(
-                    self._log,
-                    prefixed=config.world_size > 1 and (config.nproc > 1 or stdout_is_terminal()),
-                )
+                self._pump = OutputPump(self._log, prefixed=config.nproc > 1)
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest
                 )
@@ -183,16 +180,15 @@ class Supervisor:
     def _begin(self, round_: int, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
         self._reported = 0
-        trace.configure(self._config.trace, -1, round_)
+        trace.configure(self._config.env.trace, -1, round_)
         self._hangs.begin()
-        self._warned = False
         self._pace.begin()
         path = self._runtime_dir.round_path(round_)
         self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
         if self._refill and round_ > 0:
             self._refill(self._runtime_dir.path)
         drill = self._member.rounds and rounds.drills_left(self._results.records)
-        self._starter.begin(self._workers, now, self._config.drill if drill else "Never")
+        self._starter.begin(self._workers, now, self._config.env.drill if drill else "Never")
         trace.mark("started")
 
     # --- Watch ---------------------------------------------------------------------------
@@ -206,18 +202,16 @@ class Supervisor:
             now = self._tick = time.monotonic()
             for pid, status in children.reap():
                 self._workers.ended(pid, status, now)
-                self._starter.ended(pid, now)
+                self._starter.spares.ended(pid, now)
             self._counted.workers = self._workers.running
             self._forward(now)
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
             self._report(now)
-            self._warn_of_early_ends(now)
-            if self._pace.is_due(now):
-                self._pace.poll(self._workers.state(0), now)
+            self._pace.poll(self._workers.state(0), now)
+            self._progress.tick(now)
             member_due = self._member.tick(now)
             self._take_messages(now)
-            self._stop_the_rest(now)
             kill_due = self._workers.kill_when_due(now)
             self._report_stopped(now)
             if self._is_finished(now):
@@ -256,22 +250,8 @@ class Supervisor:
 
     def _end_by_grace(self, now: float) -> None:
         """Kill the workers still running near the end of the grace period."""
-        grace = self._config.grace_seconds
+        grace = self._config.env.grace_seconds
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
-
-    def _warn_of_early_ends(self, now: float) -> None:
-        """Warn of ranks here or elsewhere that ended with 0 long ago, once a round."""
-        exits, running = self._member.others
-        if not self._warned and not self._workers.stopping:
-            warning = root_cause.ended_long_ago(
-                [*self._workers.exits, *exits],
-                self._workers.running + running,
-                self._config.deadlines.step,
-                now,
-            )
-            if warning:
-                self._warned = True
-                self._log.say(warning)
 
     # --- Rounds --------------------------------------------------------------------------
 
@@ -296,32 +276,21 @@ class Supervisor:
         link = self._member.link
         while link.inbox:
             self._handle(link.inbox.popleft(), now)
-        if lost := self._hub_lost(now):
-            self._lose_hub(lost, now)
+        self._check_hub(now)
 
-    def _hub_lost(self, now: float) -> str:
-        """Tell how the hub was lost, "" while it may still answer."""
-        link, ended = self._member.link, self._ended
-        if link.lost:
-            return link.lost
-        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
-        if link.unmet and asking and self._workers.is_training():
-            return link.unmet
+    def _check_hub(self, now: float) -> None:
+        """End the attempt without a hub; a failure here before that counts as the cause."""
+        ended, lost = self._ended, self._member.link.lost
         since, patience = ended.waiting_since, _ANSWER_SECONDS
-        if self._phase is _Phase.SUCCEEDED:
-            return ""
         if self._phase is not _Phase.RUNNING:
             # Here or elsewhere processes take so long to end.
             since, patience = self._since, patience + self._config.exit_seconds
-        late = since and now - since > patience and ended.end is None
-        return "it does not answer" if late else ""
-
-    def _lose_hub(self, why: str, now: float) -> None:
-        """End the attempt without a hub; a failure here before that counts as the cause."""
-        if not self._ended.lost:
-            self._ended.lost = why
-            self._ended.before_loss = root_cause.first_failure(self._workers.exits)
+        waits = since and ended.end is None and self._phase is not _Phase.SUCCEEDED
+        if waits and now - since > patience:
+            lost = lost or "it does not answer"
+        if lost and not ended.lost:
+            ended.lost = lost
+            ended.before_loss = root_cause.first_failure(self._workers.exits)
             self._end_attempt(now)
 
     def _handle(self, message: Message, now: float) -> None:
@@ -348,17 +317,12 @@ class Supervisor:
         if not self._workers.stopping and not self._ended.signal:
             self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
-    def _stop_the_rest(self, now: float) -> None:
-        """Stop workers that lost their peers after another launcher's end."""
-        if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
-            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
-
     def _report_stopped(self, now: float) -> None:
         """Report Stopped once the round's processes are gone; until then report Exiting."""
         workers = self._workers
         if self._phase is not _Phase.STOPPING:
             return
-        if not workers.is_gone(self._starter.spared()):
+        if not workers.is_gone(self._starter.spares.pids()):
             patient = now - self._since < self._config.exit_seconds
             if patient and now - max(self._since, self._exiting_reported) >= _EXITING_SECONDS:
                 self._exiting_reported = now
@@ -411,10 +375,8 @@ class Supervisor:
             self._config.exit_seconds,
             hopeless,
         )
-        others = [str(pid) for pid in left if pid not in hopeless]
-        words = (
-            [f"killed, but not gone, and left behind: pid {', '.join(others)}"] if others else []
-        )
-        for text in words:
-            self._log.say(text)
-        return [*hopeless.values(), *words]
+        said = list(hopeless.values())
+        if others := [str(pid) for pid in left if pid not in hopeless]:
+            said.append(f"killed, but not gone, and left behind: pid {', '.join(others)}")
+            self._log.say(said[-1])
+        return said

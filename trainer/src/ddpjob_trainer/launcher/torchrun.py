@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from ddpjob_trainer.environment import LauncherEnvironment
@@ -30,7 +30,6 @@ _REFUSED: Final = {
         "leave it out",
     ),
 }
-_FLAGS: Final = ("run-path", "virtual-local-rank")  # of these, those without a value
 #: No effect here: failures are seen at once, and there is one kind of rendezvous.
 _WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
 _SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
@@ -57,10 +56,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("master-addr", "this machine, or the DDPJob's", metavar="HOST")
     option("master-port", "of the store; in a DDPJob its own", type=int, metavar="PORT")
     option("rdzv-backend", "static or c10d: here the same", metavar="NAME")
-    option("rdzv-endpoint", "as --master-addr and --master-port", metavar="HOST[:PORT]")
+    option(
+        "rdzv-endpoint", "as --master-addr and --master-port", metavar="HOST[:PORT]", type=endpoint
+    )
     option("no-python", "executables are started as they are anyway", action="store_true")
     for name in (*_WITHOUT_MEANING, *_REFUSED):
-        option(name, **({"action": "store_true"} if name in _FLAGS else {}))
+        flag = name in ("run-path", "virtual-local-rank")
+        option(name, **({"action": "store_true"} if flag else {}))
 
 
 def translate(
@@ -86,7 +88,6 @@ def translate(
     if "no-python" in said and (module or program.endswith(".py")):
         what = "-m" if module else f"{program}, which is started by python"
         raise ConfigError(f"--no-python contradicts {what}: leave one of the two out")
-    _check_place(said, env)
     found["master_port"] = _port(said, env)
     return found
 
@@ -107,49 +108,32 @@ def _processes(text: str) -> int:
     return gpus or len(os.sched_getaffinity(0))
 
 
-def _check_place(said: Mapping[str, Any], env: LauncherEnvironment) -> None:
-    """Refuse options that contradict this launcher's replica and gang."""
-    alone = env.replica is None
-    if "standalone" in said and env.replicas > 1:
-        raise ConfigError(
-            f"--standalone contradicts the {env.replicas} replicas of the DDPJob: leave it out"
-        )
-    nodes = str(said.get("nnodes", env.replicas))
-    least, _, most = nodes.partition(":")
-    if not least.isdigit() or (most or least) != least:
-        raise ConfigError(
-            f"--nnodes {nodes}: the number of machines is fixed here; elastic jobs change it with"
-            " spec.replicas of the DDPJob"
-        )
-    if int(least) != env.replicas:
-        cure = "create a DDPJob for several machines" if alone else "leave it out"
-        raise ConfigError(f"--nnodes {least}, but this launcher is one of {env.replicas}: {cure}")
-    rank = said.get("node-rank", env.replica or 0)
-    if rank != (env.replica or 0):
-        cure = "create a DDPJob for several machines" if alone else "leave it out"
-        raise ConfigError(f"--node-rank {rank}, but this is replica {env.replica or 0}: {cure}")
-    backend = said.get("rdzv-backend", "static")
-    if backend not in ("static", "c10d"):
-        raise ConfigError(f"--rdzv-backend {backend}: leave it out, none is needed here")
-
-
 def _port(said: Mapping[str, Any], env: LauncherEnvironment) -> int | None:
-    """Return the port asked for, None: any; refuse another one than the DDPJob's."""
-    host, _, port = str(said.get("rdzv-endpoint", "")).rpartition(":")
-    if not host:
-        host, port = port, ""
-    host = host.strip("[]")  # of IPv6
-    for name, value in (("rdzv-endpoint", host), ("master-addr", said.get("master-addr", ""))):
-        if value and value not in (env.master[:1] if env.master else _HERE):
-            cure = "leave it out" if env.master else "several machines need a DDPJob"
-            raise ConfigError(f"--{name} {value} is not the address of rank 0 here: {cure}")
-    if port and not port.isdigit():
-        raise ConfigError(f"--rdzv-endpoint {said['rdzv-endpoint']} must be HOST or HOST:PORT")
-    wanted = int(said.get("master-port", 0)) or int(port or 0) or None
-    if wanted is not None and env.master is not None and wanted != env.master[1]:
-        raise ConfigError(
-            f"--master-port {wanted} is not {env.master[1]} of the DDPJob: leave it out"
-        )
-    if wanted is not None and not 0 < wanted < 65536:
-        raise ConfigError(f"--master-port {wanted} is no port")
-    return wanted
+    """Return the store's port, None: any. Refuse what contradicts this launcher's place."""
+    host, port = said.get("rdzv-endpoint", (None, None))
+    asked = {**said, "rdzv-endpoint": host, "master-port": said.get("master-port") or port}
+    hosts = env.master[:1] if env.master else _HERE
+    fits: dict[str, Collection[object]] = {
+        "standalone": (env.replicas == 1,),
+        "nnodes": (f"{env.replicas}", f"{env.replicas}:{env.replicas}"),
+        "node-rank": (env.replica or 0,),
+        "master-addr": hosts,
+        "master-port": env.master[1:] if env.master else range(1, 65536),
+        "rdzv-endpoint": hosts,
+        "rdzv-backend": ("static", "c10d"),
+    }
+    for name, values in fits.items():
+        if asked.get(name) is not None and asked[name] not in values:
+            place = "a machine alone, and several need a DDPJob"
+            if env.master:
+                place = f"replica {env.replica} of {env.replicas}, with rank 0 at {env.master}"
+            raise ConfigError(f"--{name} {asked[name]} does not fit {place}: leave it out")
+    found: int | None = asked["master-port"]
+    return found
+
+
+def endpoint(text: str) -> tuple[str, int | None]:
+    """Parse HOST[:PORT]."""
+    host, _, port = text.rpartition(":")
+    host, port = (host, port) if host else (port, "")
+    return host.strip("[]"), int(port or 0) or None  # of IPv6

@@ -10,7 +10,6 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -20,71 +19,68 @@ from ddpjob_trainer.errors import ConfigError
 
 #: Below the job's snapshots: what the script wrote to the folder of --output.
 OUTPUT: Final = "output"
-#: A file server that does not answer must not delay a script that needs none.
-_ANSWER_SECONDS: Final = 10.0
 
 
 def fill(
-    files: Path | None, output: Path | None, env: Mapping[str, str], say: Callable[[str], None]
+    files: Path | None,
+    output: Path | None,
+    env: Mapping[str, str],
+    say: Callable[[str], None],
+    *,
+    anew: bool = False,
 ) -> Callable[[Path], None] | None:
     """Copy ``files`` here, make the snapshots' folder, and link ``output`` to one in it.
 
-    Returns a function that restores a folder that was empty, except a path. Raises ConfigError,
-    OSError.
+    ``anew``: return a function that restores the folder, except a path, if it was empty. Raises
+    ConfigError, OSError.
     """
-    ours = files is not None and not any(Path().iterdir())
+    # A user's own folder may be a whole disk.
+    ours = anew and files is not None and not any(Path().iterdir())
     if files is not None:
-        _copy(files, _copy_new)
-    made = _seen() if ours else {}  # a user's own folder may be a whole disk
+        _copy(files)
+    copied = [path for path in Path().rglob("*") if path.is_file()] if ours else []
+    # Their source may be of a later version by then.
+    kept = {path: (path.read_bytes(), path.stat().st_mode) for path in copied}
     snapshots = env.get(contract.SNAPSHOT_DIR, "")
     if output is not None:
         _link(output, snapshots)
     elif snapshots and "://" not in snapshots:
         _make(Path(snapshots), say)
-    if files is None or not ours:
-        return None
-    source = files
 
     def again(keep: Path) -> None:
-        _clear(made, output, keep.absolute())
-        _copy(source, _copy_missing)
-        made.update({path: one for path, one in _seen().items() if path in made})
+        _clear(output, keep.absolute())
+        for path, (data, mode) in kept.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            path.chmod(mode)
         if output is not None:
             _link(output, snapshots)
 
-    return again
+    return again if ours else None
 
 
-def _seen() -> dict[Path, tuple[int, int]]:
-    """Record inode and change time of each file, to find later writes."""
-    found = ((path, path.lstat()) for path in Path().rglob("*") if not path.is_dir())
-    return {path: (one.st_ino, one.st_mtime_ns) for path, one in found}
-
-
-def _clear(made: Mapping[Path, tuple[int, int]], output: Path | None, keep: Path) -> None:
-    """Remove unchanged copies: their source may be of a later version by now."""
+def _clear(output: Path | None, keep: Path) -> None:
+    """Empty the working directory, but for the link to the output and a path."""
     here = Path.cwd()
     for folder, folders, names in os.walk(".", topdown=False):
         for path in (Path(folder, name) for name in (*names, *folders)):
             if (path == output and path.is_symlink()) or (here / path).is_relative_to(keep):
                 continue
             if path.is_symlink() or not path.is_dir():
-                one = path.lstat()
-                if made.get(path) != (one.st_ino, one.st_mtime_ns):
-                    path.unlink()
+                path.unlink()
             elif not any(path.iterdir()):
                 path.rmdir()
 
 
-def _copy(files: Path, copy: Callable[[str, str], None]) -> None:
+def _copy(files: Path) -> None:
     """Copy a ConfigMap's files, without the folders that the kubelet adds."""
     if not files.is_dir():
         raise ConfigError(f"--files {files}: no such folder: mount one there, or leave it out")
     for one in sorted(files.iterdir()):
         if one.is_dir() and not one.name.startswith(".."):
-            shutil.copytree(one, one.name, copy_function=copy, dirs_exist_ok=True)
+            shutil.copytree(one, one.name, copy_function=_copy_new, dirs_exist_ok=True)
         elif not one.is_dir():
-            copy(str(one), one.name)
+            _copy_new(str(one), one.name)
 
 
 def _copy_new(source: str, target: str) -> None:
@@ -96,11 +92,6 @@ def _copy_new(source: str, target: str) -> None:
             f"--files: {target} is in the working directory already, with other content: make the"
             " manifest again, or start in an empty folder"
         )
-
-
-def _copy_missing(source: str, target: str) -> None:
-    if not os.path.lexists(target):
-        shutil.copy(source, target)
 
 
 def _link(output: Path, snapshots: str) -> None:
@@ -120,18 +111,8 @@ def _link(output: Path, snapshots: str) -> None:
 
 
 def _make(folder: Path, say: Callable[[str], None]) -> None:
-    problem: list[str] = []
-
-    def make() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem.append(f"{error.strerror}")
-
-    thread = threading.Thread(target=make, name="snapshots", daemon=True)
-    thread.start()
-    thread.join(_ANSWER_SECONDS)
-    if thread.is_alive():
-        problem.append(f"no answer within {_ANSWER_SECONDS:g} s")
-    for one in problem:
-        say(f"{folder} of ${contract.SNAPSHOT_DIR} was not made: {one}; whoever writes there fails")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}; whoever writes there fails"
+        say(f"{folder} of ${contract.SNAPSHOT_DIR} was not made: {why}")

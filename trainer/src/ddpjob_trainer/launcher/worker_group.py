@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import ddpjob_contract as contract
+from ddpjob_contract import ExitCode
 from ddpjob_trainer import trace
 from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.launcher.hub.root_cause import Exit
@@ -54,7 +54,7 @@ class WorkerGroup:
         self._awaited: set[int] = set()  # local ranks whose pid is not known yet
         #: Cancels the spares that were called and have not started; returns their local ranks.
         self.recall: Callable[[], Collection[int]] = tuple
-        self._hung: dict[int, tuple[int, str]] = {}  # local rank -> its exit: code, exception
+        self._hung: dict[int, str] = {}  # local rank -> the exception of its exit
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
@@ -75,41 +75,32 @@ class WorkerGroup:
                     os.close(out)
                     os.close(err)
             except OSError as error:
-                self._cannot_start(local_rank, error, now)
+                self.cannot_start(local_rank, error, now)
                 return
             if pid is None:
                 self._awaited.add(local_rank)
             else:
-                self._add(local_rank, pid)
+                self.arrived(local_rank, pid)
 
-    def _add(self, local_rank: int, pid: int) -> None:
+    def arrived(self, local_rank: int, pid: int) -> None:
+        """Register a worker, which may have been promised."""
+        self._awaited.discard(local_rank)
         self._pids[pid] = local_rank
         trace.mark("worker", rank=self._config.rank(local_rank), pid=pid)
 
-    def arrived(self, local_rank: int, pid: int) -> None:
-        """Register the pid of a promised worker."""
+    def cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
+        """Count a worker that cannot start as failed."""
         self._awaited.discard(local_rank)
-        self._add(local_rank, pid)
-
-    def never_arrived(self, local_rank: int, error: OSError, now: float) -> None:
-        """Count a promised worker that cannot start as failed."""
-        self._awaited.discard(local_rank)
-        self._cannot_start(local_rank, error, now)
-
-    def _cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
-        code = 1  # no memory, too many processes: the next attempt may succeed
+        code = 1  # no memory, no room, too many processes: the next attempt may succeed
         if isinstance(error, FileNotFoundError):
-            code = contract.ExitCode.NOT_FOUND
+            code = ExitCode.NOT_FOUND
         elif isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
-            code = contract.ExitCode.NOT_EXECUTABLE
-        self._say(f"cannot start {self._config.command[0]}: {error.strerror}")
-        self.exits.append(Exit(self._config.rank(local_rank), local_rank, code, now))
-
-    def cannot_begin(self, error: OSError, now: float) -> None:
-        """Count a round as failed that lacks a directory for its workers' records."""
-        self._say(str(error.strerror))
-        rank = self._config.rank(0)
-        self.exits.append(Exit(rank, 0, 1, now, exception=shorten(f"OSError: {error.strerror}")))
+            code = ExitCode.NOT_EXECUTABLE
+        words = f"cannot start {self._config.command[0]}: {error.strerror}"
+        self._say(words)
+        why = shorten(f"OSError: {words}") if code == 1 else ""
+        rank = self._config.rank(local_rank)
+        self.exits.append(Exit(rank, local_rank, code, now, exception=why))
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -140,7 +131,7 @@ class WorkerGroup:
         exception = state.exception if state else ""
         if local_rank in self._hung:
             ours = False
-            status, exception = self._hung[local_rank]
+            status, exception = ExitCode.HANG, self._hung[local_rank]
         elif status < 0:
             exception = ""  # an exception before the signal is not the cause
         if not exception and status > 0 and not ours:
@@ -154,11 +145,8 @@ class WorkerGroup:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
-        done = state is not None and state.phase == "done"
         exception = shorten(exception)
-        self.exits.append(
-            Exit(rank, local_rank, status, now, ours, exception, step, done, bool(oom))
-        )
+        self.exits.append(Exit(rank, local_rank, status, now, ours, exception, step, bool(oom)))
 
     def _oom(self, status: int, exception: str) -> str:
         """Explain an exit caused by the kernel's OOM kill, "" for any other.
@@ -166,7 +154,7 @@ class WorkerGroup:
         The kernel kills the largest process: a worker, or its child, whose end then fails the
         worker.
         """
-        by_kill = status in (-signal.SIGKILL, contract.ExitCode.SIGKILL)
+        by_kill = status in (-signal.SIGKILL, ExitCode.SIGKILL)
         if not by_kill and not (status > 0 and _CHILD_KILLED.search(exception)):
             return ""
         return cgroup.killed(self._memory, cgroup.read())
@@ -197,22 +185,17 @@ class WorkerGroup:
     def signal(self, signum: int, now: float) -> None:
         """Forward a signal to all workers; an ending one also cancels those still starting."""
         for pid, local_rank in self._pids.items():
-            children.send(self._listener(pid, local_rank, signum), signum)
+            children.send(self._listener(pid, local_rank), signum)
         if signum in ENDING:
             self._recall(signum, now)
 
-    def _listener(self, pid: int, local_rank: int, signum: int) -> int:
-        """Choose the process to signal: the worker, or the trainer in its process group.
+    def _listener(self, pid: int, local_rank: int) -> int:
+        """Choose the process to signal: the trainer, where the worker is a shell around it.
 
-        The latter where the worker is a shell that would die of the signal and leave the trainer to
-        be killed without a snapshot. A worker that catches the signal has a trap, or passes it on;
-        SIGINT is an exception, since bash and Python catch it by default: at a terminal every
-        process gets it.
+        The shell would die of the signal, and leave the trainer to be killed without a snapshot.
         """
         state = self.state(local_rank)
-        if state is None or (signum != signal.SIGINT and children.catches(pid, signum)):
-            return pid
-        return state.pid if children.group_of(state.pid) == pid else pid
+        return state.pid if state and children.group_of(state.pid) == pid else pid
 
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():
@@ -220,17 +203,12 @@ class WorkerGroup:
             rank = self._config.rank(local_rank)
             self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
 
-    def mark_hung(
-        self, rank: int, code: int, why: str, last_lines: Sequence[str], now: float
-    ) -> None:
-        """Kill an overdue worker; ``code`` counts as its exit code.
-
-        ``last_lines`` count as the last of its output.
-        """
+    def mark_hung(self, rank: int, why: str, last_lines: Sequence[str], now: float) -> None:
+        """Kill an overdue worker. ``last_lines`` count as the last of its output."""
         self._pump.add(rank, last_lines)
         for pid, local_rank in self._pids.items():
             if self._config.rank(local_rank) == rank:
-                self._hung[local_rank] = (code, why)
+                self._hung[local_rank] = why
                 self._kill(pid, now)
 
     def stop(self, now: float, *, last_words: float) -> None:
@@ -277,7 +255,7 @@ class WorkerGroup:
         words = (
             f"rank {rank} (pid {pid}) was killed, but has not ended for"
             f" {self._config.exit_seconds:g} s: it waits for a disk or device that does not answer"
-            f" ({children.where(pid)})"
+            f" (state {children.state(pid)})"
         )
         self.unkillable[pid] = words
         self._say(words)

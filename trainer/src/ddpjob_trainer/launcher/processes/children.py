@@ -110,15 +110,12 @@ def end_all(
         time.sleep(0.001)
 
 
-def where(pid: int) -> str:
-    """Describe what a process does in the kernel."""
+def state(pid: int) -> str:
+    """Return the kernel's letter for what a process does, such as T: stopped; "" if it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        place = Path(f"/proc/{pid}/wchan").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "unknown"
-    state = stat.rpartition(")")[2].split()[0]
-    return f"state {state} in {place}" if place not in ("", "0") else f"state {state}"
+        return ""
 
 
 def group_of(pid: int) -> int:
@@ -127,16 +124,6 @@ def group_of(pid: int) -> int:
         return os.getpgid(pid)
     except (ProcessLookupError, OverflowError):
         return 0
-
-
-def catches(pid: int, signum: int) -> bool:
-    """Return whether a process has a handler for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    mask = status.partition("\nSigCgt:")[2].partition("\n")[0]
-    return bool(int(mask or "0", 16) >> (signum - 1) & 1)
 
 
 def send(pid: int, signum: int) -> None:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.util
 import json
 import os
 import runpy
-import signal
 import socket
 import sys
 import time
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.gpu import devices
+from ddpjob_trainer.launcher.processes import children
 
 #: Modules that training imports sooner or later, some as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); a missing one costs only time.
@@ -43,11 +42,10 @@ MODULES = (
     "prometheus_client.multiprocess",
     "ddpjob_trainer.training.start",
 )
-MAX_REQUEST = 1024 * 1024
+_MAX_MESSAGE = 64 * 1024
 _MOST_WORDS = 200  # characters about one module
-_PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
-_libc = ctypes.CDLL(None, use_errno=True)
+_HARMLESS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,43 +57,27 @@ class Program:
     module: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
-    """`import module`, or with names `from module import names`."""
-
-    module: str
-    names: tuple[str, ...] = ()
-
-    def run(self) -> None:
-        """Import the module and its names. Raises the import's errors; ignores a missing name."""
-        __import__(self.module, {}, {}, self.names)
-        for name in self.names:  # some modules load an attribute on first access
-            getattr(sys.modules[self.module], name, None)
+#: `import module`, or with names `from module import names`.
+Import = tuple[str, tuple[str, ...]]
 
 
 # --- Requests over a socket -------------------------------------------------------------------
 
 
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a line of whole messages. Raises OSError."""
+    return socket.socketpair(type=socket.SOCK_SEQPACKET)
+
+
 def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
-    """Send a line of JSON, with descriptors. Raises OSError; BlockingIOError: nothing was sent."""
-    data = json.dumps(body).encode() + b"\n"
-    if rest := data[socket.send_fds(to, [data], fds) :]:
-        # An empty sendall() would fail too, if the other end has read and closed by now.
-        try:
-            to.sendall(rest)
-        except BlockingIOError as error:
-            raise ConnectionError("a request was cut short") from error
+    """Send a message, with descriptors, whole or not at all. Raises OSError."""
+    socket.send_fds(to, [json.dumps(body).encode()], fds)
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return a line of JSON and its descriptors, None when the other end is gone."""
+    """Return a message and its descriptors, None when the other end is gone."""
     try:
-        data, fds, _, _ = socket.recv_fds(source, MAX_REQUEST, 8)
-        while data and not data.endswith(b"\n"):
-            more = source.recv(MAX_REQUEST)
-            if not more:
-                return None
-            data += more
+        data, fds, _, _ = socket.recv_fds(source, _MAX_MESSAGE, 8)
     except OSError:
         return None
     return (json.loads(data), list(fds)) if data else None
@@ -137,16 +119,16 @@ def _settle(launcher: int, parent: int) -> None:
         if now != parent or time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before the call above
-        os._exit(1)
+    children.die_with(launcher)()
     os.setpgid(0, 0)
 
 
-def _import(what: Import) -> None:
+def _import(module: str, names: tuple[str, ...] = ()) -> None:
     # The script itself reports a failing import, if it needs it.
     with contextlib.suppress(BaseException):
-        what.run()
+        __import__(module, {}, {}, names)
+        for name in names:  # some modules load an attribute on first access
+            getattr(sys.modules[module], name, None)
 
 
 def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
@@ -195,8 +177,8 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> None:
     send(line, {"pid": os.getpid()}, [])
     if not called:
         with contextlib.suppress(BaseException):
-            for one in imports_by(program):
-                _import(one)
+            for module, names in imports_by(program):
+                _import(module, names)
     opened = "" if called else devices.driver_opened()
     # A context would hold GPU memory in a process that may never be called.
     send(line, {"unfit": f"an import has opened {opened}"} if opened else {"ready": True}, [])
@@ -243,11 +225,8 @@ def imports_by(program: Program) -> Iterator[Import]:
     if not program.module:
         yield from imports_of(Path(program.name).read_bytes(), "")
         return
-    parts = program.name.split(".")
-    yield from (Import(".".join(parts[:end])) for end in range(1, len(parts)))
-    spec = importlib.util.find_spec(program.name)
+    spec = importlib.util.find_spec(program.name)  # imports the packages around it
     if spec is not None and spec.submodule_search_locations is not None:
-        yield Import(program.name)
         spec = importlib.util.find_spec(program.name + ".__main__")
     if spec is not None and spec.origin is not None:
         source = Path(spec.origin).read_bytes()
@@ -257,34 +236,24 @@ def imports_by(program: Program) -> Iterator[Import]:
 def imports_of(source: bytes, package: str) -> Iterator[Import]:
     """Yield a source's top-level imports, in order.
 
-    It stops at the first statement that may change a later import.
+    It stops at the first statement that is neither an import nor a definition: by another, such as
+    `sys.path.insert(0, ...)` or `settings.SIZE = 3`, a later import may differ.
     """
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
-                yield Import(alias.name)
+                yield alias.name, ()
         elif isinstance(statement, ast.ImportFrom):
             base = "." * statement.level + (statement.module or "")
             with contextlib.suppress(ImportError):
                 module = importlib.util.resolve_name(base, package or None)
-                yield Import(module, tuple(alias.name for alias in statement.names))
-        elif _has_effect(statement):
+                yield module, tuple(alias.name for alias in statement.names)
+        elif not isinstance(statement, _HARMLESS) and not _is_docstring(statement):
             return
 
 
-def _has_effect(statement: ast.stmt) -> bool:
-    """Return whether a statement may change other modules: a bare call, or an attribute set.
-
-    `sys.path.insert(0, ...)`, `torch.set_default_dtype(...)`, `settings.SIZE = 3`.
-    """
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return False
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            return True
-        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            return True
-    return False
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _run(program: Program) -> None:
@@ -307,10 +276,10 @@ def main() -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # where -m found this module
     # Its BLAS may start threads, and carries them through a fork itself.
-    _import(Import("numpy.random"))
+    _import("numpy.random")
     threads = _threads()
     for name in MODULES:
-        _import(Import(name))
+        _import(name)
     _end_if_unfit(control, threads, "an import")
     _become(program)
     warnings = _preload(control, given["preload"], threads)

@@ -11,7 +11,6 @@ from ddpjob_trainer.imports import imported, parsed
 from ddpjob_trainer.launcher.processes.fork_server import Program
 
 _PACKAGE = "ddpjob_trainer"
-_CHANGES = ("setdefault", "update", "pop", "clear")
 
 
 def uses_our_library(program: Program) -> bool:
@@ -24,35 +23,6 @@ def uses_our_library(program: Program) -> bool:
         return True
     names = [name.split(".") for name in imported(_tree(program))]
     return any(parts[0] == _PACKAGE and parts[1:2] != ["adapters"] for parts in names)
-
-
-def sets_environment_first(program: Program) -> bool:
-    """Return whether the program changes os.environ between its imports."""
-    tree = _tree(program)
-    changed = False
-    for statement in tree.body if tree is not None else ():
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            if changed:
-                return True
-        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            changed = changed or any(map(_changes_environment, ast.walk(statement)))
-    return False
-
-
-def _changes_environment(node: ast.AST) -> bool:
-    if isinstance(node, ast.Subscript):
-        return _is_environ(node.value) and not isinstance(node.ctx, ast.Load)
-    if not isinstance(node, ast.Call):
-        return False
-    called = node.func
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    if name in ("putenv", "unsetenv", "load_dotenv"):
-        return True
-    return isinstance(called, ast.Attribute) and name in _CHANGES and _is_environ(called.value)
-
-
-def _is_environ(node: ast.AST) -> bool:
-    return getattr(node, "attr", getattr(node, "id", "")) == "environ"
 
 
 def _tree(program: Program) -> ast.Module | None:

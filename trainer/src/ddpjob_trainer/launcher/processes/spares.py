@@ -6,7 +6,6 @@ fails, a fresh interpreter takes its place: rounds never depend on spares.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -15,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from subprocess import DEVNULL
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.processes import children, fork_server
@@ -73,25 +73,20 @@ class Spares:
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
-        self._server_started = 0.0
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
-        if preload and not count:
-            tell("warning: --preload is left to each process, as there are no warm spares")
 
     def pids(self) -> set[int]:
         """Return the pids of the fork server and of uncalled spares."""
-        return {
-            self._server_pid,
-            *(one.pid for one in self._spares.values() if one.called_at is None),
-        }
+        waiting = (one.pid for one in self._spares.values() if one.called_at is None)
+        return {self._server_pid, *waiting}
 
-    def start(self, now: float) -> None:
+    def start(self) -> None:
         """Start the fork server, unless it runs."""
         if self._count and self._server is None:
             try:
-                self._start_server(now)
+                self._start_server()
             except OSError as error:
                 self._off(f"cannot start the fork server: {error.strerror}")
 
@@ -100,7 +95,7 @@ class Spares:
         if not self._count:
             return
         if self._server is None:
-            self.start(now)
+            self.start()
         elif self._warm:
             for local_rank in range(self._count):
                 if self._server is not None and local_rank not in self._spares:
@@ -161,9 +156,8 @@ class Spares:
         for local_rank, one in list(self._spares.items()):
             if one.called_at is None or (one.pid and not one.ready):
                 continue
-            due = one.called_at + _ANSWER_SECONDS
-            if not self._warm and not one.pid:
-                due = self._server_started + _IMPORT_SECONDS
+            imports = not self._warm and not one.pid
+            due = one.called_at + (_IMPORT_SECONDS if imports else _ANSWER_SECONDS)
             if now < due:
                 dues.append(due)
             elif one.pid:
@@ -175,61 +169,51 @@ class Spares:
 
     # --- The fork server -----------------------------------------------------------------
 
-    def _start_server(self, now: float) -> None:
+    def _start_server(self) -> None:
         given = json.dumps(asdict(self._program) | {"preload": self._preload})
-        mine, theirs = socket.socketpair()
-        null = -1
+        mine, theirs = fork_server.pair()
+        there = theirs.fileno()
+        command = (sys.executable, "-u", "-m", fork_server.__name__, str(there), given)
         try:
-            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            command = (
-                sys.executable,
-                "-u",
-                "-m",
-                fork_server.__name__,
-                str(theirs.fileno()),
-                given,
-            )
-            self._server_pid = children.spawn(command, self._env, null, null, (theirs.fileno(),))
+            self._server_pid = children.spawn(command, self._env, DEVNULL, DEVNULL, (there,))
         except OSError:
             mine.close()
             raise
         finally:
             theirs.close()
-            if null >= 0:
-                os.close(null)
         # It reads nothing while it imports, and the launcher must not wait for it.
         mine.setblocking(False)
         self._server = mine
-        self._server_started = now
         self._selector.register(mine, selectors.EVENT_READ, self._server_spoke)
 
     def _server_spoke(self, now: float) -> None:
         if self._server is None:  # forgotten since select() returned
             return
-        body = _received(self._server)
-        if body is None:
+        received = fork_server.receive(self._server)
+        if received is None:
             self._forget_server()
-        elif "unfit" in body:
-            self._off(str(body["unfit"]))
-        if body is not None and "warm" in body:
+        elif unfit := received[0].get("unfit"):
+            self._off(unfit)
+        else:
             self._warm = True
             self._deaths = 0
-            if warnings := body.get("warnings"):
+            if warnings := received[0]["warnings"]:
                 self._tell(f"warning: --preload is left to each process: {warnings}")
             for one in self._spares.values():  # their forks begin now
                 one.called_at = None if one.called_at is None else now
 
     def _off(self, why: str) -> None:
         """Turn spares off: rounds start fresh interpreters from now on."""
-        self._tell(f"no warm spares: {why}")
-        self._count = 0
+        if self._count:  # else another spare has said the same
+            self._tell(f"no warm spares: {why}")
+            self._count = 0
+            self._kill_server()
 
     def _died(self, who: str) -> None:
         """Count a death, and give up after several: each try takes time from training."""
         self._deaths += 1
-        if self._deaths == _MAX_DEATHS and self._count:
+        if self._deaths == _MAX_DEATHS:
             self._off(f"{who} died {self._deaths} times in a row")
-            self._kill_server()
 
     def _kill_server(self) -> None:
         if self._server_pid:
@@ -250,7 +234,7 @@ class Spares:
     def _fork(self, local_rank: int, env: Mapping[str, str], *, called: bool) -> bool:
         assert self._server is not None
         try:
-            mine, theirs = socket.socketpair()
+            mine, theirs = fork_server.pair()
         except OSError:  # no descriptors left: a round does not need it
             return False
         try:
@@ -275,21 +259,19 @@ class Spares:
         one = self._spares.get(local_rank)
         if one is None or one.line is not line:
             return
-        body = _received(line)
-        if body is None:
+        received = fork_server.receive(line)
+        if received is None:
             self._lost(local_rank, now)  # or it has received the call, and closed this line
             return
+        body = received[0]
         if "pid" in body:
-            one.pid = int(str(body["pid"]))
+            one.pid = body["pid"]
             if one.call is not None:
                 self._deliver(local_rank, one, one.call, now)
-        if "unfit" in body and one.called_at is None:  # else it is a worker by now
+        elif "unfit" in body and one.called_at is None:  # else it is a worker by now
             self._drop(local_rank)
-            if self._count:  # the others will report the same
-                self._off(str(body["unfit"]))
-                self._kill_server()
-            return
-        if "ready" in body or "unfit" in body:
+            self._off(body["unfit"])
+        else:
             one.ready = True
             self._deaths = 0
             spares = [other for other in self._spares.values() if other.called_at is None]
@@ -331,17 +313,6 @@ class Spares:
         one = self._spares.pop(local_rank)
         self._selector.unregister(one.line)
         one.line.close()
-
-
-def _received(line: socket.socket) -> dict[str, object] | None:
-    """Return the last line received, None when the other end is closed. Lines are a few bytes."""
-    with contextlib.suppress(OSError, ValueError):
-        data = line.recv(4096)
-        found: dict[str, object] = {}
-        for text in data.splitlines():
-            found.update(json.loads(text))
-        return found if data else None
-    return None
 
 
 def _close(call: Call) -> None:

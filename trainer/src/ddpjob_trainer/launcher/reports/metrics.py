@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +13,9 @@ from ddpjob_trainer.telemetry import metric_names
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
-    from prometheus_client.registry import Collector
 
 _OF_A_RANK = re.compile(r"_rank\d+\.db$")
 _OF_A_PROCESS = re.compile(r"(\d+)\.db$")
-_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -45,52 +42,28 @@ def forget_dead(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def worker_metrics(directory: Path) -> bytes:
-    """Return what the ranks have published, as Prometheus text."""
-    for attempt in range(_ATTEMPTS):
-        try:
-            return _render(_Files(directory))
-        except (OSError, ValueError, RuntimeError, struct.error):
-            # A file vanished, or was half written.
-            if attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError("unreachable")
-
-
-def launcher_metrics(counted: LauncherMetrics) -> bytes:
-    """Return what the launcher has counted, as Prometheus text."""
-    return _render(_Own(counted))
-
-
-def _render(collector: Collector) -> bytes:
+def as_text(directory: Path, counted: LauncherMetrics) -> bytes:
+    """Return what the ranks have published and the launcher has counted, as Prometheus text."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(collector)
+    registry.register(_Metrics(directory, counted))
     return generate_latest(registry)
 
 
-class _Files:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def collect(self) -> Iterable[Metric]:
-        from prometheus_client.multiprocess import MultiProcessCollector
-
-        files = [str(path) for path in self._directory.glob("*.db") if path.stat().st_size]
-        merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
-        return merged
-
-
-class _Own:
-    def __init__(self, counted: LauncherMetrics) -> None:
-        self._counted = counted
+@dataclass(eq=False, slots=True)
+class _Metrics:
+    directory: Path
+    counted: LauncherMetrics
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.multiprocess import MultiProcessCollector
 
+        files = [str(path) for path in self.directory.glob("*.db") if path.stat().st_size]
+        yield from MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
         for spec in metric_names.LAUNCHER:
-            value = getattr(self._counted, spec.name)
+            value = getattr(self.counted, spec.name)
             if spec.type == "gauge":
                 yield GaugeMetricFamily(spec.full_name, spec.help, value=value)
                 continue

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hmac
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
 from ddpjob_contract import Proof, Resumed, Round, State
@@ -19,7 +20,6 @@ from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resume
 
 _VERSION: Final = 1
 _WINDOW_SECONDS: Final = 60.0
-_POLL_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,17 @@ class Results:
             proof=_newest(read_proof(workers.state_dir), self.proof),
         )
 
+    def facts(self, state: RankState | None) -> dict[str, Any]:
+        """Return what /state and the report say alike; None: unknown."""
+        loss, step = (state.loss, state.snapshot_step) if state else (None, -1)
+        step = max(step, self.snapshot_step)
+        return {
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            "snapshotStep": step if step >= 0 else None,
+            "fileModifiedAt": as_text(self.modified) if self.modified != NEVER else None,
+            "resumed": self.resumed,
+        }
+
 
 def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
     """Choose what is told of the restarts: one that was not checked takes nothing back."""
@@ -69,46 +80,35 @@ def state_body(
     up. ``stacks``: of the last hang. ``pace``: steps per second.
     """
     results = results or Results()
-    body: State = {"version": _VERSION, "uid": uid, "attempt": attempt, "round": round_}
-    if stacks:
-        body["stacks"] = stacks
-    body.update(_of_rounds(results))
-    snapshot_step = max(results.snapshot_step, state.snapshot_step if state else -1)
-    if snapshot_step >= 0:
-        body["snapshotStep"] = snapshot_step
-    if results.modified != NEVER:
-        body["fileModifiedAt"] = as_text(results.modified)
-    body["phase"] = state.phase if state else "startup"
+    step, total = results.step, results.total_steps  # unknown before the resume
     if state is not None and state.phase != "startup":
-        body["step"] = state.step
-        if state.total_steps:
-            body["totalSteps"] = state.total_steps
-    elif results.step >= 0:  # else the step is unknown before the resume
-        body["step"] = results.step
-        if results.total_steps:
-            body["totalSteps"] = results.total_steps
-    if state is None:
-        return body
-    if pace is not None:
-        body["stepsPerSecond"] = pace
-    if state.loss is not None and math.isfinite(state.loss):
-        body["loss"] = state.loss
-    if state.samples_per_second is not None:
-        body["samplesPerSecond"] = state.samples_per_second
-    moment = datetime.fromtimestamp(state.updated_at, UTC).replace(microsecond=0)
-    body["updatedAt"] = moment.isoformat().replace("+00:00", "Z")
-    return body
+        step, total = state.step, state.total_steps
+    found: dict[str, Any] = {
+        "version": _VERSION,
+        "uid": uid,
+        "attempt": attempt,
+        "round": round_,
+        "phase": state.phase if state else "startup",
+        "step": step if step >= 0 else None,
+        "totalSteps": total or None,
+        "stacks": stacks or None,
+        "proof": results.proof,
+        "rounds": list(results.records) or None,
+        **results.facts(state),
+    }
+    if state is not None:
+        moment = datetime.fromtimestamp(state.updated_at, UTC).replace(microsecond=0)
+        found |= {
+            "stepsPerSecond": pace,
+            "samplesPerSecond": state.samples_per_second,
+            "updatedAt": moment.isoformat().replace("+00:00", "Z"),
+        }
+    return cast("State", known(found))
 
 
-def _of_rounds(results: Results) -> State:
-    body: State = {}
-    if results.resumed:
-        body["resumed"] = results.resumed
-    if results.proof:
-        body["proof"] = results.proof
-    if results.records:
-        body["rounds"] = list(results.records)
-    return body
+def known(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop what is None."""
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def answer(state: State, query: str) -> State | None:
@@ -134,19 +134,13 @@ class Pace:
 
     def __init__(self) -> None:
         self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
-        self._polled = 0.0
 
     def begin(self) -> None:
         """Start over with a round."""
         self._marks = ()
 
-    def is_due(self, now: float) -> bool:
-        """Return whether the next look is due."""
-        return now - self._polled >= _POLL_SECONDS
-
     def poll(self, state: RankState | None, now: float) -> None:
         """Take in a worker's record."""
-        self._polled = now
         if state is None or state.phase == "startup":
             return
         marks = self._marks

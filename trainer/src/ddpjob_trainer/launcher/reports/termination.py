@@ -6,13 +6,13 @@ The supervisor calls finish() once; the operator reads the report, one JSON obje
 from __future__ import annotations
 
 import json
-import math
 import signal
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 import ddpjob_contract as contract
 from ddpjob_contract import (
@@ -27,8 +27,7 @@ from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
-from ddpjob_trainer.launcher.reports.state import Results
+from ddpjob_trainer.launcher.reports.state import Results, known
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankState
@@ -69,6 +68,9 @@ def finish(
     failure, elsewhere = _failure(workers, ended)
     if elsewhere and left:
         elsewhere = "; ".join((elsewhere, *left))
+    early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
+    if failure and early:
+        failure = replace(failure, exception=root_cause.told_of(early, failure))
     local_rank = failure.local_rank if failure else 0
     content = make_report(
         failure,
@@ -79,9 +81,6 @@ def finish(
         results=results,
         elsewhere=elsewhere,
     )
-    early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
-    if failure and not elsewhere and early:
-        content["exception"] = _cut_middle(root_cause.told_of(early, failure), _MAX_EXCEPTION)
     cut_short = _cut_short(config, workers, ended, failure)
     if cut_short:
         if not ended.between_rounds:
@@ -165,19 +164,19 @@ def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
         return mine or min(
             (exit_ for exit_ in workers.exits if exit_.status), key=lambda e: e.at, default=None
         ), ""
+    collateral = mine if mine and mine.code == ExitCode.PEER_LOST else None
     if ended.end is not None:
         here = [exit_ for exit_ in workers.exits if exit_.rank == ended.end.rank]
         if here:
             return here[0], ""
         first = f"rank {ended.end.rank} ended first" if ended.end.rank >= 0 else ended.end.why
-        return (mine if mine and mine.code == ExitCode.PEER_LOST else None), first
-    if ended.lost:
-        if ended.before_loss is not None and ended.before_loss.code != ExitCode.PEER_LOST:
-            return ended.before_loss, ""
-        return (mine if mine and mine.code == ExitCode.PEER_LOST else None), (
-            f"the hub was lost: {ended.lost}"
-        )
-    return mine, ""
+        return collateral, first
+    if not ended.lost:
+        return mine, ""
+    before = ended.before_loss
+    if before is not None and before.code != ExitCode.PEER_LOST:
+        return before, ""
+    return collateral, f"the hub was lost: {ended.lost}"
 
 
 def make_report(
@@ -196,34 +195,27 @@ def make_report(
     when no process of this launcher was the cause.
     """
     exception = failure.exception if failure else ""
-    name = kind(failure, exception=exception, terminated=terminated)
-    report: TerminationReport = {"version": REPORT_VERSION, "kind": name, "round": round_}
+    said = elsewhere or exception
+    found: dict[str, Any] = {
+        "version": REPORT_VERSION,
+        "kind": kind(failure, exception=exception, terminated=terminated),
+        "round": round_,
+        "exception": _cut_middle(said, _MAX_EXCEPTION) if said else None,
+        "step": state.step if state else None,
+        "rounds": [_brief(record) for record in results.records] or None,
+        **results.facts(state),
+    }
     if elsewhere:
-        report["kind"] = "peerLost"
-        report["code"] = ExitCode.PEER_LOST
-        report["exception"] = _cut_middle(elsewhere, _MAX_EXCEPTION)
+        found |= {"kind": "peerLost", "code": ExitCode.PEER_LOST}
     if failure is not None:
-        report["rank"] = failure.rank
-        report["localRank"] = failure.local_rank
-        report["code"] = failure.code
-        if failure.status < 0:
-            report["signal"] = -failure.status
-        if exception and not elsewhere:
-            report["exception"] = _cut_middle(exception, _MAX_EXCEPTION)
-        report["log"] = [_cut(line, _MAX_LINE) for line in log]
-    if state is not None:
-        report["step"] = state.step
-        if state.loss is not None and math.isfinite(state.loss):
-            report["loss"] = state.loss
-    if results.snapshot_step >= 0:
-        report["snapshotStep"] = results.snapshot_step
-    if results.modified != NEVER:
-        report["fileModifiedAt"] = as_text(results.modified)
-    if results.resumed:
-        report["resumed"] = results.resumed
-    if results.records:
-        report["rounds"] = [_brief(record) for record in results.records]
-    return report
+        found |= {
+            "rank": failure.rank,
+            "localRank": failure.local_rank,
+            "code": failure.code,
+            "signal": -failure.status if failure.status < 0 else None,
+            "log": [_cut(line, _MAX_LINE) for line in log],
+        }
+    return cast("TerminationReport", known(found))
 
 
 def _brief(record: Round) -> Round:

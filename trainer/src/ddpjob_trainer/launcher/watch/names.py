@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
+from itertools import count
 from typing import Final
 
 from ddpjob_contract import UNRESOLVED
 
 _PAUSE_SECONDS: Final = 2.0
-_NEWS_SECONDS: Final = 20.0
+_QUIET_TRIES: Final = 10
 
 
 class Names:
@@ -26,36 +28,28 @@ class Names:
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
         self.trouble = ""
         self._address, self._say = address, say
-        self._ended = threading.Event()
+        self._rounds = 0
 
     def begin(self) -> None:
         """Start over with a round."""
-        self.end()
-        self.trouble, self._ended = "", threading.Event()
+        self.trouble = ""
+        self._rounds += 1
         if self._address is not None:
-            task = (self._address, self._ended)
+            task = (self._address, self._rounds)
             threading.Thread(target=self._ask, args=task, name="names", daemon=True).start()
 
-    def end(self) -> None:
-        """Stop asking."""
-        self._ended.set()
-
-    def _ask(self, address: str, ended: threading.Event) -> None:
-        tries, told = 0, False
-        while not ended.is_set():
+    def _ask(self, address: str, of_round: int) -> None:
+        for tries in count(1):
+            trouble = ""
             try:
                 socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
             except OSError as error:
-                why = f"{address} {UNRESOLVED} ({error.strerror})"
-            else:
-                why = ""
-            if ended.is_set():
+                trouble = f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
+            if of_round != self._rounds:  # the next one asks for itself
                 return
-            self.trouble = f"{why}: is the job's Service there?" if why else ""
-            if not why:
+            self.trouble = trouble
+            if not trouble:
                 return
-            tries += 1
-            if not told and tries * _PAUSE_SECONDS >= _NEWS_SECONDS:
-                told = True
-                self._say(f"workers cannot find one another: {self.trouble}")
-            ended.wait(_PAUSE_SECONDS)
+            if tries == _QUIET_TRIES:
+                self._say(f"workers cannot find one another: {trouble}")
+            time.sleep(_PAUSE_SECONDS)
