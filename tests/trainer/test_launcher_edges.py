@@ -255,3 +255,14 @@ def interrupted(*args, step={step}):
         )
     with launched(program, env=env) as process:  # nobody reads the output
         assert process.wait(timeout=PATIENCE) == 0
+
+
+@pytest.mark.fault("T13")
+def test_ranks_that_do_not_talk_hear_of_one_that_ended_long_before():
+    program = "test $RANK = 1 || sleep 3600"
+    env = {"DDPJOB_HANG_STEP_SECONDS": "0.2"}
+    with launched("--nproc", "3", "sh", "-c", program, env=env) as process:
+        assert process.stderr is not None
+        words = next(line for line in process.stderr if "more than 0.2 s ago" in line)
+    assert "rank 1 ended with exit code 0" in words
+    assert "2 of the others have not ended" in words

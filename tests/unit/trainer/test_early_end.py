@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpjob_trainer.launcher.hub import rounds
-from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early
+from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, ended_long_ago
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
@@ -29,3 +29,17 @@ def test_an_error_of_its_own_is_its_own():
     assert ended_early([Exit(1, 0, 0, 5.0), cause], cause) == ""
     later = Exit(0, 0, 75, 4.0)
     assert ended_early([Exit(1, 0, 0, 5.0), later], later) == "", "it ended after the failure"
+
+
+@pytest.mark.fault("T13")
+def test_who_ended_with_0_long_before_ranks_that_do_not_talk_is_told():
+    done = [Exit(1, 1, 0, 5.0, step=7)]
+    words = ended_long_ago(done, 1, 300.0, 305.0)
+    assert words.startswith("rank 1 after step 7 ended with exit code 0 more than 300 s ago, and 1")
+    trained = [Exit(1, 1, 0, 5.0, step=7, done=True)]
+    assert ended_long_ago(trained, 1, 300.0, 305.0) == "", "after the loop nobody waits for it"
+    assert ended_long_ago(done, 1, 300.0, 304.0) == "", "others may end as well"
+    assert ended_long_ago(done, 0, 300.0, 305.0) == "", "all have"
+    assert ended_long_ago([Exit(1, 1, 3, 5.0)], 1, 300.0, 305.0) == "", (
+        "a failure is told elsewhere"
+    )

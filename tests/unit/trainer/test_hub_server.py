@@ -4,42 +4,109 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import pytest
+
+from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
+from support.descriptors import none_left
 from support.patience import PATIENCE
 
-
-def hello(uid: str, replica: int = 1) -> Hello:
-    return Hello(uid, 1, replicas=2, nproc=1, replica=replica)
+GANG = Hello("uid", 1, replicas=2, nproc=1, replica=0)
 
 
-def test_strangers_are_dropped_unless_they_are_admitted() -> None:
-    selector = selectors.DefaultSelector()
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    post: list[Callable[..., None]] = []
-    hub = Hub(hello("uid", 0), Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  filled later
-    server = HubServer(listener, selector, hub)
-    post.append(server.post)
-    three = [socket.create_connection(address, timeout=PATIENCE) for _ in range(3)]
-    silent, refused, launcher = three
-    refused.sendall(encode(hello("another's")))
-    launcher.sendall(encode(hello("uid")))
-    while ready := selector.select(0.05):
-        for key, _ in ready:
-            key.data(100.0)
+class Port:
+    """A hub's port, heard when the test says so."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        listener = sockets.bind(0)
+        self.address = ("127.0.0.1", listener.getsockname()[1])
+        post: list[Callable[..., None]] = []
+        self.hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  filled later
+        self.server = HubServer(listener, self.selector, self.hub)
+        post.append(self.server.post)
+
+    def hear(self, now: float) -> None:
+        while ready := self.selector.select(0.05):
+            for key, _ in ready:
+                key.data(now)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def close(self) -> None:
+        self.server.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    found = Port()
+    yield found
+    found.close()
+
+
+def hello(uid: str = "uid") -> bytes:
+    return encode(Hello(uid, 1, replicas=2, nproc=1, replica=1))
+
+
+def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
+    silent, refused, launcher = (port.connect() for _ in range(3))
+    refused.sendall(hello("another's") * 2)
+    launcher.sendall(hello())
+    port.hear(100.0)
     assert launcher.recv(1000) == encode(Welcome())
     assert b"belongs to another job" in refused.recv(1000)
-    assert refused.recv(1) == b""
-    due = server.tick(100.0)
+    assert refused.recv(1) == b"", "it spoke again"
+    due = port.server.tick(100.0)
     assert due is not None
-    server.tick(due)
+    port.server.tick(due)
     assert silent.recv(1) == b""
-    server.close()
-    selector.close()
-    for one in three:
+    for one in (silent, refused, launcher):
         one.close()
+
+
+def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Port) -> None:
+    """select() would return at once, again and again, with the processor that workers need."""
+    with socket.socket() as launcher:
+        with none_left():
+            launcher.connect(port.address)
+            launcher.sendall(hello())
+            port.hear(100.0)  # comes to an end
+            due = port.server.tick(100.0)
+            assert due is not None
+            assert due > 100.0
+        port.hear(due)
+        assert port.server.tick(due) is None
+        port.hear(due)
+        assert launcher.recv(1000) == encode(Welcome())
+        port.hear(due)
+
+
+def test_a_port_without_descriptors_can_be_closed() -> None:
+    port = Port()
+    with socket.socket() as launcher, none_left():
+        launcher.connect(port.address)
+        port.hear(100.0)
+        port.close()
+
+
+def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:
+    assert port.hub.admit(replace(GANG, replica=1)) is None
+    said: list[str] = []
+    client = HubClient(port.address, replace(GANG, replica=1), port.selector, said.append)
+    meetings = 0
+    while meetings < 3:  # then it has heard the second refusal
+        for key, _ in port.selector.select():
+            meetings += key.data == client._take
+            key.data(100.0)
+    client.close()
+    why = "replica 1 has been admitted before"
+    assert said == [f"the hub does not admit this launcher yet: {why}"]

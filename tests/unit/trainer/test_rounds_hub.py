@@ -62,6 +62,13 @@ class Scene:
             ours = tuple(Exit(replica * 2 + i, i, -9, 0.0, ours=True) for i in range(2))
             self.hub.receive(replica, Stopped(round_, ours, step), now)
 
+    def watch(self, begin: float, end: float) -> None:
+        """Seconds that the launcher of the hub spends awake, after the first."""
+        now = begin
+        while now < end:
+            now = min(now + 1, end)
+            self.hub.tick(now)
+
     def everyone(self, message: Message) -> dict[int, list[Message]]:
         return {replica: [message] for replica in range(3)}
 
@@ -116,37 +123,44 @@ def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
     assert posted[-1].rank == 2
 
 
-@pytest.mark.parametrize("comes", [True, False])
-def test_collateral_waits_a_moment_for_its_cause(comes: bool) -> None:
+def test_collateral_waits_a_moment_for_its_cause() -> None:
     scene = Scene()
     scene.fails(0, 75, now=10.0)
     assert scene.told() == {}
     assert scene.hub.tick(10.1) == 10.0 + CAUSE_WAIT_SECONDS
-    if comes:
-        scene.fails(2, -11, now=10.2)
-    else:
-        scene.hub.tick(10.0 + CAUSE_WAIT_SECONDS)
+    scene.fails(2, -11, now=10.2)
+    assert scene.told() == scene.everyone(Stop(0))
+    scene = Scene()
+    scene.fails(0, 75, now=10.0)
+    scene.hub.tick(10.0 + CAUSE_WAIT_SECONDS)
     assert scene.told() == scene.everyone(Stop(0))
 
 
-@pytest.mark.parametrize(
-    ("here", "which"),
-    [((0, 1, 2), "2 did not stop"), ((0, 2), "1 has not come to the hub")],
-)
-def test_who_does_not_stop_or_never_came_ends_the_attempt(here: tuple[int, ...], which: str):
-    scene = Scene(here=here)
-    scene.fails(0, -9, now=1.0)
-    scene.stops(*here[:-1], now=2.0)
+def test_who_does_not_stop_ends_the_attempt() -> None:
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.stops(0, 1, now=2.0)
     assert scene.hub.tick(3.0) == 1.0 + BARRIER_SECONDS
     scene.told()
-    scene.hub.tick(0.9 + BARRIER_SECONDS)
+    scene.watch(3.0, 0.9 + BARRIER_SECONDS)
     assert scene.told() == {}
     scene.hub.tick(1.0 + BARRIER_SECONDS)
-    end = End(0, f"replica {which} within 5 s", graceful=False)
-    assert scene.told() == {replica: [end] for replica in here}
+    end = End(2, "replica 2 did not stop within 5 s", graceful=False)
+    assert scene.told() == scene.everyone(end)
 
 
-def test_who_says_that_its_processes_still_end_is_waited_for() -> None:
+def test_who_never_came_is_told_from_who_does_not_stop() -> None:
+    scene = Scene(here=(0, 2))
+    scene.fails(0, 5, now=1.0)
+    scene.stops(0, now=2.0)
+    scene.told()
+    scene.watch(2.0, 1.0 + BARRIER_SECONDS)
+    end = End(0, "replica 1 has not come to the hub within 5 s", graceful=False)
+    assert scene.told() == {0: [end], 2: [end]}
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_who_says_that_its_processes_still_end_is_waited_for(silent: bool) -> None:
     """A GPU's memory is given back for seconds after a kill."""
     scene = Scene()
     scene.hub.receive(2, Exiting(0), 0.5)  # nothing has been stopped yet
@@ -158,9 +172,45 @@ def test_who_says_that_its_processes_still_end_is_waited_for() -> None:
     scene.hub.receive(2, Exiting(7), 60.0)  # of another round
     assert scene.hub.tick(60.5) == 59.0 + BARRIER_SECONDS
     scene.told()
-    scene.hub.tick(59.0 + BARRIER_SECONDS)
-    end = End(2, "replica 2 did not stop within 63 s", graceful=False)
-    assert scene.told() == scene.everyone(end)
+    if silent:
+        scene.watch(60.5, 59.0 + BARRIER_SECONDS)
+        end = End(2, "replica 2 did not stop within 63 s", graceful=False)
+        assert scene.told() == scene.everyone(end)
+    else:
+        scene.stops(2, now=61.0)
+        assert isinstance(scene.told()[2][0], Go)
+
+
+def test_a_hub_that_stood_still_itself_hears_who_stopped_meanwhile() -> None:
+    """Its own workers' ends and the others' words wait until its launcher is awake again."""
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.told()
+    scene.stops(1, now=600.0)
+    scene.stops(2, now=600.0)
+    due = scene.hub.tick(600.0)
+    assert due is not None
+    assert due > 602.0
+    assert scene.told() == {}
+    scene.stops(0, now=600.1)
+    assert isinstance(scene.told()[0][0], Go)
+
+
+@pytest.mark.parametrize("exiting", [False, True])
+def test_a_hub_that_stood_still_waits_no_longer_than_for_anybody(exiting: bool) -> None:
+    scene = Scene()
+    scene.fails(1, -9, now=1.0)
+    scene.stops(0, 1, now=600.0)
+    scene.told()
+    if exiting:
+        scene.hub.receive(2, Exiting(0), 600.0)
+    due = scene.hub.tick(600.0)
+    assert due is not None
+    assert due <= 600.0 + BARRIER_SECONDS
+    scene.watch(600.0, due - 0.1)
+    assert scene.told() == {}
+    scene.hub.tick(due)
+    assert isinstance(scene.told()[2][0], End)
 
 
 def test_who_comes_late_learns_where_things_stand() -> None:
@@ -173,7 +223,7 @@ def test_who_comes_late_learns_where_things_stand() -> None:
     assert isinstance(scene.told()[2][0], Go)
     scene = Scene(here=(0, 1))
     scene.fails(1, 64)
-    scene.hub.tick(BARRIER_SECONDS)
+    scene.watch(0.0, BARRIER_SECONDS)
     scene.told()
     scene.hub.admit(dataclasses.replace(GANG, replica=2))
     told = scene.told()[2]
@@ -187,10 +237,10 @@ def test_who_comes_late_learns_where_things_stand() -> None:
         ({"uid": "other"}, "another job", False),
         ({"attempt": 3}, "attempt 4", True),  # that launcher is out of date
         ({"attempt": 5}, "attempt 4", False),  # this hub is: the right one will come
-        ({"nproc": 1}, "nproc=1, replica=2) does not fit", True),
-        ({"replicas": 4}, "replicas=4, nproc=2, replica=2) does not fit", True),
-        ({"replica": 3}, "replica=3) does not fit", True),
-        ({"replica": -1}, "replica=-1) does not fit", True),
+        ({"nproc": 1}, "3 replicas of 2", True),
+        ({"replicas": 4}, "3 replicas of 2", True),
+        ({"replica": 3}, "replica 3 is not one of 3", True),
+        ({"replica": -1}, "replica -1 is not one of 3", True),
         ({"replica": 1}, "admitted before", False),
     ],
 )
@@ -235,11 +285,6 @@ def test_who_is_done_and_told_to_end_ends_nobodys_training(lost: bool) -> None:
     scene.hub.receive(1, Leaving(15), 1.0)
     if lost:
         scene.hub.lost(1, 1.1)
-        scene.hub.receive(0, Done(0), 2.0)
-        assert scene.hub.needed, "for replica 2"
-        scene.hub.receive(2, Done(0), 3.0)
-        assert scene.told() == {0: [Finished()], 2: [Finished()]}
-        return
     assert scene.told() == {}
     scene.fails(0, -9, now=2.0)  # a round would need it
     told = scene.told()
@@ -247,19 +292,27 @@ def test_who_is_done_and_told_to_end_ends_nobodys_training(lost: bool) -> None:
     assert told == {0: [end], 2: [end]}
 
 
-@pytest.mark.parametrize("leaving", [0, 1])
-def test_who_is_done_and_told_to_end_when_a_round_needs_it_or_the_hub_ends_all(
-    leaving: int,
-) -> None:
+def test_the_others_of_one_that_was_done_and_told_to_end_can_finish() -> None:
     scene = Scene()
-    scene.hub.receive(leaving, Done(0), 0.0)
-    if leaving:
-        scene.fails(0, -9)
-        assert scene.told() == scene.everyone(Stop(0))
-    scene.hub.receive(leaving, Leaving(15), 1.0)
-    end = scene.told()[2][0]
-    assert isinstance(end, End)
-    assert end.graceful
+    scene.hub.receive(1, Done(0), 0.0)
+    scene.hub.receive(1, Leaving(15), 1.0)
+    scene.hub.receive(0, Done(0), 2.0)
+    assert scene.hub.needed, "for replica 2"
+    scene.hub.receive(2, Done(0), 3.0)
+    assert scene.told() == {0: [Finished()], 2: [Finished()]}
+
+
+def test_who_is_done_and_told_to_end_when_a_round_needs_it_or_the_hub_ends_all() -> None:
+    for leaving in (0, 1):
+        scene = Scene()
+        scene.hub.receive(leaving, Done(0), 0.0)
+        if leaving:
+            scene.fails(0, -9)
+            assert scene.told() == scene.everyone(Stop(0))
+        scene.hub.receive(leaving, Leaving(15), 1.0)
+        end = scene.told()[2][0]
+        assert isinstance(end, End)
+        assert end.graceful
 
 
 def test_success_is_everybodys_or_a_round_takes_it_back() -> None:
@@ -288,6 +341,7 @@ def test_who_ended_early_at_another_launcher_is_told_to_its_victim(waited: bool)
     scene = Scene(budget=1)
     ends = tuple(Exit(2 + i, i, 0, 0.0, step=12) for i in range(2))
     scene.hub.receive(1, Done(0, ends), 0.0)
+    assert ([one.rank for one in scene.hub.others[0]], scene.hub.others[1]) == ([2, 3], 2)
     if waited:
         scene.hub.lost(1, 60.0)
     else:
@@ -301,21 +355,23 @@ def test_who_ended_early_at_another_launcher_is_told_to_its_victim(waited: bool)
     assert end.early.startswith("rank 2, 3 after step 12 ended with exit code 0 while others")
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work(fails: bool) -> None:
+def test_the_hub_is_needed_as_long_as_another_launcher_is_at_work() -> None:
     scene = Scene(here=(0, 1))  # replica 2 never came, so it does not depend on the hub
     scene.hub.receive(0, Done(0), 0.0)
     assert scene.hub.needed
-    if fails:
-        scene.fails(1, 64)
-        scene.hub.tick(BARRIER_SECONDS)  # it says that the attempt ends
-    else:
-        scene.hub.receive(1, Done(0), 0.0)
+    scene.hub.receive(1, Done(0), 0.0)
     assert not scene.hub.needed
-
-
-def test_nobody_speaks_for_the_hub() -> None:
     scene = Scene()
+    scene.hub.receive(0, Done(0), 0.0)
+    scene.fails(1, 64)
+    scene.watch(0.0, BARRIER_SECONDS)
+    assert not scene.hub.needed  # it has said that the attempt ends
+
+
+def test_nobody_speaks_for_another() -> None:
+    scene = Scene()
+    with pytest.raises(ValueError, match="rank 0 is not of replica 1"):
+        scene.hub.receive(1, Failed(0, (Exit(0, 0, -9, 0.0),), 1), 0.0)
     with pytest.raises(ValueError, match="must not say Go"):
         scene.hub.receive(1, Go(3, ()), 0.0)
 

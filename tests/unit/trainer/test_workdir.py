@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,16 @@ def test_a_full_disk_is_no_fault_of_the_configuration(
     monkeypatch.setenv(contract.SNAPSHOT_DIR, f"{tmp_path}/file/job")
     assert cli.main(["run", "--output", "out", "true"]) == 1
     assert "the working directory was not made ready: " in capsys.readouterr().err
+
+
+def test_a_file_server_that_does_not_answer_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(workdir, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: answers.wait())
+    said: list[str] = []
+    workdir.fill(None, None, {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
+    answers.set()
+    assert len(said) == 1
+    assert "/snapshots/job of $DDPJOB_SNAPSHOT_DIR was not made: no answer within" in said[0]

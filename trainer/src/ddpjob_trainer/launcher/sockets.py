@@ -8,6 +8,11 @@ import random
 import socket
 from typing import Final
 
+#: Errors by which accept() fails though a connection waits: select() would return at once, for
+#: ever.
+FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: Until the next try.
+FULL_SECONDS: Final = 0.2
 #: Below Linux's net.ipv4.ip_local_port_range, and outside the ports that the operator draws for
 #: gangs on the host's network.
 _QUIET: Final = range(10000, 20000)

@@ -182,6 +182,7 @@ class Supervisor:
         self._reported = 0
         trace.configure(self._config.env.trace, -1, round_)
         self._hangs.begin()
+        self._warned = False
         self._pace.begin()
         path = self._runtime_dir.round_path(round_)
         self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
@@ -208,6 +209,7 @@ class Supervisor:
             terminating = self._ended.signal != 0
             hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
             self._report(now)
+            self._warn_of_early_ends(now)
             self._pace.poll(self._workers.state(0), now)
             self._progress.tick(now)
             member_due = self._member.tick(now)
@@ -253,6 +255,20 @@ class Supervisor:
         grace = self._config.env.grace_seconds
         self._workers.kill_by(now + max(0.5, grace - max(1.0, grace / 10)))
 
+    def _warn_of_early_ends(self, now: float) -> None:
+        """Warn of ranks here or elsewhere that ended with 0 long ago, once a round."""
+        exits, running = self._member.others
+        if not self._warned and not self._workers.stopping:
+            warning = root_cause.ended_long_ago(
+                [*self._workers.exits, *exits],
+                self._workers.running + running,
+                self._config.env.deadlines.step,
+                now,
+            )
+            if warning:
+                self._warned = True
+                self._log.say(warning)
+
     # --- Rounds --------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
@@ -280,7 +296,12 @@ class Supervisor:
 
     def _check_hub(self, now: float) -> None:
         """End the attempt without a hub; a failure here before that counts as the cause."""
-        ended, lost = self._ended, self._member.link.lost
+        ended, link = self._ended, self._member.link
+        lost = link.lost
+        # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
+        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
+        if link.unmet and asking and self._workers.is_training():
+            lost = lost or link.unmet
         since, patience = ended.waiting_since, _ANSWER_SECONDS
         if self._phase is not _Phase.RUNNING:
             # Here or elsewhere processes take so long to end.

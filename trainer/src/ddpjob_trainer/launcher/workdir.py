@@ -10,6 +10,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,8 @@ from ddpjob_trainer.errors import ConfigError
 
 #: Below the job's snapshots: what the script wrote to the folder of --output.
 OUTPUT: Final = "output"
+#: A file server that does not answer must not delay a script that needs none.
+_ANSWER_SECONDS: Final = 10.0
 
 
 def fill(
@@ -111,8 +114,18 @@ def _link(output: Path, snapshots: str) -> None:
 
 
 def _make(folder: Path, say: Callable[[str], None]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"{error.strerror}; whoever writes there fails"
-        say(f"{folder} of ${contract.SNAPSHOT_DIR} was not made: {why}")
+    problem: list[str] = []
+
+    def make() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem.append(f"{error.strerror}")
+
+    thread = threading.Thread(target=make, name="snapshots", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    if thread.is_alive():
+        problem.append(f"no answer within {_ANSWER_SECONDS:g} s")
+    for one in problem:
+        say(f"{folder} of ${contract.SNAPSHOT_DIR} was not made: {one}; whoever writes there fails")

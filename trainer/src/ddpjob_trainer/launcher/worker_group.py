@@ -146,7 +146,10 @@ class WorkerGroup:
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
         exception = shorten(exception)
-        self.exits.append(Exit(rank, local_rank, status, now, ours, exception, step, bool(oom)))
+        done = state is not None and state.phase == "done"
+        self.exits.append(
+            Exit(rank, local_rank, status, now, ours, exception, step, done, bool(oom))
+        )
 
     def _oom(self, status: int, exception: str) -> str:
         """Explain an exit caused by the kernel's OOM kill, "" for any other.

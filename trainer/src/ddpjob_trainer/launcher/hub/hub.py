@@ -32,6 +32,9 @@ from ddpjob_trainer.launcher.hub.rounds import History, Limits
 
 #: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
+#: The supervisor's loop calls at least this often. A longer pause means that the hub's launcher
+#: itself was stopped, and read no messages.
+_POLL_SECONDS = 1.0
 
 _Post = Callable[[int, Message], None]
 
@@ -61,6 +64,7 @@ class Hub:
         self._present: set[int] = set()  # replicas admitted and not lost
         self._admitted: set[int] = set()  # replicas ever admitted
         self._final: Message | None = None
+        self._polled = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -77,6 +81,15 @@ class Hub:
         """Return whether another connected launcher, still running, needs the hub."""
         return self._phase is not _Phase.FINISHED and bool(self._present - self._done - {0})
 
+    @property
+    def others(self) -> tuple[list[Exit], int]:
+        """Return the ends with 0 at other launchers, and how many ranks run there."""
+        if self._phase is not _Phase.RUNNING or self._gang.replicas == 1:
+            return [], 0
+        nproc, done = self._gang.nproc, self._done - {0}
+        ends = [one for one in self._exits.values() if one.rank // nproc in done]
+        return ends, (self._gang.replicas - 1 - len(done)) * nproc
+
     # --- What launchers say --------------------------------------------------------------
 
     def admit(self, hello: Hello) -> Refused | None:
@@ -87,9 +100,14 @@ class Hub:
         if theirs.attempt != mine.attempt:
             stale = theirs.attempt < mine.attempt
             return Refused(f"this hub belongs to attempt {mine.attempt}", final=stale)
-        fits = (theirs.replicas, theirs.nproc) == (mine.replicas, mine.nproc)
-        if not fits or not 0 <= theirs.replica < mine.replicas:
-            return Refused(f"{theirs} does not fit {mine}", final=True)
+        if (theirs.replicas, theirs.nproc) != (mine.replicas, mine.nproc):
+            return Refused(
+                f"here are {mine.replicas} replicas of {mine.nproc} processes, there"
+                f" {theirs.replicas} of {theirs.nproc}",
+                final=True,
+            )
+        if not 0 <= theirs.replica < mine.replicas:
+            return Refused(f"replica {theirs.replica} is not one of {mine.replicas}", final=True)
         if theirs.replica in self._admitted:
             return Refused(f"replica {theirs.replica} has been admitted before", final=False)
         self._admitted.add(theirs.replica)
@@ -103,12 +121,14 @@ class Hub:
 
     def receive(self, replica: int, message: Message, now: float) -> None:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
+        self._allow_for_pause(now)
         if self._phase is _Phase.FINISHED:
             return
+        done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
+        if isinstance(message, Leaving) and done:
+            self._present.discard(replica)  # it may go, but no round can follow without it
+            return
         if isinstance(message, Leaving):
-            if replica != 0 and replica in self._done and self._phase is _Phase.RUNNING:
-                self._present.discard(replica)  # it may go, but no round can follow without it
-                return
             self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
             return
         if not isinstance(message, Failed | Exiting | Stopped | Done):
@@ -116,7 +136,7 @@ class Hub:
         if message.round != self.history.round:
             return
         if isinstance(message, Done):
-            self._note(message.exits, now)
+            self._note(replica, message.exits, now)
             self._done.add(replica)
             if len(self._done) == self._gang.replicas:
                 self._end(Finished())
@@ -125,7 +145,7 @@ class Hub:
             if self._barrier_at is not None:
                 self._barrier_at = now + BARRIER_SECONDS
             return
-        self._note(message.exits, now)
+        self._note(replica, message.exits, now)
         if isinstance(message, Failed):
             self._running[replica] = message.running
         elif self._phase is _Phase.STOPPING:
@@ -138,21 +158,28 @@ class Hub:
         self._present.discard(replica)
         if self._phase is _Phase.FINISHED or replica in self._done:
             return
-        cause = root_cause.first_failure(self._exits.values())
-        if cause is not None and cause.rank // self._gang.nproc == replica:
+        cause = root_cause.first_failure(self._exits.values()) if self._exits else None
+        if cause is None or cause.rank // self._gang.nproc == replica:
             cause = None
         self._end(self._because(cause, f"the launcher of replica {replica} was lost"))
 
-    def _note(self, exits: tuple[Exit, ...], now: float) -> None:
+    def _note(self, replica: int, exits: tuple[Exit, ...], now: float) -> None:
         """Record exits by the hub's clock: the launchers' clocks cannot be compared."""
+        nproc = self._gang.nproc
         for exit_ in exits:
-            said = replace(exit_, at=now, exception=exit_.exception[:400])
-            self._exits.setdefault(exit_.rank, said)
+            # Without rounds the hub hears its own launcher only, whose ranks are the gang's.
+            if self._gang.replicas > 1 and exit_.rank // nproc != replica:
+                raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
+            known = self._exits.get(exit_.rank)
+            if known is None:
+                said = exit_.exception[:400]
+                self._exits[exit_.rank] = replace(exit_, at=now, exception=said)
 
     # --- What follows --------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
         """Do the next due action; return when to call again at the latest."""
+        self._allow_for_pause(now)
         if self._begun_at is None:
             self._begun_at = now
         if self._phase is _Phase.RUNNING:
@@ -172,6 +199,13 @@ class Hub:
             took = now - self._stop_at
             self._end(self._because(cause, f"replica {which} {what} within {took:.0f} s"))
         return None
+
+    def _allow_for_pause(self, now: float) -> None:
+        """Move the barrier by the hub's own pause: messages sent meanwhile are unread."""
+        pause = now - self._polled - _POLL_SECONDS
+        if self._barrier_at is not None and pause > 0:
+            self._barrier_at += pause
+        self._polled = now
 
     def _stop_when_due(self, now: float) -> float | None:
         silent = self._gang.replicas - len(self._running)

@@ -16,7 +16,6 @@ from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
 from ddpjob_trainer.liveness.heartbeat import DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
-_LOST = (ExitCode.PEER_LOST, ExitCode.HANG)
 _MAX_WORDS = 300  # of an exception in the launcher's log line
 #: Messages of gloo, NCCL and torch's store, in a program that does not end with 75.
 _PEER_GONE = re.compile(
@@ -36,6 +35,7 @@ class Exit:
     ours: bool = False  # the launcher killed it, so it is not the cause
     exception: str = ""
     step: int = -1  # finished steps, -1: unknown
+    done: bool = False  # it had left its training loop, by its last record
     oom: bool = False  # the kernel has OOM-killed it, or a child of it
 
     @property
@@ -81,22 +81,49 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
 
     A success is no failure, but where no rank failed by itself the others lost their peer by it.
     """
-    # Of these the end of a peer may be the cause.
-    lost = cause and (cause.code in _LOST or _PEER_GONE.search(cause.exception))
-    if cause is None or not lost:
+    if cause is None or not _lost_a_peer(cause):
         return ""
     early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at]
     if not early:
         return ""
-    ranks = ", ".join(str(rank) for rank in sorted(exit_.rank for exit_ in early)[:8])
-    steps = {exit_.step for exit_ in early}
+    what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"
+    return f"{whom(early)} {what}"
+
+
+def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
+    """Word a warning of ranks that ended with 0 long ago while others run, "" if none did.
+
+    ``patience``: seconds in which others may end as well. It is no failure, yet the others may wait
+    for ever. Ranks in a collective notice, or hang until the launcher acts; after its training loop
+    nobody waits for a rank.
+    """
+    ends = (one for one in exits if one.status == 0 and not one.done)
+    early = [one for one in ends if now - one.at >= patience]
+    if not early or not running:
+        return ""
+    return (
+        f"{whom(early)} ended with exit code 0 more than {patience:g} s ago, and {running} of the"
+        " others have not ended and may wait for it for ever (sys.exit() on some ranks only?)"
+    )
+
+
+def whom(exits: Collection[Exit]) -> str:
+    """Name ranks, and the step after which they ended, if all agree on it."""
+    ranks = sorted(exit_.rank for exit_ in exits)
+    steps = {exit_.step for exit_ in exits}
     after = f" after step {steps.pop()}" if len(steps) == 1 and min(steps) >= 0 else ""
-    return f"rank {ranks}{after} {LEFT_EARLY} others trained: sys.exit() on some ranks only?"
+    return f"rank {', '.join(map(str, ranks[:8]))}{after}"
 
 
 def told_of(early: str, cause: Exit | None) -> str:
     """Name the ranks that ended early, then the rank that lost them."""
     return f"{early}; then rank {cause.rank}: {cause.exception or cause.code}" if cause else early
+
+
+def _lost_a_peer(cause: Exit) -> bool:
+    """Return whether the end of a peer may have caused this exit."""
+    ends = (ExitCode.PEER_LOST, ExitCode.HANG)
+    return cause.code in ends or _PEER_GONE.search(cause.exception) is not None
 
 
 def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:
