@@ -52,11 +52,11 @@ class Ours(Way):
         self.skipped, self.durable = 0, []
         progress = run._process.progress
         progress.save_took = self.durable.append  # type: ignore[method-assign]
-        progress.save_skipped = self._skip  # type: ignore[method-assign]
+        progress.count = self._count  # type: ignore[method-assign]
         self._snapshots.restore(state, CONFIG)
 
-    def _skip(self) -> None:
-        self.skipped += 1
+    def _count(self, name: str) -> None:
+        self.skipped += name == "snapshots_skipped"
 
     def warm_up(self) -> None:
         self._snapshots.prepare(self._state)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,29 +37,6 @@ class Checkpointed(nn.Sequential):
         result = checkpoint(super().forward, x, use_reentrant=False)
         assert isinstance(result, torch.Tensor)
         return result
-
-
-@dataclass
-class Ema:
-    """A registered object that is neither a module nor an optimizer."""
-
-    values: list[torch.Tensor] = field(default_factory=list)
-    updates: int = 0
-
-    def update(self, model: nn.Module) -> None:
-        self.updates += 1
-        now = [p.detach() for p in model.parameters()]
-        if not self.values:
-            self.values = [p.clone() for p in now]
-        for value, p in zip(self.values, now, strict=True):
-            value.lerp_(p, 0.1)
-
-    def state_dict(self) -> dict[str, object]:
-        return {"values": self.values, "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.values = state["values"]  # type: ignore[assignment]
-        self.updates = state["updates"]  # type: ignore[assignment]
 
 
 @dataclass
@@ -98,8 +75,8 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, bucket_cap_mb=0.05)
-        ema = Ema()
-        run.register("ema", ema)
+        mean: dict[str, Any] = {"values": [p.detach().clone() for p in model.parameters()]}
+        run.register("mean", mean)
         losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
         for step in run.steps(TensorDataset(inputs, targets)):
             for x, y in step.batches:
@@ -112,7 +89,8 @@ class Training:
                 self.at(run, step.index)
             self._maybe_die(rank, step.index, "before commit")
             step.commit()
-            ema.update(model)
+            for value, parameter in zip(mean["values"], model.parameters(), strict=True):
+                value.lerp_(parameter.detach(), 0.1)
             losses.write(f"{step.index} {loss.item().hex()}\n")
         run.finish()
         result = f"{run.weights_sha256()} {run.state_sha256()}"
@@ -132,10 +110,10 @@ class Training:
                 await_snapshot(newest, self.durable)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def outcome(self, world: int = 3) -> list[tuple[str, dict[int, str]]]:
+    def outcome(self) -> list[tuple[str, dict[int, str]]]:
         """Per rank: hashes, and the loss of each step, which must be equal when replayed."""
         found = []
-        for rank in range(world):
+        for rank in range(3):
             losses: dict[int, str] = {}
             for line in (self.directory / f"losses-{rank}").read_text().splitlines():
                 index, value = line.split()
@@ -151,20 +129,44 @@ def fresh(path: Path, **options: object) -> Training:
     return Training(path, **options)  # type: ignore[arg-type]
 
 
+ALL_0 = {0: 0, 1: 0, 2: 0}
+
+
+@pytest.fixture(scope="module")
+def undisturbed():  # type: ignore[no-untyped-def]
+    """Return what a run ends with that nothing disturbs: made once, it is always the same."""
+    made: list[object] = []
+
+    def outcome(gang: Any, tmp_path: Path) -> object:
+        if not made:
+            training = fresh(tmp_path / "undisturbed")
+            assert gang.run(training) == ALL_0
+            made.append(training.outcome())
+        return made[0]
+
+    return outcome
+
+
+def resumes(gang: Any, training: Training, step: int) -> None:
+    """Run it to its end beside another load, from the snapshot of this step."""
+    training.die = training.seam = training.at = None
+    with busy_machine():
+        assert gang.run(training) == ALL_0
+    assert f"resuming after step {step}" in gang.log(0)
+
+
 def _seam(body: Callable[[str, str, Path], None], operation: str, path: Path) -> None:
     step = path.name.split("-")[1].partition(".")[0].lstrip("0") if "-" in path.name else ""
     body(operation, step, path)
 
 
 @pytest.mark.fault("T1")
-def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
     def dies_in_commit(operation: str, step: str, _: Path) -> None:
         if (operation, step) == ("before rename", "8"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    undisturbed = fresh(tmp_path / "undisturbed")
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
-    disturbed = fresh(tmp_path / "disturbed")
+    wanted, disturbed = undisturbed(gang, tmp_path), fresh(tmp_path / "disturbed")
     for die in (
         (2, 1, "before commit"),  # before any snapshot: from the start again
         (1, 5, "before backward"),
@@ -174,35 +176,31 @@ def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path):  # t
         (1, 11, "before commit"),
         (0, 13, "before backward"),
     ):
-        disturbed.die = die
+        disturbed.die, disturbed.staging = die, "inline" if die[1] % 2 else "thread"
         disturbed.seam = dies_in_commit if die[2].startswith("in") else None
         codes = gang.run(disturbed)
         killed = die[0]
         assert codes == {r: -9 if r == killed else 75 for r in range(3)}, gang.log(killed)
-    disturbed.die, disturbed.seam = None, None
-    with busy_machine():
-        assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
-    assert disturbed.outcome() == undisturbed.outcome()
+    resumes(gang, disturbed, 12)
+    assert disturbed.outcome() == wanted
     assert "lost a peer after step" in gang.log(1)
 
 
 @pytest.mark.tier("all")
 def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Proves that the comparison can fail: level off skips the warm-up and nothing else."""
-    undisturbed = fresh(tmp_path / "undisturbed", level="off")
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}
+    plain = fresh(tmp_path / "plain", level="off")
+    assert gang.run(plain) == ALL_0
     disturbed = fresh(tmp_path / "disturbed", level="off", die=(1, 5, "before commit"), durable=4)
     assert gang.run(disturbed)[1] == -9
-    disturbed.die = None
-    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
-    weights = [(t.directory / "result-0").read_text().split()[0] for t in (undisturbed, disturbed)]
+    resumes(gang, disturbed, 4)
+    weights = [(t.directory / "result-0").read_text().split()[0] for t in (plain, disturbed)]
     assert weights[0] != weights[1]
 
 
 @pytest.mark.fault("T4")
-def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_path):  # type: ignore[no-untyped-def]
-    undisturbed = fresh(tmp_path / "undisturbed")
-    gang.run(undisturbed)
+def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+    wanted = undisturbed(gang, tmp_path)
 
     def terminate_rank_1(run: ddp.Run, index: int) -> None:
         if run.rank == 1 and index == 5:
@@ -210,23 +208,18 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_pat
 
     disturbed = fresh(tmp_path / "disturbed", at=terminate_rank_1)
     assert gang.run(disturbed) == {0: 75, 1: 143, 2: 75}
-    last = {re.findall(r"stopped after step (\d+)", gang.log(rank))[0] for rank in range(3)}
-    assert len(last) == 1, last
-    assert last == {"6"}  # it came before commit(), which told it
-    disturbed.at = None
-    with busy_machine():
-        assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
-    assert f"resuming after step {last.pop()}" in gang.log(0)
-    assert disturbed.outcome() == undisturbed.outcome()
+    for rank in range(3):  # it came before commit(), which told it
+        assert re.findall(r"stopped after step (\d+)", gang.log(rank))[0] == "6"
+    resumes(gang, disturbed, 6)
+    assert disturbed.outcome() == wanted
 
 
 @pytest.mark.parametrize(
     "damage", some_in_gate(["truncate", "flip", "manifest", "missing"], "flip")
 )
 @pytest.mark.fault("S3")
-def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage):  # type: ignore[no-untyped-def]
-    undisturbed = fresh(tmp_path / "undisturbed")
-    gang.run(undisturbed)
+def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, undisturbed, damage):  # type: ignore[no-untyped-def]
+    wanted = undisturbed(gang, tmp_path)
     disturbed = fresh(tmp_path / "disturbed", die=(1, 9, "before commit"), durable=8)
     gang.run(disturbed)
     newest = max((tmp_path / "disturbed/snapshots").glob("*/step-000000000008-*.safetensors"))
@@ -239,38 +232,20 @@ def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, damage
         data = bytearray(target.read_bytes())
         data[len(data) * 3 // 4] ^= 1
         target.write_bytes(data)
-    disturbed.die = None
-    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    resumes(gang, disturbed, 4)
     assert "is not usable" in gang.log(0)
-    assert "resuming after step 4" in gang.log(0)
-    assert disturbed.outcome() == undisturbed.outcome()
-
-
-def test_copied_by_a_thread_beside_the_next_step_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
-    undisturbed = fresh(tmp_path / "undisturbed")
-    gang.run(undisturbed)
-    disturbed = fresh(tmp_path / "disturbed", staging="thread", die=(2, 9, "before commit"))
-    disturbed.durable = 8
-    gang.run(disturbed)
-    disturbed.die = None
-    with busy_machine():
-        assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
-    assert "resuming after step 8" in gang.log(0)
-    assert disturbed.outcome() == undisturbed.outcome()
+    assert disturbed.outcome() == wanted
 
 
 @pytest.mark.fault("S4")
-def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path):  # type: ignore[no-untyped-def]
-    undisturbed = fresh(tmp_path / "undisturbed")
-    gang.run(undisturbed)
+def test_what_one_rank_cannot_read_is_taken_by_none(gang, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
     disturbed = fresh(tmp_path / "disturbed", die=(0, 9, "before commit"), durable=8)
     gang.run(disturbed)
-    disturbed.die, disturbed.unreadable = None, "-000000000008-"
-    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}
+    disturbed.unreadable = "-000000000008-"
+    resumes(gang, disturbed, 4)
     assert "cannot read the snapshot of step 8: [Errno 5]" in gang.log(1)
-    assert "resuming after step 4" in gang.log(0)
     assert not list((tmp_path / "disturbed/snapshots").glob("*/*.invalid"))
-    assert disturbed.outcome() == undisturbed.outcome()
+    assert disturbed.outcome() == undisturbed(gang, tmp_path)
 
 
 @pytest.mark.fault("S2")
@@ -288,7 +263,7 @@ def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-
                 time.sleep(0.01)
 
     training = fresh(tmp_path / "t", seam=full)
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+    assert gang.run(training) == ALL_0
     log = gang.log(0)
     assert "snapshot after step 8 failed: No space left on device" in log
     assert "the newest snapshot is that of step 4" in log
@@ -305,7 +280,4 @@ def test_resume_never_starts_anew_and_its_chain_is_followed_afterwards(gang, tmp
     training.die, training.durable = (1, 5, "before commit"), 4
     gang.run(training, env={"DDPJOB_SNAPSHOT_RESUME": "Never"})
     assert "resuming" not in gang.log(0)
-    training.die = None
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
-    assert "resuming after step 4" in gang.log(0)
-    shutil.rmtree(tmp_path / "t")
+    resumes(gang, training, 4)

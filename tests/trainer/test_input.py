@@ -24,10 +24,11 @@ from support.snapshots import await_snapshot
 STEPS = 9
 EVERY = 3
 SAMPLES = 77
+ALL_0 = {0: 0, 1: 0, 2: 0}
 
 
 class Noise:
-    """Draws from a generator of its own."""
+    """A transform that draws from a generator of its own."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(1)
@@ -36,24 +37,12 @@ class Noise:
         return x + float(self.rng.normal())
 
 
-class Compose:
-    """As torchvision's: one may be among the transforms of another."""
-
-    def __init__(self, *transforms: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.transforms = [*transforms]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        for transform in self.transforms:
-            x = transform(x)
-        return x
-
-
 class Augmented(Dataset[dict[str, Any]]):
     """Rows as Hugging Face's datasets give them, with noise from every generator there is."""
 
     def __init__(self, pids: Path | None = None) -> None:
         self.pids = pids
-        self.transform = Compose(Compose(Noise()))
+        self.transforms = [Noise()]
 
     def __len__(self) -> int:
         return SAMPLES
@@ -63,7 +52,7 @@ class Augmented(Dataset[dict[str, Any]]):
             (self.pids / f"worker-{os.getpid()}").touch()
         x = torch.arange(48.0) * index / 500 + torch.randn(48)
         x[: len(x) // 2] *= random.random() + float(np.random.rand())
-        return {"x": self.transform(x), "label": index % 10}
+        return {"x": self.transforms[0](x), "label": index % 10}
 
 
 class Streaming(IterableDataset[dict[str, Any]]):
@@ -137,16 +126,11 @@ def streaming(run: ddp.Run, directory: Path) -> Any:
     return Streaming(run.rank, run.world_size)
 
 
-class Same(Streaming):
-    """Draws nothing, and knows of no ranks."""
+class Same(IterableDataset[dict[str, Any]]):
+    """Knows of no ranks."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for index in range(SAMPLES):
-            yield {"x": torch.full((48,), index / SAMPLES), "label": index % 10}
-
-
-def unshared(run: ddp.Run, directory: Path) -> Any:
-    return Same(0, 1)
+        return iter([{"x": torch.full((48,), float(i)), "label": i % 10} for i in range(SAMPLES)])
 
 
 def killed_and_resumed(gang: Any, directory: Path, first: Training, then: Training) -> list[str]:
@@ -154,7 +138,7 @@ def killed_and_resumed(gang: Any, directory: Path, first: Training, then: Traini
     first.die = (1, 4)
     codes = gang.run(first)
     assert codes[1] == -signal.SIGKILL
-    assert gang.run(then) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert gang.run(then) == ALL_0, gang.log(0)
     assert "resuming after step 3" in gang.log(0)
     return then.outcome()
 
@@ -166,7 +150,7 @@ def processes_of(directory: Path) -> list[int]:
 def test_workers_change_no_bit_and_die_with_their_rank(gang, tmp_path, wait_until):
     micro = {"micro_batches": 2}
     plain = Training(tmp_path / "plain", augmented, start=micro)
-    assert gang.run(plain) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert gang.run(plain) == ALL_0, gang.log(0)
     assert len(processes_of(plain.directory)) == 3  # the ranks themselves
     for counts in ((4, 2), (0, 4)):
         directory = tmp_path / f"{counts}"
@@ -178,15 +162,14 @@ def test_workers_change_no_bit_and_die_with_their_rank(gang, tmp_path, wait_unti
         workers = processes_of(directory)
         assert len(workers) == sum(3 * (count or 1) for count in counts)
         wait_until(lambda found=workers: not any(map(alive, found)), "all workers are gone")
-    directory = tmp_path / "loader"
-    first, then = Training(directory, loader, start=micro), Training(directory, loader, start=micro)
-    assert killed_and_resumed(gang, directory, first, then) == plain.outcome()
+    first, then = (Training(tmp_path, loader, start=micro) for _ in range(2))
+    assert killed_and_resumed(gang, tmp_path / "loader", first, then) == plain.outcome()
 
 
 def test_at_level_elastic_neither_workers_nor_the_world_size_change_a_bit(gang, tmp_path):
     elastic = {"level": "elastic", "shards": 4}
     three = Training(tmp_path / "three", augmented, {"workers": 1}, elastic)
-    assert gang.run(three) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert gang.run(three) == ALL_0, gang.log(0)
     two = Training(tmp_path / "two", augmented, {}, elastic)
     assert gang.run(two, world=2) == {0: 0, 1: 0}, gang.log(0)
     assert set(three.outcome()) == set(two.outcome(2))
@@ -194,7 +177,7 @@ def test_at_level_elastic_neither_workers_nor_the_world_size_change_a_bit(gang, 
 
 def test_a_stream_with_state_goes_on_where_training_was(gang, tmp_path):
     whole = Training(tmp_path / "whole", streaming)
-    assert gang.run(whole) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert gang.run(whole) == ALL_0, gang.log(0)
     directory = tmp_path / "killed"
     first, then = Training(directory, streaming), Training(directory, streaming)
     assert killed_and_resumed(gang, directory, first, then) == whole.outcome()
@@ -205,7 +188,7 @@ def test_a_stream_with_state_goes_on_where_training_was(gang, tmp_path):
     assert set(gang.run(shuffled).values()) == {64}
     assert "made with order=stream, now it is shuffled" in gang.log(0)
     assert "must read a share of its own" not in gang.log(0)
-    assert gang.run(Training(tmp_path / "shared", unshared)) == {0: 0, 1: 0, 2: 0}
+    assert gang.run(Training(tmp_path / "shared", lambda run, directory: Same())) == ALL_0
     assert "all 3 processes read the same batch from their streams" in gang.log(0)
 
 
@@ -229,6 +212,5 @@ def test_an_error_of_the_dataset_keeps_its_type_and_traceback(gang, tmp_path, wo
 
     program = Training(tmp_path / "b", lambda run, directory: Broken(), {"workers": workers})
     assert gang.run(program, world=1) == {0: 1}
-    assert "KeyError" in gang.log(0)
-    assert "no such image" in gang.log(0)
-    assert "in __getitem__" in gang.log(0)
+    for words in ("KeyError", "no such image", "in __getitem__"):
+        assert words in gang.log(0)

@@ -102,8 +102,6 @@ def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words
     for rank in range(3):
         assert words in gang.log(rank)
     assert training.snapshots() <= {"2", "4"}
-    if how == "loss":
-        assert "the loss of rank 1 is nan" in gang.log(1)
 
 
 @pytest.mark.parametrize("level", ["resume", "elastic"])
@@ -127,11 +125,6 @@ def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, h
     assert gang.run(disturbed) == ALL_0
     assert "resuming after step 4" in gang.log(0)
     assert disturbed.results() == results
-
-
-def test_skip_stops_when_no_update_can_help(gang, tmp_path):  # type: ignore[no-untyped-def]
-    assert gang.run(Training(tmp_path, "skip", how="parameter")) == ALL_70
-    assert "Parameter '3.weight' was not finite already" in gang.log(2)
 
 
 def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):  # type: ignore[no-untyped-def]
@@ -183,7 +176,9 @@ def test_gradients_that_one_rank_alone_has_spoilt_end_all_and_name_it(gang, case
         assert "first that of 'bias'" in gang.log(1)
 
 
-def test_ignore_is_plain_pytorch(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_skip_stops_when_no_update_can_help_and_ignore_is_plain_pytorch(gang, tmp_path):  # type: ignore[no-untyped-def]
+    assert gang.run(Training(tmp_path / "skip", "skip", how="parameter")) == ALL_70
+    assert "Parameter '3.weight' was not finite already" in gang.log(2)
     training = Training(tmp_path, "ignore", how="gradient")
     assert gang.run(training) == ALL_0
     assert {result[3] for result in training.results()} == {"False"}

@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
@@ -29,12 +30,8 @@ EVERY = 3
 SAMPLES = 110  # three whole batches of 36, and two samples more: too few for three ranks
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+def adamw(model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
 
 
 def convolutions() -> nn.Module:
@@ -73,36 +70,17 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2, backoff_factor=2**-9)
 
 
-class Weights(WeightedRandomSampler):
-    """Its weights are registered, and the loop changes them."""
-
-    def __init__(self) -> None:
-        super().__init__([1.0] * SAMPLES, 72)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights = state["weights"]
-
-
 class Learned:
     """A sampler by the losses. The order of an epoch that has been read is kept."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {"weights": torch.ones(SAMPLES), "orders": {}}
 
-    @property
-    def weights(self) -> torch.Tensor:
-        found: torch.Tensor = self.kept["weights"]
-        return found
-
-    def __call__(self, epoch: int) -> torch.Tensor:
-        orders = self.kept["orders"]
+    def __call__(self, epoch: int) -> Any:
+        orders, weights = self.kept["orders"], self.kept["weights"]
         if epoch not in orders:
-            orders[epoch] = torch.multinomial(self.weights, 72, replacement=True)
-        found: torch.Tensor = orders[epoch]
-        return found
+            orders[epoch] = torch.multinomial(weights, 72, replacement=True)
+        return orders[epoch]
 
 
 @dataclass
@@ -115,7 +93,6 @@ class Training:
     bucket_cap_mb: float = 0.05
     weights: bool = False
     learned: int | None = None  # a sampler by the losses, with so many workers
-    sampler: Callable[[], Learned | Weights] = Learned
     die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
     def __call__(self, rank: int) -> None:
@@ -135,13 +112,11 @@ class Training:
             model, optimizer, scheduler=scheduler, bucket_cap_mb=self.bucket_cap_mb, **prepare
         )
         losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
-        steps = run.steps(data)
-        # Two steps an epoch: the snapshot is in the midst of the second.
-        sampler = self.sampler()
-        if self.learned is not None:
-            run.register("sampler", sampler.kept if isinstance(sampler, Learned) else sampler)
-            steps = run.steps(data, sampler=sampler, workers=self.learned)
-        for step in steps:
+        sampler, given = Learned(), dict[str, Any]()
+        if self.learned is not None:  # two steps an epoch: the snapshot is amid the second
+            run.register("sampler", sampler.kept)
+            given = {"sampler": sampler, "workers": self.learned}
+        for step in run.steps(data, **given):
             values = []
             for x, y in step.batches:
                 loss = nn.functional.cross_entropy(wrapped(x), y)
@@ -155,7 +130,7 @@ class Training:
                 assert len(determinism.buckets(wrapped)) > 1
             step.commit()
             if self.learned is not None:
-                sampler.weights[step.index :: STEPS] += step.loss
+                sampler.kept["weights"][step.index :: STEPS] += step.loss
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing is compiled"
@@ -163,14 +138,9 @@ class Training:
         (self.directory / f"result-{rank}").write_text(hashes)
         run.finish()
 
-    def outcome(self, world: int = 3) -> list[tuple[str, list[str]]]:
-        return [
-            (
-                (self.directory / f"result-{rank}").read_text(),
-                (self.directory / f"losses-{rank}").read_text().splitlines(),
-            )
-            for rank in range(world)
-        ]
+    def outcome(self, world: int = 3) -> list[list[str]]:
+        names = "result", "losses"
+        return [[(self.directory / f"{n}-{r}").read_text() for n in names] for r in range(world)]
 
     def forget_after(self, step: int) -> None:
         """Leave things as a kill of all ranks between two snapshots does."""
@@ -200,7 +170,8 @@ CASES: dict[str, dict[str, Any]] = {
         "prepare": {"static_graph": True, "gradient_as_bucket_view": True}
     },
     "find_unused_parameters, channels_last, fused": {
-        "prepare": {"find_unused_parameters": True}, "net": convolutions, "optimizer": fused,
+        "prepare": {"find_unused_parameters": True}, "net": convolutions,
+        "optimizer": partial(adamw, fused=True),
     },
     "bf16, ema": {"start": {"precision": "bf16"}, "prepare": {"ema": 0.9}},
     "fp16 with overflows": {
@@ -208,7 +179,6 @@ CASES: dict[str, dict[str, Any]] = {
         "prepare": {"grad_scaler": scaler, "clip_grad_norm": 0.5},
     },
     "sampler that learns, workers": {"learned": 2},
-    "weights that learn": {"learned": 0, "sampler": Weights},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
     "tail pad": {"start": {"tail": "pad"}},
@@ -229,42 +199,41 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 IN_GATE = (
-    "micro_batches",
-    "bf16, ema",
-    "fp16 with overflows",
-    "sampler that learns, workers",
-    "weights that learn",
-    "zero",
+    "micro_batches", "bf16, ema", "fp16 with overflows", "sampler that learns, workers", "zero",
     "elastic, fp16, ema, tail pad",
-)
+)  # fmt: skip
+
+
+def both(
+    gang: Any, tmp_path: Path, options: dict[str, Any], *, world: int = 3,
+    die: tuple[int, int, int] | None = None,
+) -> list[Training]:  # fmt: skip
+    """Run one undisturbed, and one that goes on with what a kill of all would leave of it."""
+    undisturbed, disturbed = (Training(tmp_path / name, **options) for name in ("one", "other"))
+    undisturbed.directory.mkdir()
+    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    shutil.copytree(undisturbed.directory, disturbed.directory)
+    disturbed.forget_after(EVERY)
+    if die is not None:
+        disturbed.die = die
+        assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
+        disturbed.forget_after(EVERY)
+        disturbed.die = None
+    assert set(gang.run(disturbed, world=world).values()) == {0}, gang.log(0)
+    assert f"resuming after step {EVERY}" in gang.log(0)
+    return [undisturbed, disturbed]
 
 
 @pytest.mark.parametrize("case", some_in_gate(CASES, *IN_GATE))
 def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):  # type: ignore[no-untyped-def]
-    undisturbed = Training(tmp_path / "undisturbed", **CASES[case])
-    undisturbed.directory.mkdir()
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    disturbed = Training(tmp_path / "disturbed", **CASES[case])
-    shutil.copytree(undisturbed.directory, disturbed.directory)
-    disturbed.forget_after(EVERY)
-    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    assert f"resuming after step {EVERY}" in gang.log(0)
+    undisturbed, disturbed = both(gang, tmp_path, CASES[case])
     assert disturbed.outcome() == undisturbed.outcome()
     assert len({result.split()[0] for result, _ in undisturbed.outcome()}) == 1
 
 
 def test_killed_between_micro_batches_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
     options: dict[str, Any] = {"start": {"micro_batches": 3}, "prepare": {"ema": 0.9}}
-    undisturbed = Training(tmp_path / "undisturbed", **options)
-    undisturbed.directory.mkdir()
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    disturbed = Training(tmp_path / "disturbed", **options, die=(2, 4, 1))
-    disturbed.directory.mkdir()
-    assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
-    disturbed.forget_after(EVERY)
-    disturbed.die = None
-    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    assert f"resuming after step {EVERY}" in gang.log(0)
+    undisturbed, disturbed = both(gang, tmp_path, options, die=(2, 4, 1))
     assert disturbed.outcome() == undisturbed.outcome()
 
 
@@ -272,13 +241,5 @@ def test_killed_between_micro_batches_equals_undisturbed(gang, tmp_path):  # typ
 def test_elastic_zero_goes_on_at_another_number_of_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Its parts lie elsewhere then; a snapshot holds the whole."""
     options: dict[str, Any] = {"start": {"level": "elastic", "shards": 6}, "optimizer": zero}
-    undisturbed = Training(tmp_path / "undisturbed", **options)
-    undisturbed.directory.mkdir()
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    disturbed = Training(tmp_path / "disturbed", **options)
-    shutil.copytree(undisturbed.directory, disturbed.directory)
-    disturbed.forget_after(EVERY)
-    assert gang.run(disturbed, world=2) == {0: 0, 1: 0}, gang.log(0)
-    assert f"resuming after step {EVERY}" in gang.log(0)
-    results = [training.outcome(world=2)[0][0] for training in (undisturbed, disturbed)]
+    results = [made.outcome(2)[0][0] for made in both(gang, tmp_path, options, world=2)]
     assert results[0] == results[1]

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
-import struct
 import subprocess
-import termios
 
 import pytest
 
 from support.launching import NO_ROUNDS, PATHS, RUN
 from support.patience import PATIENCE
 
-COLUMNS = 67
+ONE_OF_TWO = {
+    "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "DDPJOB_REPLICA": "1",
+    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("terminal", "columns"), [(True, COLUMNS), (False, 0)])
-def test_a_program_is_told_how_wide_the_terminal_is(script, terminal, columns):  # type: ignore[no-untyped-def]
+def output(program: str, *, terminal: bool) -> str:
+    """What a launcher with one rank of two writes."""
     read, write = pty.openpty() if terminal else os.pipe()
-    if terminal:
-        fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    program = script("print('columns', os.environ['DDPJOB_TRAINER_TERMINAL'])")
-    command = [*RUN, *NO_ROUNDS, program]
     with subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": PATHS}, stdout=write
+        [*RUN, *NO_ROUNDS, program],
+        env={**os.environ, "PYTHONPATH": PATHS, **ONE_OF_TWO},
+        stdout=write,
     ) as process:
         os.close(write)
-        with os.fdopen(read, errors="replace") as output:
-            assert output.readline() == f"columns {columns}\n"
+        found = b""
+        while data := _read(read):
+            found += data
+        os.close(read)
         assert process.wait(PATIENCE) == 0
+    return found.decode().replace("\r\n", "\n")
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # what a terminal says when its other side is closed
+        return b""
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(True, "[rank 1] x\n"), (False, "x\n")])
+def test_several_launchers_on_one_terminal_are_told_apart(script, terminal, expected):  # type: ignore[no-untyped-def]
+    """Each alone in its pod, where the pod's name tells whose line it is, needs no prefix."""
+    assert output(script("print('x')"), terminal=terminal) == expected

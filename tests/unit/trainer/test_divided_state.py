@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.restore import load
-from ddpjob_trainer.snapshot.restore.load_state import _only
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -161,10 +160,3 @@ def test_more_than_the_store_takes_is_a_failed_snapshot():  # type: ignore[no-un
     assert found is not None
     assert found[0].text == ""
     assert "takes 8 MiB, more than 7: keep series of numbers in tensors, or" in found[1].text
-
-
-def test_a_forged_list_of_entries_is_no_reason_to_fail_in_here():  # type: ignore[no-untyped-def]
-    odd = {"state": {"$dict": [[{"$tuple": [1]}, 1], [1, 2], ["1", 3], [None, 4]]}, "rest": 5}
-    assert _only(odd, {1}) == {"state": {"$dict": [[1, 2]]}, "rest": 5}
-    for other in ({"$mapping": ["OrderedDict", {}]}, {"state": {}}, {"state": [1]}, [1], None):
-        assert _only(other, {1}) == other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,6 @@ from ddpjob_trainer.optim import nan_policy
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 
 BAD = (math.inf, -math.inf, math.nan)
-SMALLEST = 1e-45  # of float32, denormal
 POLICY = NanPolicy("stop", None)  # type: ignore[arg-type]
 
 
@@ -26,23 +26,14 @@ def allows(*gradients: torch.Tensor | None, norm: float | None = None) -> bool:
     return POLICY.allows(parameters, known)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-)
-def test_in_every_place_of_each_dtype(dtype):  # type: ignore[no-untyped-def]
-    for place in range(4):
+def test_in_every_place_of_each_dtype():  # type: ignore[no-untyped-def]
+    dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64
+    for place, dtype in itertools.product(range(4), dtypes):
         gradients = [torch.ones(5, dtype=(torch.float32, dtype)[i % 2]) for i in range(4)]
         assert allows(None, *gradients)
         for value in BAD:
             gradients[place][4] = value
             assert not allows(None, *gradients)
-
-
-def test_looking_changes_no_bit():  # type: ignore[no-untyped-def]
-    gradient = torch.tensor([-0.0, SMALLEST, -SMALLEST, 3e38, 0.1, 1 / 3])
-    before = gradient.view(torch.int32).clone()
-    assert allows(gradient)
-    assert torch.equal(gradient.view(torch.int32), before)
 
 
 def test_layouts():  # type: ignore[no-untyped-def]

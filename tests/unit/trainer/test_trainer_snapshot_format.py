@@ -140,7 +140,7 @@ Best = namedtuple("Best", "loss step")
 OTHER_TYPE = r"after a resume it would be of another type: keep what it is made of"
 INEXACT: list[tuple[Any, str]] = [
     *(
-        (value, rf"a {type(value).__name__}; {OTHER_TYPE}")
+        (value, rf"a {type(value).__name__}; .*{OTHER_TYPE}")
         for value in (
             Best(0.1, 2),
             Phase.WARM,
@@ -188,7 +188,7 @@ def test_elsewhere_a_subclass_is_stored_as_what_it_is_of(value: Any, plain: Any)
 
 
 def test_elsewhere_too_what_is_of_no_type_that_is_stored_is_refused() -> None:
-    with pytest.raises(UnstorableError, match=rf"cannot store a: a Colour; {OTHER_TYPE}"):
+    with pytest.raises(UnstorableError, match=rf"cannot store a: a Colour; .*{OTHER_TYPE}"):
         back(Colour.RED)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +13,17 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import begin_ema, make_ema
-from ddpjob_trainer.snapshot.save import layout as division
 from ddpjob_trainer.snapshot.save.layout import Captured, Shares, lay_out
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
 from ddpjob_trainer.state.modes import Modes
 from support.snapshots import memory_source
 
-Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
-MAKES: dict[str, Make] = {
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
-}
+MAKES: list[Callable[..., torch.optim.Optimizer]] = [
+    partial(torch.optim.AdamW, lr=0.1, fused=True),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    partial(torch.optim.AdamW, lr=0.1, amsgrad=True, foreach=True),
+]
 
 
 def images() -> nn.Module:
@@ -50,19 +50,13 @@ def stored(state: TrainingState) -> Flat:
     )
 
 
-def test_what_is_not_in_c_order_is_copied_once_however_many_pieces_it_has(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(division, "MAX_PIECE_BYTES", 1 << 10)
-    tensor = torch.arange(4096.0).reshape(64, 64).t()
-    captured = Captured(Flat(None, {"w": tensor}), frozenset({"w"}), {})
-    shares = Shares.plan(captured, 2, 0)
-    found = []
-    for writer in range(2):
-        image = lay_out(captured, shares, writer)
-        contents = [content for _, content in image.copies(captured)[1]]
-        assert len(contents) > 5
-        assert len({content.untyped_storage().data_ptr() for content in contents}) == 1
-        found += contents
-    assert torch.equal(torch.cat(found).reshape(64, 64), tensor)
+def resumed(before: Any, after: Any, *, per_rank: bool = False) -> list[TrainingState]:
+    """Let what is registered take the state of what was."""
+    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
+    for state, mine in zip(states, (before, after), strict=True):
+        state.register("mine", mine, per_rank=per_rank)
+    states[1].restore(memory_source(stored(states[0])), 0)
+    return states
 
 
 def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignore[no-untyped-def]
@@ -94,7 +88,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
 @pytest.mark.parametrize("make", MAKES)
 def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make):  # type: ignore[no-untyped-def]
     first, second = images(), images()
-    optimizers = [MAKES[make](model.parameters()) for model in (first, second)]
+    optimizers = [make(model.parameters()) for model in (first, second)]
     train(first, optimizers[0], range(3))
     states = [TrainingState(model) for model in (first, second)]
     for state, optimizer in zip(states, optimizers, strict=True):
@@ -119,8 +113,7 @@ def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # 
     groups, group = made[1][2], made[1][2][0]
     made[1][0].restore(memory_source(stored(made[0][0])), 0)
     optimizer = made[1][1]
-    assert optimizer.param_groups is groups
-    assert groups[0] is group
+    assert optimizer.param_groups[0] is groups[0] is group
     assert optimizer.state is made[1][3]
     assert (group["lr"], len(optimizer.state)) == (0.5, 2)
     wanted = [state["momentum_buffer"] for state in made[0][3].values()]
@@ -151,63 +144,47 @@ def test_an_optimizer_that_shows_anothers_groups_comes_back():  # type: ignore[n
         inners.append(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
         model(torch.ones(2)).sum().backward()
     inners[0].step()
-    states = [TrainingState(nn.Linear(2, 2)) for _ in inners]
-    for state, inner in zip(states, inners, strict=True):
-        state.register("optimizer", Shows(inner))
     group = inners[1].param_groups[0]
-    states[1].restore(memory_source(stored(states[0])), 0)
+    resumed(*map(Shows, inners))
     assert inners[1].param_groups[0] is group
     assert (group["lr"], len(inners[1].state)) == (0.5, 2)
 
 
-def test_a_generator_goes_on_where_it_was():  # type: ignore[no-untyped-def]
-    model = nn.Linear(2, 2)
-    states = [TrainingState(model) for _ in range(2)]
-    generators = [[torch.Generator().manual_seed(seed + s) for seed in (1, 7)] for s in (0, 50)]
-    for state, (shared, own) in zip(states, generators, strict=True):
-        state.register("noise", shared)
-        state.register("augmentation", own, per_rank=True)
-    for generator in generators[0]:
-        torch.rand(5, generator=generator)
-    snapshot = stored(states[0])
-    wanted = [torch.rand(4, generator=generator) for generator in generators[0]]
-    states[1].restore(memory_source(snapshot), 0)
-    for generator, values in zip(generators[1], wanted, strict=True):
-        assert torch.equal(torch.rand(4, generator=generator), values)
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_generator_goes_on_where_it_was(per_rank: bool):  # type: ignore[no-untyped-def]
+    before, after = (torch.Generator().manual_seed(seed) for seed in (1, 50))
+    torch.rand(5, generator=before)
+    resumed(before, after, per_rank=per_rank)
+    assert torch.equal(torch.rand(4, generator=after), torch.rand(4, generator=before))
 
 
 def _own(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-WRONG: dict[str, tuple[Callable[[Flat], object], str]] = {
-    "a text for a tensor": (lambda s: s.tree["model"].update(weight="text"), "the model"),
-    "a number for names": (lambda s: s.tree.update(transient=5), "the model"),
-    "a list for a dict": (
-        lambda s: s.tree["registered"]["optimizer"].update(param_groups="x"), "'optimizer'"),
-    "a list for an object": (
-        lambda s: s.tree["registered"].update(optimizer=[1, 2]), "'optimizer'"),
-    "no JSON": (lambda s: s.tensors.update({"rank/0/tree": _own("{")}), "rank 0's own"),
-    "JSON of another kind": (
-        lambda s: s.tensors.update({"rank/0/tree": _own('[{"rng": {"torch": 5}}, {}]')}),
-        "rank 0's own"),
-}  # fmt: skip
+WRONG: dict[str, Callable[[Flat], object]] = {
+    "the model": lambda s: s.tree["model"].update(weight="text"),
+    "the model ": lambda s: s.tree.update(transient=5),
+    "'optimizer'": lambda s: s.tree["registered"]["optimizer"].update(param_groups="x"),
+    "'optimizer' ": lambda s: s.tree["registered"].update(optimizer=[1, 2]),
+    "rank 0's own": lambda s: s.tensors.update({"rank/0/tree": _own("{")}),
+    "rank 0's own ": lambda s: s.tensors.update(
+        {"rank/0/tree": _own('[{"rng": {"torch": 5}}, {}]')}
+    ),
+}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_state_of_other_types_is_refused(name):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("what", WRONG)
+def test_a_state_of_other_types_is_refused(what):  # type: ignore[no-untyped-def]
     """Its checksums are right: it is another program's, or forged."""
     model = nn.Linear(2, 2)
     state = TrainingState(model)
-    optimizer = torch.optim.Adam(model.parameters())
-    state.register("optimizer", optimizer)
-    change, what = WRONG[name]
+    state.register("optimizer", torch.optim.Adam(model.parameters()))
     snapshot = stored(state)
-    change(snapshot)
-    with pytest.raises(ConfigError) as found:
+    WRONG[what](snapshot)
+    words = f"as {what.strip()} does not fit (.|\n)*use the code that wrote it, or start anew"
+    with pytest.raises(ConfigError, match=words):
         state.restore(memory_source(snapshot), 0)
-    assert f"what the snapshot holds as {what} does not fit" in str(found.value)
-    assert "use the code that wrote it, or start anew" in str(found.value)
 
 
 def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-def]
@@ -235,14 +212,9 @@ def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-d
 
 
 def test_a_dict_is_kept_and_stays_the_same_object():  # type: ignore[no-untyped-def]
-    model = nn.Linear(2, 2)
     memory, again = {"best": 0.5, "bad": 2, 7: torch.ones(2)}, {"best": 9.0, "gone": 1}
-    states = [TrainingState(model) for _ in range(2)]
-    for state, values in zip(states, (memory, again), strict=True):
-        state.register("mine", values)
-    snapshot = stored(states[0])
+    resumed(memory, again)
     memory["best"] = 0.1
-    states[1].restore(memory_source(snapshot), 0)
     assert again.keys() == memory.keys()
     assert (again["best"], again["bad"]) == (0.5, 2)
     assert torch.equal(again[7], torch.ones(2))
@@ -253,25 +225,21 @@ def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank: bool):  
     """After a resume none of a script's do, and the bits are the same."""
     mean = torch.ones(3)
     values = {"now": mean, "best": mean, "last": [mean]}
-    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
-    for state, mine in zip(states, (values, {}), strict=True):
-        state.register("mine", mine, per_rank=per_rank)
-    states[1].restore(memory_source(stored(states[0])), 0)
+    states = resumed(values, {}, per_rank=per_rank)
     hashes = [state.sha256(0) for state in states]
     assert hashes[0] == hashes[1]
     values["best"] = torch.zeros(3)
     assert states[0].sha256(0) != hashes[0]
 
 
-def test_a_registered_module_with_a_sparse_cache_comes_back():  # type: ignore[no-untyped-def]
-    states = []
-    for _ in range(2):
-        teacher = nn.Linear(3, 3)
+def test_a_registered_module_comes_back_if_it_is_of_the_same_structure():  # type: ignore[no-untyped-def]
+    teachers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    for teacher in teachers:
         teacher.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
-        states.append(TrainingState(nn.Linear(2, 2)))
-        states[-1].register("teacher", teacher)
-    states[1].restore(memory_source(stored(states[0])), 0)
-    assert states[0].registered["teacher"].weight.equal(states[1].registered["teacher"].weight)
+    resumed(*teachers)
+    assert teachers[0].weight.equal(teachers[1].weight)
+    with pytest.raises(ConfigError, match=r"'mine' does not fit(.|\n)*size mismatch"):
+        resumed(nn.Linear(3, 3), nn.Linear(4, 4))
 
 
 def test_a_registered_dict_never_writes_into_what_is_not_its_own():  # type: ignore[no-untyped-def]
@@ -291,14 +259,6 @@ def test_a_registered_dict_never_writes_into_what_is_not_its_own():  # type: ign
     assert states[1][0].module.weight.eq(1).all()
     assert again["weights"]["weight"].eq(6).all()  # type: ignore[index]
     assert (*again["now"].tolist(), *again["best"].tolist()) == (1.0, 1.0, 9.0, 9.0)  # type: ignore[attr-defined]
-
-
-def test_a_registered_module_of_another_structure_is_refused():  # type: ignore[no-untyped-def]
-    states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
-    states[0].register("teacher", nn.Linear(3, 3))
-    states[1].register("teacher", nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=r"'teacher' does not fit(.|\n)*size mismatch"):
-        states[1].restore(memory_source(stored(states[0])), 0)
 
 
 def test_a_model_that_gets_other_tensors_on_the_way_is_refused():  # type: ignore[no-untyped-def]
@@ -338,6 +298,3 @@ def test_switches_come_back_as_far_as_the_loop_has_changed_them():  # type: igno
     assert learning == [False, False, True, True]
     nets[0][1].train()
     assert modes[0].changed()["training"] == {}
-    for odd in (None, 5, {"training": [1]}, {"requires_grad": {"model.0.weight": "yes"}}):
-        modes[1].put_back(odd)
-    assert not nets[1][0].weight.requires_grad

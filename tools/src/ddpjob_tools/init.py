@@ -20,8 +20,7 @@ from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_tools import travels
-from ddpjob_tools.stock import IMAGE
-from ddpjob_trainer.arguments import job_name
+from ddpjob_tools.stock import IMAGE, job_name
 from ddpjob_trainer.errors import ConfigError
 
 #: The ConfigMap's path in the pods; its files are read-only there.

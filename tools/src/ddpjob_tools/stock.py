@@ -1,9 +1,23 @@
-"""The stock image: its name, and its torch."""
+"""The stock image, its name and its torch; names that an API server takes for a DDPJob."""
 
 from __future__ import annotations
 
+import re
 from typing import Final
+
+from ddpjob_trainer.errors import ConfigError
 
 IMAGE: Final = "ddpjob/trainer:0.1.0"
 #: As in requirements/torch.in; tests/unit/trainer/test_init.py holds them equal.
 TORCH: Final = "2.13.0"
+_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def job_name(what: str, given: object, *, most: int) -> str:
+    """Return a valid name of a DDPJob. Raises ConfigError, which names ``what``."""
+    if isinstance(given, str) and len(given) <= most and _JOB_NAME.fullmatch(given):
+        return given
+    raise ConfigError(
+        f"{what}: {given!r} must be lower-case letters, digits and '-', a letter first, {most} at"
+        " most"
+    )

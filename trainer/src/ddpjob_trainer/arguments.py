@@ -1,17 +1,15 @@
 """Check the arguments of users, one check for each kind, by the declared type.
 
 options.py declares arguments; the commands check theirs by the same functions. Each refusal names
-the argument and its valid values. A dataclass of arguments is filled by among(), which checks every
-field, new ones too. Never imports torch.
+the argument and its valid values. Never imports torch.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from numbers import Real
 from operator import index
 from pathlib import Path
@@ -23,7 +21,6 @@ from ddpjob_trainer.errors import ConfigError
 GREATEST = 2**53
 #: More processes than any machine can use: a typing error.
 MOST_PROCESSES = 1024
-_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int:
@@ -45,15 +42,12 @@ def real(name: str, value: Any, *, most: float = math.inf) -> float:
     """Return a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _odd(name, value, "must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf if value == abs(value) else -math.inf
+    number: Any = value
     if not number > 0:
         raise _odd(name, value, "must be more than 0")
     if number > most:
         raise _odd(name, value, f"must be at most {most:g}")
-    return number
+    return float(number)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -72,14 +66,6 @@ def place(name: str, value: Any) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise _odd(name, value, "must be a path")
     return Path(text)
-
-
-def _backend(name: str, value: Any) -> Any:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, str):
-        raise _odd(name, value, "must be True, False or the name of a backend")
-    return flag(name, value)
 
 
 def _is_scaler(value: Any) -> bool:
@@ -103,7 +89,10 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "int": whole,
     "float": real,
     "bool": flag,
-    "bool | str": _backend,
+    "bool | str": _of(
+        "True, False or the name of a backend",
+        lambda value: isinstance(value, bool) or (isinstance(value, str) and bool(value)),
+    ),
     "Path": place,
     "str": _of("a string", lambda value: isinstance(value, str)),
     "Several": _of(
@@ -112,12 +101,9 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "fetch.Collate": function,
     "Collate": function,
     "Log": function,
-    "Mapping[str, Any]": _of("a dict", lambda value: isinstance(value, Mapping)),
     "torch.amp.GradScaler": _of("a torch.amp.GradScaler", _is_scaler),
     "Any": _of("anything", lambda value: True),  # checked where it is used
 }
-#: A field's metadata that its check gets.
-_BOUNDS = ("least", "most")
 
 
 def checked(one: Field[Any], value: Any) -> Any:
@@ -125,7 +111,7 @@ def checked(one: Field[Any], value: Any) -> Any:
     kind = str(one.type)
     if value is None and kind.endswith(" | None"):
         return None
-    bounds = {bound: one.metadata[bound] for bound in _BOUNDS if bound in one.metadata}
+    bounds = {name: bound for name, bound in one.metadata.items() if name != "choices"}
     found = _KINDS[kind.removesuffix(" | None")](one.name, value, **bounds)
     allowed = one.metadata.get("choices")
     if allowed and found not in allowed:
@@ -142,21 +128,6 @@ class Arguments:
     def among(cls, given: Mapping[str, Any]) -> Self:
         """Select these from all arguments and check each. Raises ConfigError."""
         return cls(**{one.name: checked(one, given[one.name]) for one in fields(cls)})
-
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Return all defaults."""
-        return {one.name: one.default for one in fields(cls) if one.default is not MISSING}
-
-
-def job_name(what: str, given: object, *, most: int) -> str:
-    """Return a valid name of a DDPJob. Raises ConfigError, which names ``what``."""
-    if isinstance(given, str) and len(given) <= most and _JOB_NAME.fullmatch(given):
-        return given
-    raise ConfigError(
-        f"{what}: {given!r} must be lower-case letters, digits and '-', a letter first, {most} at"
-        " most"
-    )
 
 
 def check_notebook(path: Path) -> None:

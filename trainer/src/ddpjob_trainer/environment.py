@@ -29,7 +29,6 @@ TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob-trainer chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
-TERMINAL = "DDPJOB_TRAINER_TERMINAL"
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 #: A user may set these; arguments of start() come first.
@@ -103,7 +102,6 @@ class WorkerEnvironment:
     chaos: Path | None
     events: Path | None
     tensorboard_dir: str | None
-    columns: int  # of the terminal that this process's output ends on, 0: none
     watch: bool  # look for hangs in this process, without a launcher of ours
 
 
@@ -239,14 +237,6 @@ def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[
     }
 
 
-def terminal_columns() -> int:
-    """Return the width of the terminal at standard output, 0 without one."""
-    try:
-        return os.get_terminal_size(1).columns if os.isatty(1) else 0
-    except OSError:
-        return 0
-
-
 def chaos_directory(env: Mapping[str, str]) -> Path | None:
     """Return the chaos driver's directory, None outside a chaos run."""
     directory = env.get(CHAOS, "")
@@ -301,7 +291,6 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         chaos=chaos_directory(env),
         events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
-        columns=_integer(env, TERMINAL, 0) if env.get(STATE_DIR) else terminal_columns(),
         # A single process without deadlines may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),
     )

@@ -64,16 +64,13 @@ class Options(Arguments):
                     f"level='elastic' with shards={count} can use at most {count} processes, not"
                     f" {world_size}: use fewer, or start anew with more shards"
                 )
-        if self.global_batch % count:
-            raise ConfigError(
-                f"global_batch={self.global_batch} cannot be divided by {sharers}: use a multiple"
-                f" of {count}"
-            )
+        if self.micro_batches > 1:
+            sharers += f" x micro_batches={self.micro_batches}"
         parts = count * self.micro_batches
         if self.global_batch % parts:
             raise ConfigError(
-                f"global_batch={self.global_batch} cannot be divided by {sharers} x"
-                f" micro_batches={self.micro_batches}: use a multiple of {parts}"
+                f"global_batch={self.global_batch} cannot be divided by {sharers}: use a multiple"
+                f" of {parts}"
             )
 
 
@@ -127,14 +124,8 @@ class ModelOptions(Arguments):
     find_unused_parameters: bool = False
     comm_hook: str | None = _option(None, choices=("bf16", "fp16"))
     grad_scaler: torch.amp.GradScaler | None = None
-    comm_hook_options: Mapping[str, Any] | None = None  # none of our hooks has any
 
     def check(self) -> None:
         """Raise ConfigError for an invalid value."""
-        if self.comm_hook_options:
-            raise ConfigError(
-                "comm_hook_options are powersgd's, which is not offered, since runs of it did not"
-                " end in equal bits: use comm_hook='bf16' or 'fp16', or leave it out"
-            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"ema={self.ema} must be a decay between 0 and 1, as 0.999")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ddpjob_contract.crd import API_VERSION, DEFAULTS, GPUS, KIND, TRAINER_CONTAINER
-from ddpjob_trainer.arguments import job_name
+from ddpjob_tools.stock import job_name
 from ddpjob_trainer.errors import ConfigError
 
 #: What has a meaning here, by level. The rest is said and left out.

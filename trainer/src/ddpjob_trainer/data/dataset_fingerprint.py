@@ -40,13 +40,6 @@ def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -
     return next((words for name, words in _WORDS.items() if one[name] != other[name]), "")
 
 
-def check(every: Sequence[Fingerprint]) -> None:
-    """Raise ConfigError where a rank's dataset is not rank 0's. ``every``: rank by rank."""
-    for rank, one in enumerate(every):
-        if what := difference(every[0], one):
-            raise refusal(rank, what)
-
-
 def refusal(rank: int, what: str) -> ConfigError:
     """Return the error for a rank with another dataset."""
     return ConfigError(
@@ -71,22 +64,15 @@ def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int]
     """
     for rank, theirs in enumerate(every):
         for place, (one, other) in enumerate(zip(every[0], theirs, strict=True)):
-            if not _close(one, other):
+            alike = len(one) == len(other) and np.allclose(one, other, _CLOSE, _CLOSE**3)
+            if not alike:
                 return rank, place
     return None
 
 
-def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(
-        math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE**3)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def _collect(value: Any, found: list[float]) -> None:
     if isinstance(value, torch.Tensor):
-        dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
-        if dense and value.numel():
+        if value.layout is torch.strided and value.numel():
             few = value.detach().flatten()[:_READ]
             real = torch.view_as_real(few.resolve_conj()) if few.is_complex() else few
             found.append(float(real.double().abs().mean()))
@@ -98,9 +84,6 @@ def _collect(value: Any, found: list[float]) -> None:
     elif isinstance(value, str):
         name = value.rpartition("/")[2]  # each machine may have its files in another folder
         found.append(float(zlib.crc32(name.encode(errors="replace"))))
-    elif isinstance(value, dict):
-        for part in value.values():
-            _collect(part, found)
-    elif isinstance(value, list | tuple):
-        for part in value:
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
             _collect(part, found)

@@ -23,6 +23,36 @@ from ddpjob_trainer.gpu.accelerator import Accelerator
 Collate = Callable[[Sequence[Any]], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Hold the run's settings that shape one rank's batches."""
+
+    seed: int
+    rank: int
+    ranks: int
+    global_batch: int
+    parts: int  # batches of a step, over all ranks
+    level: str
+    tail: str
+    collate: Collate | None
+    accelerator: Accelerator
+    say: Callable[[str], None]
+    alive: Callable[[], None]
+
+    @property
+    def batch_size(self) -> int:
+        """Count the samples of each batch."""
+        return self.global_batch // self.parts
+
+    def check_batch_size(self, found: object) -> None:
+        """Raise ConfigError for a DataLoader with batches of another size."""
+        if found != self.batch_size:
+            raise ConfigError(
+                f"the DataLoader's batch_size={found} must be {self.batch_size}:"
+                f" global_batch={self.global_batch} in {self.parts} batches per step"
+            )
+
+
 class Dataset(Protocol):
     """Describe a map-style dataset: torch's Dataset with a length, or a plain list."""
 
@@ -35,8 +65,8 @@ def check(dataset: object) -> None:
     """Raise ConfigError for a dataset that cannot be indexed."""
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
-            f"{type(dataset).__name__} is not a map-style dataset: it needs __len__ and __getitem__"
-            + (", as its .dataset may have" if hasattr(dataset, "batch_sampler") else "")
+            f"{type(dataset).__name__} is not a map-style dataset, which has __len__ and"
+            " __getitem__, as a DataLoader's .dataset may be"
         )
 
 

@@ -2,10 +2,9 @@
 
 Batches, streams and samplers call this before each sample, batch or epoch: torch's, numpy's and
 random's own generators, and those that a dataset, its transforms, a collate function or a sampler
-keep for themselves. So augmentations depend neither on who loads a sample nor on what was loaded
-before it. found_in() looks at attributes, classes, closures and the globals that functions name,
-not into lists of samples; run.steps(generators=...) names others, and the check of each restart
-finds the rest.
+keep for themselves. found_in() looks at attributes, classes, closures and the globals that
+functions name, not into lists of samples; run.steps(generators=...) names others, and the check of
+each restart finds the rest.
 """
 
 from __future__ import annotations
@@ -98,19 +97,24 @@ def seed(generators: Sequence[Any], key: int) -> None:
             generator.reseed(own % 2**32)
 
 
-def mark(generator: Any) -> str:
-    """Return what tells where one stands, in what JSON holds; empty where nothing does."""
+def state_of(generator: Any) -> Any:
+    """Return a generator's state, torch's as bytes on the CPU; None: it has none to be told."""
     if isinstance(generator, torch.Generator):
-        state: Any = generator.get_state().numpy()
-    elif isinstance(generator, np.random.Generator):
-        state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=True)
-    elif isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        state = generator.getstate()
-    else:
-        return ""
-    return blake2b(pickle.dumps(state), digest_size=8).hexdigest()
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return generator.getstate()
+    return None
+
+
+def mark(generator: Any) -> str:
+    """Hash what tells where a generator stands."""
+    state = state_of(generator)
+    plain = state.numpy() if isinstance(state, torch.Tensor) else state
+    return blake2b(pickle.dumps(plain), digest_size=8).hexdigest()
 
 
 def can_be_seeded(obj: Any) -> bool:
@@ -134,7 +138,6 @@ class _Search:
         self.found: list[Any] = []
         self._met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
         self._attributes: set[str] = set()  # names, of the script's objects
-        self._slots: dict[int, list[tuple[str, MemberDescriptorType]]] = {}  # by a class' id
         near = deque([root])
         while near and len(self._met) < _LOOKS:
             obj = near.popleft()
@@ -162,27 +165,11 @@ class _Search:
                 if issubclass(kind, container) and container.__len__(obj) <= _ENTRIES:
                     yield from list(entries(obj))  # at once: a thread may fill it
             if kind not in _CONTAINERS:
-                attributes = self._attributes_of(obj)
+                attributes = _attributes_of(obj)
                 if is_the_scripts(str(kind.__module__)):
                     self._attributes |= attributes.keys()
                 yield from attributes.values()
                 yield kind
-
-    def _attributes_of(self, obj: Any) -> dict[str, Any]:
-        """Return those of its dict and of its slots; so the parts of a method or a partial."""
-        try:
-            found = dict(object.__getattribute__(obj, "__dict__"))
-        except AttributeError:
-            found = {}
-        kind = type(obj)
-        if id(kind) not in self._slots:
-            every = [pair for base in kind.__mro__ for pair in vars(base).items()]
-            slots = [(name, one) for name, one in every if type(one) is MemberDescriptorType]
-            self._slots[id(kind)] = slots
-        for name, member in self._slots[id(kind)]:
-            with suppress(AttributeError):  # nothing yet
-                found[name] = member.__get__(obj)
-        return found
 
     def _used_by(self, function: FunctionType) -> Iterator[Any]:
         """Yield what a function reaches: by its closure, what it wraps, and what it names.
@@ -205,6 +192,19 @@ class _Search:
                 if type(found) is ModuleType and is_the_scripts(found.__name__):
                     yield from (vars(found)[n] for n in code.co_names if n in vars(found))
                 yield found
+
+
+def _attributes_of(obj: Any) -> dict[str, Any]:
+    """Return those of its dict and of its slots; so the parts of a method or a partial."""
+    found: dict[str, Any] = {}
+    with suppress(AttributeError):
+        found |= object.__getattribute__(obj, "__dict__")
+    for base in type(obj).__mro__:
+        for name, member in vars(base).items():
+            if type(member) is MemberDescriptorType:
+                with suppress(AttributeError):  # nothing yet
+                    found[name] = member.__get__(obj)
+    return found
 
 
 def is_library(file: str) -> bool:

@@ -8,7 +8,7 @@ are those of the run. Everything else that can be iterated is a stream (stream.p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.data import dataset_fingerprint, fetch
 from ddpjob_trainer.data.dataset_fingerprint import Fingerprint
-from ddpjob_trainer.data.fetch import Batches, Collate, Work
+from ddpjob_trainer.data.fetch import Batches, Place, Work
 from ddpjob_trainer.data.generators import can_be_seeded, kept
 from ddpjob_trainer.data.order import (
     DataOrder,
@@ -28,11 +28,10 @@ from ddpjob_trainer.data.order import (
     Shuffled,
     Weighted,
 )
-from ddpjob_trainer.data.stream import Say, Stream, yields_batches
+from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled, is_indexed_loader, options_of
-from ddpjob_trainer.data.workers import WorkerOptions, Workers
+from ddpjob_trainer.data.workers import Workers
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gpu.accelerator import Accelerator
 
 _COMPARED = 3  # samples of the first step, which every rank makes
 
@@ -51,28 +50,6 @@ class InputOptions(Arguments):
     generators: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Hold the run's settings that shape one rank's batches."""
-
-    seed: int
-    rank: int
-    ranks: int
-    global_batch: int
-    parts: int  # batches of a step, over all ranks
-    level: str
-    tail: str
-    collate: Collate | None
-    accelerator: Accelerator
-    say: Say
-    alive: Callable[[], None]
-
-    @property
-    def batch_size(self) -> int:
-        """Count the samples of each batch."""
-        return self.global_batch // self.parts
-
-
 def open_input(source: Any, options: InputOptions, place: Place) -> Input:
     """Open a dataset or a stream. Raises ConfigError for one that cannot be read as asked for."""
     _check(options)
@@ -81,11 +58,15 @@ def open_input(source: Any, options: InputOptions, place: Place) -> Input:
     indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     if indexed and not isinstance(source, IterableDataset):
         pinned = place.accelerator.queues and options.pin_memory is not False
-        workers = WorkerOptions(options.workers or 0, options.prefetch or 2, pin_memory=pinned)
+        workers = {
+            "num_workers": options.workers or 0, "prefetch_factor": options.prefetch or 2,
+            "pin_memory": pinned,
+        }  # fmt: skip
         return Indexed(source, options, place, workers)
     if not hasattr(source, "__iter__"):
         fetch.check(source)
-    return _stream(source, options, place)
+    _check_stream(source, options, place)
+    return Stream(source, place, batched=options.batched, named=options.generators or ())
 
 
 def _check(options: InputOptions) -> None:
@@ -107,27 +88,17 @@ def _taken_apart(loader: DataLoader[Any], options: InputOptions, place: Place) -
                 f"{name} is the {type(loader).__name__}'s own: set it there, or give run.steps()"
                 " the dataset itself"
             )
-    if loader.batch_size != place.batch_size:
-        raise _other_batch_size(loader.batch_size, place)
-    workers = WorkerOptions(
-        loader.num_workers,
-        loader.prefetch_factor or 2,
-        pin_memory=bool(loader.pin_memory) and place.accelerator.queues,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        timeout=loader.timeout,
-    )
+    place.check_batch_size(loader.batch_size)
+    workers = {
+        "num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor or 2,
+        "pin_memory": bool(loader.pin_memory) and place.accelerator.queues,
+        "worker_init_fn": loader.worker_init_fn, "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }  # fmt: skip
     collate: Any = loader.collate_fn
     if collate is not default_collate:
         place = replace(place, collate=collate)
     return Indexed(loader.dataset, replace(options, **options_of(loader.sampler)), place, workers)
-
-
-def _other_batch_size(found: object, place: Place) -> ConfigError:
-    return ConfigError(
-        f"the DataLoader's batch_size={found} must be {place.batch_size}:"
-        f" global_batch={place.global_batch} in {place.parts} batches per step"
-    )
 
 
 def _epochs(source: Any, options: InputOptions, seed: int) -> Epochs:
@@ -154,32 +125,31 @@ class Indexed:
     stream = None
 
     def __init__(
-        self, source: Any, options: InputOptions, place: Place, workers: WorkerOptions
+        self, source: Any, options: InputOptions, place: Place, workers: dict[str, Any]
     ) -> None:
-        fetch.check(source)
+        self._source = Batches(source, place.collate, place.seed, options.generators or ())
         if options.batched:
             raise ConfigError("batched=True is for streams: a map-style dataset yields samples")
         self.order = DataOrder(_epochs(source, options, place.seed), place.global_batch, place.tail)
-        self._source = Batches(source, place.collate, place.seed, options.generators or ())
         self.draws = self._source.draws  # making a batch may move this process' generators
-        self.fingerprint: Fingerprint | None = dataset_fingerprint.of(source, self._source.subset)
-        self.own = self.fingerprint
+        self.own = self.fingerprint = dataset_fingerprint.of(source, self._source.subset)
         self.compared: list[list[float]] = []  # numbers of the samples that all ranks make
         self._compared_work: Work | None = None
         self._ranks = place.ranks
         self._pinned = place.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
-        self._length, self._epoch = len(source), 0
 
     def compare(self, every: Sequence[Fingerprint]) -> None:
         """Learn ``own`` of each rank. Raises ConfigError where that is another dataset."""
-        dataset_fingerprint.check(every)
+        for rank, theirs in enumerate(every):
+            if what := dataset_fingerprint.difference(every[0], theirs):
+                raise dataset_fingerprint.refusal(rank, what)
 
     def start(self) -> None:
         """Start the workers, which need not wait for the snapshot."""
-        if self._options.count:
-            self._workers = Workers(self._source, self._options)
+        if self._options["num_workers"]:
+            self._workers = Workers(self._source, **self._options)
 
     def begin(self, steps: range, plan: Plan, *, fresh: bool = False) -> None:
         """Order the batches of these steps, and the samples that ranks compare.
@@ -228,28 +198,22 @@ class Indexed:
 
         Raises ConfigError for another dataset.
         """
-        if (epoch := self.epoch(step)) != self._epoch:
-            self._epoch = epoch
-            self._check_length()
+        begun = self.own["length"]
+        if not step % self.order.steps_per_epoch and (now := len(self._source.dataset)) != begun:
+            raise ConfigError(
+                f"the dataset had {begun} samples at the start of run.steps() and has {now} in"
+                f" epoch {self.epoch(step)}: steps are counted by epochs of one length. Keep its"
+                " length, and choose samples by sampler=, a function of the epoch"
+            )
         if self._workers is None:
             batch = self._source.make(self._work(positions))
-            if self._options.pin_memory:
+            if self._options["pin_memory"]:
                 batch = fetch.map_tensors(batch, self._pinned)
             return batch
         while True:
             first, batch = self._workers.next()
             if first == positions[0]:  # else one that the loop's body did not ask for
                 return batch
-
-    def _check_length(self) -> None:
-        now = len(self._source.dataset)
-        if now != self._length:
-            raise ConfigError(
-                f"the dataset had {self._length} samples at the start of run.steps() and has {now}"
-                f" in epoch {self._epoch}: steps are counted by epochs of one length. Keep its"
-                " length and choose samples by sampler=, a function of the epoch; or finish the"
-                " run and start one that goes on with start(allow_changes='data')"
-            )
 
     def epoch(self, step: int) -> int:
         """Return in which epoch a step lies, from 0."""
@@ -260,28 +224,6 @@ class Indexed:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-
-
-def _stream(source: Any, options: InputOptions, place: Place) -> Stream:
-    _check_stream(source, options, place)
-    batched = yields_batches(source) if options.batched is None else options.batched
-    rows = getattr(source, "batch_size", None)
-    rows = rows if isinstance(rows, int) else None
-    if batched and rows not in (None, place.batch_size):
-        raise _other_batch_size(rows, place)
-    return Stream(
-        source,
-        parts=place.parts // place.ranks,
-        global_batch=place.global_batch,
-        batch=None if batched else place.batch_size,
-        rows=rows,
-        collate=place.collate,
-        seed=place.seed,
-        rank=place.rank,
-        named=options.generators or (),
-        say=place.say,
-        alive=place.alive,
-    )
 
 
 def _check_stream(source: Any, options: InputOptions, place: Place) -> None:

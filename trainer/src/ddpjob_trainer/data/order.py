@@ -97,21 +97,15 @@ def share(indices: Indices, part: int, parts: int) -> Indices:
 
 
 class Epochs(Protocol):
-    """Say which sample stands at which place of an epoch."""
+    """Say which sample stands at which place of an epoch; a snapshot knows the order by name."""
 
     @property
-    def length(self) -> int:
-        """Count the places in each epoch."""
-        ...
+    def length(self) -> int: ...  # noqa: D102
 
     @property
-    def name(self) -> str:
-        """Name it in a snapshot, to tell it from other orders."""
-        ...
+    def name(self) -> str: ...  # noqa: D102
 
-    def samples(self, epoch: int, places: Indices) -> Indices:
-        """Return the samples at these places."""
-        ...
+    def samples(self, epoch: int, places: Indices) -> Indices: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +130,6 @@ class Shuffled:
 
     def samples(self, epoch: int, places: Indices) -> Indices:
         """Return the samples at these places."""
-        if not len(places):
-            return places
         block = int(places.min()) // _BLOCK
         if int(places.max()) // _BLOCK != block:
             return _permutation(self.seed, epoch, self.length)(places)
@@ -217,16 +209,6 @@ class DataOrder:
         if self.tail == "join":
             size = min(size, self.epochs.length - start)
         return np.arange(size, dtype=np.int64) + step * self.global_batch
-
-    def shard(self, step: int, shard: int, shards: int) -> Indices:
-        """Return the contiguous share ``shard`` of ``shards`` equal shares of a step's batch."""
-        batch = self.batch(step)
-        if len(batch) % shards:
-            raise ConfigError(
-                f"global_batch={self.global_batch} cannot be divided by {shards} processes:"
-                f" use a multiple of {shards}"
-            )
-        return share(batch, shard, shards)
 
     def samples(self, positions: Indices) -> Indices:
         """Return the samples at positions of one step."""

@@ -9,36 +9,29 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.data import dataset_fingerprint, generators
-from ddpjob_trainer.data.fetch import Collate, map_tensors
+from ddpjob_trainer.data.fetch import Place, map_tensors
 from ddpjob_trainer.data.generators import kept, seed_generators
-from ddpjob_trainer.data.order import DataOrder, Indices, Plan, key64, words
+from ddpjob_trainer.data.order import DataOrder, Indices, Plan, Sequential, key64, words
 from ddpjob_trainer.data.user_samplers import SeededSampler, seed_sampler
 from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
 
-Say = Callable[[str], None]
 
-
-class Endless:
+class Endless(Sequential):
     """Count the places of a stream, whose order nobody knows."""
 
-    length = 1 << 62
-    name = "stream"
-
-    def samples(self, epoch: int, places: Indices) -> Indices:
-        """Return the places themselves."""
-        return places
+    name: ClassVar[str] = "stream"
 
 
-def yields_batches(source: Any) -> bool:
+def _yields_batches(source: Any) -> bool:
     """Tell whether a stream's items are batches, not samples. Raises ConfigError if unknown."""
     if isinstance(source, DataLoader):
         return True
@@ -55,10 +48,9 @@ def yields_batches(source: Any) -> bool:
 class Stream:
     """Read one rank's stream, epoch after epoch. See Indexed for the calls, and their order.
 
-    ``parts``: of these batches in a step. ``batch``: samples per batch, None when the stream yields
-    batches. Of those, ones that hold fewer than ``rows`` samples, as at the end of a DataLoader's
-    worker, are dropped. ``named``: generators to seed beside those that are found. ``say`` is told
-    of reading again; ``alive`` is called while that goes on.
+    ``batched``: it yields batches; None: to be found out. Of these, ones that hold fewer samples
+    than the source's batch_size, as at the end of a DataLoader's worker, are dropped. ``named``:
+    generators to seed beside those that are found.
     """
 
     draws = True
@@ -67,39 +59,35 @@ class Stream:
     def __init__(
         self,
         source: Any,
+        place: Place,
         *,
-        parts: int,
-        global_batch: int,
-        batch: int | None,
-        rows: int | None,
-        collate: Collate | None,
-        seed: int,
-        rank: int,
+        batched: bool | None = None,
         named: Sequence[Any] = (),
-        say: Say,
-        alive: Callable[[], None],
     ) -> None:
-        self.order = DataOrder(Endless(), global_batch)
+        batched = _yields_batches(source) if batched is None else batched
+        rows = getattr(source, "batch_size", None)
+        if batched and isinstance(rows, int):
+            place.check_batch_size(rows)
+        self.order = DataOrder(Endless(1 << 62), place.global_batch)
         self.stream = self
         self.total = 0  # batches that training has taken in the whole run
         self.first = b""  # tells the first batch that this process has read from another
         self._epoch = 0
         self._taken = 0  # of this epoch
         self._source = source
-        self._parts = parts
-        self._batch = batch
-        self._rows = rows
-        self._collate = collate or default_collate
-        self._collates_own = generators.found_in(collate) if batch is not None else []
+        self._place = place
+        self._parts = place.parts // place.ranks  # batches of this rank in a step
+        self._batched = batched
+        self._rows = rows if isinstance(rows, int) else None
+        self._collate = place.collate or default_collate
+        self._collates_own = [] if batched else generators.found_in(place.collate)
         self._named = named
         self._own = generators.found_in(source, named)
         #: Where its own generators stand when the run begins.
         self.own = [generators.mark(generator) for generator in self._own]
         self._shared: list[Any] = []  # of those, the ones that all ranks have alike
-        self._key_of_all = key64("stream", seed)
-        self._key = key64("stream", seed, rank)
-        self._say = say
-        self._alive = alive
+        self._key_of_all = key64("stream", place.seed)
+        self._key = key64("stream", place.seed, place.rank)
         self._iterator: Iterator[Any] | None = None
         self._keeper = _keeper(source)
         self._sampler: SeededSampler | None = None
@@ -107,8 +95,7 @@ class Stream:
             if source.persistent_workers and self._keeper is None:
                 raise ConfigError(
                     "a DataLoader with persistent_workers=True goes on drawing random numbers from"
-                    " epoch to epoch, so that no resume can repeat them: use"
-                    " persistent_workers=False"
+                    " epoch to epoch, which no resume can repeat: use persistent_workers=False"
                 )
             if self._keeper is None:
                 self._sampler = seed_sampler(source, self._key_of_all)
@@ -121,9 +108,7 @@ class Stream:
 
         All ranks may shuffle a list of files with them, and then read each its part.
         """
-        places = (
-            zip(self._own, *every, strict=True) if {*map(len, every)} == {len(self._own)} else ()
-        )
+        places = zip(self._own, *every, strict=False)
         self._shared = [generator for generator, *marks in places if len({*marks}) == 1]
 
     # --- Training ------------------------------------------------------------------------
@@ -139,9 +124,8 @@ class Stream:
         if self.total != step * self._parts:
             raise ConfigError(
                 f"after {step} steps the stream of this process should have given"
-                f" {step * self._parts} batches, but the snapshot knows of {self.total}: it was"
-                " made with another number of processes or of micro_batches. Use the same, or"
-                " start anew with snapshot.resume: Never"
+                f" {step * self._parts} batches, the snapshot knows of {self.total}: use as many"
+                " processes and micro_batches as then, or start anew with snapshot.resume: Never"
             )
 
     def next(self, step: int, number: int, positions: Indices) -> Any:
@@ -197,10 +181,11 @@ class Stream:
 
     def _read(self, iterator: Iterator[Any]) -> tuple[Any] | None:
         """Return a batch, or None at the end; an incomplete last batch is dropped."""
-        if self._batch is None:
+        if self._batched:
             return next(((item,) for item in iterator if _is_whole(item, self._rows)), None)
-        samples = list(itertools.islice(iterator, self._batch))
-        return (self._collate(samples),) if len(samples) == self._batch else None
+        size = self._place.batch_size
+        samples = list(itertools.islice(iterator, size))
+        return (self._collate(samples),) if len(samples) == size else None
 
     def _open(self) -> Iterator[Any]:
         source = self._source
@@ -241,9 +226,8 @@ class Stream:
         if (state["state"] is None) != (self._keeper is None):
             raise ConfigError(
                 f"{type(self._source).__name__} has"
-                f" {'no' if self._keeper is None else 'a'} state_dict(), but the stream that made"
-                " the snapshot had it otherwise: use the same, or start anew with"
-                " snapshot.resume: Never"
+                f" {'no' if self._keeper is None else 'a'} state_dict(), other than that of the"
+                " snapshot: use the same, or start anew with snapshot.resume: Never"
             )
         if self._keeper is not None:
             if callable(set_epoch := getattr(self._source, "set_epoch", None)):
@@ -255,17 +239,17 @@ class Stream:
 
     def _read_again(self) -> None:
         name, count, begun = type(self._source).__name__, self._taken, time.monotonic()
-        self._say(
+        self._place.say(
             f"{name} has no state_dict() and load_state_dict(): {count} batches of epoch"
             f" {self._epoch} are read again to come to where the snapshot was made"
         )
         self._iterator = self._open()
         for number in range(self.total - count, self.total):
-            self._alive()
+            self._place.alive()
             self._seed(number)
             if self._read(self._iterator) is None:
                 raise ConfigError(f"{name} has become shorter than when the snapshot was made")
-        self._say(f"reading {count} batches again took {time.monotonic() - begun:.1f} s")
+        self._place.say(f"reading {count} batches again took {time.monotonic() - begun:.1f} s")
 
 
 def _is_whole(batch: Any, rows: int | None) -> bool:

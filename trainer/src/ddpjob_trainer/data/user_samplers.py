@@ -6,7 +6,6 @@ generators seeded for it. stream.py wraps the batch sampler of a DataLoader that
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,12 +27,13 @@ from ddpjob_trainer.data.generators import kept, seed_generators
 from ddpjob_trainer.data.order import DataOrder, Indices, digest, key64
 from ddpjob_trainer.errors import ConfigError
 
-#: By epoch, in what JSON holds: a hash, or the order itself; and the hash of the weights.
+#: Hashes by epoch, in what JSON holds.
 Orders = dict[str, str]
-_WEIGHTS = "weights"
-_ITSELF = "="  # begins an order
-_REMEMBERED = 64  # epochs; workers may be ahead by some
-_KEPT = 4  # those whose weights may change
+_LEARNED = (
+    " Let it depend on the epoch only, or give a function of the epoch that keeps what it has"
+    " learned, and each order it has given, in a dict that run.register() is given, and gives that"
+    " again"
+)
 
 
 class Sampled:
@@ -48,8 +48,6 @@ class Sampled:
                 "sampler is a DistributedSampler, but run.steps() shares each global batch among"
                 " the processes itself: give a sampler of the whole dataset, or only shuffle"
             )
-        if isinstance(sampler, type):
-            raise ConfigError(f"sampler is the class {sampler.__name__}: give an object of it")
         if not callable(sampler) and not hasattr(sampler, "__len__"):
             raise ConfigError(f"sampler={type(sampler).__name__} has no length: add __len__()")
         self._seed = seed
@@ -57,11 +55,9 @@ class Sampled:
         self._samples = samples
         self._named = named
         self._epoch = 0
-        self._orders: dict[int, str] = {}  # hashes of those read last
+        self._orders: Orders = {}
         self._before: Orders = {}
-        self._kept: dict[int, tuple[str, Indices]] = {}  # the weights' hash then, the order
-        self._then: str | None = None  # the weights' hash after the last order was read
-        self._learned = False  # they have changed since, not by set_epoch() or the like
+        self._weights = ""  # their hash after the last order was read
         self._order = self._read(0)
         self.length = len(self._order)
         self.name = f"sampler:{digest(self._order)}"
@@ -80,64 +76,37 @@ class Sampled:
 
     def orders_since(self, epoch: int) -> Orders:
         """Return what a snapshot holds of the orders read of this epoch and of later ones."""
-        weights = self._look()
-        found = {str(e): order for e, order in self._orders.items() if e >= epoch}
-        for e, (then, order) in self._kept.items():
-            if e >= epoch and self._learned and then != weights:  # which would draw another one now
-                found[str(e)] = _ITSELF + base64.b64encode(order.astype("<u4").tobytes()).decode()
-        return found | ({_WEIGHTS: weights} if self._learned else {})
+        return {number: order for number, order in self._orders.items() if int(number) >= epoch}
 
     def expect(self, orders: Orders) -> None:
-        """Learn the orders of a snapshot. Raises ConfigError for weights that were not kept.
+        """Learn the orders of a snapshot: an epoch that is read otherwise later is refused.
 
-        An epoch that is read otherwise later is refused, too: samples of its begin would come
-        again, and others never.
+        Samples of its begin would come again, and others never.
         """
-        weights = self._weights()
-        if orders.get(_WEIGHTS, weights) != weights:
-            raise ConfigError(
-                "sampler.weights is not what it was at the snapshot, so other samples would come:"
-                " keep it by an object that run.register() is given, whose load_state_dict() puts"
-                " it back into the sampler, and change it alike on all ranks"
-            )
         self._before = orders
 
-    def _weights(self) -> str:
-        """Hash the sampler's weights, which the script may change as it learns; empty: none."""
-        found = getattr(self._sampler, "weights", None)
-        if not isinstance(found, torch.Tensor | np.ndarray):
-            return ""
-        return digest(torch.as_tensor(found).numpy(force=True))
-
-    def _look(self) -> str:
-        weights = self._weights()
-        self._learned |= self._then not in (None, weights)
-        return weights
-
     def _read(self, epoch: int) -> Indices:
-        self._look()
-        if epoch in self._kept:
-            return self._kept[epoch][1]
-        before = self._before.get(str(epoch), "")
-        if itself := before.startswith(_ITSELF):
-            found: Indices = np.frombuffer(base64.b64decode(before[1:]), "<u4").astype(np.int64)
-            then = before  # others than now, for all that is known
-        else:
-            found = self._read_once(epoch)
-            then = self._then = self._weights()
-        if then:
-            self._kept = dict([*self._kept.items(), (epoch, (then, found))][-_KEPT:])
-        order = self._orders[epoch] = digest(found)
-        for old in sorted(self._orders)[:-_REMEMBERED]:
-            del self._orders[old]
-        if before not in ("", order) and not itself:
+        if self._orders and self._hash_of_weights() != self._weights:
+            raise ConfigError(
+                f"sampler.weights were changed before epoch {epoch}, not by its set_epoch(): after"
+                f" a restart within an epoch other samples would come.{_LEARNED}"
+            )
+        found = self._read_once(epoch)
+        self._weights = self._hash_of_weights()
+        order = self._orders[str(epoch)] = digest(found)
+        if self._before.get(str(epoch), order) != order:
             raise ConfigError(
                 f"sampler gives another order of epoch {epoch} now than when that began, before"
-                " the snapshot: some of its samples would come twice, others not at all. Let it"
-                " depend on the epoch only, or give a function of the epoch that keeps each order"
-                " it has given in a dict that run.register() is given, and gives that again"
+                f" the snapshot: some of its samples would come twice, others not at all.{_LEARNED}"
             )
         return found
+
+    def _hash_of_weights(self) -> str:
+        """Hash those of a WeightedRandomSampler or the like; a function keeps its own orders."""
+        found = getattr(self._sampler, "weights", None)
+        if not isinstance(found, torch.Tensor) or not hasattr(self._sampler, "__iter__"):
+            return ""
+        return digest(found.numpy(force=True))
 
     def _read_once(self, epoch: int) -> Indices:
         sampler = self._sampler
@@ -152,15 +121,14 @@ class Sampled:
             elif callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
             most = len(sampler) if hasattr(sampler, "__len__") else None
-            found = sampler
-            if not isinstance(found, Iterable):
+            if not isinstance(sampler, Iterable):
                 raise ConfigError(
-                    f"sampler gave a {type(found).__name__} for epoch {epoch}: let it give the"
+                    f"sampler gave a {type(sampler).__name__} for epoch {epoch}: let it give the"
                     " indices of that epoch's samples"
                 )
-            if not isinstance(found, np.ndarray | torch.Tensor):
-                found = list(itertools.islice(iter(sampler), most))
-            return self._checked(np.asarray(found), epoch)
+            if not isinstance(sampler, np.ndarray | torch.Tensor):
+                sampler = list(itertools.islice(iter(sampler), most))
+            return self._checked(np.asarray(sampler), epoch)
 
     def _checked(self, found: np.ndarray[Any, Any], epoch: int) -> Indices:
         if found.ndim != 1 or (len(found) and not np.issubdtype(found.dtype, np.integer)):

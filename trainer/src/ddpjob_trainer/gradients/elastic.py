@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.comm.world import World, holds_ddp
-from ddpjob_trainer.data.order import DataOrder
+from ddpjob_trainer.data.order import DataOrder, share
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import shard_tree
@@ -83,17 +83,17 @@ class ElasticAveraging:
         """Return this rank's shards, each cut into micro-batches."""
         parts: list[Part] = []
         for shard in shard_tree.owned(self._count, self._world.size, self._world.rank):
-            share = order.shard(step, shard, self._count)
-            size = len(share) // self._options.micro_batches
+            mine = share(order.batch(step), shard, self._count)
+            size = len(mine) // self._options.micro_batches
             parts += [
                 Part(
-                    share[start : start + size],
+                    mine[start : start + size],
                     size,
                     self._options.global_batch,
                     shard,
                     reseed=start == 0,
                 )
-                for start in range(0, len(share), size)
+                for start in range(0, len(mine), size)
             ]
         return parts
 
@@ -225,7 +225,7 @@ class BufferWatch:
     """Finds a forward that changes a buffer, which would then differ between ranks."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._places = buffers.places(module)
+        self._places = [one for one in buffers.places(module) if one.is_persistent]
         self._number = -1
         self._before: list[tuple[Any, int]] = []
 

@@ -23,9 +23,7 @@ from ddpjob_trainer.environment import (
     REPLAY_DIR,
     RUN_ID,
     STATE_DIR,
-    TERMINAL,
     LauncherEnvironment,
-    terminal_columns,
 )
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
@@ -224,7 +222,6 @@ def common_environment(
     env.setdefault("PYTHONUNBUFFERED", "1")
     # Ask NVML whether there is CUDA: the driver survives no fork.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    env[TERMINAL] = str(terminal_columns())
     try:
         tempfile.gettempdir()
     except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one

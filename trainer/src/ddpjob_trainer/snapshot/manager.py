@@ -213,7 +213,7 @@ class Snapshots:
                 say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
             self._unsettled = True
         else:
-            self._progress.save_skipped()
+            self._progress.count("snapshots_skipped")
             oldest = writer.oldest()
             if self._world.rank == 0 and (why := self._backpressure.why(oldest, writer.reports)):
                 say(0, f"no snapshot after step {step}: {why}")
@@ -323,7 +323,7 @@ class Snapshots:
 
     def _failed(self, step: int, text: str) -> None:
         """Count it and say it, on rank 0."""
-        self._progress.save_failed()
+        self._progress.count("snapshot_failures")
         say(0, failed(step, text, self.newest))
 
     def close(self, *, failing: bool = False) -> None:

@@ -21,22 +21,22 @@ class Place:
     module: torch.nn.Module
     key: str
 
+    @property
+    def is_persistent(self) -> bool:
+        """Tell whether the state_dict holds it."""
+        return self.key not in self.module._non_persistent_buffers_set
+
     def get(self) -> torch.Tensor | None:
         """Return what is there now."""
         return self.module._buffers[self.key]
 
-    def put(self, buffer: torch.Tensor | None) -> None:
-        """Put a tensor there."""
-        self.module._buffers[self.key] = buffer
 
-
-def places(module: torch.nn.Module, *, persistent: bool = True) -> list[Place]:
-    """Return every buffer's place, once: of the persistent ones, or of the others."""
+def places(module: torch.nn.Module) -> list[Place]:
+    """Return every buffer's place, once."""
     return [
         Place(f"{prefix}.{key}" if prefix else key, part, key)
         for prefix, part in module.named_modules()
         for key in part._buffers
-        if persistent is not (key in part._non_persistent_buffers_set)
     ]
 
 
@@ -44,7 +44,7 @@ def persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the persistent buffers under their names, those that are there."""
     for place in places(module):
         buffer = place.get()
-        if buffer is not None:
+        if buffer is not None and place.is_persistent:
             yield place.name, buffer
 
 
@@ -58,8 +58,8 @@ class Steady:
         known = {id(buffer) for _, buffer in persistent(module)}
         self._first = {
             place: buffer
-            for place in places(module, persistent=False)
-            if (buffer := _strided(place.get())) is not None and id(buffer) not in known
+            for place, buffer in _strided(places(module)).items()
+            if not place.is_persistent and id(buffer) not in known
         }
 
     def tensors(self) -> list[torch.Tensor]:
@@ -79,36 +79,32 @@ class Backup:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._places = places(module)
-        self._others = places(module, persistent=False)
         self._step = -1
-        self._buffers: list[torch.Tensor | None] = []
+        self._buffers: dict[Place, torch.Tensor] = {}
         self._copies: list[torch.Tensor] = []
 
     def take(self, step: int) -> None:
         """Remember what they hold now, once per step."""
         if step == self._step:
             return
+        before, self._buffers = self._buffers, _strided(self._places)
         self._step = step
-        buffers = [place.get() for place in self._places]
-        buffers += [_strided(place.get()) for place in self._others]
-        if list(map(id, buffers)) != list(map(id, self._buffers)):  # == would compare elements
-            self._buffers = buffers
-            self._copies = [torch.empty_like(buffer) for buffer in _there(buffers)]
+        buffers = list(self._buffers.values())
+        if list(map(id, buffers)) != list(map(id, before.values())):  # == would compare elements
+            self._copies = [torch.empty_like(buffer) for buffer in buffers]
         if self._copies:
-            torch._foreach_copy_(self._copies, _there(buffers))
+            torch._foreach_copy_(self._copies, buffers)
 
     def put_back(self) -> None:
         """Undo all changes since, but of caches that have another shape by now."""
-        count = len(self._places)
-        for place, buffer in zip(self._places, self._buffers[:count], strict=True):
-            place.put(buffer)
-        for place, buffer in zip(self._others, self._buffers[count:], strict=True):
+        for place, buffer in self._buffers.items():
             now = place.get()
-            if buffer is not None and now is not None and _is_alike(now, buffer):
-                place.put(buffer)
+            if now is not None and _is_alike(now, buffer):
+                place.module._buffers[place.key] = buffer
         if self._copies:
             # .data: a graph that waits for its backward checks the version of what it has saved.
-            torch._foreach_copy_([buffer.data for buffer in _there(self._buffers)], self._copies)
+            buffers = [buffer.data for buffer in self._buffers.values()]
+            torch._foreach_copy_(buffers, self._copies)
 
 
 @contextmanager
@@ -127,13 +123,10 @@ def preserved(module: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
             backup.put_back()
 
 
-def _there(buffers: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [buffer for buffer in buffers if buffer is not None]
-
-
-def _strided(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """Leave sparse ones out, which cannot be sent or copied into."""
-    return buffer if buffer is not None and buffer.layout is torch.strided else None
+def _strided(every: Sequence[Place]) -> dict[Place, torch.Tensor]:
+    """Return what is there, but sparse ones, which cannot be sent or copied into."""
+    found = {place: place.get() for place in every}
+    return {p: b for p, b in found.items() if b is not None and b.layout is torch.strided}
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,7 +12,6 @@ import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -59,8 +58,11 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-#: What is refused where it would come back as another type.
-_SUBCLASSED = (*_BASES, deque, Enum, torch.Tensor, np.ndarray)
+_CURE = (
+    "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques and dicts;"
+    " if it is a subclass of these, after a resume it would be of another type: keep what it is"
+    " made of (.value, .detach(), tuple(...) or np.asarray(...) of it), and make it anew of that"
+)
 
 
 class UnstorableError(TypeError):
@@ -98,7 +100,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.flat = Flat()
-        self._seen: dict[int, list[str]] = {}  # where tensors begin: their names
+        self._seen: dict[tuple[Any, ...], str] = {}  # by where they begin and their kind: names
         self._exact = False
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
@@ -114,7 +116,10 @@ class _Encoder:
             content = self.encode(value.item(), path, depth)
             return {"$generic": [value.dtype.str, content]}
         if isinstance(value, Exact):
-            return self._exactly(value, path, depth)
+            self._exact = True
+            node = self.encode(value.value, path, depth)
+            self._exact = False
+            return node
         return self._other(value, path, depth)
 
     def _array(self, value: torch.Tensor | np.ndarray[Any, Any], path: str) -> Any:
@@ -122,10 +127,12 @@ class _Encoder:
             raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
         other = self._exact and type(value) not in (torch.Tensor, np.ndarray)
         if other or isinstance(value, np.ma.MaskedArray):  # its mask would be lost
-            raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_cure(value)}")
+            raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_CURE}")
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        return {"$numpy": self._tensor(_from_numpy(value), path)["$tensor"]}
+        # Tensors know no other byte order, and no strides below 0.
+        native = np.asarray(value, dtype=value.dtype.newbyteorder("="), order="C")
+        return {"$numpy": self._tensor(torch.from_numpy(native), path)["$tensor"]}
 
     def _other(self, value: Any, path: str, depth: int) -> Any:
         if not self._exact and (make := _base(value)):
@@ -137,13 +144,7 @@ class _Encoder:
             return self._mapping(value, path, depth)
         if type(value) in (list, tuple, deque, torch.Size):
             return self._sequence(value, path, depth)
-        raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_cure(value)}")
-
-    def _exactly(self, value: Exact, path: str, depth: int) -> Any:
-        self._exact, before = True, self._exact
-        node = self.encode(value.value, path, depth)
-        self._exact = before
-        return node
+        raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_CURE}")
 
     def _sequence(self, value: Sequence[Any], path: str, depth: int) -> Any:
         parts = [self.encode(v, f"{path}/{i}", depth) for i, v in enumerate(value)]
@@ -164,10 +165,7 @@ class _Encoder:
         if type(value) is dict:
             return node
         for name, make in _MAPPINGS.items():
-            empty = make()
-            if type(value) is type(empty) and getattr(value, "default_factory", None) == getattr(
-                empty, "default_factory", None
-            ):
+            if _makes(value) == _makes(make()):
                 return {"$mapping": [name, node]}
         raise UnstorableError(
             f"cannot store {path}: a {type(value).__name__}; of mappings only dict, OrderedDict,"
@@ -188,15 +186,20 @@ class _Encoder:
         tensor = value.detach() if value.requires_grad else value
         while path in flat.tensors or path in flat.aliases:
             path += "'"  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
-        if tensor.numel():
-            there = self._seen.setdefault(tensor.data_ptr(), [])
-            first = next((name for name in there if _is_same(flat.tensors[name], tensor)), None)
-            if first is not None:
-                flat.aliases[path] = first
-                return {"$tensor": path}
-            there.append(path)
-        flat.tensors[path] = tensor
+        elements = (
+            tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(),
+            tensor.is_neg(),
+        )  # fmt: skip
+        first = self._seen.setdefault(elements, path) if tensor.numel() else path
+        if first == path:
+            flat.tensors[path] = tensor
+        else:
+            flat.aliases[path] = first
         return {"$tensor": path}
+
+
+def _makes(value: Mapping[Any, Any]) -> tuple[Any, Any]:
+    return type(value), getattr(value, "default_factory", None)
 
 
 def _base(value: Any) -> Callable[[Any], Any] | None:
@@ -206,28 +209,8 @@ def _base(value: Any) -> Callable[[Any], Any] | None:
     return next((make for kind, make in _BASES.items() if isinstance(value, kind)), None)
 
 
-def _cure(value: Any) -> str:
-    if not isinstance(value, _SUBCLASSED):
-        return (
-            "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques"
-            " and dicts"
-        )
-    return (
-        "after a resume it would be of another type: keep what it is made of (.value, .detach(),"
-        " tuple(...) or np.asarray(...) of it), and make it anew of that"
-    )
-
-
 def _is_plain(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "US" or (dtype.kind in "biuf" and dtype.itemsize <= _NUMBER_BYTES)
-
-
-def _generic(name: Any, content: Any) -> np.generic:
-    dtype = np.dtype(name)
-    if not _is_plain(dtype):
-        raise ValueError(f"no number is of type {name}")
-    found: np.generic = dtype.type(content)
-    return found
 
 
 def without_numpys(node: Any) -> Any:
@@ -241,27 +224,8 @@ def without_numpys(node: Any) -> Any:
     return {key: without_numpys(part) for key, part in node.items()}
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin at one place are the same elements."""
-    return (
-        one.device == other.device
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.is_neg() == other.is_neg()
-    )
-
-
-def _from_numpy(value: np.ndarray[Any, Any]) -> torch.Tensor:
-    try:
-        return torch.from_numpy(value)
-    except ValueError:  # strides or a byte order that tensors do not have
-        native = value.dtype.newbyteorder("=")
-        return torch.from_numpy(np.array(value, dtype=native, order="C"))
-
-
 def unflatten(flat: Flat) -> Any:
-    """Join what flatten() split. Aliases share one tensor. Raises ValueError."""
+    """Join what flatten() split. Aliases share one tensor. Raises ValueError, LookupError."""
     return _decode(flat.tree, flat)
 
 
@@ -295,44 +259,49 @@ def _decode(node: Any, flat: Flat) -> Any:
     if len(node) == 1:
         mark, content = next(iter(node.items()))
         if mark.startswith(_MARK):
-            return _decode_marked(mark, content, flat)
+            return _READERS[mark](content, flat)
     return {key: _decode(value, flat) for key, value in node.items()}
 
 
-def _decode_marked(mark: str, content: Any, flat: Flat) -> Any:
-    if mark == "$tensor":
-        return flat.tensors[flat.aliases.get(content, content)]
-    if mark == "$complex":
-        pairs = flat.tensors[flat.aliases.get(content, content)]
-        # Real and imaginary part must lie at an even place, which not every buffer gives.
-        return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
-    if mark == "$mapping" and content[0] in _MAPPINGS:
-        made = _MAPPINGS[content[0]]()
-        made.update(_decode(content[1], flat))
-        return made
-    if mark == "$numpy":
-        return flat.tensors[flat.aliases.get(content, content)].numpy()
-    if mark == "$generic":
-        name, value = content
-        return _generic(name, _decode(value, flat))
-    if mark == "$size":
-        return torch.Size(content)
-    if mark == "$tuple":
-        return tuple(_decode(part, flat) for part in content)
-    if mark == "$deque":
-        return deque(_decode(content[1], flat), content[0])
-    if mark == "$dict":
-        return {_decode(key, flat): _decode(value, flat) for key, value in content}
-    if mark == "$float":
-        return float(content)
-    if mark == "$bytes":
-        return base64.b64decode(content)
-    raise ValueError(f"unknown mark {mark} in a snapshot's tree")
+def _tensor_named(name: Any, flat: Flat) -> torch.Tensor:
+    return flat.tensors[flat.aliases.get(name, name)]
+
+
+def _complex(name: Any, flat: Flat) -> torch.Tensor:
+    pairs = _tensor_named(name, flat)
+    # Real and imaginary part must lie at an even place, which not every buffer gives.
+    return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
+
+
+def _generic(pair: Any, flat: Flat) -> Any:
+    dtype = np.dtype(pair[0])
+    if not _is_plain(dtype):
+        raise ValueError(f"no number is of type {dtype}")
+    return dtype.type(_decode(pair[1], flat))
+
+
+def _made(content: Any, flat: Flat) -> Any:
+    made = _MAPPINGS[content[0]]()
+    made.update(_decode(content[1], flat))
+    return made
+
+
+#: How to make a value of what stands beside its mark.
+_READERS: dict[str, Callable[[Any, Flat], Any]] = {
+    "$tensor": _tensor_named,
+    "$complex": _complex,
+    "$numpy": lambda name, flat: _tensor_named(name, flat).numpy(),
+    "$generic": _generic,
+    "$mapping": _made,
+    "$dict": lambda pairs, flat: dict(_decode(pairs, flat)),
+    "$size": lambda sizes, flat: torch.Size(sizes),
+    "$tuple": lambda parts, flat: tuple(_decode(parts, flat)),
+    "$deque": lambda pair, flat: deque(_decode(pair[1], flat), pair[0]),
+    "$float": lambda text, flat: float(text),
+    "$bytes": lambda text, flat: base64.b64decode(text),
+}
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in C order, without a copy where memory has that order."""
-    flat = in_order(tensor).cpu()
-    if not flat.numel():
-        return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy().data)
+    return memoryview(in_order(tensor).cpu().view(torch.uint8).numpy().data)

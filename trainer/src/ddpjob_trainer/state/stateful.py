@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.data.generators import state_of
 
 
 class Stateful(Protocol):
@@ -27,24 +27,20 @@ class Stateful(Protocol):
         ...
 
 
-class Divided(ABC):
-    """Something Stateful of whose "state", by parameter, each rank holds a part."""
+class Divided(Stateful):
+    """Something Stateful of whose "state", by parameter, each rank holds a part.
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole. Collective: every rank calls it."""
+    state_dict() is of the whole, and collective; load_state_dict() takes what has at least this
+    rank's part.
+    """
 
     @abstractmethod
     def part(self) -> dict[str, Any]:
-        """Return the same, but of "state" this rank's part only. No other rank is asked."""
+        """Return state_dict(), but of "state" this rank's part only. No other rank is asked."""
 
     @abstractmethod
     def held(self) -> Collection[int]:
-        """Which entries of "state" are in this rank's part, if they are there at all."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take this rank's part, of a state that has at least that."""
+        """Return which entries of "state" are in this rank's part, if they are there at all."""
 
 
 #: numpy's and Python's, which have a state, but no state_dict().
@@ -61,32 +57,17 @@ class GeneratorState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state: torch's as bytes on the CPU, others in numbers and strings."""
-        of = self.of
-        if isinstance(of, torch.Generator):
-            found: Any = of.get_state()
-        elif isinstance(of, np.random.Generator):
-            found = of.bit_generator.state
-        elif isinstance(of, np.random.RandomState):
-            found = of.get_state(legacy=False)
-        else:
-            found = of.getstate()
-        return {"state": _plain(found)}
+        return {"state": _plain(state_of(self.of))}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put it back. Raises ConfigError for the state of a generator of another kind."""
+        """Put it back."""
         of, value = self.of, state["state"]
-        try:
-            if isinstance(of, np.random.Generator):
-                of.bit_generator.state = value
-            elif isinstance(of, torch.Generator | np.random.RandomState):
-                of.set_state(value)
-            else:
-                of.setstate(value)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                "a registered generator was of another kind when the snapshot was made: this one"
-                f" is a {type(of).__name__} ({error})"
-            ) from error
+        if isinstance(of, np.random.Generator):
+            of.bit_generator.state = value
+        elif isinstance(of, torch.Generator | np.random.RandomState):
+            of.set_state(value)
+        else:
+            of.setstate(value)
 
 
 def _plain(value: Any) -> Any:
@@ -138,8 +119,7 @@ def stateful(obj: Keepable) -> Stateful:
         return GeneratorState(obj)
     if isinstance(obj, dict) and not hasattr(obj, "state_dict"):
         return DictState(obj)
-    found: Any = obj
-    return found  # type: ignore[no-any-return]
+    return cast("Stateful", obj)
 
 
 def give(obj: Stateful, state: Any) -> None:
@@ -156,19 +136,15 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     torch puts others in their place. A loop that changes ``group["lr"]`` of a group that it holds,
     or an optimizer within another that shares them, would go on with those of before.
     """
-    groups, members, states = optimizer.param_groups, [*optimizer.param_groups], optimizer.state
+    members, states = [*optimizer.param_groups], optimizer.state
     optimizer.load_state_dict(state)
     for group, found in zip(members, optimizer.param_groups, strict=True):
         if group is not found:
             own = dict(group)
             group.clear()
             group.update({name: _filled(own.get(name), value) for name, value in found.items()})
-    optimizer.param_groups[:] = members  # an optimizer within may have been given this list
+    optimizer.param_groups[:] = members
     with contextlib.suppress(AttributeError):  # some show that of the one within, by a property
-        if optimizer.param_groups is not groups:
-            groups[:] = members
-            optimizer.param_groups = groups
-    with contextlib.suppress(AttributeError):
         if (fresh := optimizer.state) is not states:
             optimizer.state = states
             states.clear()
@@ -178,9 +154,8 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 def _filled(own: Any, value: Any) -> Any:
     """Fill the tensor of a group's setting: a loop or another group may hold it."""
-    if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)):
-        return value
-    if (own.shape, own.dtype) != (value.shape, value.dtype):
+    both = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
+    if not both or (own.shape, own.dtype) != (value.shape, value.dtype):
         return value
     with torch.no_grad():
         return own.copy_(value)

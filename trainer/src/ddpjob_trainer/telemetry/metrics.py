@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final, Literal
 
-from ddpjob_trainer.telemetry.metric_names import WORKER, Spec
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+from ddpjob_trainer.telemetry.metric_names import WORKER
 
 Stage = Literal["rendezvous", "build", "load", "first_step"]
 #: The most frequent writes to shared memory: a step may be shorter than all of them.
@@ -25,13 +23,11 @@ FLUSH_SECONDS: Final = 0.25
 class Metrics:
     """The gauges, counters and histograms of one rank."""
 
-    def __init__(self, rank: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rank: int) -> None:
         self.on = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
-        self._clock = clock
         self._next = 0.0
         self._gauges: dict[str, float] = {}
         self._counts: dict[tuple[str, str], float] = {}
-        self._children: dict[tuple[str, str], Any] = {}
         self._rank = str(rank)
         if self.on:
             self._made = _make(rank)
@@ -52,13 +48,11 @@ class Metrics:
 
     def due(self, *, force: bool = False) -> bool:
         """Return whether it is time to flush()."""
-        return self.on and (force or self._clock() >= self._next)
+        return self.on and (force or time.monotonic() >= self._next)
 
     def flush(self) -> None:
-        """Publish the gathered values."""
-        if not self.on:
-            return
-        self._next = self._clock() + FLUSH_SECONDS
+        """Publish the gathered values, once due()."""
+        self._next = time.monotonic() + FLUSH_SECONDS
         for name, value in self._gauges.items():
             self._child(name, "").set(value)
         for (name, label), amount in self._counts.items():
@@ -72,17 +66,12 @@ class Metrics:
             self._child("recovery_seconds", stage).set(seconds)
 
     def _child(self, name: str, label: str) -> Any:
-        key = (name, label)
-        child = self._children.get(key)
-        if child is None:
-            labels = (self._rank, label) if label else (self._rank,)
-            child = self._children[key] = self._made[name].labels(*labels)
-        return child
+        return self._made[name].labels(self._rank, *([label] if label else []))
 
 
 def _make(rank: int) -> Mapping[str, Any]:
     # Imported late: only a launcher needs it.
-    from prometheus_client import CollectorRegistry, values
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 
     identity = f"rank{rank}"
 
@@ -92,16 +81,11 @@ def _make(rank: int) -> Mapping[str, Any]:
 
     os.register_at_fork(after_in_child=forked)
     values.ValueClass = values.MultiProcessValue(lambda: identity)  # type: ignore[no-untyped-call]
-    registry = CollectorRegistry()
-    return {spec.name: _metric(spec, registry) for spec in WORKER}
-
-
-def _metric(spec: Spec, registry: CollectorRegistry) -> Any:
-    from prometheus_client import Counter, Gauge, Histogram
-
-    common: dict[str, Any] = {"labelnames": spec.labels, "registry": registry}
-    if spec.type == "gauge":
-        return Gauge(spec.full_name, spec.help, multiprocess_mode="mostrecent", **common)
-    if spec.type == "counter":
-        return Counter(spec.full_name, spec.help, **common)
-    return Histogram(spec.full_name, spec.help, buckets=spec.buckets, **common)
+    registry, made = CollectorRegistry(), {}
+    newest = partial(Gauge, multiprocess_mode="mostrecent")
+    kinds: Mapping[str, Any] = {"gauge": newest, "counter": Counter, "histogram": Histogram}
+    for spec in WORKER:
+        options = {"buckets": spec.buckets} if spec.buckets else {}
+        make = partial(kinds[spec.type], labelnames=spec.labels, registry=registry, **options)
+        made[spec.name] = make(spec.full_name, spec.help)
+    return made

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
-from ddpjob_trainer.telemetry.console import Display, say
+from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.run_log import Pending, Values
-from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sinks
+from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sink
 
 _LOG_LINES = 40  # in a whole run, when log_every is not given
 _RATE_SECONDS = 60.0  # between two rates where lines are further apart
@@ -36,9 +36,8 @@ class Progress:
         log_every: int,
         samples_per_step: int,
         rendezvous_seconds: float = 0.0,
-        display: Display | None = None,
         events: EventLog | None = None,
-        sinks: Sinks | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self._rank = rank
         self._writer = writer
@@ -47,12 +46,11 @@ class Progress:
         self._global_batch = global_batch
         self._samples = samples_per_step
         self._log_every = log_every  # 0: derived from the number of steps
-        self._display = display or Display(total_steps)
         self._events = events
-        self._sinks = sinks or Sinks()
+        self._sinks = sinks
         self._pending = Pending()
-        self._readings: Readings | None = None
-        self._marks = ((0, 0.0),) * 2  # step and time of the last line, or of the last minutes
+        self._readings: Readings = dict
+        self._rated = (0, 0.0)  # step and time of the last rate
         self._last = 0.0  # when the last step ended
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
@@ -128,7 +126,6 @@ class Progress:
         """Set the number of steps, which may shrink later."""
         self._total = total_steps
         self._log_every = self._log_every or max(1, total_steps // _LOG_LINES)
-        self._display.total_steps = total_steps
         self._writer.update(total_steps=total_steps)
 
     # --- Events --------------------------------------------------------------------------
@@ -137,11 +134,12 @@ class Progress:
         """Record that training continues after ``step`` finished steps."""
         self._metrics.stage("load", time.monotonic() - self._since)
         self.at("data")
-        self._marks = ((step, self._since),) * 2
+        self._rated = (step, self._since)
         self._last = self._since
         self._writer.update(step=step)
         self._event("resume", step=step)
-        self._sinks.open(step)
+        for sink in self._sinks:
+            sink.start(step)
         self._pending.begin(step)
 
     def began_from(self, snapshot: Resumed) -> None:
@@ -189,28 +187,30 @@ class Progress:
         metrics.add("samples", self._samples)
         line = step % self._log_every == 0 or step == self._total
         rate = None
-        if line or now - self._marks[1][1] >= _RATE_SECONDS:
-            rate = self._rate(step, now, line=line)
+        if line or now - self._rated[1] >= _RATE_SECONDS:
+            since, moment = self._rated
+            self._rated = (step, now)
+            rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
+            metrics.set("samples_per_second", rate)
         phase: Phase | None = "step" if self._first else None
         self._writer.update(phase=phase, step=step, loss=loss, samples_per_second=rate)
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
         self._tell_logged(step=True)
-        if self._rank == 0:
-            self._show(step, loss, rate if line else None)
-        if self._events is not None:
-            self._told(self._events.step(step, loss, seconds, self._global_batch / seconds))
+        if self._rank == 0 and line and rate is not None:
+            self._show(step, loss, rate)
+        took, pace = round(seconds, 6), round(self._global_batch / max(seconds, 1e-9), 3)
+        self._event("step", step=step, loss=exact(loss), seconds=took, samplesPerSecond=pace)
         self._publish(force=step == self._total)
 
-    def _show(self, step: int, loss: float, rate: float | None) -> None:
-        """Show a step on the terminal; with a rate, also log it."""
-        if rate is None:
-            self._display.step(step, loss, self._writer.snapshot_step)
-            return
-        self._display.line(step, loss, rate, self._writer.snapshot_step)
-        values = {"loss": loss, "samples_per_second": rate, **self._read()}
-        self._sinks.log(step, self._pending.without_users(values))
+    def _show(self, step: int, loss: float, rate: float) -> None:
+        newest = self._writer.snapshot_step
+        tail = f" snapshot {newest}" if newest >= 0 else ""
+        text = f"step {step}/{self._total} loss {loss:.4f} {rate:,.0f} samples/s{tail}"
+        print(text, flush=True)
+        values = {"loss": loss, "samples_per_second": rate, **self._readings()}
+        self._send(step, self._pending.without_users(values))
 
     def log(self, step: int, values: Values) -> None:
         """Queue rank 0's numbers from the script until the step has ended."""
@@ -218,9 +218,9 @@ class Progress:
         if self._pending.at_once:
             self._tell_logged()
 
-    def skipped_update(self) -> None:
-        """Count a skipped update, whose gradients were not finite."""
-        self._metrics.add("skipped_updates")
+    def count(self, name: str) -> None:
+        """Add one to a counter of metric_names.WORKER."""
+        self._metrics.add(name)
 
     def saved(self, step: int) -> None:
         """Record a snapshot as durable."""
@@ -234,20 +234,12 @@ class Progress:
         """Record rank 0's seconds from a snapshot's begin to its durability."""
         self._metrics.observe("snapshot_seconds", seconds)
 
-    def save_failed(self) -> None:
-        """Count a snapshot that could not be written."""
-        self._metrics.add("snapshot_failures")
-
     def uploaded(self, step: int | None) -> None:
         """Record rank 0's upload of a snapshot; None: it failed."""
         if step is None:
             self._metrics.add("snapshot_upload_failures")
         else:
             self._metrics.set("snapshot_uploaded_step", step)
-
-    def save_skipped(self) -> None:
-        """Count a snapshot skipped because the one before was still being written."""
-        self._metrics.add("snapshots_skipped")
 
     def close(self, *, hurry: bool = False) -> None:
         """Publish all that is left. Safe to repeat.
@@ -256,18 +248,14 @@ class Progress:
         """
         self._tell_logged()
         self._publish(force=True)
-        self._display.close()
-        self._sinks.close(HURRY_SECONDS if hurry else CLOSE_SECONDS)
+        deadline = time.monotonic() + (HURRY_SECONDS if hurry else CLOSE_SECONDS)
+        for sink in self._sinks:
+            sink.finish()
+        for sink in self._sinks:
+            sink.wait(max(0.0, deadline - time.monotonic()))
+        self._sinks = ()
 
     # --- Inside --------------------------------------------------------------------------
-
-    def _rate(self, step: int, now: float, *, line: bool) -> float:
-        """Return samples per second since the last line, or since some minutes ago."""
-        since, moment = self._marks[0]
-        self._marks = (((step, now),) * 2) if line else (self._marks[1], (step, now))
-        rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
-        self._metrics.set("samples_per_second", rate)
-        return rate
 
     def _publish(self, *, force: bool = False) -> None:
         metrics = self._metrics
@@ -281,22 +269,19 @@ class Progress:
             if seconds:
                 metrics.add("phase_seconds", seconds, activity)
                 self._seconds[activity] = 0.0
-        for name, value in self._read().items():
+        for name, value in self._readings().items():
             metrics.set(name, value)
         metrics.flush()
-
-    def _read(self) -> Mapping[str, float]:
-        return self._readings() if self._readings is not None else {}
 
     def _tell_logged(self, *, step: bool = False) -> None:
         for number, values in self._pending.take(step=step):
             self._event("log", step=number, values={n: exact(v) for n, v in values.items()})
-            self._sinks.log(number, values)
+            self._send(number, values)
+
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.put(step, values)
 
     def _event(self, event: str, **fields: object) -> None:
-        if self._events is not None:
-            self._told(self._events.write(event, **fields))
-
-    def _told(self, problem: str) -> None:
-        if problem:
+        if self._events is not None and (problem := self._events.write(event, **fields)):
             say(self._rank, problem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -41,7 +40,7 @@ def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Numbe
             )
         return keep(value.detach())
     if isinstance(value, Real):  # numpy's numbers, too
-        return _as_float(value)
+        return float(value)
     raise ConfigError(
         f"{what} is a {type(value).__name__}; give a number or a tensor of one element"
     )
@@ -92,15 +91,8 @@ class Pending:
             self._ended.clear()
             self._rows = []
         for number, values in rows:
-            yield number, {name: _as_float(value) for name, value in values.items()}
+            yield number, {name: float(value) for name, value in values.items()}
 
     def without_users(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the run's own numbers, without names that the script uses itself."""
         return {name: value for name, value in values.items() if name not in self._names}
-
-
-def _as_float(value: SupportsFloat) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number that no float can hold
-        return math.inf

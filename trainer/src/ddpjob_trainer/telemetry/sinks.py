@@ -1,15 +1,13 @@
 """Send a run's curves to sinks, each with its own queue and thread.
 
 Progress calls it, on rank 0 only. A sink that fails, or is so slow that its queue is full, loses
-values, with one warning. Neither ends training nor delays it. After a killed run the steps behind
-its snapshot come again, with the same values: together they are one curve.
+values, with one warning. Neither ends training nor delays it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -33,10 +31,8 @@ def tensorboard(directory: str, step: int) -> Log:
 
     Raises ImportError, OSError.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("the package is missing; pip install tensorboard") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     writer = SummaryWriter(directory, purge_step=step + 1)
 
     def log(step: int, values: dict[str, float]) -> None:
@@ -47,33 +43,7 @@ def tensorboard(directory: str, step: int) -> Log:
     return log
 
 
-class Sinks:
-    """All sinks of a run, by name."""
-
-    def __init__(self, openers: Mapping[str, Opener] | None = None) -> None:
-        self._feeds = [_Feed(name, opener) for name, opener in (openers or {}).items()]
-
-    def open(self, step: int) -> None:
-        """Begin after ``step`` finished steps."""
-        for feed in self._feeds:
-            feed.start(step)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass numbers of a step on. Returns at once."""
-        for feed in self._feeds:
-            feed.put(step, values)
-
-    def close(self, seconds: float) -> None:
-        """Wait until all sinks have taken the rest, ``seconds`` at most. Safe to repeat."""
-        feeds, self._feeds = self._feeds, []
-        deadline = time.monotonic() + seconds
-        for feed in feeds:
-            feed.finish()
-        for feed in feeds:
-            feed.wait(max(0.0, deadline - time.monotonic()))
-
-
-class _Feed:
+class Sink:
     """One sink's queue and thread."""
 
     def __init__(self, name: str, opener: Opener) -> None:
@@ -81,49 +51,43 @@ class _Feed:
         self._opener = opener
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._slow = False
-        self._refused = False
+        self._warned: set[str] = set()
 
     def start(self, step: int) -> None:
+        """Begin after ``step`` finished steps."""
         # A daemon: a hanging client must not keep the process alive.
-        self._thread = threading.Thread(
-            target=self._work, args=(step,), name=f"sink {self._name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, args=(step,), daemon=True)
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            return
+        """Pass numbers of a step on. Returns at once."""
         if self._rows.qsize() < MAX_WAITING:
             self._rows.put((step, dict(values)))
-        elif not self._slow:
-            self._slow = True
-            say(0, f"warning: {self._name} is too slow or does not answer: values are left out")
+        else:
+            self._warn("is too slow or does not answer", "values are left out")
 
     def finish(self) -> None:
+        """Let the thread end after the rest."""
         self._rows.put(None)
 
     def wait(self, seconds: float) -> None:
-        if self._thread is None:
-            return
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            say(0, f"warning: {self._name} has not taken all values: it does not answer")
+        """Wait until the sink has taken the rest, ``seconds`` at most."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._warn("has not taken all values", "it does not answer")
 
     def _work(self, step: int) -> None:
-        try:
-            log = self._opener(step)
-        except Exception as error:  # a service's client may raise anything
-            self._failed(error)
-            return
+        log: Log | None = None
         while (row := self._rows.get()) is not None:
             try:
+                log = log or self._opener(step)
                 log(*row)
-            except Exception as error:
-                self._failed(error)
+            except Exception as error:  # a service's client may raise anything
+                text = str(error).strip().partition("\n")[0] or type(error).__name__
+                self._warn("takes no values", f"{text}; training goes on")
 
-    def _failed(self, error: Exception) -> None:
-        if not self._refused:
-            self._refused = True
-            text = str(error).strip().partition("\n")[0] or type(error).__name__
-            say(0, f"warning: {self._name} takes no values: {text}; training goes on")
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            say(0, f"warning: {self._name} {what}: {text}")

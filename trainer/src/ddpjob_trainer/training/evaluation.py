@@ -15,7 +15,7 @@ from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data import fetch, generators
 from ddpjob_trainer.data.order import Indices
-from ddpjob_trainer.data.workers import WorkerOptions, Workers
+from ddpjob_trainer.data.workers import Workers
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state import buffers
 
@@ -138,7 +138,7 @@ def _made(
     if not workers or not spans:
         yield from map(source.make, work)
         return
-    pool = Workers(source, WorkerOptions(workers, pin_memory=pinned))
+    pool = Workers(source, num_workers=workers, pin_memory=pinned)
     try:
         pool.begin(work)
         for _ in spans:

@@ -91,7 +91,7 @@ class Keeping:
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
         self.best = dict(stored.get("best", {}))
-        self._trained.modes.put_back(stored.get("modes"))
+        self._trained.modes.put_back(stored.get("modes", {}))
         config["buckets"] = stored.get("buckets")
         self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
         if self.finished:

@@ -103,7 +103,6 @@ class Run:
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         comm_hook: str | None = None,
-        comm_hook_options: Mapping[str, Any] | None = None,
         before_update: Hook | None = None,
     ) -> tuple[Any, Optimizers]:
         """Wrap the model in DistributedDataParallel and take charge of what it trains with.
@@ -118,8 +117,7 @@ class Run:
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
         evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
         ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
-        travel as "bf16" or "fp16"; none of the two has ``comm_hook_options``. The others are
-        DistributedDataParallel's own.
+        travel as "bf16" or "fp16". The others are DistributedDataParallel's own.
         ``before_update``: called with {name: parameter} of what an update is about to change, when
         each ``.grad`` holds the mean over the global batch, unscaled and not yet clipped; it may
         change them in place, on every rank alike. Random numbers that it draws are equal on all.

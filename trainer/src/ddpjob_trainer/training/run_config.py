@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.dataset_fingerprint import Fingerprint, difference
-from ddpjob_trainer.data.inputs import Place
+from ddpjob_trainer.data.fetch import Place
 from ddpjob_trainer.data.order import DataOrder, Epochs
 from ddpjob_trainer.data.stream import Endless
 from ddpjob_trainer.errors import ConfigError

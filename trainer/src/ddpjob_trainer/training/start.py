@@ -29,10 +29,9 @@ from ddpjob_trainer.liveness.watchdog import Watchdog
 from ddpjob_trainer.options import Log, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.remote.client import check_upload
-from ddpjob_trainer.telemetry.console import Display
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.sinks import Opener, Sinks, tensorboard
+from ddpjob_trainer.telemetry.sinks import Sink, tensorboard
 from ddpjob_trainer.training.leaving import refusal
 from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
 from ddpjob_trainer.training.leaving.shutdown import Shutdown
@@ -43,7 +42,6 @@ from ddpjob_trainer.training.replay.replay import Replay
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.run_context import RunContext
 
-_PREFIX = len("[rank 0] ")  # of a launcher
 #: Snapshot directories of this process' runs, with the last step that one of them was to do.
 _BEGUN: dict[Path, int] = {}
 
@@ -243,14 +241,14 @@ def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     _BEGUN[directory] = total_steps
 
 
-def _sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Opener]:
-    """Return where rank 0 sends the run's curves, by name."""
-    found: dict[str, Opener] = {}
+def _sinks(asked: Reporting, env: WorkerEnvironment) -> list[Sink]:
+    """Return where rank 0 sends the run's curves."""
+    found = []
     board = asked.tensorboard_dir or env.tensorboard_dir
     if board is not None:
-        found["tensorboard"] = partial(tensorboard, os.fspath(board))
+        found.append(Sink("tensorboard", partial(tensorboard, os.fspath(board))))
     if (log := asked.log) is not None:
-        found["log"] = lambda _: log
+        found.append(Sink("log", lambda _: log))
     return found
 
 
@@ -273,11 +271,8 @@ def _make_progress(
         samples_per_step=_samples_per_step(options, env),
         log_every=given.log_every or 0,
         rendezvous_seconds=rendezvous_seconds,
-        display=Display(
-            options.total_steps or 0, columns=max(0, env.columns - _PREFIX) if main else 0
-        ),
         events=EventLog(events) if main and events is not None else None,
-        sinks=Sinks(_sinks(given, env) if main else None),
+        sinks=_sinks(given, env) if main else (),
     )
 
 

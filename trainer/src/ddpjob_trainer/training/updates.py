@@ -178,7 +178,7 @@ class Updates:
             reported = self._exchange.not_finite(step) if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             updater.forget()
-        self._process.progress.skipped_update()
+        self._process.progress.count("skipped_updates")
         if self._backup is not None:
             self._backup.put_back()
 
