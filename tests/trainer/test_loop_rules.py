@@ -443,9 +443,11 @@ LEAVE = "leave it on every rank in the same step, or on none."
 
 def refused(gang: Any, program: Callable[[int], None], text: str) -> None:
     codes = gang.run(program)
-    assert set(codes.values()) == {64, 75}, codes  # 75: lost one that has ended
+    assert set(codes.values()) <= {64, 75}, codes  # 75: lost one that has ended
+    assert 64 in codes.values(), codes
     for rank, code in codes.items():
-        assert code == 75 or text in gang.log(rank), gang.log(rank)
+        log = gang.log(rank)
+        assert code == 75 or (text in log and LEAVE in log), log
 
 
 @pytest.mark.parametrize(
@@ -478,7 +480,7 @@ def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level)
         run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
         run.finish()
 
-    refused(gang, leaves, f"ConfigError: rank 1 left the loop {place}, and others went on: {LEAVE}")
+    refused(gang, leaves, f"ConfigError: rank 1 left the loop {place}, and rank ")
 
 
 def test_ranks_that_leave_the_loop_a_step_apart_are_refused(gang):  # type: ignore[no-untyped-def]
@@ -499,8 +501,9 @@ def test_ranks_that_leave_the_loop_a_step_apart_are_refused(gang):  # type: igno
 
 
 @pytest.mark.parametrize(("level", "first"), [("resume", 0), ("elastic", 2)])
-def test_all_ranks_may_leave_the_loop_together(gang, level, first):  # type: ignore[no-untyped-def]
+def test_all_ranks_may_leave_the_loop_together(gang, tmp_path, level, first):  # type: ignore[no-untyped-def]
     """However long one of them takes to get there, and whatever its share of the shards."""
+    left = tmp_path / "left"
 
     def leaves(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=24, level=level, shards=8)
@@ -509,10 +512,11 @@ def test_all_ranks_may_leave_the_loop_together(gang, level, first):  # type: ign
             for (x,) in step.batches:
                 step.backward(wrapped(x).sum())
             if step.index == 3:
-                if rank != first:  # that one has left
-                    store = run._process.world.store
-                    while not store.check(["left the loop"]):
-                        time.sleep(0.01)
+                if rank == first:
+                    left.touch()
+                while not left.exists():
+                    time.sleep(0.01)
+                if rank != first:
                     time.sleep(1.0)  # longer than anyone stands still before it looks
                 break
             step.commit()

@@ -278,9 +278,6 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
             run.prepare(g, [adam(g), adam(d)])
         with refused("no parameter that requires a gradient"):
             run.prepare(frozen, adam(g))
-        lazy = nn.LazyLinear(2)
-        with refused("lazy modules whose parameters are not made yet: run a batch through"):
-            run.prepare(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
         with refused("several models and comm_hook"):
             run.prepare([g, d], [adam(g), adam(d)], comm_hook="bf16")
         wg, og = run.prepare(g, adam(g))

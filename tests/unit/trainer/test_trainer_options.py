@@ -108,7 +108,6 @@ def test_a_value_of_start_that_cannot_be(changes, words):  # type: ignore[no-unt
     [
         ({"comm_hook": "int8"}, "comm_hook='int8' must be one of None, 'bf16', 'fp16'"),
         ({"comm_hook": "powersgd"}, "comm_hook='powersgd' must be one of None, 'bf16', 'fp16'"),
-        ({"comm_hook_options": {"x": 1}}, "use comm_hook='bf16' or 'fp16', or leave it out"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be more than 0"),
         ({"bucket_cap_mb": -1.0}, "bucket_cap_mb=-1.0 must be more than 0"),
         ({"ema": 1.0}, "ema=1.0 must be a decay between 0 and 1"),

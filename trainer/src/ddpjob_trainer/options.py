@@ -127,14 +127,8 @@ class ModelOptions(Arguments):
     find_unused_parameters: bool = False
     comm_hook: str | None = _option(None, choices=("bf16", "fp16"))
     grad_scaler: torch.amp.GradScaler | None = None
-    comm_hook_options: Mapping[str, Any] | None = None  # none of our hooks has any
 
     def check(self) -> None:
         """Raise ConfigError for an invalid value."""
-        if self.comm_hook_options:
-            raise ConfigError(
-                "comm_hook_options are powersgd's, which is not offered, since runs of it did not"
-                " end in equal bits: use comm_hook='bf16' or 'fp16', or leave it out"
-            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"ema={self.ema} must be a decay between 0 and 1, as 0.999")

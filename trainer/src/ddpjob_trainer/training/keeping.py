@@ -27,7 +27,7 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.step_exchange import DeferredResults
+from ddpjob_trainer.training.step_exchange import StepExchange
 
 MODES = ("min", "max")
 
@@ -45,21 +45,19 @@ class Keeping:
         options: Options,
         trained: PreparedModels,
         source: Input,
-        results: DeferredResults,
+        exchange: StepExchange,
     ) -> None:
         self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.resumed_after = 0
         self.finished = False  # so the snapshot says
         self.other_data = True  # than it was made with, or there is none
-        self._world = process.world
-        self._progress = process.progress
+        self._process = process
         self._snapshots = process.snapshots
-        self._replay = process.replay
         self._options = options
         self._trained = trained
         self._input = source
         self._order = source.order
-        self._results = results
+        self._exchange = exchange
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
@@ -75,7 +73,7 @@ class Keeping:
         state, config = self._trained.state, self._config
         decides = config.copy()
         facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
-        self._input.compare(agree(self._world, facts, self._input.own))
+        self._input.compare(agree(self._process.world, facts, self._input.own))
         self._snapshots.check(state)
         built = run_config.Hyperparameters(self._trained)
         self.resumed_after, stored = self._snapshots.restore(state, config)
@@ -84,7 +82,7 @@ class Keeping:
         config["hyperparameters"] = built.kept
         self._warn(run_config.take_data(stored, config["data"]))
         if not stored and self._options.resume is not None:
-            _begin_with(self._options.resume, state.module, self._world)
+            _begin_with(self._options.resume, state.module, self._process.world)
         self.other_data = stored.get("order") != config["order"]
         if isinstance(self._order.epochs, Sampled) and not self.other_data:
             self._order.epochs.expect(stored.get("orders", {}))
@@ -101,18 +99,14 @@ class Keeping:
                 " directory"
             )
         else:
-            self._replay.begin(self.resumed_after, decides)
+            self._process.replay.begin(self.resumed_after, decides)
 
     def compare_samples(self) -> None:
         """Compare a few samples that all ranks have made. Every rank calls it."""
-        if isinstance(self._input, Indexed) and self._world.size > 1:
+        if isinstance(self._input, Indexed) and self._process.world.size > 1:
             blob = json.dumps(self._input.compared).encode()
-            gathered = self._world.gather_bytes("the comparison of samples", blob)
+            gathered = self._process.world.gather_bytes("the comparison of samples", blob)
             self._warn(self._input.compare_samples([json.loads(one) for one in gathered]))
-
-    def take_layout(self, layout: str | None) -> None:
-        """Learn in which buckets gradients travel, once that is known."""
-        self._warn(run_config.take_layout(self._config, layout))
 
     def step_ended(self, done: int, *, last: bool, finished: bool) -> None:
         """Compare the ranks and make a snapshot, where it is time. Raises DivergedError."""
@@ -120,10 +114,12 @@ class Keeping:
         # One that will be skipped need not be compared.
         compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
         if due:
-            self._replay.snapshot_due(self._trained.module)
-        # Before a snapshot can hold this step: a resume after it does not report the step again.
+            self._process.replay.snapshot_due(self._trained.module)
         first = done == self.resumed_after + 1
-        self._results.learn(all_steps=last or due or compare or first)
+        if first:  # by now it is known in which buckets gradients travel
+            self._warn(run_config.take_layout(self._config, self._process.averaging.layout()))
+        # Before a snapshot can hold this step: a resume after it does not report the step again.
+        self._exchange.learn(all_steps=last or due or compare or first)
         if compare:
             self._compare(done)
         if due:
@@ -136,8 +132,8 @@ class Keeping:
 
         The script may have changed the weights since, each rank in its own way.
         """
-        self._progress.plan(done)
-        self._results.learn(all_steps=True)
+        self._process.progress.plan(done)
+        self._exchange.learn(all_steps=True)
         if not self._snapshots.are_made or not done:
             return
         self._snapshots.settle()
@@ -165,7 +161,7 @@ class Keeping:
         self._snapshots.save(done, self._trained.state, self._config, last=last)
 
     def _warn(self, text: str) -> None:
-        if text and self._world.rank == 0:
+        if text and self._process.world.rank == 0:
             say(0, text)
 
 

@@ -103,7 +103,6 @@ class Run:
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         comm_hook: str | None = None,
-        comm_hook_options: Mapping[str, Any] | None = None,
         before_update: Hook | None = None,
     ) -> tuple[Any, Optimizers]:
         """Wrap the model in DistributedDataParallel and take charge of what it trains with.
@@ -118,8 +117,7 @@ class Run:
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
         evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
         ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
-        travel as "bf16" or "fp16"; none of the two has ``comm_hook_options``. The others are
-        DistributedDataParallel's own.
+        travel as "bf16" or "fp16". The others are DistributedDataParallel's own.
         ``before_update``: called with {name: parameter} of what an update is about to change, when
         each ``.grad`` holds the mean over the global batch, unscaled and not yet clipped; it may
         change them in place, on every rank alike. Random numbers that it draws are equal on all.
@@ -204,7 +202,7 @@ class Run:
         given = InputOptions.among(asked)
         self._loop = Loop(self._process, self.options, trained, dataset, given)
         self._teardown.began(self._loop)
-        yield from self._loop.steps()
+        yield from self._loop.steps
 
     # --- After the loop, or within ----------------------------------------------------------
 
@@ -304,8 +302,9 @@ class Run:
         found = checked(values, self._process.world.accelerator.kept)
         at = None if step is None else whole("step", step)
         if reduce is not None:
-            within = self._loop.logged_means() if self._loop is not None else None
-            found = means(within if at is None else None, reduce, found)
+            within = self._loop if self._loop is not None and self._loop.within_step else None
+            logged = within.exchange.logged if within is not None and at is None else None
+            found = means(logged, reduce, found)
         if self.is_main and found:
             found = self._process.world.accelerator.soon(found)
             self._process.progress.log(self._step_to_log() if at is None else at, found)
@@ -327,7 +326,7 @@ class Run:
         file, ema = place("path", path), flag("ema", ema)
         if self.is_main:
             if self._loop is not None:
-                self._loop.check_finite()
+                self._loop.exchange.check_finite(self._loop.step)
             module = trained.module
             if ema or model is not None:
                 module = trained.model_of(model).weights(ema=ema)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,8 +43,6 @@ from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.run_context import RunContext
 
 _PREFIX = len("[rank 0] ")  # of a launcher
-#: Snapshot directories of this process' runs, with the last step that one of them was to do.
-_BEGUN: dict[Path, int] = {}
 
 
 def start(
@@ -149,7 +146,6 @@ def start(
     determinism.pin_arithmetic(options.level, options.threads, place)
     reporting = Reporting.among(given)
     settings = _snapshot_settings(env.snapshot, SnapshotOptions.among(given))
-    _begin_in(settings, options.total_steps or options.epochs or 0)
     recorder = Recorder(env.chaos, env.rank)
     recorder.started(
         env.identity,
@@ -181,7 +177,6 @@ def start(
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
     mismatch = CallMismatch(world, shutdown)
-    mismatch.watch()
     record = None
     if env.replay_dir is not None and settings.directory is not None and options.level != "off":
         record = record_path(env.replay_dir, env.rank, settings.directory)
@@ -223,24 +218,6 @@ def _snapshot_settings(given: SnapshotSettings, asked: SnapshotOptions) -> Snaps
         allow_changes=asked.changes,
         upload=url,
     )
-
-
-def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
-    """Raise ConfigError for a second run that would begin where the first has ended.
-
-    As one for each fold: it would train nothing, and go on with what the first has learned.
-    """
-    if settings.directory is None or not settings.resume:
-        return
-    directory = settings.directory.absolute()
-    if total_steps <= _BEGUN.get(directory, -1):
-        raise ConfigError(
-            f"a run before in this process has its snapshots in {directory}, too: this one would go"
-            " on from the newest of them, with what that has learned. Give each run a directory of"
-            " its own, as in start(snapshot_dir=os.environ['DDPJOB_SNAPSHOT_DIR'] + '/fold-2'); to"
-            " go on with the first, ask for more total_steps"
-        )
-    _BEGUN[directory] = total_steps
 
 
 def _sinks(asked: Reporting, env: WorkerEnvironment) -> dict[str, Opener]:

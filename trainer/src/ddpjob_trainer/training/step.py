@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,22 +21,6 @@ LEFT_OUT = (
 )
 
 
-class _Work(Protocol):
-    """Describe updates.Updates, which Loop makes, as far as a step calls it."""
-
-    def backward(
-        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
-    ) -> None: ...
-
-    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None: ...
-
-    def commit(self, step: Step) -> None: ...
-
-    def mean_loss(self, step: Step) -> float: ...
-
-    def stop(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Step:
     """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
@@ -47,7 +31,7 @@ class Step:
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
-    work: _Work
+    work: Any  # Updates, which knows this module
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]
@@ -119,7 +103,8 @@ class Step:
 
         It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
         """
-        return self.work.mean_loss(self)
+        found: float = self.work.mean_loss(self)
+        return found
 
     @property
     def ends_epoch(self) -> bool:

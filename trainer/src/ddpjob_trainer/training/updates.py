@@ -6,7 +6,7 @@ or leaves the update out where one is not finite. commit() starts the step's exc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from ddpjob_trainer.training.step_exchange import StepExchange
 
 
 class Updates:
-    """One process's side. ``take_layout`` hears once in which buckets gradients travel."""
+    """One process's side."""
 
     def __init__(
         self,
@@ -38,7 +38,6 @@ class Updates:
         exchange: StepExchange,
         nan: NanPolicy,
         device_watch: DeviceWatch,
-        take_layout: Callable[[str | None], None],
     ) -> None:
         self.guard = Guard(trained.state, trained.updater)
         self._touched = Touched(process.averaging, trained.updater)
@@ -48,7 +47,6 @@ class Updates:
         self._exchange = exchange
         self._nan = nan
         self._device_watch = device_watch
-        self._take_layout: Callable[[str | None], None] | None = take_layout
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
 
     # --- What a Step calls ------------------------------------------------------------------
@@ -82,7 +80,7 @@ class Updates:
         shutdown = self._process.shutdown
         self._device_watch.queued("forward")
         # Where nobody waits for another ranks may have more calls than others.
-        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening:
+        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
         self._device_watch.queued("backward")
@@ -150,9 +148,6 @@ class Updates:
         updater.check_gradients()
         self._touched.before_update(units)
         averaging.finish([unit.parameters for unit in units])
-        if self._take_layout is not None:
-            self._take_layout(averaging.layout())
-            self._take_layout = None
         self._process.progress.at("update")
         self._trained.forwards = 0
         reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]

@@ -249,11 +249,6 @@ class PreparedModels:
             )
         if any(model.name == name for model in self.models):
             raise ConfigError(f"prepare() was given two models of the name {name!r}")
-        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
-            raise ConfigError(
-                "the model has lazy modules whose parameters are not made yet: run a batch through"
-                " it, then make the optimizer, then call prepare()"
-            )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
                 "the model has no parameter that requires a gradient: freeze one that learns later"

@@ -44,17 +44,13 @@ _CAUSES: Final[dict[Differs, str]] = {
 
 @dataclass(slots=True)
 class _Pending:
-    """A step whose numbers may still be on their way: from a GPU.
-
-    ``values``: the losses, then samples of batches, once ``numbers`` have come.
-    """
+    """A step whose numbers may still be on their way: the losses, then samples of batches."""
 
     step: int
     batches: Digest
     random: int
     losses: int  # so many
-    values: list[float]
-    numbers: Reading | None = None
+    numbers: Reading
     weights: Digest | None = None
     of_weights: Reading | None = None
 
@@ -140,16 +136,13 @@ class Replay:
         """Take what a step has left behind, its body included."""
         if self._records is None:
             return
-        accelerator, later = self._world.accelerator, self._batches.later
-        random = of_generators(self._world.device)
-        pending = _Pending(step.index + 1, self._batches, random, len(step.losses), [])
-        if accelerator.queues or later:
-            numbers = accelerator.numbers([accelerator.number(loss) for loss in step.losses])
-            samples = [sample.to(numbers) for sample in later]
-            pending.numbers = accelerator.read(torch.cat([numbers, *samples]) if later else numbers)
-        else:
-            pending.values = [float(loss) for loss in step.losses]
-        self._pending.append(pending)
+        accelerator, batches = self._world.accelerator, self._batches
+        random, count = of_generators(self._world.device), len(step.losses)
+        numbers = accelerator.numbers([accelerator.number(loss) for loss in step.losses])
+        if batches.later:
+            numbers = torch.cat([numbers, *(sample.to(numbers) for sample in batches.later)])
+        read = accelerator.read(numbers)
+        self._pending.append(_Pending(step.index + 1, batches, random, count, read))
         self._batches = Digest()
 
     def snapshot_due(self, module: torch.nn.Module) -> None:
@@ -169,7 +162,7 @@ class Replay:
         if self._records is None:
             return
         pending = self._pending.popleft()
-        values = pending.values if pending.numbers is None else pending.numbers.values()
+        values = pending.numbers.values()
         losses = Digest()
         weights = pending.of_weights.values() if pending.of_weights is not None else ()
         entry = Entry(
@@ -200,6 +193,7 @@ class Replay:
             self._tell([Finding(**json.loads(one)) for one in gathered])
         if end and self._records is not None:
             self._records.remove()
+            self._records = None
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         different = [(one.step, rank, one) for rank, one in enumerate(findings) if one.what]
