@@ -169,9 +169,9 @@ def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: i
             raise
 
     endings: list[Teardown] = []
-    began = Teardown.began
+    made = Teardown.__init__
     monkeypatch.setattr(
-        Teardown, "began", lambda self, loop: (endings.append(self), began(self, loop))[1]
+        Teardown, "__init__", lambda self, process: (endings.append(self), made(self, process))[1]
     )
     code = {"exit": 3, "error": 1}.get(how, 0)
     assert gang.run(program, world=1) == {0: code}, gang.log(0)

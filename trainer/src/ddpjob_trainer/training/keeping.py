@@ -1,8 +1,7 @@
 """Load the newest snapshot as the loop begins; after each step compare ranks, save what is due.
 
-Loop calls it. The snapshot that ends the run says so: a resume has nothing left to train then,
-unless it asks for more steps. The best value so far, for run.keep_best(), is kept with it. A fresh
-run may begin with a file's weights.
+The snapshot that ends the run says so: a resume has nothing left to train then, unless it asks for
+more steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step_exchange import StepExchange
 
 MODES = ("min", "max")
-
 
 #: What was best so far, and its mode: a list, as a snapshot's JSON has it.
 Best = list[Any]
@@ -169,10 +167,7 @@ class Keeping:
 
 
 def is_better(value: float, mode: str, before: Best | None) -> bool:
-    """Whether a value beats what was best before; what is not finite never does.
-
-    Raises ConfigError.
-    """
+    """Tell whether a finite value beats what was best before. Raises ConfigError."""
     if mode not in MODES:
         raise ConfigError(f"keep_best(mode={mode!r}) must be one of {', '.join(MODES)}")
     best, its_mode = before or (math.inf if mode == "min" else -math.inf, mode)
@@ -206,16 +201,10 @@ def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
     for value in tensors.values():
         world.broadcast_tensor(value)
     if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
-        extra = {name: value for name, value in state.items() if name not in tensors}
-        module.load_state_dict({**tensors, **_of_rank_0(extra, world)})
+        buffer = io.BytesIO()
+        if world.rank == 0:
+            torch.save({name: state[name] for name in state if name not in tensors}, buffer)
+        received = io.BytesIO(world.broadcast_bytes(buffer.getvalue()))
+        module.load_state_dict({**tensors, **torch.load(received, weights_only=True)})
     if world.rank == 0:
         say(0, f"beginning with the weights of {path}")
-
-
-def _of_rank_0(extra: dict[str, object], world: World) -> dict[str, object]:
-    buffer = io.BytesIO()
-    if world.rank == 0:
-        torch.save(extra, buffer)
-    received = world.broadcast_bytes(buffer.getvalue())
-    found: dict[str, object] = torch.load(io.BytesIO(received), weights_only=True)
-    return found

@@ -201,7 +201,7 @@ class Run:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
         given = InputOptions.among(asked)
         self._loop = Loop(self._process, self.options, trained, dataset, given)
-        self._teardown.began(self._loop)
+        self._teardown.loop = self._loop
         yield from self._loop.steps
 
     # --- After the loop, or within ----------------------------------------------------------

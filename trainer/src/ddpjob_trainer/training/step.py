@@ -95,7 +95,7 @@ class Step:
         After commit(), which tells the others, the next step is the last: there all ranks may
         ``break`` instead. Either way the last step's snapshot says that the run is finished.
         """
-        self.work.stop()
+        self.work.exchange.asked = True
 
     @property
     def loss(self) -> float:
@@ -103,7 +103,7 @@ class Step:
 
         It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
         """
-        found: float = self.work.mean_loss(self)
+        found: float = self.work.exchange.mean_loss(self)
         return found
 
     @property

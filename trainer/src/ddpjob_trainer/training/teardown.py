@@ -20,21 +20,17 @@ class Teardown:
 
     def __init__(self, process: RunContext) -> None:
         self._process = process
-        self._loop: Loop | None = None
+        self.loop: Loop | None = None  # to leave
         self._closed = False
         atexit.register(self._at_exit)
-
-    def began(self, loop: Loop) -> None:
-        """There is a loop to leave."""
-        self._loop = loop
 
     def finish(self, error: BaseException | None) -> None:
         """Wait for the other ranks and leave the process group, unless an error is on its way."""
         if error is not None or self._closed:
             return
         process = self._process
-        if self._loop is not None:
-            self._loop.left()
+        if self.loop is not None:
+            self.loop.left()
         with process.shutdown.peers("run.finish()"):
             failpoints.reach("barrier")
             process.snapshots.settle()
@@ -47,7 +43,7 @@ class Teardown:
         """Whether exit code 0 follows nobody knows here; sys.exit(1) is no end of a run."""
         if self._closed:
             return
-        loop, process = self._loop, self._process
+        loop, process = self.loop, self._process
         tells = process.world.rank == 0 and process.snapshots.are_made
         if loop is not None and not loop.ended and not process.shutdown.failing and tells:
             say(

@@ -44,7 +44,7 @@ class Updates:
         self._process = process
         self._options = options
         self._trained = trained
-        self._exchange = exchange
+        self.exchange = exchange
         self._nan = nan
         self._device_watch = device_watch
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
@@ -115,25 +115,17 @@ class Updates:
         step.check_commit()
         with self._process.shutdown.peers(f"step {step.index}"):
             if step.updates:
-                self._exchange.start(step, allowed=True)
+                self.exchange.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
-                self._exchange.start(step, allowed=allowed)
+                self.exchange.start(step, allowed=allowed)
                 if step.weights and allowed:
-                    self._trained.updater.multiply(units, self._exchange.factor(step))
+                    self._trained.updater.multiply(units, self.exchange.factor(step))
                 self._apply(step, units, allowed=allowed, told=True)
         self._process.progress.at("body")
         self._device_watch.queued("update")
         failpoints.reach("step")
         step.committed = True
-
-    def mean_loss(self, step: Step) -> float:
-        """See Step.loss."""
-        return self._exchange.mean_loss(step)
-
-    def stop(self) -> None:
-        """See Step.stop."""
-        self._exchange.asked = True
 
     # --- Its parts --------------------------------------------------------------------------
 
@@ -170,7 +162,7 @@ class Updates:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self._exchange.not_finite(step) if told else None
+            reported = self.exchange.not_finite(step) if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             updater.forget()
         self._process.progress.skipped_update()

@@ -65,23 +65,13 @@ class Replay:
         self._world = world
         self._progress = progress
         self._path = path
-        self._records: Records | None = None
+        self.records: Records | None = None
         self._newest = 0  # step that was written down
         self._comparison = Comparison()
         self._batches = Digest()
         self._pending: deque[_Pending] = deque()
-        self._open = False  # a rank has something to compare, and nothing was concluded yet
+        self.compares = False  # a rank has steps of a restart left to compare
         self._due = False  # conclude() now
-
-    @property
-    def records(self) -> bool:
-        """Whether this rank writes down its steps."""
-        return self._records is not None
-
-    @property
-    def compares(self) -> bool:
-        """Whether a rank has steps of a restart left to compare."""
-        return self._open
 
     def begin(self, done: int, facts: Mapping[str, Any]) -> None:
         """Open the record, and read what it holds of the steps after ``done``.
@@ -97,7 +87,7 @@ class Replay:
         except OSError as error:
             say(self._world.rank, f"no restart can be checked, for want of a record: {error}")
             return
-        self._records = records
+        self.records = records
         if not done:
             records.forget_after(0)
         elif records.found is not None:
@@ -119,7 +109,7 @@ class Replay:
 
     def batch(self, batch: Any) -> None:
         """Take a batch as the dataset has made it, before it goes to a device."""
-        if self._records is not None:
+        if self.records is not None:
             self._batches.add(batch)
 
     def report(self) -> list[float]:
@@ -129,12 +119,12 @@ class Replay:
     def learn(self, sums: Sequence[float]) -> None:
         """Take in the sums of report()."""
         differ, pending = sums
-        self._open = self._open or pending > 0
-        self._due = self._open and (differ > 0 or not pending)
+        self.compares = self.compares or pending > 0
+        self._due = self.compares and (differ > 0 or not pending)
 
     def step_ended(self, step: Step) -> None:
         """Take what a step has left behind, its body included."""
-        if self._records is None:
+        if self.records is None:
             return
         accelerator, batches = self._world.accelerator, self._batches
         random, count = of_generators(self._world.device), len(step.losses)
@@ -147,7 +137,7 @@ class Replay:
 
     def snapshot_due(self, module: torch.nn.Module) -> None:
         """Take a sample of the weights, of the step that has just ended."""
-        if self._records is None:
+        if self.records is None:
             return
         pending = self._pending[-1]
         pending.weights = Digest()
@@ -159,7 +149,7 @@ class Replay:
 
     def known(self) -> None:
         """Take in the numbers of the oldest step: compare them, write them down."""
-        if self._records is None:
+        if self.records is None:
             return
         pending = self._pending.popleft()
         values = pending.numbers.values()
@@ -175,8 +165,8 @@ class Replay:
         )
         self._newest = entry.step
         if self._comparison.add(entry):
-            self._records.forget_after(entry.step)
-        self._records.put(entry)
+            self.records.forget_after(entry.step)
+        self.records.put(entry)
 
     # --- The conclusion ---------------------------------------------------------------------
 
@@ -185,23 +175,23 @@ class Replay:
 
         Every rank calls it after each step. Raises PeerLostError.
         """
-        if self._due or (end and self._open):
-            self._open = self._due = False
+        if self._due or (end and self.compares):
+            self.compares = self._due = False
             found, self._comparison = self._comparison.found, Comparison()
             blob = json.dumps(asdict(found)).encode()
             gathered = self._world.gather_bytes("the check of the restart", blob)
             self._tell([Finding(**json.loads(one)) for one in gathered])
-        if end and self._records is not None:
-            self._records.remove()
-            self._records = None
+        if end and self.records is not None:
+            self.records.remove()
+            self.records = None
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         different = [(one.step, rank, one) for rank, one in enumerate(findings) if one.what]
         compared = [one for one in findings if one.last]
         proof: Proof
         if different:
-            if self._records is not None:
-                self._records.forget_after(self._newest)
+            if self.records is not None:
+                self.records.forget_after(self._newest)
             step, rank, found = min(different, key=lambda one: one[:2])
             assert found.what is not None
             proof = {"equal": False, "step": step, "rank": rank, "what": found.what}

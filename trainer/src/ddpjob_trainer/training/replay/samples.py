@@ -63,12 +63,7 @@ class Digest:
         self._hash.update(_facts(tensor.dtype, tensor.shape))
         if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
             return
-        places = _thinned(tensor.shape, elements, rows)
-        if tensor.dtype in _OF_NUMPY and tensor.device.type == "cpu" and not tensor.is_neg():
-            # In a third of the time that torch takes.
-            self._hash.update(tensor.detach().numpy()[places].tobytes())
-            return
-        thin = in_order(tensor.detach()[places])
+        thin = in_order(tensor.detach()[_thinned(tensor.shape, elements, rows)])
         if thin.device.type == "cpu":
             self._hash.update(thin.view(torch.uint8).numpy().tobytes())
         else:
@@ -82,11 +77,6 @@ class Digest:
 
     def _note(self, *facts: object) -> None:
         self._hash.update(repr(facts).encode(errors="replace"))
-
-
-_OF_NUMPY = frozenset(
-    {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16}
-)
 
 
 @functools.lru_cache(maxsize=256)
