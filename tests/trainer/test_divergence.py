@@ -75,27 +75,22 @@ def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  
     assert training.steps() == ["2"]
 
 
-@pytest.mark.parametrize(("every", "found"), [(3, 3), (100, 6)])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"check_every": 3}, "step 3: ranks [1, 2] differ from rank 0, first in '0.weight'"),
+        # The last step is looked at in any case.
+        ({"check_every": 100}, "step 6: ranks [1, 2] differ from rank 0, first in '0.weight'"),
+        ({"poke": "table", "level": "elastic"}, "step 2: ranks [1, 2] differ from rank 0"),
+        ({"poke": "table", "rank": 1}, ""),  # DDP gives every rank rank 0's before the next forward
+    ],
+)
 @pytest.mark.fault("T7")
-def test_rank_0_as_the_odd_one(gang, tmp_path, every, found):  # type: ignore[no-untyped-def]
-    """The last step is looked at in any case."""
-    training = Training(
-        tmp_path, rank=0, poke="0.weight", check_every=every, bit=20, at=1, snapshots=False
-    )
-    assert gang.run(training) == ALL_70
-    assert f"after step {found}: ranks [1, 2] differ from rank 0, first in '0.weight'" in gang.log(
-        1
-    )
-
-
-def test_buffers_count_where_they_must_be_equal(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = Training(
-        tmp_path, rank=1, poke="table", check_every=1, level="elastic", snapshots=False
-    )
-    assert gang.run(training) == ALL_70
-    assert "after step 4: rank 1 differs from rank 0, first in 'table'" in gang.log(0)
-    training.level = "resume"  # DDP gives every rank rank 0's before the next forward
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+def test_all_that_must_be_equal_is_looked_at(gang, tmp_path, changed, words):  # type: ignore[no-untyped-def]
+    usual = {"rank": 0, "poke": "0.weight", "bit": 20, "at": 1, "check_every": 1}
+    training = Training(tmp_path, snapshots=False, **usual | changed)
+    assert gang.run(training) == (ALL_70 if words else {0: 0, 1: 0, 2: 0})
+    assert f"after {words}" in gang.log(1) or not words
 
 
 class Caching(nn.Module):

@@ -32,7 +32,6 @@ def quadratic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def train(
     path: Path,
     *,
-    each: Callable[[ddp.Run, int], None] | None = None,
     of_none: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     **start: Any,
 ) -> Callable[[int], None]:
@@ -49,8 +48,6 @@ def train(
                 loss = quadratic(wrapped, x)
                 step.backward(loss if part.samples else of_none(loss))
             step.commit()
-            if each is not None:
-                each(run, step.index)
         if rank == 0:
             torch.save([p.detach() for p in model.parameters()], path)
         run.finish()

@@ -12,7 +12,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,15 @@ DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(
 def prepared(run: ddp.Run, model: nn.Module | None = None) -> nn.Module:
     model = model or nn.Linear(4, 2)
     return run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+
+def trained(run: ddp.Run, wrapped: nn.Module, data: Any = DATA) -> Iterator[ddp.Step]:
+    """Train, and yield each step after its commit()."""
+    for step in run.steps(data):
+        for (x,) in step.batches:
+            step.backward(wrapped(x).sum())
+        step.commit()
+        yield step
 
 
 def test_a_loss_that_went_around_the_wrapper_is_refused(gang):  # type: ignore[no-untyped-def]
@@ -74,30 +83,14 @@ def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # ty
             options[name] = value
         run = ddp.start(global_batch=6, **options)
         wrapped = prepared(run)
-        for step in run.steps(data):
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
+        for _ in trained(run, wrapped, data):
+            pass
 
     # Without the comparison some of these wait for each other until a timeout.
     env = {"DDPJOB_HANG_STEP_SECONDS": "30", "DDPJOB_HANG_SNAPSHOT_SECONDS": "30"}
     assert gang.run(differs, world=2, env=env) == {0: 64, 1: 64}
     for rank in (0, 1):
         assert f"ConfigError: {name} is {value} on rank 1 and" in gang.log(rank)
-
-
-def test_every_generator_is_equal_on_all_ranks_after_start(gang, tmp_path):  # type: ignore[no-untyped-def]
-    def draw(rank: int) -> None:
-        random.seed(rank)
-        np.random.seed(rank)
-        run = ddp.start(total_steps=1, global_batch=6, seed=2**40 + 3)
-        drawn = (random.random(), np.random.rand(), float(torch.rand(())))
-        (tmp_path / f"drawn-{rank}").write_text(str(drawn))
-        # start() may be over on rank 0, which has the store, while another still joins by it.
-        run.finish()
-
-    assert gang.run(draw, world=2) == {0: 0, 1: 0}
-    assert (tmp_path / "drawn-0").read_text() == (tmp_path / "drawn-1").read_text()
 
 
 # --- State that must survive ----------------------------------------------------------------
@@ -339,10 +332,7 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
         )
         wrapped = prepared(run)
-        for step in run.steps(DATA):
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
+        for step in trained(run, wrapped):
             if step.index == 2:
                 assert stuck.wait(PATIENCE)
                 raise KeyError("bug")
@@ -441,15 +431,6 @@ def test_sigterm_while_a_print_blocks_ends_the_process(gang, wait_until):  # typ
 LEAVE = "leave it on every rank in the same step, or on none."
 
 
-def refused(gang: Any, program: Callable[[int], None], text: str) -> None:
-    codes = gang.run(program)
-    assert set(codes.values()) <= {64, 75}, codes  # 75: lost one that has ended
-    assert 64 in codes.values(), codes
-    for rank, code in codes.items():
-        log = gang.log(rank)
-        assert code == 75 or (text in log and LEAVE in log), log
-
-
 @pytest.mark.parametrize(
     ("how", "place", "level"),
     [
@@ -457,15 +438,17 @@ def refused(gang: Any, program: Callable[[int], None], text: str) -> None:
         ("before commit", "in step 3, before its commit()", "resume"),
         ("after commit", "in step 3, after its commit()", "elastic"),
         ("after the last commit", "in step 5, after its commit()", "resume"),
+        ("a step apart", "in step 3, after its commit()", "resume"),
     ],
 )
 def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level):  # type: ignore[no-untyped-def]
     def leaves(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6, level=level, shards=3)
         wrapped = prepared(run, nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2)))
+        at_top = 4 if how == "a step apart" else -1
         for step in run.steps(DATA):
             mine = rank == 1 and step.index == 3
-            if mine and how == "at its top":
+            if (mine and how == "at its top") or (rank != 1 and step.index == at_top):
                 break
             for (x,) in step.batches:
                 step.backward(wrapped(x).sum())
@@ -475,29 +458,17 @@ def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level)
             if rank == 0:
                 print(step.loss)  # a rank may ask for it alone
             last = how == "after the last commit" and rank == 1 and step.index == 5
-            if (mine and how == "after commit") or last:
+            if (mine and how in ("after commit", "a step apart")) or last:
                 break
         run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
         run.finish()
 
-    refused(gang, leaves, f"ConfigError: rank 1 left the loop {place}, and rank ")
-
-
-def test_ranks_that_leave_the_loop_a_step_apart_are_refused(gang):  # type: ignore[no-untyped-def]
-    def leaves(rank: int) -> None:
-        run = ddp.start(total_steps=6, global_batch=6)
-        wrapped = prepared(run)
-        for step in run.steps(DATA):
-            if step.index == 4:
-                break
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
-            if rank == 1 and step.index == 3:
-                break
-        run.finish()
-
-    refused(gang, leaves, LEAVE)
+    codes = gang.run(leaves)
+    assert set(codes.values()) <= {64, 75}, codes  # 75: lost one that has ended
+    assert 64 in codes.values(), codes
+    for rank, code in codes.items():
+        log = gang.log(rank)
+        assert code == 75 or (f"rank 1 left the loop {place}" in log and LEAVE in log), log
 
 
 @pytest.mark.parametrize(("level", "first"), [("resume", 0), ("elastic", 2)])
@@ -543,11 +514,8 @@ def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # ty
         shutdown.threading.Timer = Timer  # type: ignore[misc]
         run = ddp.start(total_steps=6, global_batch=6)
         wrapped = prepared(run)
-        steps = run.steps(DATA)
+        steps = trained(run, wrapped)
         for step in steps:
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
             if step.index == 2:
                 break
         if rank == 1:
@@ -565,9 +533,14 @@ def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # ty
 # --- Logged means -----------------------------------------------------------------------------
 
 
-def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_logged_mean_is_over_all_ranks(gang, tmp_path, odd):  # type: ignore[no-untyped-def]
     def logs(rank: int) -> None:
+        random.seed(rank)
+        np.random.seed(rank)
         run = ddp.start(total_steps=3, global_batch=6, micro_batches=2, events=tmp_path / "events")
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        assert run.sum(drawn) == pytest.approx(3 * drawn), "start() seeds all ranks alike"
         wrapped = prepared(run)
         for step in run.steps(DATA):
             run.log({"rank": torch.tensor(float(rank)), "b": 2 * step.index}, reduce="mean")
@@ -577,9 +550,18 @@ def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-unt
                 step.backward(wrapped(x).sum())
             if step.index != 1:  # names may differ from step to step
                 run.log({"square": rank**2}, reduce="mean")
+            elif odd and rank == 1:  # but not from rank to rank
+                run.log({"another": 1.0}, reduce="mean")
             step.commit()
         run.finish()
 
+    if odd:
+        assert gang.run(logs) == dict.fromkeys(range(3), 64)
+        words = "ConfigError: step 1: run.log(reduce='mean') was given "
+        names = "'b', 'micro', 'rank' here, and other names on another rank"
+        assert words + names in gang.log(0)
+        assert f"{words}'another', {names}" in gang.log(1)
+        return
     assert gang.run(logs) == dict.fromkeys(range(3), 0), gang.log(0)
     told: dict[int, dict[str, float]] = {1: {}, 2: {}, 3: {}}
     for line in (tmp_path / "events").read_text().splitlines():
@@ -593,23 +575,6 @@ def test_a_logged_mean_is_over_all_ranks(gang, tmp_path):  # type: ignore[no-unt
     }
 
 
-def test_logged_means_of_other_names_are_refused(gang):  # type: ignore[no-untyped-def]
-    def logs(rank: int) -> None:
-        run = ddp.start(total_steps=3, global_batch=6)
-        wrapped = prepared(run)
-        for step in run.steps(DATA):
-            if rank == 1 and step.index == 1:
-                run.log({"b": 1.0, "a": 1.0}, reduce="mean")
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
-
-    assert gang.run(logs) == dict.fromkeys(range(3), 64)
-    words = "ConfigError: step 1: run.log(reduce='mean') was given"
-    assert f"{words} nothing here, and other names on another rank" in gang.log(0)
-    assert f"{words} 'a', 'b' here, and other names on another rank" in gang.log(1)
-
-
 # --- What is trained, changed after prepare() ----------------------------------------------------
 
 
@@ -619,6 +584,7 @@ def test_logged_means_of_other_names_are_refused(gang):  # type: ignore[no-untyp
         ("group", "resume", "SGD got other parameters after prepare()"),
         ("group", "elastic", "SGD got other parameters after prepare()"),
         ("thawed", "resume", "requires_grad of a parameter was changed after prepare()"),
+        ("frozen", "resume", "not yet frozen: run.prepare([first, second]"),
         ("thawed", "elastic", "a parameter that was frozen when prepare() was called"),
     ],
 )
@@ -628,7 +594,7 @@ def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=3, global_batch=6, level=level, shards=3)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        model[0].requires_grad_(how == "group")
+        model[0].requires_grad_(how != "thawed")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wrapped, _ = run.prepare(model, optimizer)
         raw = nn.Parameter(torch.ones(4), requires_grad=how == "group")
@@ -636,7 +602,7 @@ def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):
             optimizer.add_param_group({"params": [raw]})
         for step in run.steps(DATA):
             if step.index == 1:
-                model[0].requires_grad_(True)
+                model[0].requires_grad_(how != "frozen")
             for (x,) in step.batches:
                 step.backward(wrapped(x * raw).pow(2).mean())
             step.commit()

@@ -30,6 +30,7 @@ from support.launching import free_ports
 from support.patience import PATIENCE
 from support.rounds import Training, kill
 from support.snapshots import await_snapshot
+from support.tiers import some_in_gate
 
 SAMPLES, GLOBAL_BATCH = 100, 24  # 4 steps in an epoch
 STEPS, EVERY = 20, 6
@@ -200,13 +201,6 @@ def restarted(gang, tmp_path):  # type: ignore[no-untyped-def]
     return run
 
 
-@pytest.mark.fault("T1")
-def test_a_clean_script_is_proven(restarted, tmp_path):  # type: ignore[no-untyped-def]
-    told = restarted()
-    assert re.findall("restart.*", told) == [f"{PROVEN}{KILLED} again, bit for bit"]
-    assert list((tmp_path / "replay").iterdir()) == []
-
-
 def differing(told: str) -> tuple[int, int, str]:
     """Step, rank and what differs, as told once."""
     ((step, rank, what),) = re.findall(
@@ -217,55 +211,27 @@ def differing(told: str) -> tuple[int, int, str]:
     return int(step), int(rank), what
 
 
-@pytest.mark.fault("T14")
-def test_what_a_script_keeps_in_a_variable_is_named(restarted):  # type: ignore[no-untyped-def]
-    assert differing(restarted(Args)) == (SNAPSHOT + 1, 0, "loss")
+def named(case: Any) -> str:
+    """The class, and what differs from the usual script."""
+    make, options, *_ = case
+    more = (f"{key}-{options[key]}" if key in ("level", "world") else key for key in options)
+    return "-".join([make.__name__, *more])
 
 
-def named(value: Any) -> str:
-    """The class, or what differs from the usual script."""
-    if isinstance(value, type):
-        return value.__name__
-    return "-".join(f"{key}-{value[key]}" if key in ("level", "world") else key for key in value)
+CLEAN = [
+    (Body, {}), (Kept, {}), (Body, {"workers": 2}), (Body, {"dataset": Stream()}),
+    (Body, {"several": True}), (Body, {"level": "elastic"}), (Body, {"world": 1}),
+    (Body, {"victims": {0: KILLED, 1: KILLED}}),
+]  # fmt: skip
 
 
-@pytest.mark.tier("all")
-@pytest.mark.fault("T14")
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (Flag, {}),
-        (Teacher, {}),
-        (Loader, {}),
-        (Body, {"model_kind": Counting}),
-        (Args, {"several": True}),
-        (Args, {"level": "elastic", "world": 4}),
-        (Args, {"world": 1}),
-    ],
-    ids=named,
-)
-def test_other_hidden_state_is_named_as_well(restarted, make, options):  # type: ignore[no-untyped-def]
-    assert differing(restarted(make, **options)) == (SNAPSHOT + 1, 0, "loss")
-
-
-@pytest.mark.tier("all")
 @pytest.mark.fault("T1")
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (Kept, {}),
-        (Body, {"workers": 2}),
-        (Body, {"dataset": Stream()}),
-        (Body, {"several": True}),
-        (Body, {"level": "elastic"}),
-        (Body, {"world": 1}),
-        (Body, {"victims": {0: KILLED, 1: KILLED}}),
-    ],
-    ids=named,
-)
-def test_other_clean_scripts_are_proven(restarted, make, options):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("case", some_in_gate(CLEAN, CLEAN[0]), ids=named)
+def test_a_clean_script_is_proven(restarted, tmp_path, case):  # type: ignore[no-untyped-def]
+    make, options = case
     told = restarted(make, **options)
     assert re.findall("restart.*", told) == [f"{PROVEN}{KILLED} again, bit for bit"]
+    assert list((tmp_path / "replay").iterdir()) == []
 
 
 class Drawing(Body):
@@ -291,14 +257,18 @@ class Growing(TensorDataset):
         return x + 0.001 * self.made, y
 
 
-@pytest.mark.tier("all")
+HIDDEN = [
+    (Args, {}, "loss"), (Flag, {}, "loss"), (Teacher, {}, "loss"), (Loader, {}, "loss"),
+    (Body, {"model_kind": Counting}, "loss"), (Args, {"several": True}, "loss"),
+    (Args, {"level": "elastic", "world": 4}, "loss"), (Args, {"world": 1}, "loss"),
+    (Drawing, {}, "random numbers"), (Body, {"dataset": Growing(*DATA.tensors)}, "batch"),
+]  # fmt: skip
+
+
 @pytest.mark.fault("T14")
-@pytest.mark.parametrize(
-    ("make", "options", "what"),
-    [(Drawing, {}, "random numbers"), (Body, {"dataset": Growing(*DATA.tensors)}, "batch")],
-    ids=["random", "batch"],
-)
-def test_what_differs_first_is_told(restarted, make, options, what):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("case", some_in_gate(HIDDEN, HIDDEN[0]), ids=named)
+def test_what_a_script_keeps_is_named(restarted, case):  # type: ignore[no-untyped-def]
+    make, options, what = case
     assert differing(restarted(make, **options)) == (SNAPSHOT + 1, 0, what)
 
 

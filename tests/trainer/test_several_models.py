@@ -304,8 +304,10 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
         step.backward(wg(next(step.batches)[0]).mean())
         with refused("was given an optimizer, Adam, that prepare"):
             step.update(other)
-        with refused("Adam is used in the loop, but prepare"):
+        with refused(r"Adam is used in the loop, but prepare.*run\.prepare\(\[model, other\]"):
             adam(g).step()
+        with refused(r"Adam\.step\(\) is called in the loop, on gradients.*step\.commit\(\)"):
+            og.step()
         with refused("no gradient has reached the parameters of the Adam"):
             step.update(od)
         step.backward(wg(torch.ones(2, 16)).mean())
@@ -381,22 +383,3 @@ def test_what_the_reducer_cannot_follow_is_refused_with_the_cure(gang, how, word
 
     assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
     assert words in gang.log(0), gang.log(0)
-
-
-@pytest.mark.parametrize("change", ["freeze", "thaw"])
-def test_requires_grad_may_not_change_within_one_model(gang, change):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        run = ddp.start(total_steps=9, global_batch=6)
-        net = small(16, 8, 4)
-        net[2].requires_grad_(change == "freeze")
-        model, _ = run.prepare(net, adam(net))
-        for step in run.steps(TensorDataset(torch.randn(24, 16))):
-            if step.index == 2:
-                net[2].requires_grad_(change != "freeze")
-            for (x,) in step.batches:
-                step.backward(model(x).pow(2).mean())
-            step.commit()
-
-    assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
-    assert "requires_grad of a parameter was changed after prepare()" in gang.log(0)
-    assert "not yet frozen: run.prepare([first, second]" in gang.log(0)

@@ -65,22 +65,8 @@ def test_what_does_not_change_is_told_once_and_no_sign_of_life(watch: Any) -> No
     assert watch.progress.told == ["forward"] * 2
 
 
-def test_a_host_that_hangs_speaks_for_itself(watch: Any) -> None:
-    watch.device.run(6)
-    watch.look(200.0)
-    assert watch.progress.told == []
-
-
-def test_seconds_are_the_devices_own(watch: Any) -> None:
-    watch.watch.start()
-    watch.watch.stop()
-    watch.device.run(6)
-    watch.look(0.0)
-    found = {"data": 0.0, "forward": 1.0, "backward": 2.0, "update": 2.0}
-    assert watch.progress.seconds == found
-
-
-def test_a_device_that_waits_for_its_batch_or_evaluates_is_told_from_one_that_computes() -> None:
+def test_seconds_are_the_devices_own() -> None:
+    """Those in which it waits for its batch or evaluates are told from those of its computing."""
     device, progress = Queued(torch.device("cpu")), Progress()
     watch = DeviceWatch(device, progress)  # type: ignore[arg-type]
     watch.start()
@@ -90,8 +76,9 @@ def test_a_device_that_waits_for_its_batch_or_evaluates_is_told_from_one_that_co
             device.mark()
         watch.queued(activity)  # type: ignore[arg-type]
     device.run(device.mark())
-    watch.look(0.0)
+    watch.look(200.0)
     assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
+    assert progress.told == [], "a host that hangs speaks for itself"
 
 
 def test_its_thread_asks_its_own_gpu() -> None:

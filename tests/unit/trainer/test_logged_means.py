@@ -39,9 +39,6 @@ def test_each_call_of_a_step_counts_once():
         == [{"a": 4.0, "b": 3.0}] * 2
     )
     assert step([[{"a": torch.tensor(2.0)}], [{"a": 1.0}] * 3]) == [{"a": 1.25}] * 2
-
-
-def test_a_name_takes_one_place_however_often_it_is_logged():
     full = {f"n{number}": 1.0 for number in range(MOST)}
     assert step([[full] * 3])[0] == full
     with pytest.raises(ConfigError, match=f"{MOST + 1} names; {MOST} at most"):

@@ -53,21 +53,14 @@ def test_the_next_process_finds_what_was_written(tmp_path: Path):
     assert Records(path, KEY).found is None
 
 
-def test_the_newest_steps_are_kept(tmp_path: Path):
+def test_the_newest_steps_are_kept_and_none_that_comes_after_a_difference(tmp_path: Path):
     records = Records(tmp_path / "rank-0", KEY)
     for step in range(1, CAPACITY + 11):
         records.put(entry(step))
-    found = Records(tmp_path / "rank-0", KEY).found
-    assert found is not None
-    assert sorted(found) == list(range(11, CAPACITY + 11))
-
-
-def test_what_comes_after_a_difference_is_forgotten(tmp_path: Path):
-    records = Records(tmp_path / "rank-0", KEY)
-    for step in (5, 6, 7):
-        records.put(entry(step))
-    records.forget_after(5)
-    assert Records(tmp_path / "rank-0", KEY).found == {5: entry(5)}
+    assert sorted(Records(tmp_path / "rank-0", KEY).found or ()) == list(range(11, CAPACITY + 11))
+    again = Records(tmp_path / "rank-0", KEY)
+    again.forget_after(12)
+    assert Records(tmp_path / "rank-0", KEY).found == {11: entry(11), 12: entry(12)}
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"\0" * BYTES, b"ddpjob replay 2\0" + b"o" * 900])
@@ -76,11 +69,7 @@ def test_a_file_of_another_run_is_no_record(tmp_path: Path, data: bytes):
     assert Records(tmp_path / "rank-0", KEY).found is None
     Records(tmp_path / "rank-0", KEY).put(entry(1))
     assert Records(tmp_path / "rank-0", b"o" * KEY_BYTES).found is None
-
-
-def test_runs_with_other_snapshots_have_other_records(tmp_path: Path):
-    assert record_path(tmp_path, 0, Path("a")) != record_path(tmp_path, 0, Path("b"))
-    assert record_path(tmp_path, 0, Path("a")) != record_path(tmp_path, 1, Path("a"))
+    assert len({record_path(tmp_path, rank, Path(s)) for rank in (0, 1) for s in "ab"}) == 4
 
 
 # --- The comparison --------------------------------------------------------------------------
@@ -103,10 +92,11 @@ def test_losses_decide_and_the_first_that_differs_is_named(change: dict[str, int
 
 
 def test_weights_count_where_both_are_known():
-    before = entry(4, weights=5)
-    assert difference(before, entry(4, weights=6)) == "weights"
-    assert difference(before, entry(4, weights=5)) is None
-    assert difference(before, entry(4, weights=6, batches=9)) == "batch"
+    found = [
+        difference(entry(4, weights=5), entry(4, **now))
+        for now in ({"weights": 6}, {"weights": 5}, {"weights": 6, "batches": 9})
+    ]
+    assert found == ["weights", None, "batch"]
 
 
 def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
@@ -124,13 +114,11 @@ def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
     assert (other.pending, other.found.last) == (False, 5)
     assert (other.found.step, other.found.what) == (6, "loss")
 
-
-def test_a_step_that_was_torn_is_not_waited_for():
-    comparison = Comparison({6: entry(6)})
-    comparison.add(entry(5))
-    assert comparison.pending
-    comparison.add(entry(7))
-    assert (comparison.pending, comparison.found.last) == (False, 0)
+    hole = Comparison({6: entry(6)})  # is not waited for
+    hole.add(entry(5))
+    assert hole.pending
+    hole.add(entry(7))
+    assert (hole.pending, hole.found.last) == (False, 0)
 
 
 # --- Samples ---------------------------------------------------------------------------------
@@ -289,18 +277,11 @@ def test_a_disk_without_room_stops_no_training(tmp_path: Path, said: list[str]):
     assert ["for want of a record" in text for text in said] == [True]
 
 
-def test_the_launcher_reads_the_proof(tmp_path: Path):
-    assert read_proof(tmp_path) is None
-    RankStateWriter(tmp_path, 0).proven({"equal": True, "first": 3, "last": 4})
-    assert read_proof(tmp_path) == {"equal": True, "first": 3, "last": 4}
-    (tmp_path / "proof.json").write_text("[")
-    assert read_proof(tmp_path) is None
-
-
-def test_a_restart_that_was_not_checked_takes_no_proof_back(tmp_path: Path):
+def test_the_launcher_reads_the_proof_which_no_unchecked_restart_takes_back(tmp_path: Path):
     gang: Any = SimpleNamespace(
         state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
     )
+    assert read_proof(tmp_path) is None
     tells, known = RankStateWriter(tmp_path, 0), Results()
     for proof in (None, {"unchecked": "why"}, {"equal": True}, {"equal": False}):
         if proof is not None:
@@ -309,3 +290,5 @@ def test_a_restart_that_was_not_checked_takes_no_proof_back(tmp_path: Path):
         assert known.proof == proof
     tells.proven({"unchecked": "why"})
     assert known.after(gang).proof == {"equal": False}
+    (tmp_path / "proof.json").write_text("[")
+    assert read_proof(tmp_path) is None
