@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
 import random
 import signal
-import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +22,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot import manager
-from ddpjob_trainer.snapshot.ondisk import disk, manifest
-from ddpjob_trainer.snapshot.restore import load
-from ddpjob_trainer.snapshot.save import staging
-from ddpjob_trainer.state.codec import unflatten
+from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.telemetry import progress
 from ddpjob_trainer.training.leaving import shutdown
 from support.patience import PATIENCE
@@ -116,20 +110,6 @@ class Counting(nn.Module):
         self.calls = state["calls"]
 
 
-class Caching(nn.Module):
-    """Makes a buffer in forward that is in no state_dict(), as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "cache"):
-            self.register_buffer("cache", torch.full((4,), 0.5), persistent=False)
-        result: torch.Tensor = self.linear(x * self.cache)
-        return result
-
-
 class Switching(nn.Module):
     """Freezes its normalisation on the way, once, as a fine-tuning loop does."""
 
@@ -184,16 +164,10 @@ class Small:
     ("make", "more"),
     [
         (Counting, {}),
-        (Caching, {}),
         (Switching, {}),
         (lambda: nn.Linear(4, 2), {"scheduler": warm_then_drop}),
     ],
-    ids=[
-        "extra state",
-        "lazy buffer",
-        "eval",
-        "sequential scheduler",
-    ],
+    ids=["extra state", "eval", "sequential scheduler"],
 )
 def test_a_kill_leaves_no_trace(gang, tmp_path, make, more):  # type: ignore[no-untyped-def]
     trainings = [Small(tmp_path / name, make, **more) for name in ("undisturbed", "disturbed")]
@@ -281,40 +255,6 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
     assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
 
 
-def test_who_leaves_the_loop_may_change_the_weights_at_once(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Though a thread still copies the snapshot of the step before."""
-
-    def program(rank: int) -> None:
-        copy = staging.Buffer.copy
-
-        def slow(*arguments: Any) -> None:
-            time.sleep(0.5)  # as long as the script below has to be too early
-            copy(*arguments)
-
-        setattr(staging.Buffer, "copy", slow)  # noqa: B010
-        run = ddp.start(
-            total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2,
-            snapshot_staging="thread",
-        )  # fmt: skip
-        wrapped = prepared(run)
-        for step in run.steps(DATA):
-            if step.index == 2:
-                expected = wrapped.module.weight.detach().clone()
-                break
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
-        with torch.no_grad():
-            wrapped.module.weight.zero_()
-        run.finish()
-        [path] = (tmp_path / "s").glob("*/step-*.json")
-        found = manifest.read(path)
-        saved = unflatten(load.open_source(path.parent, found).flat())["model"]["weight"]
-        assert torch.equal(saved, expected)
-
-    assert gang.run(program, world=1) == {0: 0}, gang.log(0)
-
-
 def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
     """The others cannot know of it before this process has ended."""
 
@@ -399,31 +339,6 @@ def test_a_child_forked_in_the_loop_ends_on_sigterm(gang):  # type: ignore[no-un
             step.commit()
 
     assert gang.run(forks, world=1) == {0: 0}, gang.log(0)
-
-
-def test_sigterm_while_a_print_blocks_ends_the_process(gang, wait_until):  # type: ignore[no-untyped-def]
-    read, write = os.pipe()
-
-    def prints(rank: int) -> None:
-        ddp.start(total_steps=1, global_batch=6)
-        sys.stdout = os.fdopen(write, "w")
-        while True:
-            print("x" * 4000)
-
-    gang.start(prints, world=1)
-    os.close(write)
-    pid = gang.pids[0]
-    size = fcntl.fcntl(read, fcntl.F_GETPIPE_SZ)
-
-    def full() -> bool:
-        waiting = fcntl.ioctl(read, termios.FIONREAD, b"0000")
-        sleeps = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-        return sleeps and int.from_bytes(waiting, sys.byteorder) > size // 2
-
-    wait_until(full, "the print blocks")
-    os.kill(pid, signal.SIGTERM)
-    assert gang.wait() == {0: 143}, gang.log(0)
-    os.close(read)
 
 
 # --- Leaving the loop -------------------------------------------------------------------------

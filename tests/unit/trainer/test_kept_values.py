@@ -83,40 +83,10 @@ def test_the_types_of_a_dicts_values_come_back() -> None:
     # A name may be an Enum's.
     resumed(Decay.LINEAR, {"mean": np.float32(0.1), "size": torch.Size([2, 3])}, values)
     assert repr(values) == "{'mean': np.float32(0.1), 'size': torch.Size([2, 3])}"
-    resumed("mine", {"mean": 0.5, "size": (4, 5)}, values)  # as older versions have stored them
-    assert values == {"mean": 0.5, "size": (4, 5)}
 
 
 class Best(NamedTuple):
     loss: float
-
-
-class Mean:
-    """Keeps a number of Python's, and says it as one of numpy's."""
-
-    def __init__(self, mean: float) -> None:
-        self.mean = mean
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": np.float64(self.mean)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = float(state["mean"])
-
-
-class Floats(Mean):
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
-
-
-def test_of_a_number_that_is_numpys_or_not_nothing_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A snapshot of an older version holds Python's."""
-    for before, after in ((Mean(0.5), Floats(1)), (Floats(0.5), Mean(1))):
-        resumed("mean", before, after)
-        assert after.mean == 0.5
-    assert capsys.readouterr() == ("", "")
 
 
 class Rate(float):

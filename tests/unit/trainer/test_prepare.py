@@ -133,14 +133,10 @@ def test_an_average_of_what_cannot_be_copied_is_refused():
     assert make_ema(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), 0.9) is not None
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
-def test_state_that_an_optimizer_has_made_already_follows_its_parameters(kind: Any):
+def test_state_that_an_optimizer_has_made_already_follows_its_parameters():
     """The counter stays where torch keeps it, unless a kernel reads it."""
     model = nn.Linear(2, 2)
-    optimizer = kind(model.parameters(), lr=0.1)
-    if kind is torch.optim.AdamW:  # makes its own in the first step
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # makes its own at once
     before = list(model.parameters())
     place(model, META)
     # On a GPU these are the same objects; torch makes new ones on meta only.

@@ -216,6 +216,9 @@ class Life:
             self.replay.conclude(end=end)
 
 
+LOSSES = (1.0, 2.0, 3.0, 4.0, 5.0)
+
+
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
@@ -224,19 +227,22 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said: list[str]):
-    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0)
+    Life(tmp_path / "r", 0).do(*LOSSES)
+    Life(tmp_path / "r", 2).do(3.0)  # and killed: the rest is left to the next
     life = Life(tmp_path / "r", 2)
-    life.do(3.0)
+    life.do(3.0, 4.0)
     assert (life.progress.proofs, said) == ([], [])
-    life.do(4.0, 5.0)
-    assert life.progress.proofs == [{"equal": True, "first": 3, "last": 4}]
-    assert said == ["restart proven: steps 3 to 4 again, bit for bit"]
+    life.do(5.0, 6.0)
+    assert life.progress.proofs == [{"equal": True, "first": 3, "last": 5}]
+    assert said == ["restart proven: steps 3 to 5 again, bit for bit"]
+    life.replay.conclude(end=True)
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_difference_is_told_once_and_its_course_is_the_new_record(
     tmp_path: Path, said: list[str]
 ):
-    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
+    Life(tmp_path / "r", 0).do(*LOSSES)
     life = Life(tmp_path / "r", 2)
     life.do(3.0, 4.5, 5.5, 6.5)
     assert life.progress.proofs == [{"equal": False, "step": 4, "rank": 0, "what": "loss"}]
@@ -247,23 +253,11 @@ def test_a_difference_is_told_once_and_its_course_is_the_new_record(
     assert again.progress.proofs == [{"equal": True, "first": 4, "last": 6}]
 
 
-def test_a_kill_in_the_midst_of_the_comparison_leaves_the_rest_to_the_next(
-    tmp_path: Path, said: list[str]
-):
-    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
-    Life(tmp_path / "r", 2).do(3.0)
-    last = Life(tmp_path / "r", 2)
-    last.do(3.0, 4.0, 5.0, end=False)
-    last.replay.conclude(end=True)
-    assert last.progress.proofs == [{"equal": True, "first": 3, "last": 5}]
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.mark.parametrize(("done", "facts"), [(0, "same"), (2, "others"), (5, "same")])
 def test_nothing_is_claimed_of_what_was_not_compared(
     tmp_path: Path, said: list[str], done: int, facts: str
 ):
-    Life(tmp_path / "r", 0).do(1.0, 2.0, 3.0, 4.0, 5.0)
+    Life(tmp_path / "r", 0).do(*LOSSES)
     life = Life(tmp_path / "r", done, facts)
     life.do(7.0, 8.0, 9.0, end=True)
     assert life.progress.proofs == [{"unchecked": words} for words in said]

@@ -89,7 +89,7 @@ class Keeping:
         self.best = dict(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes"))
         config["buckets"] = stored.get("buckets")
-        self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
+        self.finished = (self._options.total_steps or 0) <= stored.get("finished", -1)
         if self.finished:
             self._warn(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."

@@ -106,12 +106,6 @@ def take_layout(config: dict[str, Any], layout: str | None) -> str:
     )
 
 
-def is_finished(stored: Mapping[str, Any], total_steps: int) -> bool:
-    """Tell whether a snapshot is the end of a run that was to do this many steps, or more."""
-    found = stored.get("finished")
-    return isinstance(found, int) and total_steps <= found
-
-
 # --- Hyperparameters ---
 
 _COUNTERS = {"last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}

@@ -210,24 +210,24 @@ class Step:
     def check_update(self, call: str) -> None:
         """Raise NotCommittedError unless every batch has had a backward."""
         done, wanted = self.consumed, len(self.parts)
-        if self.committed or not done:
-            again = self.committed or self.updates
-            when = "after step.commit()" if self.committed else "before step.backward(loss)"
-            when += "" if again else f", which stands in the place of loss.backward(){LEFT_OUT}"
-            cure = (
-                ". The update() before has dropped all gradients: give optimizers whose gradients"
-                " are to be applied together to one update(first, second), or call step.backward()"
-                " again after it; to go through the batches again, collect them first, with"
-                " batches = list(step.batches)"
+        if self.committed:
+            when = "after step.commit()"
+        elif not done and not self.updates:
+            when = "before step.backward(loss), which stands in the place of loss.backward()"
+            when += LEFT_OUT
+        elif not done:
+            when = (
+                "before step.backward(loss). The update() before has dropped all gradients: give"
+                " optimizers whose gradients are to be applied together to one"
+                " update(first, second), or call step.backward() again after it; to go through the"
+                " batches again, collect them first, with batches = list(step.batches)"
             )
-            raise NotCommittedError(
-                f"step {self.index}: {call} was called {when}{cure if self.updates else ''}"
-            )
-        if done < wanted:
-            raise NotCommittedError(
-                f"step {self.index}: {call} was called after {done} of {wanted} batches: go through"
-                f" all of step.batches and call step.backward(loss) for each{LEFT_OUT}"
-            )
+        elif done < wanted:
+            when = f"after {done} of {wanted} batches: go through all of step.batches and call"
+            when += f" step.backward(loss) for each{LEFT_OUT}"
+        else:
+            return
+        raise NotCommittedError(f"step {self.index}: {call} was called {when}")
 
 
 def check_loss(loss: object) -> None:
