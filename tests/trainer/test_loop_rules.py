@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +89,20 @@ def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # ty
 # --- State that must survive ----------------------------------------------------------------
 
 
-class Counting(nn.Module):
-    """Keeps a plain number in get_extra_state()."""
+class Odd(nn.Module):
+    """Counts in get_extra_state(), and freezes its normalisation on the way, as fine-tuners do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(2)
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        result: torch.Tensor = self.linear(x) * (1 + 0.01 * self.calls)
+        if self.calls == 4:
+            self.norm.eval()
+        result: torch.Tensor = self.norm(self.linear(x) * (1 + 0.01 * self.calls))
         return result
 
     def get_extra_state(self) -> dict[str, int]:
@@ -110,77 +112,38 @@ class Counting(nn.Module):
         self.calls = state["calls"]
 
 
-class Switching(nn.Module):
-    """Freezes its normalisation on the way, once, as a fine-tuning loop does."""
+def test_a_kill_leaves_no_trace(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def training(directory: Path, die: int = -1) -> Callable[[int], None]:
+        def program(rank: int) -> None:
+            run = ddp.start(
+                total_steps=8, global_batch=6, snapshot_dir=directory / "s", snapshot_every=2
+            )
+            model = Odd()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            kinds = torch.optim.lr_scheduler
+            parts = [kinds.LinearLR(optimizer, total_iters=5), kinds.MultiStepLR(optimizer, [1])]
+            schedule = kinds.SequentialLR(optimizer, parts, milestones=[5])
+            wrapped, _ = run.prepare(model, optimizer, scheduler=schedule)
+            for step in run.steps(DATA):
+                for (x,) in step.batches:
+                    step.backward(wrapped(x).pow(2).mean())
+                if step.index == die:
+                    await_snapshot(directory / "s/00000001", 4)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step.commit()
+            run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+            (directory / "result").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
+            run.finish()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.norm = nn.BatchNorm1d(2)
+        directory.mkdir(exist_ok=True)
+        return program
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(self.linear(x))
-        if self.norm.num_batches_tracked == 3:  # type: ignore[operator]
-            self.norm.eval()
-        return result
-
-
-def warm_then_drop(optimizer: torch.optim.Optimizer) -> Any:
-    schedulers = torch.optim.lr_scheduler
-    parts = [schedulers.LinearLR(optimizer, total_iters=5), schedulers.MultiStepLR(optimizer, [1])]
-    return schedulers.SequentialLR(optimizer, parts, milestones=[5])
-
-
-@dataclass
-class Small:
-    """A small training that can be killed."""
-
-    directory: Path
-    make: Callable[[], nn.Module]
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
-    die: int | None = None
-
-    def __call__(self, rank: int) -> None:
-        run = ddp.start(
-            total_steps=8, global_batch=6, snapshot_dir=self.directory / "s", snapshot_every=2
-        )
-        model = self.make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = self.scheduler(optimizer) if self.scheduler else None
-        wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler)
-        for step in run.steps(DATA):
-            for (x,) in step.batches:
-                step.backward(wrapped(x).pow(2).mean())
-            if step.index == self.die:
-                await_snapshot(self.directory / "s/00000001", 4)
-                os.kill(os.getpid(), signal.SIGKILL)
-            step.commit()
-        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
-        (self.directory / "result").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
-        run.finish()
-
-
-@pytest.mark.parametrize(
-    ("make", "more"),
-    [
-        (Counting, {}),
-        (Switching, {}),
-        (lambda: nn.Linear(4, 2), {"scheduler": warm_then_drop}),
-    ],
-    ids=["extra state", "eval", "sequential scheduler"],
-)
-def test_a_kill_leaves_no_trace(gang, tmp_path, make, more):  # type: ignore[no-untyped-def]
-    trainings = [Small(tmp_path / name, make, **more) for name in ("undisturbed", "disturbed")]
-    for training in trainings:
-        training.directory.mkdir()
-    assert gang.run(trainings[0], world=1) == {0: 0}, gang.log(0)
-    trainings[1].die = 5
-    assert gang.run(trainings[1], world=1) == {0: -9}, gang.log(0)
-    trainings[1].die = None
-    assert gang.run(trainings[1], world=1) == {0: 0}, gang.log(0)
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert gang.run(training(undisturbed), world=1) == {0: 0}, gang.log(0)
+    assert gang.run(training(disturbed, die=5), world=1) == {0: -9}, gang.log(0)
+    assert gang.run(training(disturbed), world=1) == {0: 0}, gang.log(0)
     assert "resuming after step 4" in gang.log(0)
-    results = [(training.directory / "result").read_text() for training in trainings]
-    assert results[0] == results[1]
+    assert (disturbed / "result").read_text() == (undisturbed / "result").read_text()
 
 
 def test_what_no_snapshot_could_hold_is_refused_before_the_first_step(gang, tmp_path):  # type: ignore[no-untyped-def]
@@ -204,25 +167,6 @@ def test_what_no_snapshot_could_hold_is_refused_before_the_first_step(gang, tmp_
 
 
 # --- Ends -----------------------------------------------------------------------------------
-
-
-def test_finish_in_a_finally_does_not_wait_for_those_that_train_on(gang):  # type: ignore[no-untyped-def]
-    def fails(rank: int) -> None:
-        run = ddp.start(total_steps=6, global_batch=6)
-        wrapped = prepared(run, nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2)))
-        try:
-            for step in run.steps(DATA):
-                for (x,) in step.batches:
-                    if rank == 1 and step.index == 2:
-                        raise KeyError("bug")
-                    step.backward(wrapped(x).sum())
-                step.commit()
-        finally:
-            run.finish()
-
-    env = {"DDPJOB_HANG_STEP_SECONDS": "30", "DDPJOB_HANG_SNAPSHOT_SECONDS": "30"}
-    assert gang.run(fails, env=env) == {0: 75, 1: 1, 2: 75}
-    assert "KeyError: 'bug'" in gang.log(1)
 
 
 @pytest.mark.parametrize("how", ["break", "break, snapshots", "no loop"])

@@ -62,17 +62,17 @@ def test_a_call_on_one_rank_only_is_refused(gang, odd, words):  # type: ignore[n
         assert f"rank 0 is in run.{odd}()" in logs or f"rank 0 in run.{odd}()" in logs
 
 
-@pytest.mark.parametrize("after", ["finish", "evaluate", "handler", "nothing", "all"])
+@pytest.mark.parametrize("after", ["finish", "evaluate", "handler", "goes up", "nothing", "all"])
 def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  # type: ignore[no-untyped-def]
     """Nothing holds it any more when the script goes on; finish() in its handler does nothing."""
 
     def program(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6)
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(*[KeyError] * (after != "goes up")):
             try:
                 train(run, "all" if after == "all" else "error")
             finally:
-                if after == "handler":
+                if after in ("handler", "goes up"):  # waits for nobody
                     run.finish()
         if after == "evaluate":
             run.evaluate(DATA, total)
@@ -82,6 +82,10 @@ def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  #
 
     codes = gang.run(program)
     logs = "".join(map(gang.log, range(3)))
+    if after == "goes up":
+        assert codes == {0: 75, 1: 1, 2: 75}, logs
+        assert "KeyError: 'mine'" in gang.log(1)
+        return
     if after in ("handler", "nothing", "all"):
         assert codes == dict.fromkeys(range(3), 0 if after == "all" else 75) | {1: 0}, logs
         return

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
 from ddpjob_trainer.training.replay import replay
@@ -176,30 +177,15 @@ class Told:
         self.proofs.append(proof)
 
 
-class Numbers:
-    """A device whose numbers have come."""
-
-    device = CPU
-    queues = False
-
-    def number(self, value: Any) -> float:
-        return float(value)
-
-    def numbers(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64)
-
-    def read(self, vector: torch.Tensor) -> Any:
-        return SimpleNamespace(values=vector.tolist)
-
-
 class Life:
     """One process of the only rank; ``others`` has what further ranks send to conclude()."""
 
     def __init__(self, path: Path, done: int, facts: Any = "same", rank: int = 0) -> None:
         self.progress = Told()
         world: Any = SimpleNamespace(
-            rank=rank, device=CPU, accelerator=Numbers(), gather_bytes=lambda what, data: [data]
-        )
+            rank=rank, device=CPU, accelerator=accelerator.of(CPU),
+            gather_bytes=lambda what, data: [data],
+        )  # fmt: skip
         self.replay = Replay(world, self.progress, path)  # type: ignore[arg-type]
         self.replay.begin(done, {"facts": facts})
         self.step = done

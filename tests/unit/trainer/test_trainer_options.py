@@ -78,6 +78,9 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
     ("changes", "words"),
     [
         ({"total_steps": 0}, "total_steps=0 must be at least 1"),
+        ({"epochs": 0}, "epochs=0 must be at least 1"),
+        ({"epochs": 2}, "start() needs total_steps or epochs, and not both"),
+        ({"total_steps": None}, "start() needs total_steps or epochs, and not both"),
         ({"tail": "keep"}, "tail='keep' must be one of 'drop', 'pad', 'join'"),
         ({"check_every": -1}, "check_every=-1 must be at least 0"),
         ({"global_batch": 25}, "cannot be divided by 3 processes: use a multiple of 3"),
