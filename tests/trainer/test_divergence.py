@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -139,7 +138,7 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
             nets, torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1), ema=0.9
         )
         teacher = nn.Linear(4, 2).requires_grad_(False)
-        queue = Queue()
+        queue = {"rows": torch.zeros(3), "note": "text"}  # as MoCo's keys
         run.register("teacher", teacher)
         run.register("queue", queue, per_rank=case == "per rank")
         for step in run.steps(TensorDataset(torch.randn(48, 4))):
@@ -152,7 +151,7 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
                 found = {
                     "second model": nets[1].bias, "average": average.module.bias,
                     "teacher": teacher.bias,
-                }.get(case, queue.rows)  # fmt: skip
+                }.get(case, queue["rows"])  # fmt: skip
                 with torch.no_grad():
                     found.view(-1)[1] += 1
         run.finish()
@@ -164,19 +163,6 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
     assert codes == ALL_70, gang.log(0)
     name = {
         "second model": "model2.bias", "average": "ema.bias", "teacher": "teacher.bias",
-        "object": "queue.kept.0",
+        "object": "queue.values.rows",
     }[case]  # fmt: skip
     assert f"after step 2: rank 1 differs from rank 0, first in '{name}'" in gang.log(2)
-
-
-class Queue:
-    """A script's own state, as MoCo's keys."""
-
-    def __init__(self) -> None:
-        self.rows = torch.zeros(3)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": [self.rows], "note": "text"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        (self.rows,) = state["kept"]

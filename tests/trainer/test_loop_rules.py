@@ -401,6 +401,9 @@ def test_a_logged_mean_is_over_all_ranks(gang, tmp_path, odd):  # type: ignore[n
         drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
         assert run.sum(drawn) == pytest.approx(3 * drawn), "start() seeds all ranks alike"
         wrapped = prepared(run)
+        for wrong, words in (("mean", "in the loop's body"), ("sum", "must be None or 'mean'")):
+            with pytest.raises(ddp.ConfigError, match=words):
+                run.log({"a": 1.0}, reduce=wrong)
         for step in run.steps(DATA):
             run.log({"rank": torch.tensor(float(rank)), "b": 2 * step.index}, reduce="mean")
             run.log({"mine": rank})

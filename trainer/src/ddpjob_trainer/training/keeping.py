@@ -6,15 +6,11 @@ more steps.
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from ddpjob_trainer.comm.world import World, agree
+from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data.inputs import Indexed, Input
 from ddpjob_trainer.data.user_samplers import Sampled, orders_since
 from ddpjob_trainer.errors import ConfigError, DivergedError
@@ -76,11 +72,12 @@ class Keeping:
         built = run_config.Hyperparameters(self._trained)
         self.resumed_after, stored = self._snapshots.restore(state, config)
         script = self._options.resume_hyperparameters == "script"
-        self._warn(built.compare(stored.get("hyperparameters"), script=script))
+        self._tell(built.compare(stored.get("hyperparameters"), script=script))
         config["hyperparameters"] = built.kept
-        self._warn(run_config.take_data(stored, config["data"]))
+        self._tell(run_config.take_data(stored, config["data"]))
         if not stored and self._options.resume is not None:
-            _begin_with(self._options.resume, state.module, self._process.world)
+            weights.load(self._options.resume, state.module)
+            self._tell(f"beginning with the weights of {self._options.resume}")
         self.other_data = stored.get("order") != config["order"]
         if isinstance(self._order.epochs, Sampled) and not self.other_data:
             self._order.epochs.expect(stored.get("orders", {}))
@@ -91,7 +88,7 @@ class Keeping:
         config["buckets"] = stored.get("buckets")
         self.finished = (self._options.total_steps or 0) <= stored.get("finished", -1)
         if self.finished:
-            self._warn(
+            self._tell(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."
                 " To go on, ask for more steps than then; to train anew, take another snapshot"
                 " directory"
@@ -104,7 +101,7 @@ class Keeping:
         if isinstance(self._input, Indexed) and self._process.world.size > 1:
             blob = json.dumps(self._input.compared).encode()
             gathered = self._process.world.gather_bytes("the comparison of samples", blob)
-            self._warn(self._input.compare_samples([json.loads(one) for one in gathered]))
+            self._tell(self._input.compare_samples([json.loads(one) for one in gathered]))
 
     def step_ended(self, done: int, *, last: bool, finished: bool) -> None:
         """Compare the ranks and make a snapshot, where it is time. Raises DivergedError."""
@@ -115,7 +112,7 @@ class Keeping:
             self._process.replay.snapshot_due(self._trained.module)
         first = done == self.resumed_after + 1
         if first:  # by now it is known in which buckets gradients travel
-            self._warn(run_config.take_layout(self._config, self._process.averaging.layout()))
+            self._tell(run_config.take_layout(self._config, self._process.averaging.layout()))
         # Before a snapshot can hold this step: a resume after it does not report the step again.
         self._exchange.learn(all_steps=last or due or compare or first)
         if compare:
@@ -142,7 +139,7 @@ class Keeping:
             if self._divergence.due(done, needed=True):
                 self._compare(done)
         except DivergedError as error:
-            self._warn(f"warning: the loop was left early, and this is no end to resume: {error}")
+            self._tell(f"warning: the loop was left early, and this is no end to resume: {error}")
             return
         self._save(done, last=True, finished=True)
 
@@ -158,7 +155,7 @@ class Keeping:
         }
         self._snapshots.save(done, self._trained.state, self._config, last=last)
 
-    def _warn(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         if text and self._process.world.rank == 0:
             say(0, text)
 
@@ -177,34 +174,3 @@ def is_better(value: float, mode: str, before: Best | None) -> bool:
             " file, or the same mode"
         )
     return math.isfinite(value) and (value < best if mode == "min" else value > best)
-
-
-# --- start(resume=FILE) ---
-
-
-def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
-    """Begin with a file's weights: load on rank 0, which alone must see it. Collective.
-
-    Raises ConfigError, on every rank.
-    """
-    problem = ""
-    if world.rank == 0:
-        try:
-            weights.load(path, module)
-        except ConfigError as error:
-            problem = str(error)
-    problem = world.broadcast_bytes(problem.encode()).decode()
-    if problem:
-        raise ConfigError(problem)
-    state = module.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    for value in tensors.values():
-        world.broadcast_tensor(value)
-    if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
-        buffer = io.BytesIO()
-        if world.rank == 0:
-            torch.save({name: state[name] for name in state if name not in tensors}, buffer)
-        received = io.BytesIO(world.broadcast_bytes(buffer.getvalue()))
-        module.load_state_dict({**tensors, **torch.load(received, weights_only=True)})
-    if world.rank == 0:
-        say(0, f"beginning with the weights of {path}")

@@ -1,8 +1,7 @@
 """Run the training loop of one process, from the newest snapshot to the last step.
 
-Run.steps() makes a Loop and yields its steps. A step: hand out its batches, a backward for each,
-average and update (updates.py), exchange a few numbers beside that (step_exchange.py), and after
-the loop's body the snapshot (keeping.py) and the question whether to stop.
+A step: hand out its batches, a backward for each, average and update (updates.py), exchange a few
+numbers beside that (step_exchange.py), and after the loop's body the snapshot (keeping.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Exchange a step's numbers among the ranks, and draw the same conclusions on all of them.
 
-One exchange per step, which runs beside the update: losses and their weights, whether a rank got
-SIGTERM, whether its gradients are finite, facts of its snapshots, numbers to log. Values of hosts
-are read when the step ends; values of a GPU when the next step has been queued, so
-that the GPU stays busy, or sooner where a snapshot or a check depends on them.
+One exchange per step runs beside the update. Values of hosts are read when the step ends; values
+of a GPU when the next step has been queued, so that the GPU stays busy, or sooner where a snapshot
+or a check depends on them.
 """
 
 from __future__ import annotations
@@ -185,9 +184,8 @@ class Mean:
 
 
 class LoggedMeans:
-    """run.log(..., reduce="mean"): means over the ranks, which ride on the step's one exchange.
+    """run.log(..., reduce="mean"): means over all ranks and calls, in the step's one exchange.
 
-    A name may be logged several times in a step, for each micro batch say: each call counts once.
     Every rank sends as many numbers in every step, since it cannot know what the others log: a
     hash of the names, and places for sums and counts.
     """
@@ -256,18 +254,6 @@ class LoggedMeans:
         if isinstance(value, torch.Tensor):
             return self._world.accelerator.number(value)
         return float(value)
-
-
-def means(within: LoggedMeans | None, reduce: str, values: Values) -> Values:
-    """Return what run.log() is to tell instead of these values. Raises ConfigError."""
-    if reduce != "mean":
-        raise ConfigError(f"run.log(reduce={reduce!r}) must be None or 'mean'")
-    if within is None:
-        raise ConfigError(
-            "run.log(reduce='mean') is of a step: call it in the loop's body, without step=;"
-            " elsewhere run.sum() adds up over the ranks"
-        )
-    return within.add(values)
 
 
 def _hash(names: Sequence[str]) -> float:

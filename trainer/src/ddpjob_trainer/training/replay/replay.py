@@ -1,9 +1,8 @@
 """Check each restart: the steps after the snapshot, done again, must be the same.
 
-Each rank records what its steps computed, in a file that outlives it (records.py). After a
-restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
-each step how far they are, and draw the conclusion together: Loop calls conclude(). A planned
-restart (drill.py) is one like any other here.
+Each rank records what its steps computed, in a file that outlives it (records.py). The ranks tell
+one another in the exchange of each step how far they are with those that they do again, and draw
+the conclusion together: Loop calls conclude(). A drill (drill.py) is a restart like any other here.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ travel to the host beside the step's losses.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
@@ -24,10 +23,8 @@ _ROWS = 64
 _OF_PARAMETER = 64
 _PARTS = 64  # of a list
 _CHARACTERS = 256
-#: Of a generator's words all change when the position comes to their end, so some will do. numpy's
-#: are read where they are: numpy itself takes a tenth of a millisecond to show them.
+#: Of a generator's words all change when the position comes to their end, so some will do.
 _WORDS_BYTES = 128
-_POSITION_AT = 624 * 4
 
 
 class Digest:
@@ -102,17 +99,12 @@ def _thinned(shape: Iterable[int], elements: int, rows: int) -> tuple[slice, ...
 
 
 def of_generators(device: torch.device) -> int:
-    """Return a hash of the global generators of torch, numpy and the device.
+    """Return a hash of the global generators of torch and the device.
 
-    That of `random` is left out: Python takes longer to show it than all this takes.
+    Those of `random` and numpy are left out: they take longer to be shown than all this takes.
     """
     torchs = torch.get_rng_state().numpy()
     found = blake2b(torchs[:_WORDS_BYTES].tobytes() + torchs[-_WORDS_BYTES:].tobytes())
-    numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its types lack it
-    if isinstance(numpy, np.random.MT19937):
-        words = numpy.ctypes.state_address
-        found.update(ctypes.string_at(words, _WORDS_BYTES))
-        found.update(ctypes.string_at(words + _POSITION_AT, 4))
     if device.type == "cuda":
         # The host has it: nothing waits.
         found.update(torch.cuda.get_rng_state(device).numpy().tobytes())
