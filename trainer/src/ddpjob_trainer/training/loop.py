@@ -21,7 +21,6 @@ from ddpjob_trainer.state import rng
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.keeping import Keeping
-from ddpjob_trainer.training.leaving.call_mismatch import LEFT, meet
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
@@ -221,9 +220,10 @@ class Loop:
         if step is not None:
             when = "after" if step.committed else "before"
             place = f"in step {step.index}, {when} its commit()"
-        place = f"{LEFT} {place}"
-        with process.shutdown.peers(place):
-            meet(process.world, place)
+        call = f"the end of the loop, left {place}"
+        with process.shutdown.peers(call):
+            process.world.barrier()
+            process.world.gather_bytes(call, b"")  # raises ConfigError where places differ
             if step is not None:
                 if step.committed:
                     self.exchange.finish(step)

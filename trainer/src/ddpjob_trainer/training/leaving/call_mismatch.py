@@ -13,11 +13,8 @@ import threading
 from torch._C._distributed_c10d import Store
 
 from ddpjob_trainer.comm.world import World, other_call
-from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.training.leaving.shutdown import Shutdown
 
-#: How the call begins that a rank makes which leaves the loop early.
-LEFT = "left the loop"
 _FIRST_LOOK_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 8.0
 
@@ -57,27 +54,4 @@ class CallMismatch:
             mine = json.dumps([rank, what])
             other, there = json.loads(store.compare_set(f"call {number}", "", mine))
             if there != what:
-                self._shutdown.refuse(_refusal((other, there), (rank, what)))
-
-
-def meet(world: World, place: str) -> None:
-    """Wait for the ranks to leave the loop. Raises ConfigError unless all do in the same place."""
-    world.barrier()
-    there = [one.decode() for one in world.gather_bytes("the loop's end", place.encode())]
-    for rank, other in enumerate(there):
-        if other != there[0]:
-            raise _refusal((0, there[0]), (rank, other))
-
-
-def _refusal(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
-    if not second[1].startswith(LEFT):
-        first, second = second, first
-    if not second[1].startswith(LEFT):
-        return other_call(second, first)
-    there = first[1] if first[1].startswith(LEFT) else f"is in {first[1]}"
-    return ConfigError(
-        f"rank {second[0]} {second[1]}, and rank {first[0]} {there}: leave it on every rank in the"
-        " same step, or on none. run.sum(flag) tells all ranks what one has seen, and step.stop()"
-        " ends the loop on all of them. An error that one rank's script catches: let it go up, and"
-        " all ranks restart"
-    )
+                self._shutdown.refuse(other_call((other, there), (rank, what)))
