@@ -97,12 +97,10 @@ def take_layout(config: dict[str, Any], layout: str | None) -> str:
     before, config["buckets"] = config["buckets"], layout
     if before in (None, layout):
         return ""
-    what = "travel in other buckets"
-    if str(before).partition("/")[0] == str(layout).partition("/")[0]:
-        what = "are added up in another order, by other GPUs or over other links,"
     return (
-        f"warning: gradients {what} than before the snapshot: the"
-        " result will not equal an undisturbed run's bit for bit"
+        "warning: gradients are added up in another order than before the snapshot, in other"
+        " buckets, by other GPUs or over other links: the result will not equal an undisturbed"
+        " run's bit for bit"
     )
 
 

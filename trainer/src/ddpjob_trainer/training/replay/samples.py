@@ -57,7 +57,7 @@ class Digest:
 
     def sample(self, tensor: torch.Tensor, elements: int = _OF_PARAMETER, rows: int = 8) -> None:
         """Add a tensor: its shape, and evenly spaced elements."""
-        self._hash.update(_facts(tensor.dtype, tensor.shape))
+        self._note(tensor.dtype, tensor.shape)
         if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
             return
         thin = in_order(tensor.detach()[_thinned(tensor.shape, elements, rows)])
@@ -74,11 +74,6 @@ class Digest:
 
     def _note(self, *facts: object) -> None:
         self._hash.update(repr(facts).encode(errors="replace"))
-
-
-@functools.lru_cache(maxsize=256)
-def _facts(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    return f"{dtype}{tuple(shape)}".encode()
 
 
 @functools.lru_cache(maxsize=256)
