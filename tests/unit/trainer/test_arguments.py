@@ -41,7 +41,6 @@ ODD: dict[str, list[Any]] = {  # by the type that is declared
     "Several": [5, True, math.nan, {}],
     "fetch.Collate": [3, True, "", []],
     "Log": [3, True, "", []],
-    "Mapping[str, Any]": [3, True, "", []],
     "torch.amp.GradScaler": [3, True, "", []],
 }
 DECLARED = [

@@ -112,7 +112,6 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "fetch.Collate": function,
     "Collate": function,
     "Log": function,
-    "Mapping[str, Any]": _of("a dict", lambda value: isinstance(value, Mapping)),
     "torch.amp.GradScaler": _of("a torch.amp.GradScaler", _is_scaler),
     "Any": _of("anything", lambda value: True),  # checked where it is used
 }
