@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,27 +74,22 @@ def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  
     assert training.steps() == ["2"]
 
 
-@pytest.mark.parametrize(("every", "found"), [(3, 3), (100, 6)])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"check_every": 3}, "step 3: ranks [1, 2] differ from rank 0, first in '0.weight'"),
+        # The last step is looked at in any case.
+        ({"check_every": 100}, "step 6: ranks [1, 2] differ from rank 0, first in '0.weight'"),
+        ({"poke": "table", "level": "elastic"}, "step 2: ranks [1, 2] differ from rank 0"),
+        ({"poke": "table", "rank": 1}, ""),  # DDP gives every rank rank 0's before the next forward
+    ],
+)
 @pytest.mark.fault("T7")
-def test_rank_0_as_the_odd_one(gang, tmp_path, every, found):  # type: ignore[no-untyped-def]
-    """The last step is looked at in any case."""
-    training = Training(
-        tmp_path, rank=0, poke="0.weight", check_every=every, bit=20, at=1, snapshots=False
-    )
-    assert gang.run(training) == ALL_70
-    assert f"after step {found}: ranks [1, 2] differ from rank 0, first in '0.weight'" in gang.log(
-        1
-    )
-
-
-def test_buffers_count_where_they_must_be_equal(gang, tmp_path):  # type: ignore[no-untyped-def]
-    training = Training(
-        tmp_path, rank=1, poke="table", check_every=1, level="elastic", snapshots=False
-    )
-    assert gang.run(training) == ALL_70
-    assert "after step 4: rank 1 differs from rank 0, first in 'table'" in gang.log(0)
-    training.level = "resume"  # DDP gives every rank rank 0's before the next forward
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}
+def test_all_that_must_be_equal_is_looked_at(gang, tmp_path, changed, words):  # type: ignore[no-untyped-def]
+    usual = {"rank": 0, "poke": "0.weight", "bit": 20, "at": 1, "check_every": 1}
+    training = Training(tmp_path, snapshots=False, **usual | changed)
+    assert gang.run(training) == (ALL_70 if words else {0: 0, 1: 0, 2: 0})
+    assert f"after {words}" in gang.log(1) or not words
 
 
 class Caching(nn.Module):
@@ -144,7 +138,7 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
             nets, torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1), ema=0.9
         )
         teacher = nn.Linear(4, 2).requires_grad_(False)
-        queue = Queue()
+        queue = {"rows": torch.zeros(3), "note": "text"}  # as MoCo's keys
         run.register("teacher", teacher)
         run.register("queue", queue, per_rank=case == "per rank")
         for step in run.steps(TensorDataset(torch.randn(48, 4))):
@@ -157,7 +151,7 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
                 found = {
                     "second model": nets[1].bias, "average": average.module.bias,
                     "teacher": teacher.bias,
-                }.get(case, queue.rows)  # fmt: skip
+                }.get(case, queue["rows"])  # fmt: skip
                 with torch.no_grad():
                     found.view(-1)[1] += 1
         run.finish()
@@ -169,19 +163,6 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
     assert codes == ALL_70, gang.log(0)
     name = {
         "second model": "model2.bias", "average": "ema.bias", "teacher": "teacher.bias",
-        "object": "queue.kept.0",
+        "object": "queue.values.rows",
     }[case]  # fmt: skip
     assert f"after step 2: rank 1 differs from rank 0, first in '{name}'" in gang.log(2)
-
-
-class Queue:
-    """A script's own state, as MoCo's keys."""
-
-    def __init__(self) -> None:
-        self.rows = torch.zeros(3)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": [self.rows], "note": "text"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        (self.rows,) = state["kept"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot.reader import read_snapshot
+from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.training.teardown import Teardown
 from support.snapshots import await_snapshot
 
@@ -24,16 +26,18 @@ DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(
 TOTAL, END = 30, 23  # ten steps to an epoch: the end is in the midst of the third
 SAID = f"the run is finished, after step {END}: nothing is left to train"
 
+ALL_0 = dict.fromkeys(range(3), 0)
+
 Each = Callable[[ddp.Run, Any, nn.Module, str], bool | None]
 
 
-def train(directory: Path, each: Each, *, total: int = TOTAL, every: int = 10) -> Any:
+def train(directory: Path, each: Each, *, total: int = TOTAL, staging: str = "auto") -> Any:
     """``each`` is called in three places of every step; True: leave the loop."""
 
     def program(rank: int) -> None:
         run = ddp.start(
-            total_steps=total, global_batch=6, snapshot_dir=directory, snapshot_every=every,
-            snapshot_keep=9,
+            total_steps=total, global_batch=6, snapshot_dir=directory, snapshot_every=10,
+            snapshot_keep=9, snapshot_staging=staging,
         )  # fmt: skip
         net = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Tanh(), nn.Linear(300, 2))
         optimizer = torch.optim.AdamW(net.parameters(), 0.01)
@@ -92,9 +96,9 @@ def killed(then: Each) -> Each:
 @pytest.mark.fault("T1")
 def test_an_early_end_is_kept_and_final(gang, tmp_path, end):  # type: ignore[no-untyped-def]
     undisturbed, directory, whole = (tmp_path / name for name in ("undisturbed", "s", "whole"))
-    assert gang.run(train(undisturbed, end)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(undisturbed, end)) == ALL_0, gang.log(0)
     assert gang.run(train(directory, killed(end))) == {0: 75, 1: 75, 2: -9}
-    assert gang.run(train(directory, end)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(directory, end)) == ALL_0, gang.log(0)
     assert "resuming after step 20" in gang.log(0)
     assert f"trained 3 steps, finished {END}" in gang.log(0)
     assert hashes(directory) == hashes(undisturbed)
@@ -102,21 +106,28 @@ def test_an_early_end_is_kept_and_final(gang, tmp_path, end):  # type: ignore[no
     found = read_snapshot(directory, None)
     assert (found.step, found.config["finished"]) == (END, TOTAL)
     mine = hashes(directory)
-    assert gang.run(train(directory, end)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(directory, end)) == ALL_0, gang.log(0)
     assert SAID in gang.log(0)
     assert SAID not in gang.log(1)
     assert f"trained 0 steps, finished {END}" in gang.log(2)
     assert hashes(directory) == mine
 
     never: Each = lambda *_: None  # noqa: E731
-    assert gang.run(train(directory, never, total=36)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(directory, never, total=36)) == ALL_0, gang.log(0)
     assert f"trained {36 - END} steps, finished 36" in gang.log(1)
-    assert gang.run(train(whole, never, total=36)) == dict.fromkeys(range(3), 0)
+    assert gang.run(train(whole, never, total=36)) == ALL_0
     assert hashes(directory) == hashes(whole)
 
 
-def test_a_loop_left_before_a_commit_ends_with_the_step_before(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Whose snapshot may be there: then it is marked, though the weights have changed since."""
+def test_a_loop_left_before_a_commit_ends_with_the_step_before(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Whose snapshot may be under way: it is marked, though the weights have changed since."""
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.5)  # as long as the script below has to be too early
+        copy(*arguments)
+
+    copy = Buffer.copy
+    monkeypatch.setattr(Buffer, "copy", slow)
 
     def at_the_top(run: ddp.Run, step: Any, net: nn.Module, place: str) -> bool:
         if place == "after the loop":
@@ -124,14 +135,15 @@ def test_a_loop_left_before_a_commit_ends_with_the_step_before(gang, tmp_path): 
                 net[0].weight.zero_()  # type: ignore[operator, union-attr]
         return place == "top" and step.index == 20
 
-    assert gang.run(train(tmp_path / "s", at_the_top)) == dict.fromkeys(range(3), 0), gang.log(0)
+    first = train(tmp_path / "s", at_the_top, staging="thread")
+    assert gang.run(first) == ALL_0, gang.log(0)
     found = read_snapshot(tmp_path / "s", None)
     assert (found.step, found.config["finished"]) == (20, TOTAL)
     assert found.model["0.weight"].any()
-    assert gang.run(train(tmp_path / "s", at_the_top)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(tmp_path / "s", at_the_top)) == ALL_0, gang.log(0)
     assert "trained 0 steps, finished 20" in gang.log(1)
     # One that leaves before its first step: the snapshot that it came from is another's.
-    assert gang.run(train(tmp_path / "s", at_the_top, total=40)) == dict.fromkeys(range(3), 0)
+    assert gang.run(train(tmp_path / "s", at_the_top, total=40)) == ALL_0
     assert read_snapshot(tmp_path / "s", None).config["finished"] == 40
 
 
@@ -142,26 +154,20 @@ def test_ranks_that_have_changed_their_weights_since_keep_no_end(gang, tmp_path)
                 net[0].weight.zero_()  # type: ignore[operator, union-attr]
         return step is not None and leave(run, step, net, place)
 
-    assert gang.run(train(tmp_path / "s", each)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(tmp_path / "s", each)) == ALL_0, gang.log(0)
     assert "warning: the loop was left early" in gang.log(0)
     assert read_snapshot(tmp_path / "s", None).step == 20
 
 
-@pytest.mark.parametrize("how", ["exit", "error", "caught by with", "caught", "no finish"])
+@pytest.mark.parametrize("how", ["exit", "error", "caught", "no finish"])
 def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: ignore[no-untyped-def]
     def each(run: ddp.Run, step: Any, net: nn.Module, place: str) -> None:
         if step is None or not leave(run, step, net, place):
             return
         await_20(run)
-        if how == "caught by with":
+        if how == "caught":
             with contextlib.suppress(KeyError), run:
                 raise KeyError("bug")
-        elif how == "caught":
-            with contextlib.suppress(KeyError):
-                try:
-                    raise KeyError("bug")
-                finally:
-                    run.finish()
         elif how == "error":
             raise KeyError("bug")
         sys.exit(3 if how == "exit" else 0)
@@ -175,17 +181,16 @@ def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: i
             raise
 
     endings: list[Teardown] = []
-    began = Teardown.began
+    made = Teardown.__init__
     monkeypatch.setattr(
-        Teardown, "began", lambda self, loop: (endings.append(self), began(self, loop))[1]
+        Teardown, "__init__", lambda self, process: (endings.append(self), made(self, process))[1]
     )
     code = {"exit": 3, "error": 1}.get(how, 0)
     assert gang.run(program, world=1) == {0: code}, gang.log(0)
     found = read_snapshot(tmp_path / "s", None)
     assert found.step == 20
     assert not found.config["finished"]
-    told = how in ("exit", "no finish")
-    assert told == (f"left after step {END} without run.finish()" in gang.log(0))
+    assert (how != "error") == (f"left after step {END} without run.finish()" in gang.log(0))
 
 
 def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ignore[no-untyped-def]
@@ -193,5 +198,5 @@ def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ig
         if place == "after commit" and step.index == 4 and run.rank == 2:
             step.stop()
 
-    assert gang.run(train(tmp_path / "s", each)) == dict.fromkeys(range(3), 0), gang.log(0)
+    assert gang.run(train(tmp_path / "s", each)) == ALL_0, gang.log(0)
     assert read_snapshot(tmp_path / "s", None).step == 6

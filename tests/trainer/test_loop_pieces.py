@@ -32,7 +32,6 @@ def quadratic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def train(
     path: Path,
     *,
-    each: Callable[[ddp.Run, int], None] | None = None,
     of_none: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     **start: Any,
 ) -> Callable[[int], None]:
@@ -49,8 +48,6 @@ def train(
                 loss = quadratic(wrapped, x)
                 step.backward(loss if part.samples else of_none(loss))
             step.commit()
-            if each is not None:
-                each(run, step.index)
         if rank == 0:
             torch.save([p.detach() for p in model.parameters()], path)
         run.finish()
@@ -125,6 +122,7 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
             )  # fmt: skip
             optimizer = torch.optim.AdamW(model.parameters())
             wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001, ema=0.9)
+            expected: list[torch.Tensor] = []
             for step in run.steps(DATA):
                 for index, (x,) in enumerate(step.batches):
                     if name == "evaluated" and step.index == 3 and index == 0:
@@ -141,6 +139,11 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
                     assert found == {"ones": 1.0, "rows": 25.0}
                     with run.evaluating() as bare:
                         bare(torch.rand(3, 6))
+                    now = [p.detach().clone() for p in model.parameters()]
+                    pairs = zip(expected or now, now, strict=True)
+                    expected = [mean.lerp(value, 0.1) for mean, value in pairs]
+                    with run.evaluating(ema=True) as average:
+                        torch.testing.assert_close([*average.parameters()], expected)
                     if step.index == 4:  # the next update takes the model's again
                         with run.evaluating(ema=True) as average:
                             average[2].running_mean.fill_(7.0)
@@ -160,28 +163,6 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
     # Rank 0's buffers are those that count; an evaluation gives them to the other ranks.
     found = [(tmp_path / f"{name}-0").read_text() for name in ("evaluated", "plain")]
     assert found[0] == found[1]
-
-
-def test_ema_is_what_it_says_and_can_be_evaluated(gang):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        run = ddp.start(total_steps=4, global_batch=12)
-        model = net()
-        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), ema=0.75)
-        expected: list[torch.Tensor] = []
-        for step in run.steps(DATA):
-            for (x,) in step.batches:
-                step.backward(quadratic(wrapped, x))
-            step.commit()
-            now = [p.detach().clone() for p in model.parameters()]
-            pairs = zip(expected or now, now, strict=True)
-            expected = [average.lerp(parameter, 0.25) for average, parameter in pairs]
-        with run.evaluating(ema=True) as average:
-            for parameter, value in zip(average.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter, value)
-        by_ema = run.evaluate(DATA, lambda m, b: m(b[0]).sum(), ema=True)
-        assert by_ema != run.evaluate(DATA, lambda m, b: m(b[0]).sum())
-
-    assert gang.run(program, world=1) == {0: 0}, gang.log(0)
 
 
 def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
@@ -222,31 +203,3 @@ def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, t
     assert seen[0][1] == [True, 1]
     assert seen[0][2] == [False, 1]
     assert [changed for changed, _ in seen[0][3:]].count(True) >= 2
-
-
-@pytest.mark.parametrize(
-    ("directories", "steps", "code"),
-    [(("a", "a"), (4, 4), 64), (("a", "b"), (4, 4), 0), (("a", "a"), (4, 6), 0)],
-)
-def test_a_second_run_in_one_process_does_not_begin_where_the_first_has_ended(
-    gang, tmp_path, directories, steps, code
-):  # type: ignore[no-untyped-def]
-    """As one for each fold: it would train nothing, and its weights be the first's."""
-
-    def folds(rank: int) -> None:
-        for name, total in zip(directories, steps, strict=True):
-            trained = []
-            train(
-                tmp_path / "weights",
-                each=lambda run, step, trained=trained: trained.append(step),
-                total_steps=total,
-                snapshot_dir=tmp_path / name,
-            )(rank)
-            print(name, "trained", trained)
-
-    assert gang.run(folds, world=1) == {0: code}, gang.log(0)
-    assert "a trained [0, 1, 2, 3]" in gang.log(0)
-    if code:
-        assert "Give each run a directory of its own" in gang.log(0)
-    else:
-        assert ("b trained [0, 1, 2, 3]" if "b" in directories else "[4, 5]") in gang.log(0)

@@ -124,24 +124,37 @@ def test_weighted_losses_are_those_of_one_big_batch(gang, tmp_path, case):  # ty
         assert all(torch.equal(found[name], other[name]) for name in found)
 
 
+def spoil(named: Mapping[str, torch.nn.Parameter]) -> None:
+    for parameter in named.values():
+        assert parameter.grad is not None
+        parameter.grad.fill_(math.nan)
+
+
 @pytest.mark.parametrize(
-    ("weight", "words"),
+    ("weight", "hook", "code", "words"),
     [
-        (lambda rank, index: 1.0 if rank == 1 else None, "1 of 3 ranks have given step.backward"),
-        (lambda rank, index: 0, "add up to 0 over all batches and ranks"),
+        (
+            lambda rank: 1.0 if rank == 1 else None,
+            None,
+            64,
+            "1 of 3 ranks have given step.backward",
+        ),
+        (lambda rank: 0, None, 64, "add up to 0 over all batches and ranks"),
+        (lambda rank: None, spoil, 70, "gradients are not finite"),
     ],
 )
-def test_weights_that_cannot_be_are_refused_on_all_ranks(gang, weight, words):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_applied_ends_all_ranks(gang, weight, hook, code, words):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
         run = ddp.start(total_steps=3, global_batch=12)
         model = net()
-        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, _ = run.prepare(model, optimizer, before_update=hook)
         for step in run.steps(DATA):
-            for index, (x, _) in enumerate(step.batches):
-                step.backward(wrapped(x).pow(2).mean(), weight=weight(rank, index))
+            for x, _ in step.batches:
+                step.backward(wrapped(x).pow(2).mean(), weight=weight(rank))
             step.commit()
 
-    assert gang.run(program) == {0: 64, 1: 64, 2: 64}, gang.log(0)
+    assert gang.run(program) == dict.fromkeys(range(3), code), gang.log(0)
     assert all(words in gang.log(rank) for rank in range(3))
 
 
@@ -205,24 +218,3 @@ def _first_batch() -> list[int]:
 
     order = DataOrder(Shuffled(3, SAMPLES), 12, "drop")
     return list(order.samples(order.batch(0)))
-
-
-def test_a_hook_that_breaks_gradients_meets_the_nan_policy(gang):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        def hook(named: Mapping[str, torch.nn.Parameter]) -> None:
-            for parameter in named.values():
-                assert parameter.grad is not None
-                parameter.grad.fill_(math.nan)
-
-        run = ddp.start(total_steps=2, global_batch=12)
-        model = net()
-        wrapped, _ = run.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), before_update=hook
-        )
-        for step in run.steps(TensorDataset(INPUTS)):
-            for (x,) in step.batches:
-                step.backward(wrapped(x).pow(2).mean())
-            step.commit()
-
-    assert gang.run(program) == {0: 70, 1: 70, 2: 70}, gang.log(0)
-    assert "gradients are not finite" in gang.log(0)

@@ -42,45 +42,26 @@ def watch() -> Any:
 
 
 def test_a_gpu_that_hangs_in_its_own_work_is_told_from_one_that_waits(watch: Any) -> None:
-    watch.look(200.0)
-    assert watch.progress.told == ["forward"], "wherever its host stands"
+    for now in (200.0, 201.0, 260.0):
+        watch.look(now)
+    assert watch.progress.told == ["forward"], "once, wherever its host stands"
     watch.device.run(1)
-    watch.look(201.0)
+    watch.look(261.0)
     assert watch.progress.told == ["forward", "backward"]
     assert "backward" in WAITING, "for gradients of others"
     watch.device.run(2)
-    watch.look(202.0)
+    watch.look(262.0)
     assert watch.progress.told[-1] == "update"
+    watch.progress.since = ("data", 263.0)
+    watch.look(263.5)
+    assert len(watch.progress.told) == 3, "the loop moves: it speaks for itself"
+    watch.look(300.0)
+    assert watch.progress.told[2:] == ["update"] * 2
     assert not {"forward", "update"} & WAITING
 
 
-def test_what_does_not_change_is_told_once_and_no_sign_of_life(watch: Any) -> None:
-    for now in (200.0, 201.0, 260.0):
-        watch.look(now)
-    assert watch.progress.told == ["forward"]
-    watch.progress.since = ("data", 261.0)
-    watch.look(261.5)
-    assert watch.progress.told == ["forward"], "the loop moves: it speaks for itself"
-    watch.look(300.0)
-    assert watch.progress.told == ["forward"] * 2
-
-
-def test_a_host_that_hangs_speaks_for_itself(watch: Any) -> None:
-    watch.device.run(6)
-    watch.look(200.0)
-    assert watch.progress.told == []
-
-
-def test_seconds_are_the_devices_own(watch: Any) -> None:
-    watch.watch.start()
-    watch.watch.stop()
-    watch.device.run(6)
-    watch.look(0.0)
-    found = {"data": 0.0, "forward": 1.0, "backward": 2.0, "update": 2.0}
-    assert watch.progress.seconds == found
-
-
-def test_a_device_that_waits_for_its_batch_or_evaluates_is_told_from_one_that_computes() -> None:
+def test_seconds_are_the_devices_own() -> None:
+    """Those in which it waits for its batch or evaluates are told from those of its computing."""
     device, progress = Queued(torch.device("cpu")), Progress()
     watch = DeviceWatch(device, progress)  # type: ignore[arg-type]
     watch.start()
@@ -90,8 +71,9 @@ def test_a_device_that_waits_for_its_batch_or_evaluates_is_told_from_one_that_co
             device.mark()
         watch.queued(activity)  # type: ignore[arg-type]
     device.run(device.mark())
-    watch.look(0.0)
+    watch.look(200.0)
     assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
+    assert progress.told == [], "a host that hangs speaks for itself"
 
 
 def test_its_thread_asks_its_own_gpu() -> None:

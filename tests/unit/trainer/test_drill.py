@@ -61,25 +61,18 @@ class Rank:
     ],
 )
 def test_the_first_comes_two_steps_after_a_durable_snapshot(step: int, newest: int, due: bool):
-    assert Rank().begin().due(step, newest) is due
-
-
-def drills(rank: Rank, done: int, **more: Any) -> list[int]:
-    """Steps at which one would come, if each snapshot were durable at once."""
-    rank.begin(done, **more)
-    steps = range(done + 1, TOTAL)
-    return [step for step in steps if rank.due(step, max(done, step // EVERY * EVERY) or -1)][:1]
-
-
-def test_the_second_comes_after_the_first_epochs_end():
-    assert drills(Rank(), 0) == [12]
-    assert drills(Rank(round_=1), 10) == [42]
-    assert drills(Rank(round_=2), 40) == []
+    rank = Rank().begin()
+    assert rank.due(step, newest) is due
+    rank.replay.compares = True  # another restart
+    assert not rank.due(step, newest)
 
 
 @pytest.mark.parametrize(
     ("where", "done", "more", "found"),
     [
+        ({}, 0, {}, [12]),
+        ({"round_": 1}, 10, {}, [42]),  # the second, after the first epoch's end
+        ({"round_": 2}, 40, {}, []),
         ({"round_": 1}, 10, {"epoch": 1000}, []),  # an epoch longer than the run
         ({"round_": 1}, 10, {"epoch": None}, []),  # a stream
         ({}, 0, {"epoch": 5}, [12]),  # the first is the second, too
@@ -100,26 +93,22 @@ def test_the_second_comes_after_the_first_epochs_end():
 def test_each_run_has_a_defined_drill_or_none(
     where: dict[str, Any], done: int, more: dict[str, Any], found: list[int]
 ):
-    rank = Rank(**where)
-    if "every" in where:
-        rank.begin(done)
-        every = where["every"]
-        assert [s for s in range(1, 9) if rank.due(s, (s - 1) // every * every or -1)][:1] == found
-    else:
-        assert drills(rank, done, **more) == found
+    """Steps at which one would come, if each snapshot were durable at the next step's end."""
+    rank, every = Rank(**where).begin(done, **more), where.get("every", EVERY)
+    due = [
+        s for s in range(done + 1, TOTAL) if rank.due(s, max(done, (s - 1) // every * every) or -1)
+    ]
+    assert due[:1] == found
     assert rank.said == []
 
 
-def test_a_slow_start_leaves_it_out_and_says_so_once():
-    rank = Rank(took=SLOW_SECONDS + 1).begin()
-    rank.drill.learn(rank.drill.report())
-    assert not rank.due(12, 10)
-    (words,) = rank.said
+def test_one_slow_rank_or_one_without_a_record_leaves_it_out_on_all():
+    slow = Rank(took=SLOW_SECONDS + 1).begin()
+    slow.drill.learn(slow.drill.report())
+    assert not slow.due(12, 10)
+    (words,) = slow.said
     assert "took more than 60 s" in words
     assert "drill: Always" in words
-
-
-def test_one_slow_rank_or_one_without_a_record_leaves_it_out_on_all():
     rank = Rank().begin()
     for sums, said in (([1.0, 0.0], 0), ([0.0, 1.0], 1)):
         rank.drill.learn(sums)
@@ -130,21 +119,10 @@ def test_one_slow_rank_or_one_without_a_record_leaves_it_out_on_all():
     assert not alone.begin().due(12, 10)
 
 
-def test_it_waits_for_a_restart_that_is_still_compared():
-    rank = Rank(round_=1).begin(10)
-    rank.replay.compares = True
-    assert not rank.due(42, 40)
-    rank.replay.compares = False
-    assert rank.due(43, 40)
-
-
-def test_a_worker_reads_what_its_launcher_says():
-    assert read_worker({}).drill == DrillSettings("Never", 0, 0.0)
-    assert read_worker({DRILL: "Auto 17 2.5"}).drill == DrillSettings("Auto", 17, 2.5)
-
-
-def test_a_launcher_reads_what_it_is_told():
+def test_the_launcher_says_what_it_is_told():
     assert read_launcher({}).drill == "Auto"
     assert read_launcher({"DDPJOB_DRILL": "Never"}).drill == "Never"
     with pytest.raises(ConfigError, match="DDPJOB_DRILL='on' must be one of Auto, Always, Never"):
         read_launcher({"DDPJOB_DRILL": "on"})
+    assert read_worker({}).drill == DrillSettings("Never", 0, 0.0)
+    assert read_worker({DRILL: "Auto 17 2.5"}).drill == DrillSettings("Auto", 17, 2.5)

@@ -22,11 +22,8 @@ def test_who_ended_early_is_named_before_its_victim(code: int, exception: str):
     record = verdict.next.records[-1]
     assert record["exception"].startswith("rank 1 after step 12 ended with exit code 0 while")
     assert f"then rank 0: {exception or code}" in record["exception"]
-
-
-def test_an_error_of_its_own_is_its_own():
-    cause = Exit(0, 0, 1, 6.0, exception="OSError: disk full")
-    assert ended_early([Exit(1, 0, 0, 5.0), cause], cause) == ""
+    own = Exit(0, 0, 1, 6.0, exception="OSError: disk full")
+    assert ended_early([Exit(1, 0, 0, 5.0), own], own) == ""
     later = Exit(0, 0, 75, 4.0)
     assert ended_early([Exit(1, 0, 0, 5.0), later], later) == "", "it ended after the failure"
 

@@ -52,7 +52,7 @@ def evaluate(
         )
         for world in worlds
     ]  # fmt: skip
-    blobs = [json.dumps([share.values, share.samples]).encode() for share in shares]
+    blobs = [json.dumps(share).encode() for share in shares]
     gather = type("Gathered", (), {"gather_bytes": lambda self, what, mine: blobs})()
     assert blobs[0] in gather.gather_bytes("", b"")
     return evaluation.total(shares[0], gather, mean=mean)
@@ -68,6 +68,8 @@ def test_every_sample_counts_once_however_it_is_cut(batch_size):  # type: ignore
     assert mean == pytest.approx(float(VALUES.mean()))
     named = evaluate(lambda m, b: {"mean": b[0].mean()}, batch_size=batch_size, mean=True)
     assert named == {"mean": pytest.approx(float(VALUES.mean()))}
+    late = evaluate(lambda m, b: {"all": 1.0} | ({"late": 2.0} if b[0][0] >= 40 else {}))
+    assert late == {"all": 7.0, "late": 4.0}, "a name counts where it is"
 
 
 def test_workers_change_no_bit():  # type: ignore[no-untyped-def]
@@ -77,11 +79,6 @@ def test_workers_change_no_bit():  # type: ignore[no-untyped-def]
         for n in (0, 2, 4)
     }
     assert len(results) == 1, results
-
-
-def test_a_name_that_only_some_batches_have_counts_where_it_is():  # type: ignore[no-untyped-def]
-    found = evaluate(lambda m, b: {"all": 1.0} | ({"late": 2.0} if b[0][0] >= 40 else {}))
-    assert found == {"all": 7.0, "late": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -110,33 +107,21 @@ def test_what_is_no_metric_is_refused(metric, words):  # type: ignore[no-untyped
 def test_options_are_checked_before_anybody_waits(dataset, batch_size, workers, reduce, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=words):
         evaluation.check(
-            {
-                "dataset": dataset,
-                "metric": len,
-                "batch_size": batch_size,
-                "workers": workers,
-                "reduce": reduce,
-                "collate": None,
-                "ema": False,
-            }
-        )
+            {"dataset": dataset, "metric": len, "batch_size": batch_size, "workers": workers,
+             "reduce": reduce, "collate": None, "ema": False}
+        )  # fmt: skip
 
 
-def test_a_submodule_in_eval_mode_stays_so() -> None:
+def test_modes_and_gradients_are_put_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
-    with evaluation.evaluating(model):
-        assert not any(part.training for part in model.modules())
-    assert [part.training for part in model] == [True, False]
-
-
-def test_gradients_of_a_metric_are_not_those_of_the_next_update() -> None:
-    model = nn.Linear(2, 1)
-    model(torch.ones(2)).sum().backward()
+    model(torch.ones(3, 2)).sum().backward()
     before = [parameter.grad for parameter in model.parameters()]
     values = [gradient.clone() for gradient in before if gradient is not None]
     with evaluation.evaluating(model), torch.enable_grad():
-        model(torch.ones(2)).sum().backward()
+        assert not any(part.training for part in model.modules())
+        model(torch.ones(3, 2)).sum().backward()
+    assert [part.training for part in model] == [True, False]
     after = [parameter.grad for parameter in model.parameters()]
     assert all(one is other for one, other in zip(before, after, strict=True))
     assert all(map(torch.equal, values, [gradient for gradient in after if gradient is not None]))

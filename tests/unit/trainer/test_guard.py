@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Clip, Unit, Updater
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training.models.guard import Guard
+from ddpjob_trainer.training.models.guard import Guard, Touched
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")  # no update precedes
 
-MODEL = torch.nn.Linear(2, 2)
 
+class Trained:
+    """A model, its optimizer, and what updates with it."""
 
-class Watched:
     def __init__(self) -> None:
-        self.optimizer = torch.optim.SGD(MODEL.parameters(), lr=1.0)
-        self.state = TrainingState(MODEL)
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = TrainingState(self.model)
         self.updater = Updater()
+        self.updater.trains(dict(self.model.named_parameters()))
+        self.updater.units.append(Unit(self.optimizer, None, Clip(None, [])))
+
+
+class Watched(Trained):
+    """By the guard."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.guard = Guard(self.state, self.updater)
 
     def begin(self, scheduler: Any = None) -> None:
-        self.updater.units.append(Unit(self.optimizer, scheduler, Clip(None, [])))
-        self.updater.trains(dict(MODEL.named_parameters()))
+        self.updater.units[0].scheduler = scheduler
         self.guard.scheduled()
 
     def update(self) -> None:
@@ -55,34 +66,20 @@ def test_what_prepare_advances_is_not_advanced_again(watched: Watched) -> None:
     assert scheduler.last_epoch == 3
     watched.update()
     scheduler.step()  # as at an epoch's end
-    with pytest.raises(ConfigError, match=r"commit\(\) advances.*leave the call out"):
-        watched.guard.step_ended()
+    words = r"CosineAnnealingLR\.step\(\) is called.*commit\(\) advances.*leave the call out"
+    for found in (watched.guard.step_ended, watched.update):
+        with pytest.raises(ConfigError, match=words):
+            found()
 
 
-def test_it_is_found_before_commit_as_well(watched: Watched) -> None:
-    scheduler = lr_scheduler.ExponentialLR(watched.optimizer, 0.5)
-    watched.begin(scheduler)
-    scheduler.step()
-    with pytest.raises(ConfigError, match=r"ExponentialLR\.step\(\) is called in the loop"):
-        watched.update()
-
-
-def plateau(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
-    return lambda: scheduler.step(1.0)
-
-
-def cosine(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    return lr_scheduler.CosineAnnealingLR(optimizer, 9).step
-
-
-@pytest.mark.parametrize("make", [plateau, cosine])
-def test_one_that_prepare_was_not_given_is_the_scripts_affair(watched: Watched, make: Any) -> None:
+def test_one_that_prepare_was_not_given_is_the_scripts_affair(watched: Watched) -> None:
     """A restart shows whether it is kept."""
     watched.begin()
-    advance = make(watched.optimizer)
+    plateau = lr_scheduler.ReduceLROnPlateau(watched.optimizer)
+    cosine = lr_scheduler.CosineAnnealingLR(watched.optimizer, 9)
     for _ in range(3):
-        advance()
+        plateau.step(1.0)
+        cosine.step()
         watched.update()
         watched.guard.step_ended()
 
@@ -99,7 +96,7 @@ def test_the_loop_may_not_step_by_itself(watched: Watched) -> None:
 
 def test_an_optimizer_of_the_model_must_be_prepared(watched: Watched) -> None:
     watched.begin()
-    other = torch.optim.AdamW(MODEL.parameters())
+    other = torch.optim.AdamW(watched.model.parameters())
     with pytest.raises(ConfigError, match=r"AdamW is used in the loop, but prepare\(\) does not"):
         other.step()
     mine: Any = other
@@ -123,3 +120,101 @@ def test_one_of_something_else_may_work_within_a_step(watched: Watched) -> None:
     watched.guard.step_ended()
     with pytest.raises(ConfigError, match=r"Adam is used in the loop, but prepare\(\) does not"):
         before.step()
+
+
+# --- Gradients that the loop changes before they are the mean -----------------------------------
+
+
+class Backwards(Trained):
+    """Its gradients are this rank's own after each backward, if ``local``."""
+
+    def __init__(self, *, local: bool = True, scaler: torch.amp.GradScaler | None = None) -> None:
+        super().__init__()
+        self.updater.scaler = scaler
+        averaging: Any = SimpleNamespace(local=local)
+        self.touched = Touched(averaging, self.updater)
+
+    def backward(self, number: int, *, weighted: bool = False) -> None:
+        self.touched.before_backward(number)
+        self.updater.scale(self.model(torch.ones(1, 2)).sum()).backward()
+        self.touched.after_backward(weighted=weighted)
+
+    def update(self) -> None:
+        self.touched.before_update(self.updater.units)
+
+
+def clip(watched: Backwards) -> None:
+    nn.utils.clip_grad_norm_(watched.model.parameters(), 0.1)
+
+
+def replace(watched: Backwards) -> None:
+    watched.model.weight.grad = torch.ones(2, 2)
+
+
+def drop(watched: Backwards) -> None:
+    watched.optimizer.zero_grad()
+
+
+def zero(watched: Backwards) -> None:
+    watched.optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("change", [clip, replace, drop, zero])
+def test_what_is_changed_too_early_is_refused(change: Callable[[Backwards], None]) -> None:
+    watched = Backwards()
+    watched.backward(0)
+    change(watched)
+    with pytest.raises(ConfigError, match=r"between two batches of a step.*leave optimizer\.zero"):
+        watched.backward(1)
+    if change is not drop:
+        with pytest.raises(ConfigError, match=r"after step\.backward.*clip_grad_norm=.*before_up"):
+            watched.update()
+
+
+def test_gradients_that_another_backward_has_left_are_refused() -> None:
+    watched = Backwards()
+    watched.backward(0)
+    watched.backward(1)
+    watched.update()
+    watched.updater.forget()
+    watched.touched.before_backward(0, first=True)
+    watched.model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"before the first step\.backward\(\) since the last up"):
+        watched.touched.before_backward(0, first=True)
+
+
+def test_between_two_losses_of_a_batch_the_gradients_of_one_model_may_be_dropped() -> None:
+    """As a GAN drops what the generator's loss has left in the discriminator."""
+    watched = Backwards()
+    for _ in range(3):
+        watched.backward(0)
+        drop(watched)
+        watched.backward(0)
+        watched.update()
+        drop(watched)
+
+
+def test_a_mean_may_be_clipped_unless_it_lacks_the_factor_of_the_weights() -> None:
+    watched = Backwards(local=False)
+    for weighted in (False, True):
+        watched.backward(0, weighted=weighted)
+        clip(watched)
+        if not weighted:
+            watched.update()
+    with pytest.raises(ConfigError, match="were not yet the mean"):
+        watched.update()
+
+
+def test_scaled_gradients_may_be_clipped_once_the_script_has_unscaled_them() -> None:
+    watched = Backwards(local=False, scaler=torch.amp.GradScaler("cpu"))
+    for unscaled in (True, False):
+        watched.backward(0)
+        assert watched.updater.scaler is not None
+        if unscaled:
+            watched.updater.scaler.unscale_(watched.optimizer)
+        clip(watched)
+        if unscaled:
+            watched.update()
+            watched.updater.update(watched.updater.units)
+    with pytest.raises(ConfigError, match="were not yet the mean"):
+        watched.update()

@@ -80,42 +80,13 @@ def test_a_deque_in_a_dict_comes_back() -> None:
 
 def test_the_types_of_a_dicts_values_come_back() -> None:
     values: dict[str, Any] = {"mean": np.float32(0), "size": torch.Size([1, 1])}
-    resumed("mine", {"mean": np.float32(0.1), "size": torch.Size([2, 3])}, values)
+    # A name may be an Enum's.
+    resumed(Decay.LINEAR, {"mean": np.float32(0.1), "size": torch.Size([2, 3])}, values)
     assert repr(values) == "{'mean': np.float32(0.1), 'size': torch.Size([2, 3])}"
-    resumed("mine", {"mean": 0.5, "size": (4, 5)}, values)  # as older versions have stored them
-    assert values == {"mean": 0.5, "size": (4, 5)}
 
 
 class Best(NamedTuple):
     loss: float
-
-
-class Mean:
-    """Keeps a number of Python's, and says it as one of numpy's."""
-
-    def __init__(self, mean: float) -> None:
-        self.mean = mean
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": np.float64(self.mean)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = float(state["mean"])
-
-
-class Floats(Mean):
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
-
-
-def test_of_a_number_that_is_numpys_or_not_nothing_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A snapshot of an older version holds Python's."""
-    for before, after in ((Mean(0.5), Floats(1)), (Floats(0.5), Mean(1))):
-        resumed("mean", before, after)
-        assert after.mean == 0.5
-    assert capsys.readouterr() == ("", "")
 
 
 class Rate(float):
@@ -165,31 +136,20 @@ def test_a_rate_of_a_readers_own_type_and_an_enum_of_a_scheduler_go_through_a_re
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_a_registered_dicts_namedtuple_is_refused(per_rank: bool) -> None:
-    state = TrainingState(nn.Linear(2, 2))
-    state.register("mine", {"best": Best(1)}, per_rank=per_rank)
-    with pytest.raises(
-        UnstorableError, match=r"mine/values/best: a Best; .* keep what it is made of"
-    ):
-        state.capture(0)
-
-
 @pytest.mark.parametrize(
     "value",
     [
-        nn.Parameter(torch.ones(2)),
-        torch.ones(2).as_subclass(Marked),
-        np.ones(2).view(np.matrix),
-        np.ma.masked_array([1.0, 2.0], [1, 0]),
+        Best(1), nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(Marked),
+        np.ones(2).view(np.matrix), np.ma.masked_array([1.0, 2.0], [1, 0]),
     ],
     ids=lambda value: type(value).__name__,
-)
-def test_what_a_registered_dict_would_get_back_as_a_plain_tensor_or_array_is_refused(
-    value: Any,
+)  # fmt: skip
+def test_what_a_registered_dict_would_get_back_as_another_type_is_refused(
+    value: Any, *, per_rank: bool
 ) -> None:
     state = TrainingState(nn.Linear(2, 2))
-    state.register("mine", {"kept": value})
-    words = rf"a {type(value).__name__}; .* of another type: keep what it is made of"
+    state.register("mine", {"kept": value}, per_rank=per_rank)
+    words = rf"mine/values/kept: a {type(value).__name__}; .* keep what it is made of"
     with pytest.raises(UnstorableError, match=words):
         state.capture(0)
 
@@ -223,15 +183,6 @@ def test_conjugates_and_elements_of_others_in_a_model_come_back() -> None:
     assert (found["plain"].tolist(), found["minus"].tolist()) == ([1.0] * 3, [-1.0] * 3)
     assert found["of a table"].tolist() == [1.0]
     assert weights_sha256(states[0].module) == weights_sha256(states[1].module)
-
-
-def test_a_name_may_be_an_enums() -> None:
-    class Name(enum.StrEnum):
-        MINE = "mine"
-
-    values = {"n": 0}
-    resumed(Name.MINE, {"n": 1}, values)
-    assert values == {"n": 1}
 
 
 def regroup(groups: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.training.step_exchange import MOST, LoggedMeans, means
+from ddpjob_trainer.training.step_exchange import MOST, LoggedMeans
 
 
 def world_of(size: int) -> Any:
@@ -39,20 +39,10 @@ def test_each_call_of_a_step_counts_once():
         == [{"a": 4.0, "b": 3.0}] * 2
     )
     assert step([[{"a": torch.tensor(2.0)}], [{"a": 1.0}] * 3]) == [{"a": 1.25}] * 2
-
-
-def test_a_name_takes_one_place_however_often_it_is_logged():
     full = {f"n{number}": 1.0 for number in range(MOST)}
     assert step([[full] * 3])[0] == full
     with pytest.raises(ConfigError, match=f"{MOST + 1} names; {MOST} at most"):
         step([[full, {"more": 1.0}]])
-
-
-def test_when_means_cannot_be_logged():
-    with pytest.raises(ConfigError, match="in the loop's body"):
-        means(None, "mean", {"a": 1.0})
-    with pytest.raises(ConfigError, match="must be None or 'mean'"):
-        means(LoggedMeans(world_of(1)), "sum", {"a": 1.0})
 
 
 def test_a_step_may_be_heard_when_the_next_one_is_under_way():

@@ -40,7 +40,7 @@ def test_who_leaves_alone_does_not_wait_for_what_is_queued(
 def process() -> Any:
     """One that has nothing to close."""
     nothing = SimpleNamespace(
-        close=lambda **_: None, leave=lambda *_, **__: None, settle=lambda: None,
+        rank=1, close=lambda **_: None, settle=lambda: None,
         barrier=lambda: None, phase=lambda _: None, during=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
     shutdown = SimpleNamespace(failing=False, peers=lambda _: contextlib.nullcontext())

@@ -191,13 +191,12 @@ def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):  # typ
     assert "nccl was" not in words
 
 
-def test_sums_in_another_order_are_told_from_other_buckets():  # type: ignore[no-untyped-def]
+def test_sums_in_another_order_are_told():  # type: ignore[no-untyped-def]
     config = {"buckets": None}
     assert take_layout(config, "layout/sums") == ""
     assert config == {"buckets": "layout/sums"}
     assert take_layout(config, "layout/sums") == ""
-    assert "added up in another order, by other GPUs" in take_layout(config, "layout/other")
-    assert "travel in other buckets than before the snapshot" in take_layout(config, "new/other")
+    assert "added up in another order than before" in take_layout(config, "layout/other")
 
 
 @pytest.mark.parametrize("name", ["seed", "tail"])

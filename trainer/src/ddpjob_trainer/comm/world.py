@@ -106,7 +106,10 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.sum([0.0])
+        if self.control is not None and self.size > 1:
+            with peer_loss():
+                # gloo takes it for no part of another collective, in which the others may stand.
+                self.control.barrier().wait()
 
 
 def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
@@ -114,7 +117,8 @@ def other_call(first: tuple[int, str], second: tuple[int, str]) -> ConfigError:
     return ConfigError(
         f"rank {first[0]} is in {first[1]} and rank {second[0]} in {second[1]}, so they would wait"
         " for each other: every rank makes these calls, in the same order; none of them may stand"
-        " below an `if` that is true on one rank only, such as run.is_main"
+        " below an `if` that is true on one rank only, such as run.is_main. step.stop() ends the"
+        " loop on all ranks; a `break` on one does not, nor an error that one rank's script catches"
     )
 
 

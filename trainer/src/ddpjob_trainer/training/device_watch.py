@@ -1,8 +1,8 @@
 """Measure what the device does, and tell the hang watch while the loop makes no progress.
 
-When a GPU hangs, the hosts of all ranks wait somewhere: in a launch that finds the queue full, or
-for a result. So Loop queues a mark behind each batch, forward, backward and update. The first mark
-that has not been passed says whether this rank waits for its own work or for another's.
+When a GPU hangs, the hosts of all ranks wait somewhere. So Loop queues a mark behind each batch,
+forward, backward and update. The first mark that has not been passed says whether this rank waits
+for its own work or for another's.
 """
 
 from __future__ import annotations

@@ -59,25 +59,22 @@ def share_buffers(
         world.broadcast_tensor(buffer.data)
 
 
-@dataclass(slots=True)
-class Sums:
-    """Of metrics over batches, by name. ``samples``: how many there were."""
+#: Of metrics over batches: sums by name, and how many samples there were.
+Sums = tuple[dict[str, float], int]
 
-    values: dict[str, float] = field(default_factory=dict)
-    samples: int = 0
 
-    def add(self, found: Mapping[str, Any] | Any, samples: int, weight: float) -> None:
-        """Take in a batch's. Raises ConfigError for what is no number."""
-        self.samples += samples
-        for name, value in (found if isinstance(found, Mapping) else {_SOLE: found}).items():
-            try:
-                number = float(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"evaluate(): the metric {name or type(value).__name__!r} must be a number or a"
-                    f" tensor of one element ({error})"
-                ) from error
-            self.values[str(name)] = self.values.get(str(name), 0.0) + number * weight
+def _numbers(found: Any) -> dict[str, float]:
+    """Return a batch's metrics by name. Raises ConfigError for what is no number."""
+    numbers = {}
+    for name, value in (found if isinstance(found, Mapping) else {_SOLE: found}).items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"evaluate(): the metric {name or type(value).__name__!r} must be a number or a"
+                f" tensor of one element ({error})"
+            ) from error
+    return numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +113,8 @@ def share_of_metric(
     ``mean``: the metric is a batch's mean, and each of its samples counts once. Whichever process
     makes a batch: random numbers drawn for it, and those drawn afterwards, depend on it only.
     """
-    sums, size = Sums(), len(source.dataset)
+    sums: dict[str, float] = {}
+    size = len(source.dataset)
     starts = range(world.rank * batch_size, size, world.size * batch_size)
     spans = [np.arange(start, min(start + batch_size, size)) for start in starts]
     for span, made in zip(
@@ -126,8 +124,9 @@ def share_of_metric(
         if source.draws:
             source.seed_after(span)
         batch = fetch.to_device(made, world.accelerator)
-        sums.add(metric(module, batch), len(span), float(len(span)) if mean else 1.0)
-    return sums
+        for name, number in _numbers(metric(module, batch)).items():
+            sums[name] = sums.get(name, 0.0) + number * (len(span) if mean else 1)
+    return sums, sum(map(len, spans))
 
 
 def _made(
@@ -149,7 +148,7 @@ def _made(
 
 def total(sums: Sums, world: World, *, mean: bool) -> float | dict[str, float]:
     """Add up over all ranks, in their order; a rank may have had no batch. Collective."""
-    mine = json.dumps([sums.values, sums.samples]).encode()
+    mine = json.dumps(sums).encode()
     gathered = [json.loads(blob) for blob in world.gather_bytes("run.evaluate()", mine)]
     samples = sum(count for _, count in gathered)
     found: dict[str, float] = {}

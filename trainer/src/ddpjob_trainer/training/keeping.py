@@ -1,21 +1,16 @@
 """Load the newest snapshot as the loop begins; after each step compare ranks, save what is due.
 
-Loop calls it. The snapshot that ends the run says so: a resume has nothing left to train then,
-unless it asks for more steps. The best value so far, for run.keep_best(), is kept with it. A fresh
-run may begin with a file's weights.
+The snapshot that ends the run says so: a resume has nothing left to train then, unless it asks for
+more steps.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from ddpjob_trainer.comm.world import World, agree
+from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data.inputs import Indexed, Input
 from ddpjob_trainer.data.user_samplers import Sampled, orders_since
 from ddpjob_trainer.errors import ConfigError, DivergedError
@@ -27,10 +22,9 @@ from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.step_exchange import DeferredResults
+from ddpjob_trainer.training.step_exchange import StepExchange
 
 MODES = ("min", "max")
-
 
 #: What was best so far, and its mode: a list, as a snapshot's JSON has it.
 Best = list[Any]
@@ -45,21 +39,19 @@ class Keeping:
         options: Options,
         trained: PreparedModels,
         source: Input,
-        results: DeferredResults,
+        exchange: StepExchange,
     ) -> None:
         self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.resumed_after = 0
         self.finished = False  # so the snapshot says
         self.other_data = True  # than it was made with, or there is none
-        self._world = process.world
-        self._progress = process.progress
+        self._process = process
         self._snapshots = process.snapshots
-        self._replay = process.replay
         self._options = options
         self._trained = trained
         self._input = source
         self._order = source.order
-        self._results = results
+        self._exchange = exchange
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
@@ -75,16 +67,17 @@ class Keeping:
         state, config = self._trained.state, self._config
         decides = config.copy()
         facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
-        self._input.compare(agree(self._world, facts, self._input.own))
+        self._input.compare(agree(self._process.world, facts, self._input.own))
         self._snapshots.check(state)
         built = run_config.Hyperparameters(self._trained)
         self.resumed_after, stored = self._snapshots.restore(state, config)
         script = self._options.resume_hyperparameters == "script"
-        self._warn(built.compare(stored.get("hyperparameters"), script=script))
+        self._tell(built.compare(stored.get("hyperparameters"), script=script))
         config["hyperparameters"] = built.kept
-        self._warn(run_config.take_data(stored, config["data"]))
+        self._tell(run_config.take_data(stored, config["data"]))
         if not stored and self._options.resume is not None:
-            _begin_with(self._options.resume, state.module, self._world)
+            weights.load(self._options.resume, state.module)
+            self._tell(f"beginning with the weights of {self._options.resume}")
         self.other_data = stored.get("order") != config["order"]
         if isinstance(self._order.epochs, Sampled) and not self.other_data:
             self._order.epochs.expect(stored.get("orders", {}))
@@ -93,26 +86,22 @@ class Keeping:
         self.best = dict(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes", {}))
         config["buckets"] = stored.get("buckets")
-        self.finished = run_config.is_finished(stored, self._options.total_steps or 0)
+        self.finished = (self._options.total_steps or 0) <= stored.get("finished", -1)
         if self.finished:
-            self._warn(
+            self._tell(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."
                 " To go on, ask for more steps than then; to train anew, take another snapshot"
                 " directory"
             )
         else:
-            self._replay.begin(self.resumed_after, decides)
+            self._process.replay.begin(self.resumed_after, decides)
 
     def compare_samples(self) -> None:
         """Compare a few samples that all ranks have made. Every rank calls it."""
-        if isinstance(self._input, Indexed) and self._world.size > 1:
+        if isinstance(self._input, Indexed) and self._process.world.size > 1:
             blob = json.dumps(self._input.compared).encode()
-            gathered = self._world.gather_bytes("the comparison of samples", blob)
-            self._warn(self._input.compare_samples([json.loads(one) for one in gathered]))
-
-    def take_layout(self, layout: str | None) -> None:
-        """Learn in which buckets gradients travel, once that is known."""
-        self._warn(run_config.take_layout(self._config, layout))
+            gathered = self._process.world.gather_bytes("the comparison of samples", blob)
+            self._tell(self._input.compare_samples([json.loads(one) for one in gathered]))
 
     def step_ended(self, done: int, *, last: bool, finished: bool) -> None:
         """Compare the ranks and make a snapshot, where it is time. Raises DivergedError."""
@@ -120,10 +109,12 @@ class Keeping:
         # One that will be skipped need not be compared.
         compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
         if due:
-            self._replay.snapshot_due(self._trained.module)
-        # Before a snapshot can hold this step: a resume after it does not report the step again.
+            self._process.replay.snapshot_due(self._trained.module)
         first = done == self.resumed_after + 1
-        self._results.learn(all_steps=last or due or compare or first)
+        if first:  # by now it is known in which buckets gradients travel
+            self._tell(run_config.take_layout(self._config, self._process.averaging.layout()))
+        # Before a snapshot can hold this step: a resume after it does not report the step again.
+        self._exchange.learn(all_steps=last or due or compare or first)
         if compare:
             self._compare(done)
         if due:
@@ -136,8 +127,8 @@ class Keeping:
 
         The script may have changed the weights since, each rank in its own way.
         """
-        self._progress.plan(done)
-        self._results.learn(all_steps=True)
+        self._process.progress.plan(done)
+        self._exchange.learn(all_steps=True)
         if not self._snapshots.are_made or not done:
             return
         self._snapshots.settle()
@@ -148,7 +139,7 @@ class Keeping:
             if self._divergence.due(done, needed=True):
                 self._compare(done)
         except DivergedError as error:
-            self._warn(f"warning: the loop was left early, and this is no end to resume: {error}")
+            self._tell(f"warning: the loop was left early, and this is no end to resume: {error}")
             return
         self._save(done, last=True, finished=True)
 
@@ -164,8 +155,8 @@ class Keeping:
         }
         self._snapshots.save(done, self._trained.state, self._config, last=last)
 
-    def _warn(self, text: str) -> None:
-        if text and self._world.rank == 0:
+    def _tell(self, text: str) -> None:
+        if text and self._process.world.rank == 0:
             say(0, text)
 
 
@@ -173,10 +164,7 @@ class Keeping:
 
 
 def is_better(value: float, mode: str, before: Best | None) -> bool:
-    """Whether a value beats what was best before; what is not finite never does.
-
-    Raises ConfigError.
-    """
+    """Tell whether a finite value beats what was best before. Raises ConfigError."""
     if mode not in MODES:
         raise ConfigError(f"keep_best(mode={mode!r}) must be one of {', '.join(MODES)}")
     best, its_mode = before or (math.inf if mode == "min" else -math.inf, mode)
@@ -186,40 +174,3 @@ def is_better(value: float, mode: str, before: Best | None) -> bool:
             " file, or the same mode"
         )
     return math.isfinite(value) and (value < best if mode == "min" else value > best)
-
-
-# --- start(resume=FILE) ---
-
-
-def _begin_with(path: Path, module: torch.nn.Module, world: World) -> None:
-    """Begin with a file's weights: load on rank 0, which alone must see it. Collective.
-
-    Raises ConfigError, on every rank.
-    """
-    problem = ""
-    if world.rank == 0:
-        try:
-            weights.load(path, module)
-        except ConfigError as error:
-            problem = str(error)
-    problem = world.broadcast_bytes(problem.encode()).decode()
-    if problem:
-        raise ConfigError(problem)
-    state = module.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    for value in tensors.values():
-        world.broadcast_tensor(value)
-    if len(tensors) < len(state):  # get_extra_state() may be anything that can be pickled
-        extra = {name: value for name, value in state.items() if name not in tensors}
-        module.load_state_dict({**tensors, **_of_rank_0(extra, world)})
-    if world.rank == 0:
-        say(0, f"beginning with the weights of {path}")
-
-
-def _of_rank_0(extra: dict[str, object], world: World) -> dict[str, object]:
-    buffer = io.BytesIO()
-    if world.rank == 0:
-        torch.save(extra, buffer)
-    received = world.broadcast_bytes(buffer.getvalue())
-    found: dict[str, object] = torch.load(io.BytesIO(received), weights_only=True)
-    return found

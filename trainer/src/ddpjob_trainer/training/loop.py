@@ -1,8 +1,7 @@
 """Run the training loop of one process, from the newest snapshot to the last step.
 
-Run.steps() makes a Loop and yields its steps. A step: hand out its batches, a backward for each,
-average and update (updates.py), exchange a few numbers beside that (step_exchange.py), and after
-the loop's body the snapshot (keeping.py) and the question whether to stop.
+A step: hand out its batches, a backward for each, average and update (updates.py), exchange a few
+numbers beside that (step_exchange.py), and after the loop's body the snapshot (keeping.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ddpjob_trainer.training.keeping import Keeping
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
-from ddpjob_trainer.training.step_exchange import DeferredResults, LoggedMeans, StepExchange
+from ddpjob_trainer.training.step_exchange import StepExchange
 from ddpjob_trainer.training.updates import Updates
 
 
@@ -48,7 +47,7 @@ class Loop:
         self.within_step = False
         self.ended = False
         self._left = False  # early
-        self._step: Step | None = None
+        self.step: Step | None = None  # the newest
         self._process = process
         self._trained = trained
         place = run_config.place(options, process.world, process.progress.alive)
@@ -56,8 +55,7 @@ class Loop:
         self._options = options = run_config.with_steps(options, self._input.order)
         self._total = options.total_steps or 0
         nan = NanPolicy(options.nan_policy, process.world)
-        self._exchange = StepExchange(process, nan)
-        self._results = DeferredResults(process, self._exchange)
+        self.exchange = StepExchange(process, nan)
         self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
         process.progress.plan(self._total)
         if self._input.stream is not None:
@@ -65,19 +63,12 @@ class Loop:
         process.averaging.plan(self._input.order, 0)
         process.progress.built(partial(trained.updater.readings, process.world.accelerator))
         trace.mark("built")
-        self.kept = Keeping(process, options, trained, self._input, self._results)
-        self._updates = Updates(
-            process, options, trained, self._exchange, nan, self._device_watch,
-            self.kept.take_layout,
-        )  # fmt: skip
+        self.kept = Keeping(process, options, trained, self._input, self.exchange)
+        self._updates = Updates(process, options, trained, self.exchange, nan, self._device_watch)
         self.guard = self._updates.guard
-        self._generator = self._steps()
+        self.steps = self._steps()
 
     # --- The loop ---------------------------------------------------------------------------
-
-    def steps(self) -> Generator[Step, None, None]:
-        """Yield the steps that are still to do, after the newest snapshot if there is one."""
-        return self._generator
 
     def _steps(self) -> Generator[Step, None, None]:
         for model in self._trained.models:
@@ -96,7 +87,7 @@ class Loop:
                     self._end(step)
             except GeneratorExit:  # left early: what follows may change the weights, and take long
                 self._left = True
-                self.finished_steps += self._step is not None and self._step.committed
+                self.finished_steps += self.step is not None and self.step.committed
                 self._process.snapshots.before_update()
                 self._process.progress.phase("done")
                 raise
@@ -120,8 +111,8 @@ class Loop:
         parts = averaging.parts(self._input.order, index)
         rng.reseed(self._options.seed, index, averaging.outside)
         batches, epoch = self._batches(index, parts), self._input.epoch(index)
-        self._step = Step(self._updates, index, parts, batches, epoch, self._epoch_steps())
-        return self._step
+        self.step = Step(self._updates, index, parts, batches, epoch, self._epoch_steps())
+        return self.step
 
     def _batches(self, index: int, parts: Sequence[Part]) -> Iterator[Any]:
         process, seed = self._process, self._options.seed
@@ -137,15 +128,15 @@ class Loop:
                 rng.reseed(seed, index, part.shard)
             process.progress.at("forward")
             forwards = self._trained.forwards
-            assert self._step is not None
-            self._step.received += 1
+            assert self.step is not None
+            self.step.received += 1
             yield batch
             if self._options.level == "elastic" and self._trained.forwards == forwards:
-                self._step.check_forward()
+                self.step.check_forward()
 
     def _forward_begins(self, model: Wrapped) -> None:
-        if self._step is not None:
-            self._updates.forward_begins(self._step, model)
+        if self.step is not None:
+            self._updates.forward_begins(self.step, model)
 
     def _end(self, step: Step) -> None:
         """End the step after the body: what that does after commit() is in the snapshot too."""
@@ -155,13 +146,13 @@ class Loop:
         process.progress.at("agreement")
         first = done == self.kept.resumed_after + 1
         with process.shutdown.peers(f"step {step.index}"):
-            self._hear(step)
+            self.exchange.finish(step)
             if self._input.stream is not None and first:
-                self._exchange.compare_streams(self._input.stream.first)
-            if self._exchange.enough:
+                self.exchange.compare_streams(self._input.stream.first)
+            if self.exchange.enough:
                 process.progress.plan(done)
             finished = self._is_last()
-            self.kept.step_ended(done, last=self._exchange.stop or finished, finished=finished)
+            self.kept.step_ended(done, last=self.exchange.stop or finished, finished=finished)
             process.replay.conclude(end=finished)
         if first:
             trace.mark("step")
@@ -172,21 +163,15 @@ class Loop:
     def _stop_if_asked(self, done: int) -> None:
         """End the process where all ranks end: told to, or for a drill."""
         process = self._process
-        if self._exchange.stop:
+        if self.exchange.stop:
             process.progress.close(hurry=True)
             process.shutdown.stop(done)
         if process.drill.is_due(done):
             with process.shutdown.peers("a drill"):
-                self._results.learn(all_steps=True)
+                self.exchange.learn(all_steps=True)
                 process.world.barrier()  # all have their record: the first to end ends all
             process.progress.close(hurry=True)
             process.shutdown.drill(done)
-
-    def _hear(self, step: Step) -> None:
-        self._exchange.finish(step)
-        self._process.progress.body_ended()
-        self._process.replay.step_ended(step)
-        self._results.add(step)
 
     # --- Where the loop begins and ends -------------------------------------------------------
 
@@ -210,7 +195,7 @@ class Loop:
         trace.mark("loaded")
 
     def _is_last(self) -> bool:
-        enough = self.kept.finished or self._exchange.enough
+        enough = self.kept.finished or self.exchange.enough
         return enough or self.finished_steps >= self._total
 
     def _epoch_steps(self) -> int | None:
@@ -224,29 +209,26 @@ class Loop:
 
     def left(self) -> None:
         """Leave the loop, perhaps early: wait for all ranks, end the exchange under way."""
-        self._generator.close()  # after a break a variable may hold it, as in tqdm(run.steps())
-        if not self.ended:
-            self._process.mismatch.leave(self._step)
-            if self._left and self._step is not None and self._process.shutdown.caught is None:
-                self._end_early(self._step)
-        self._exchange.wait()
-        self._results.learn(all_steps=True)
+        self.steps.close()  # after a break a variable may hold it, as in tqdm(run.steps())
+        if self._left and not self.ended:
+            self._end_early()
+        self.exchange.wait()
 
-    def _end_early(self, step: Step) -> None:
-        process = self._process
-        with process.shutdown.peers("the end of run.steps()"):
-            if step.committed:
-                self._hear(step)
-            self.kept.left_early(self.finished_steps)
-            process.replay.conclude(end=True)
-            process.recorder.ended(self._trained.state, committed=step.committed)
+    def _end_early(self) -> None:
+        """Wait until every rank has left the loop where this one has; keep that end for good."""
+        process, step, place = self._process, self.step, "before its first step"
+        if step is not None:
+            when = "after" if step.committed else "before"
+            place = f"in step {step.index}, {when} its commit()"
+        call = f"the end of the loop, left {place}"
+        with process.shutdown.peers(call):
+            process.world.barrier()
+            process.world.gather_bytes(call, b"")  # raises ConfigError where places differ
+            if step is not None:
+                if step.committed:
+                    self.exchange.finish(step)
+                self.kept.left_early(self.finished_steps)
+                process.replay.conclude(end=True)
+                process.recorder.ended(self._trained.state, committed=step.committed)
         self.ended = True
         process.progress.phase("done")
-
-    def check_finite(self) -> None:
-        """Wait for what was measured in the steps so far. Raises DivergedError."""
-        self._results.check_finite(self._step)
-
-    def logged_means(self) -> LoggedMeans | None:
-        """Return what takes logged means; None outside of a step's body."""
-        return self._exchange.logged if self.within_step else None

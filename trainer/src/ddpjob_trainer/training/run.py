@@ -36,7 +36,6 @@ from ddpjob_trainer.training.loop import Loop
 from ddpjob_trainer.training.models.prepare import PreparedModels, named, shaped_like
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
-from ddpjob_trainer.training.step_exchange import means
 from ddpjob_trainer.training.teardown import Teardown
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
@@ -201,8 +200,8 @@ class Run:
             raise ConfigError("steps() was called twice; it counts all epochs itself")
         given = InputOptions.among(asked)
         self._loop = Loop(self._process, self.options, trained, dataset, given)
-        self._teardown.began(self._loop)
-        yield from self._loop.steps()
+        self._teardown.loop = self._loop
+        yield from self._loop.steps
 
     # --- After the loop, or within ----------------------------------------------------------
 
@@ -302,8 +301,14 @@ class Run:
         found = checked(values, self._process.world.accelerator.kept)
         at = None if step is None else whole("step", step)
         if reduce is not None:
-            within = self._loop.logged_means() if self._loop is not None else None
-            found = means(within if at is None else None, reduce, found)
+            if reduce != "mean":
+                raise ConfigError(f"run.log(reduce={reduce!r}) must be None or 'mean'")
+            if self._loop is None or not self._loop.within_step or at is not None:
+                raise ConfigError(
+                    "run.log(reduce='mean') is of a step: call it in the loop's body, without"
+                    " step=; elsewhere run.sum() adds up over the ranks"
+                )
+            found = self._loop.exchange.logged.add(found)
         if self.is_main and found:
             found = self._process.world.accelerator.soon(found)
             self._process.progress.log(self._step_to_log() if at is None else at, found)
@@ -325,7 +330,7 @@ class Run:
         file, ema = place("path", path), flag("ema", ema)
         if self.is_main:
             if self._loop is not None:
-                self._loop.check_finite()
+                self._loop.exchange.check_finite(self._loop.step)
             module = trained.module
             if ema or model is not None:
                 module = trained.model_of(model).weights(ema=ema)

@@ -1,8 +1,7 @@
 """Collect what decides the result of a run: stored in each snapshot, compared on each resume.
 
-Hyperparameters belong to it: what a script builds its optimizers and schedulers with. A resume
-takes the snapshot's values, as the bits need, and warns where the script has changed one since. It
-compares how both scripts began, not what training has changed.
+Hyperparameters belong to it: what a script builds its optimizers and schedulers with, not what
+training has changed since.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.models.prepare import PreparedModels
 
-#: What must be equal on all ranks, lest they wait for different things.
-OF_ALL = (
-    "seed", "global_batch", "micro_batches", "tail", "precision", "samples", "order",
-    "total_steps", "level", "shards", "nan_policy", "check_every", "resume",
+_OPTIONS = (
+    "seed", "global_batch", "micro_batches", "tail", "precision", "total_steps", "level",
+    "nan_policy", "check_every", "threads",
 )  # fmt: skip
+#: What must be equal on all ranks, lest they wait for different things.
+OF_ALL = (*_OPTIONS[:-1], "samples", "order", "shards", "resume")
 
 
 def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
@@ -68,21 +68,12 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Return plain values only: a snapshot's JSON holds them."""
     return {
-        "seed": options.seed,
-        "global_batch": options.global_batch,
-        "micro_batches": options.micro_batches,
-        "tail": options.tail,
-        "precision": options.precision,
+        **{name: getattr(options, name) for name in _OPTIONS},
         "samples": epochs.length,
         "order": epochs.name,
         "data": data,
-        "total_steps": options.total_steps,
-        "level": options.level,
         "shards": options.shards if options.level == "elastic" else None,
-        "nan_policy": options.nan_policy,
-        "check_every": options.check_every,
         "resume": None if options.resume is None else str(options.resume),
-        "threads": options.threads,
         "world_size": world.size,
         "device": world.device.type,
         "accelerator": world.accelerator.facts(),
@@ -106,26 +97,17 @@ def take_layout(config: dict[str, Any], layout: str | None) -> str:
     before, config["buckets"] = config["buckets"], layout
     if before in (None, layout):
         return ""
-    what = "travel in other buckets"
-    if str(before).partition("/")[0] == str(layout).partition("/")[0]:
-        what = "are added up in another order, by other GPUs or over other links,"
     return (
-        f"warning: gradients {what} than before the snapshot: the"
-        " result will not equal an undisturbed run's bit for bit"
+        "warning: gradients are added up in another order than before the snapshot, in other"
+        " buckets, by other GPUs or over other links: the result will not equal an undisturbed"
+        " run's bit for bit"
     )
-
-
-def is_finished(stored: Mapping[str, Any], total_steps: int) -> bool:
-    """Tell whether a snapshot is the end of a run that was to do this many steps, or more."""
-    found = stored.get("finished")
-    return isinstance(found, int) and total_steps <= found
 
 
 # --- Hyperparameters ---
 
 _COUNTERS = {"last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
 _PLAIN = (bool, int, float, str, type(None))
-_TOLD = 6
 #: By place: what holds it, and its key there.
 _Places = dict[str, tuple[dict[str, Any], str]]
 
@@ -165,8 +147,7 @@ class Hyperparameters:
         ]
         if not told:
             return ""
-        more = [f"{len(told) - _TOLD} more"] if len(told) > _TOLD else []
-        text = f"the script had other hyperparameters before: {', '.join([*told[:_TOLD], *more])}"
+        text = f"the script had other hyperparameters before: {', '.join(told)}"
         if script:
             return f"{text}: from here on those of now hold, as resume_hyperparameters says"
         return (

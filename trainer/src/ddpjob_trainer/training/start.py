@@ -101,8 +101,8 @@ def start(
     there are no snapshots. ``snapshot_staging``: whether the state is copied between two steps
     (``inline``) or beside the next one (``thread``); ``auto`` is inline on the CPU only.
     ``resume``: a file of weights to begin with: a safetensors file, as `ddpjob-trainer snapshot
-    export` and run.save() write it, or a state_dict saved by torch. It counts where there is no
-    snapshot of this run yet; afterwards its own snapshots do.
+    export` and run.save() write it, or a state_dict saved by torch; every process reads it. It
+    counts where there is no snapshot of this run yet; afterwards its own snapshots do.
     ``resume_hyperparameters``: what a resume takes where the script now builds its optimizers and
     schedulers with others, as with another learning rate: the ``snapshot``'s or the ``script``'s.
     ``allow_changes``: what may differ from the newest snapshot, which is else refused:
@@ -179,7 +179,6 @@ def start(
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
     mismatch = CallMismatch(world, shutdown)
-    mismatch.watch()
     record = None
     if env.replay_dir is not None and settings.directory is not None and options.level != "off":
         record = record_path(env.replay_dir, env.rank, settings.directory)

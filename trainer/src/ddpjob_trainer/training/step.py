@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,22 +21,6 @@ LEFT_OUT = (
 )
 
 
-class _Work(Protocol):
-    """Describe updates.Updates, which Loop makes, as far as a step calls it."""
-
-    def backward(
-        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
-    ) -> None: ...
-
-    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None: ...
-
-    def commit(self, step: Step) -> None: ...
-
-    def mean_loss(self, step: Step) -> float: ...
-
-    def stop(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Step:
     """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
@@ -47,7 +31,7 @@ class Step:
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
-    work: _Work
+    work: Any  # Updates, which knows this module
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]
@@ -111,7 +95,7 @@ class Step:
         After commit(), which tells the others, the next step is the last: there all ranks may
         ``break`` instead. Either way the last step's snapshot says that the run is finished.
         """
-        self.work.stop()
+        self.work.exchange.asked = True
 
     @property
     def loss(self) -> float:
@@ -119,7 +103,8 @@ class Step:
 
         It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
         """
-        return self.work.mean_loss(self)
+        found: float = self.work.exchange.mean_loss(self)
+        return found
 
     @property
     def ends_epoch(self) -> bool:
@@ -225,24 +210,24 @@ class Step:
     def check_update(self, call: str) -> None:
         """Raise NotCommittedError unless every batch has had a backward."""
         done, wanted = self.consumed, len(self.parts)
-        if self.committed or not done:
-            again = self.committed or self.updates
-            when = "after step.commit()" if self.committed else "before step.backward(loss)"
-            when += "" if again else f", which stands in the place of loss.backward(){LEFT_OUT}"
-            cure = (
-                ". The update() before has dropped all gradients: give optimizers whose gradients"
-                " are to be applied together to one update(first, second), or call step.backward()"
-                " again after it; to go through the batches again, collect them first, with"
-                " batches = list(step.batches)"
+        if self.committed:
+            when = "after step.commit()"
+        elif not done and not self.updates:
+            when = "before step.backward(loss), which stands in the place of loss.backward()"
+            when += LEFT_OUT
+        elif not done:
+            when = (
+                "before step.backward(loss). The update() before has dropped all gradients: give"
+                " optimizers whose gradients are to be applied together to one"
+                " update(first, second), or call step.backward() again after it; to go through the"
+                " batches again, collect them first, with batches = list(step.batches)"
             )
-            raise NotCommittedError(
-                f"step {self.index}: {call} was called {when}{cure if self.updates else ''}"
-            )
-        if done < wanted:
-            raise NotCommittedError(
-                f"step {self.index}: {call} was called after {done} of {wanted} batches: go through"
-                f" all of step.batches and call step.backward(loss) for each{LEFT_OUT}"
-            )
+        elif done < wanted:
+            when = f"after {done} of {wanted} batches: go through all of step.batches and call"
+            when += f" step.backward(loss) for each{LEFT_OUT}"
+        else:
+            return
+        raise NotCommittedError(f"step {self.index}: {call} was called {when}")
 
 
 def check_loss(loss: object) -> None:

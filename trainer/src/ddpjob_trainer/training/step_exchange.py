@@ -1,9 +1,8 @@
 """Exchange a step's numbers among the ranks, and draw the same conclusions on all of them.
 
-One exchange per step, which runs beside the update: losses and their weights, whether a rank got
-SIGTERM, whether its gradients are finite, facts of its snapshots, numbers to log. Values of hosts
-are read when the step ends; values of a GPU when the next step has been queued (DeferredResults),
-so that the GPU stays busy, or sooner where a snapshot or a check depends on them.
+One exchange per step runs beside the update. Values of hosts are read when the step ends; values
+of a GPU when the next step has been queued, so that the GPU stays busy, or sooner where a snapshot
+or a check depends on them.
 """
 
 from __future__ import annotations
@@ -38,23 +37,21 @@ class StepExchange:
     """One process's side. Every rank makes the same calls, start() once per step."""
 
     def __init__(self, process: RunContext, nan: NanPolicy) -> None:
-        self._world = process.world
-        self._shutdown = process.shutdown
-        self._snapshots = process.snapshots
-        self._averaging = process.averaging
-        self._replay = process.replay
-        self._drill = process.drill
+        self._process = process
         self._nan = nan
         self._exchange = Exchange(process.world)
-        self.logged = LoggedMeans(process.world)
+        self._ahead = 1 if process.world.accelerator.queues else 0
+        self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
+        self.logged = LoggedMeans(process.world)
         self.stop = False  # a rank has been told to stop
         self.asked = False  # this one's script has called step.stop()
         self.enough = False  # a rank's script has
 
     def start(self, step: Step, *, allowed: bool) -> None:
         """Tell the others of a step. ``allowed``: whether its gradients may be applied."""
-        losses = [self._world.accelerator.number(loss) for loss in step.losses]
+        process, averaging = self._process, self._process.averaging
+        losses = [process.world.accelerator.number(loss) for loss in step.losses]
         weights = step.weights or [1.0] * len(losses)
         counted = [
             loss
@@ -63,14 +60,14 @@ class StepExchange:
         ]
         step.sent = self._sent = self._exchange.start(
             {
-                "stop": [float(self._shutdown.signal > 0)],
+                "stop": [float(process.shutdown.signal > 0)],
                 "enough": [float(self.asked)],
-                "snapshots": self._snapshots.report(),
-                "replay": self._replay.report(),
-                "drill": self._drill.report(),
+                "snapshots": process.snapshots.report(),
+                "replay": process.replay.report(),
+                "drill": process.drill.report(),
                 "not finite": self._nan.report(counted, allowed=allowed),
-                "losses": self._averaging.losses(losses, step.weights),
-                "weights": self._averaging.weights(step.weights),
+                "losses": averaging.losses(losses, step.weights),
+                "weights": averaging.weights(step.weights),
                 "weighted": [float(bool(step.weights))],
                 "logged": self.logged.report(),
             },
@@ -83,35 +80,49 @@ class StepExchange:
 
         Raises ConfigError where the ranks do not agree, PeerLostError.
         """
-        heard = _sent(step).host_values()
+        process, heard = self._process, _sent(step).host_values()
         self.stop = heard["stop"][0] > 0
         self.enough = heard["enough"][0] > 0
-        self._snapshots.learn(heard["snapshots"])
-        self._replay.learn(heard["replay"])
-        self._drill.learn(heard["drill"])
+        process.snapshots.learn(heard["snapshots"])
+        process.replay.learn(heard["replay"])
+        process.drill.learn(heard["drill"])
         self._check_weighted(step, heard["weighted"][0])
         self.logged.step_ended()
+        process.progress.body_ended()
+        process.replay.step_ended(step)
+        self._ended.append(step)
 
-    def learn(self, step: Step) -> float:
-        """Hear of a finished step what was measured, each once. Return its mean loss.
+    def learn(self, *, all_steps: bool) -> None:
+        """Hear of the ended steps that are likely to be known, or wait for all; tell of them.
 
         Raises DivergedError and ConfigError where the ranks do not agree.
         """
-        self.logged.learn(step.index, _sent(step).device_values()["logged"])
-        return self.check_finite(step)
+        ahead = 0 if all_steps else self._ahead
+        while len(self._ended) > ahead:
+            step = self._ended.popleft()
+            self.logged.learn(step.index, _sent(step).device_values()["logged"])
+            self._check_finite(step)
+            self._process.replay.known()
+            self._process.recorder.stepped(step.index + 1, step.losses)
+            self._process.progress.stepped(step.index + 1, self.mean_loss(step))
 
-    def check_finite(self, step: Step) -> float:
-        """Return a committed step's mean loss. Raises DivergedError."""
-        loss = self.mean_loss(step)
+    def check_finite(self, newest: Step | None) -> None:
+        """Wait for all, and for the step under way; tell nobody. Raises DivergedError."""
+        if self._ahead:
+            for step in (*self._ended, *([newest] if newest is not None else [])):
+                if step.committed:
+                    self._check_finite(step)
+
+    def _check_finite(self, step: Step) -> None:
         reported = _sent(step).device_values()["not finite"]
-        self._nan.after(step.index, loss, step.losses, reported, step.refused)
-        return loss
+        self._nan.after(step.index, self.mean_loss(step), step.losses, reported, step.refused)
 
     def wait(self) -> None:
-        """Leave no exchange under way."""
+        """Leave no exchange under way; hear of all steps."""
         if self._sent is not None:
             self._sent.host_values()
             self._sent.device_values()
+        self.learn(all_steps=True)
 
     def not_finite(self, step: Step) -> Sequence[float]:
         """Wait for the others; return the sums of NanPolicy.report()."""
@@ -121,7 +132,7 @@ class StepExchange:
         """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
         heard = _sent(step).host_values()
         self._check_weighted(step, heard["weighted"][0])
-        factor = self._averaging.factor(heard["weights"])
+        factor = self._process.averaging.factor(heard["weights"])
         if not math.isfinite(factor):
             raise ConfigError(
                 f"step {step.index}: the weights given to step.backward() add up to 0 over all"
@@ -134,17 +145,18 @@ class StepExchange:
         if not step.committed:
             raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
         if step.mean is None:
-            with self._shutdown.listening:  # a rank may ask for it alone
+            with self._process.shutdown.listening():  # a rank may ask for it alone
                 sent = _sent(step)
                 weights = sent.host_values()["weights"] if step.weights else None
                 losses = sent.device_values()["losses"]
-            step.mean = self._averaging.mean_loss(losses, weights)
+            step.mean = self._process.averaging.mean_loss(losses, weights)
         return step.mean
 
     def compare_streams(self, first: bytes) -> None:
         """Warn where the first batches of all streams are the same. Every rank calls it."""
-        firsts = self._world.gather_bytes("the comparison of streams", first)
-        if len(firsts) > 1 and len(set(firsts)) == 1 and self._world.rank == 0:
+        world = self._process.world
+        firsts = world.gather_bytes("the comparison of streams", first)
+        if len(firsts) > 1 and len(set(firsts)) == 1 and world.rank == 0:
             say(
                 0,
                 f"warning: all {len(firsts)} processes read the same batch from their streams: each"
@@ -152,50 +164,12 @@ class StepExchange:
             )
 
     def _check_weighted(self, step: Step, count: float) -> None:
-        if 0 < count < self._world.size:
+        size = self._process.world.size
+        if 0 < count < size:
             raise ConfigError(
-                f"step {step.index}: {count:.0f} of {self._world.size} ranks have given"
+                f"step {step.index}: {count:.0f} of {size} ranks have given"
                 " step.backward(weight=...): give it on every rank, or on none"
             )
-
-
-class DeferredResults:
-    """Finished steps whose losses are still on their way from the device; on a CPU none is ever.
-
-    Every rank makes the same calls.
-    """
-
-    def __init__(self, process: RunContext, exchange: StepExchange) -> None:
-        self._ahead = 1 if process.world.accelerator.queues else 0
-        self._exchange = exchange
-        self._recorder = process.recorder
-        self._progress = process.progress
-        self._replay = process.replay
-        self._steps: deque[Step] = deque()
-
-    def add(self, step: Step) -> None:
-        """Take a step that has ended."""
-        self._steps.append(step)
-
-    def learn(self, *, all_steps: bool) -> None:
-        """Hear of those that are likely to be known, or wait for all; tell of them.
-
-        Raises DivergedError and ConfigError where the ranks do not agree.
-        """
-        ahead = 0 if all_steps else self._ahead
-        while len(self._steps) > ahead:
-            step = self._steps.popleft()
-            loss = self._exchange.learn(step)
-            self._replay.known()
-            self._recorder.stepped(step.index + 1, step.losses)
-            self._progress.stepped(step.index + 1, loss)
-
-    def check_finite(self, newest: Step | None) -> None:
-        """Wait for all, and for the step under way; tell nobody. Raises DivergedError."""
-        if self._ahead:
-            for step in (*self._steps, *([newest] if newest is not None else [])):
-                if step.committed:
-                    self._exchange.check_finite(step)
 
 
 @dataclass(slots=True)
@@ -210,9 +184,8 @@ class Mean:
 
 
 class LoggedMeans:
-    """run.log(..., reduce="mean"): means over the ranks, which ride on the step's one exchange.
+    """run.log(..., reduce="mean"): means over all ranks and calls, in the step's one exchange.
 
-    A name may be logged several times in a step, for each micro batch say: each call counts once.
     Every rank sends as many numbers in every step, since it cannot know what the others log: a
     hash of the names, and places for sums and counts.
     """
@@ -281,18 +254,6 @@ class LoggedMeans:
         if isinstance(value, torch.Tensor):
             return self._world.accelerator.number(value)
         return float(value)
-
-
-def means(within: LoggedMeans | None, reduce: str, values: Values) -> Values:
-    """Return what run.log() is to tell instead of these values. Raises ConfigError."""
-    if reduce != "mean":
-        raise ConfigError(f"run.log(reduce={reduce!r}) must be None or 'mean'")
-    if within is None:
-        raise ConfigError(
-            "run.log(reduce='mean') is of a step: call it in the loop's body, without step=;"
-            " elsewhere run.sum() adds up over the ranks"
-        )
-    return within.add(values)
 
 
 def _hash(names: Sequence[str]) -> float:

@@ -6,7 +6,7 @@ or leaves the update out where one is not finite. commit() starts the step's exc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from ddpjob_trainer.training.step_exchange import StepExchange
 
 
 class Updates:
-    """One process's side. ``take_layout`` hears once in which buckets gradients travel."""
+    """One process's side."""
 
     def __init__(
         self,
@@ -38,17 +38,15 @@ class Updates:
         exchange: StepExchange,
         nan: NanPolicy,
         device_watch: DeviceWatch,
-        take_layout: Callable[[str | None], None],
     ) -> None:
         self.guard = Guard(trained.state, trained.updater)
         self._touched = Touched(process.averaging, trained.updater)
         self._process = process
         self._options = options
         self._trained = trained
-        self._exchange = exchange
+        self.exchange = exchange
         self._nan = nan
         self._device_watch = device_watch
-        self._take_layout: Callable[[str | None], None] | None = take_layout
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
 
     # --- What a Step calls ------------------------------------------------------------------
@@ -82,7 +80,7 @@ class Updates:
         shutdown = self._process.shutdown
         self._device_watch.queued("forward")
         # Where nobody waits for another ranks may have more calls than others.
-        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening:
+        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
         self._device_watch.queued("backward")
@@ -117,25 +115,17 @@ class Updates:
         step.check_commit()
         with self._process.shutdown.peers(f"step {step.index}"):
             if step.updates:
-                self._exchange.start(step, allowed=True)
+                self.exchange.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
-                self._exchange.start(step, allowed=allowed)
+                self.exchange.start(step, allowed=allowed)
                 if step.weights and allowed:
-                    self._trained.updater.multiply(units, self._exchange.factor(step))
+                    self._trained.updater.multiply(units, self.exchange.factor(step))
                 self._apply(step, units, allowed=allowed, told=True)
         self._process.progress.at("body")
         self._device_watch.queued("update")
         failpoints.reach("step")
         step.committed = True
-
-    def mean_loss(self, step: Step) -> float:
-        """See Step.loss."""
-        return self._exchange.mean_loss(step)
-
-    def stop(self) -> None:
-        """See Step.stop."""
-        self._exchange.asked = True
 
     # --- Its parts --------------------------------------------------------------------------
 
@@ -150,9 +140,6 @@ class Updates:
         updater.check_gradients()
         self._touched.before_update(units)
         averaging.finish([unit.parameters for unit in units])
-        if self._take_layout is not None:
-            self._take_layout(averaging.layout())
-            self._take_layout = None
         self._process.progress.at("update")
         self._trained.forwards = 0
         reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
@@ -175,7 +162,7 @@ class Updates:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self._exchange.not_finite(step) if told else None
+            reported = self.exchange.not_finite(step) if told else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             updater.forget()
         self._process.progress.count("skipped_updates")

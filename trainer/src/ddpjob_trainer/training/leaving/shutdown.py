@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.peer_loss import brief, is_misconfiguration, is_peer_loss, leave
@@ -31,43 +31,12 @@ _MOMENT_SECONDS = 1.0
 _CALLS = 8  # a call may be over on one rank before another that differs waits for it
 
 
-class _Peers:
-    """Treat an error in this block as a lost peer and exit with code 75 (collateral).
-
-    ``reached``: how often it was entered, on every rank alike, so it says how far each has come.
-    ``calls``: the last times, and what for. ``depth``: more than 0 within.
-    """
-
-    def __init__(self, shutdown: Shutdown) -> None:
-        self._shutdown = shutdown
-        self._what = ""
-        self.reached = 0
-        self.depth = 0
-        self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
-
-    def __call__(self, what: str) -> Self:
-        """Say what it is entered for, in words that a script's author knows."""
-        self._what = what
-        return self
-
-    def __enter__(self) -> None:
-        self.reached += 1
-        self.depth += 1
-        self.calls.append((self.reached, self._what))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.depth -= 1
-        if isinstance(error, RuntimeError):
-            self._shutdown.if_peer_lost(error)
-
-
 class Shutdown:
-    """Owns SIGTERM, SIGINT and sys.excepthook of a training process."""
+    """Owns SIGTERM, SIGINT and sys.excepthook of a training process.
+
+    ``reached``: how often peers() was entered, on every rank alike. ``calls``: the last times, and
+    what for. ``waits``: more than 0 within.
+    """
 
     def __init__(self, rank: int, state: RankStateWriter) -> None:
         self._rank = rank
@@ -75,9 +44,9 @@ class Shutdown:
         self._in_loop = False
         self.signal = 0  # the one that asked us to stop, 0: none
         self.failing = False  # an exception ends this process
-        self.caught: Exception | None = None  # which its script took for no reason to fail
-        self.peers = _Peers(self)
-        self.listening = _Peers(self)  # the same for what one rank may do and another not
+        self.reached = 0
+        self.waits = 0
+        self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
         self._hook = sys.excepthook
         self.watch_exceptions()
         if threading.current_thread() is threading.main_thread():
@@ -131,6 +100,27 @@ class Shutdown:
         self.signal = self.signal or signum
 
     @contextlib.contextmanager
+    def peers(self, what: str) -> Iterator[None]:
+        """Wait for the others in this block. ``what``: the call, as a script's author knows it."""
+        self.reached += 1
+        self.waits += 1
+        self.calls.append((self.reached, what))
+        try:
+            with self.listening():
+                yield
+        finally:
+            self.waits -= 1
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Exit with code 75 for a lost peer in what one rank may do and another not."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.if_peer_lost(error)
+            raise
+
+    @contextlib.contextmanager
     def in_loop(self) -> Iterator[None]:
         """While the training loop runs, a signal waits for the step on which all ranks agree."""
         self._in_loop = True
@@ -178,14 +168,6 @@ class Shutdown:
         """
         if not is_peer_loss(error):
             return
-        if self.caught is not None:
-            self._state.failed(self.caught)
-            say(
-                self._rank,
-                f"{named(self.caught)} left the loop and was caught, but the other ranks have not"
-                " ended with this one: let such an error go up, and all of them restart at once",
-            )
-            leave(exit_code_of(self.caught))
         if explain and not isinstance(error, PeerLostError):
             self._hook(type(error), error, error.__traceback__)
         lost = error if isinstance(error, PeerLostError) else PeerLostError(brief(error))
@@ -220,11 +202,6 @@ class Shutdown:
             leave(128 + signal.SIGINT)
         atexit._run_exitfuncs()
         leave(exit_code_of(error))
-
-
-def named(error: BaseException) -> str:
-    """Word an error in brief."""
-    return f"{type(error).__name__}({str(error)[:200]!r})"
 
 
 def exit_code_of(error: BaseException) -> int:

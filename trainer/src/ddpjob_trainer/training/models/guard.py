@@ -1,8 +1,7 @@
 """Refuse what a loop would train wrongly without any restart.
 
-Loop and Updates call it. Guard compares optimizers and schedulers by identity: who steps, who
-counts; Touched compares gradients. What only a restart would lose is found by the check of each
-restart (replay/). Nothing of torch's is patched: its hook for optimizers tells.
+Guard compares optimizers and schedulers by identity: who steps, who counts; Touched compares
+gradients. What only a restart would lose is found by the check of each restart (replay/).
 """
 
 from __future__ import annotations
@@ -105,11 +104,9 @@ class Guard:
 class Touched:
     """Finds gradients that are changed or dropped before they are the mean over the global batch.
 
-    clip_grad_norm_() before commit(), as every plain loop has it, is right where DDP has averaged
-    in backward. Where gradients are still this rank's own, lack a factor or are scaled, it would
-    clip something else, by another amount on every number of ranks; and zero_grad() between two
-    batches of a step drops the first one's. A loop does the same in every step, so the first
-    updates of each process tell. Raises ConfigError.
+    clip_grad_norm_() before commit() is right where DDP has averaged in backward. Where gradients
+    are still this rank's own, lack a factor or are scaled, it would clip something else. A loop
+    does the same in every step, so the first updates of each process tell. Raises ConfigError.
     """
 
     def __init__(self, averaging: Averaging, updater: Updater) -> None:

@@ -31,9 +31,6 @@ class Refusal:
     reason: str
     cure: str
 
-    def __str__(self) -> str:
-        return f"{self.first} and {self.second} do not go together: {self.reason}. {self.cure}"
-
 
 def _elastic(facts: Facts) -> bool:
     return facts.options.level == "elastic"
@@ -117,4 +114,7 @@ def refuse(facts: Facts) -> None:
     """Raise ConfigError for the first combination in the table that is asked for."""
     for refusal in REFUSALS:
         if refusal.when(facts):
-            raise ConfigError(str(refusal))
+            raise ConfigError(
+                f"{refusal.first} and {refusal.second} do not go together: {refusal.reason}."
+                f" {refusal.cure}"
+            )

@@ -178,9 +178,8 @@ class PreparedModels:
             raise ConfigError("a run has one grad_scaler: give it to the first prepare() only")
 
     def _register(self, name: str, obj: Stateful) -> None:
-        if name not in self._own:
-            self.state.register(name, obj)
-            self._own.add(name)
+        self.state.register(name, obj)
+        self._own.add(name)
 
     def _join(self) -> None:
         """Parameters of a single model keep their names; those of several begin with its own."""
@@ -205,7 +204,7 @@ class PreparedModels:
         known = [*self.models, *models]
         for name, module in models.items():
             self._check_model(name, module)
-        for name, optimizer in optimizers.items():
+        for optimizer in optimizers.values():
             if not zero.spans(optimizer, self._world.size):
                 raise ConfigError(
                     "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
@@ -213,8 +212,6 @@ class PreparedModels:
                 )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
-            if _name("optimizer", name, "optimizer") in self._own:
-                raise ConfigError(f"prepare() was given two optimizers of the name {name!r}")
         named = {
             (f"{prefix}.{name}" if len(known) > 1 else name): parameter
             for prefix, module in models.items()
@@ -249,11 +246,6 @@ class PreparedModels:
             )
         if any(model.name == name for model in self.models):
             raise ConfigError(f"prepare() was given two models of the name {name!r}")
-        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
-            raise ConfigError(
-                "the model has lazy modules whose parameters are not made yet: run a batch through"
-                " it, then make the optimizer, then call prepare()"
-            )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
                 "the model has no parameter that requires a gradient: freeze one that learns later"

@@ -1,9 +1,8 @@
 """Make a drill: one planned restart in place soon after the start checks resuming early.
 
-Loop asks is_due() after each step. All ranks end after the same one and say so to their launchers;
-the hub, which takes that for no failure (launcher/hub/rounds.py), has the next round begin, and
-what it does again is compared as after any restart (replay.py). A long run has two: after its
-first durable snapshot, and after the first one that holds an epoch's end.
+All ranks end after the same step and say so to their launchers; the hub, which takes that for no
+failure (launcher/hub/rounds.py), has the next round begin. A long run has two: after its first
+durable snapshot, and after the first one that holds an epoch's end.
 """
 
 from __future__ import annotations

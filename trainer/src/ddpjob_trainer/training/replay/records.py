@@ -1,6 +1,6 @@
 """Keep one rank's record of its steps in a file that outlives the process, and compare with it.
 
-replay.py writes an entry per step into a mapped file of the launcher's directory. The next process
+replay.py writes an entry per step into a file of the launcher's directory. The next process
 of the same rank finds there what the killed one computed. It never imports torch.
 """
 
@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
-import zlib
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 from ddpjob_contract import Differs
 
 #: Steps that a record holds; older ones are overwritten.
 CAPACITY: Final = 4096
 KEY_BYTES: Final = 32
-#: Step, hashes of batches, random numbers, losses and weights, the first loss.
-_BODY: Final = Struct("<qQQQQd")
-_CHECK: Final = Struct("<I")
-_ENTRY_BYTES: Final = 64
-_HEAD_BYTES: Final = 64
-_MAGIC: Final = b"ddpjob replay 1\0"
-BYTES: Final = _HEAD_BYTES + CAPACITY * _ENTRY_BYTES
+#: An Entry. None lies on two pages of memory, so a kill leaves it whole or not there.
+_ENTRY: Final = Struct("<qQQQQd16x")
+_MAGIC: Final = b"ddpjob replay 2\0"
+BYTES: Final = _ENTRY.size * (1 + CAPACITY)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What a rank computed in a step. ``step`` counts finished steps; a hash of 0 is not known."""
 
     step: int
@@ -41,22 +35,6 @@ class Entry:
     losses: int
     weights: int
     first_loss: float
-
-
-def encode(entry: Entry) -> bytes:
-    """Return an entry's bytes, with a checksum: a kill may leave half of them."""
-    body = _BODY.pack(
-        entry.step, entry.batches, entry.random, entry.losses, entry.weights, entry.first_loss
-    )
-    return (body + _CHECK.pack(zlib.crc32(body))).ljust(_ENTRY_BYTES, b"\0")
-
-
-def decode(data: bytes) -> Entry | None:
-    """Read an entry's bytes; None if it is torn, or none was ever written."""
-    body = data[: _BODY.size]
-    if len(data) != _ENTRY_BYTES or _CHECK.unpack_from(data, _BODY.size)[0] != zlib.crc32(body):
-        return None
-    return Entry(*_BODY.unpack(body))
 
 
 def difference(before: Entry, now: Entry) -> Differs | None:
@@ -90,62 +68,45 @@ class Records:
 
     def __init__(self, path: Path, key: bytes) -> None:
         assert len(key) == KEY_BYTES
-        head = (_MAGIC + key).ljust(_HEAD_BYTES, b"\0")
+        head = (_MAGIC + key).ljust(_ENTRY.size, b"\0")
         old = b""
         with contextlib.suppress(FileNotFoundError):
             old = path.read_bytes()
         self.found: dict[int, Entry] | None = None
         if len(old) == BYTES and old.startswith(head):
-            found = filter(None, map(decode, _slots(old)))
-            self.found = {entry.step: entry for entry in found}
+            self.found = _entries(old)
         else:
-            old = b""
+            old = head.ljust(BYTES, b"\0")
+        path.parent.mkdir(exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_bytes(old)  # all of it: a full memory file system is an error here, not at a step
+        new.replace(path)
         self._path = path
-        self._map = _create(path, old or head.ljust(BYTES, b"\0"))
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def put(self, entry: Entry) -> None:
-        """Write an entry over what has its place, well below a microsecond."""
-        at = _place(entry.step)
-        self._map[at : at + _ENTRY_BYTES] = encode(entry)
+        """Write an entry over what has its place, in about a microsecond."""
+        self._write(entry.step, _ENTRY.pack(*entry))
 
     def forget_after(self, step: int) -> None:
         """Drop the entries of later steps: training has left their course."""
-        for entry in map(decode, _slots(self._map[:])):
-            if entry is not None and entry.step > step:
-                at = _place(entry.step)
-                self._map[at : at + _ENTRY_BYTES] = bytes(_ENTRY_BYTES)
+        for later in _entries(os.pread(self._fd, BYTES, 0)):
+            if later > step:
+                self._write(later, bytes(_ENTRY.size))
 
     def remove(self) -> None:
         """Leave no file: the run is finished, and others may follow in this process."""
         self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def _write(self, step: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a step that is not recorded stops no training
+            os.pwrite(self._fd, data, (1 + step % CAPACITY) * _ENTRY.size)
 
 
-def _place(step: int) -> int:
-    return _HEAD_BYTES + step % CAPACITY * _ENTRY_BYTES
-
-
-def _slots(data: bytes) -> list[bytes]:
-    return [data[at : at + _ENTRY_BYTES] for at in range(_HEAD_BYTES, len(data), _ENTRY_BYTES)]
-
-
-def _create(path: Path, data: bytes) -> mmap.mmap:
-    """Replace the file at once, so that a kill leaves the old one or the new."""
-    path.parent.mkdir(exist_ok=True)
-    new = path.with_suffix(".new")
-    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        # Written, not truncated to size: a full memory file system is an error here, and not a
-        # SIGBUS at a step.
-        if os.pwrite(fd, data, 0) != len(data):
-            raise OSError("no room")
-        mapped = mmap.mmap(fd, len(data))
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
-    return mapped
+def _entries(data: bytes) -> dict[int, Entry]:
+    found = map(Entry._make, _ENTRY.iter_unpack(data[_ENTRY.size :]))
+    return {entry.step: entry for entry in found if entry.step}
 
 
 @dataclass(slots=True)
@@ -180,7 +141,7 @@ class Comparison:
         before, found = self._recorded.pop(entry.step, None), self.found
         if before is None:
             if self._recorded and entry.step >= max(self._recorded):
-                self._recorded.clear()  # torn entries in between, or fewer steps than before
+                self._recorded.clear()  # holes in between, or fewer steps than before
             return False
         found.what = difference(before, entry)
         if found.what is None:

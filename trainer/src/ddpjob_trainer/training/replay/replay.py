@@ -1,9 +1,8 @@
 """Check each restart: the steps after the snapshot, done again, must be the same.
 
-Each rank records what its steps computed, in a file that outlives it (records.py). After a
-restart a rank compares the steps that it does again. The ranks tell one another in the exchange of
-each step how far they are, and draw the conclusion together: Loop calls conclude(). A planned
-restart (drill.py) is one like any other here.
+Each rank records what its steps computed, in a file that outlives it (records.py). The ranks tell
+one another in the exchange of each step how far they are with those that they do again, and draw
+the conclusion together: Loop calls conclude(). A drill (drill.py) is a restart like any other here.
 """
 
 from __future__ import annotations
@@ -44,17 +43,13 @@ _CAUSES: Final[dict[Differs, str]] = {
 
 @dataclass(slots=True)
 class _Pending:
-    """A step whose numbers may still be on their way: from a GPU.
-
-    ``values``: the losses, then samples of batches, once ``numbers`` have come.
-    """
+    """A step whose numbers may still be on their way: the losses, then samples of batches."""
 
     step: int
     batches: Digest
     random: int
     losses: int  # so many
-    values: list[float]
-    numbers: Reading | None = None
+    numbers: Reading
     weights: Digest | None = None
     of_weights: Reading | None = None
 
@@ -69,23 +64,13 @@ class Replay:
         self._world = world
         self._progress = progress
         self._path = path
-        self._records: Records | None = None
+        self.records: Records | None = None
         self._newest = 0  # step that was written down
         self._comparison = Comparison()
         self._batches = Digest()
         self._pending: deque[_Pending] = deque()
-        self._open = False  # a rank has something to compare, and nothing was concluded yet
+        self.compares = False  # a rank has steps of a restart left to compare
         self._due = False  # conclude() now
-
-    @property
-    def records(self) -> bool:
-        """Whether this rank writes down its steps."""
-        return self._records is not None
-
-    @property
-    def compares(self) -> bool:
-        """Whether a rank has steps of a restart left to compare."""
-        return self._open
 
     def begin(self, done: int, facts: Mapping[str, Any]) -> None:
         """Open the record, and read what it holds of the steps after ``done``.
@@ -101,7 +86,7 @@ class Replay:
         except OSError as error:
             say(self._world.rank, f"no restart can be checked, for want of a record: {error}")
             return
-        self._records = records
+        self.records = records
         if not done:
             records.forget_after(0)
         elif records.found is not None:
@@ -123,7 +108,7 @@ class Replay:
 
     def batch(self, batch: Any) -> None:
         """Take a batch as the dataset has made it, before it goes to a device."""
-        if self._records is not None:
+        if self.records is not None:
             self._batches.add(batch)
 
     def report(self) -> list[float]:
@@ -133,28 +118,25 @@ class Replay:
     def learn(self, sums: Sequence[float]) -> None:
         """Take in the sums of report()."""
         differ, pending = sums
-        self._open = self._open or pending > 0
-        self._due = self._open and (differ > 0 or not pending)
+        self.compares = self.compares or pending > 0
+        self._due = self.compares and (differ > 0 or not pending)
 
     def step_ended(self, step: Step) -> None:
         """Take what a step has left behind, its body included."""
-        if self._records is None:
+        if self.records is None:
             return
-        accelerator, later = self._world.accelerator, self._batches.later
-        random = of_generators(self._world.device)
-        pending = _Pending(step.index + 1, self._batches, random, len(step.losses), [])
-        if accelerator.queues or later:
-            numbers = accelerator.numbers([accelerator.number(loss) for loss in step.losses])
-            samples = [sample.to(numbers) for sample in later]
-            pending.numbers = accelerator.read(torch.cat([numbers, *samples]) if later else numbers)
-        else:
-            pending.values = [float(loss) for loss in step.losses]
-        self._pending.append(pending)
+        accelerator, batches = self._world.accelerator, self._batches
+        random, count = of_generators(self._world.device), len(step.losses)
+        numbers = accelerator.numbers([accelerator.number(loss) for loss in step.losses])
+        if batches.later:
+            numbers = torch.cat([numbers, *(sample.to(numbers) for sample in batches.later)])
+        read = accelerator.read(numbers)
+        self._pending.append(_Pending(step.index + 1, batches, random, count, read))
         self._batches = Digest()
 
     def snapshot_due(self, module: torch.nn.Module) -> None:
         """Take a sample of the weights, of the step that has just ended."""
-        if self._records is None:
+        if self.records is None:
             return
         pending = self._pending[-1]
         pending.weights = Digest()
@@ -166,10 +148,10 @@ class Replay:
 
     def known(self) -> None:
         """Take in the numbers of the oldest step: compare them, write them down."""
-        if self._records is None:
+        if self.records is None:
             return
         pending = self._pending.popleft()
-        values = pending.values if pending.numbers is None else pending.numbers.values()
+        values = pending.numbers.values()
         losses = Digest()
         weights = pending.of_weights.values() if pending.of_weights is not None else ()
         entry = Entry(
@@ -182,8 +164,8 @@ class Replay:
         )
         self._newest = entry.step
         if self._comparison.add(entry):
-            self._records.forget_after(entry.step)
-        self._records.put(entry)
+            self.records.forget_after(entry.step)
+        self.records.put(entry)
 
     # --- The conclusion ---------------------------------------------------------------------
 
@@ -192,22 +174,23 @@ class Replay:
 
         Every rank calls it after each step. Raises PeerLostError.
         """
-        if self._due or (end and self._open):
-            self._open = self._due = False
+        if self._due or (end and self.compares):
+            self.compares = self._due = False
             found, self._comparison = self._comparison.found, Comparison()
             blob = json.dumps(asdict(found)).encode()
             gathered = self._world.gather_bytes("the check of the restart", blob)
             self._tell([Finding(**json.loads(one)) for one in gathered])
-        if end and self._records is not None:
-            self._records.remove()
+        if end and self.records is not None:
+            self.records.remove()
+            self.records = None
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         different = [(one.step, rank, one) for rank, one in enumerate(findings) if one.what]
         compared = [one for one in findings if one.last]
         proof: Proof
         if different:
-            if self._records is not None:
-                self._records.forget_after(self._newest)
+            if self.records is not None:
+                self.records.forget_after(self._newest)
             step, rank, found = min(different, key=lambda one: one[:2])
             assert found.what is not None
             proof = {"equal": False, "step": step, "rank": rank, "what": found.what}
