@@ -203,3 +203,23 @@ def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, t
     assert seen[0][1] == [True, 1]
     assert seen[0][2] == [False, 1]
     assert [changed for changed, _ in seen[0][3:]].count(True) >= 2
+
+
+@pytest.mark.parametrize(
+    ("directories", "steps", "code"),
+    [(("a", "a"), (4, 4), 64), (("a", "b"), (4, 4), 0), (("a", "a"), (4, 6), 0)],
+)
+def test_a_second_run_in_one_process_does_not_begin_where_the_first_has_ended(
+    gang, tmp_path, directories, steps, code
+):  # type: ignore[no-untyped-def]
+    """As one for each fold: it would train nothing, and its weights be the first's."""
+
+    def folds(rank: int) -> None:
+        for name, total in zip(directories, steps, strict=True):
+            train(tmp_path / "weights", total_steps=total, snapshot_dir=tmp_path / name)(rank)
+            print(name, "trained")
+
+    assert gang.run(folds, world=1) == {0: code}, gang.log(0)
+    said = gang.log(0)
+    assert said.count(" trained\n") == (1 if code else 2)
+    assert ("Give each run a directory of its own" in said) == bool(code)
