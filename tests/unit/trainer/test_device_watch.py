@@ -89,7 +89,7 @@ def test_a_device_that_waits_for_its_batch_or_evaluates_is_told_from_one_that_co
         for _ in range(length - 1):
             device.mark()
         watch.queued(activity)  # type: ignore[arg-type]
-    device.run(device.mark())
+    device.run(device.mark().place)
     watch.look(0.0)
     assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
 

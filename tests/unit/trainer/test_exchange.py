@@ -16,11 +16,11 @@ def test_each_name_gets_its_own_sums_and_may_ask_twice():
     world = World(0, 1, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
     exchange = Exchange(world)
     sent = exchange.start({"a": [1.0, 2.0], "none": [], "b": [3.0]}, measured={"b"})
-    assert sent.host_values() == sent.device_values() == {"a": [1.0, 2.0], "none": [], "b": [3.0]}
-    assert sent.host_values() == sent.host_values()
+    assert sent.host.sums == sent.device.sums == {"a": [1.0, 2.0], "none": [], "b": [3.0]}
+    assert sent.host.sums == sent.host.sums
     later = exchange.start({"a": [5.0]})
-    assert later.host_values() == {"a": [5.0]}
-    assert sent.host_values()["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
+    assert later.host.sums == {"a": [5.0]}
+    assert sent.host.sums["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {

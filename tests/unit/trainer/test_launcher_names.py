@@ -13,7 +13,8 @@ import pytest
 from ddpjob_trainer.launcher.watch import hangs, names
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.liveness.hang import Hang
+from ddpjob_trainer.liveness.hang import Hang, Sign
+from ddpjob_trainer.liveness.heartbeat import RankState
 from support.patience import PATIENCE
 
 MASTER = "job-0.job.ns.svc"
@@ -76,7 +77,7 @@ def test_who_is_alone_asks_nobody(resolver: Resolver) -> None:
 def test_a_hang_at_the_start_names_it_as_its_cause(
     phase: Any, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hang = Hang(1, phase, "rendezvous", 0, 601.0, 600.0, stopped=False)  # type: ignore[arg-type]
+    hang = Hang(Sign(RankState(1, phase, activity="rendezvous"), 601.0), 600.0)
     asked = SimpleNamespace(
         is_done=lambda now: True, text=lambda first: "", brief=lambda rank: [], due=lambda now: now
     )

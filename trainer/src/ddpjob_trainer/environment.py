@@ -6,6 +6,7 @@ launcher (the operator's, or none: then it is alone on this machine). Never impo
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -143,15 +144,13 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, "")
-    if not text:
-        return default
+    text = env.get(name) or str(default)
     try:
         value = float(text)
     except ValueError:
-        raise ConfigError(f"{name}={text!r} is not a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={text} must be a positive number of seconds")
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name}={text!r} must be a positive number of seconds")
     return value
 
 
@@ -164,33 +163,29 @@ def _deadlines(env: Mapping[str, str]) -> Deadlines:
 
 
 def _identity(env: Mapping[str, str]) -> Identity:
-    uid = env.get(contract.UID, "")
-    if uid:
-        return Identity(
-            uid,
-            _integer(env, contract.ATTEMPT, 1),
-            # torchrun's restarts inside a DDPJob: the operator's round stays, the count grows.
-            _integer(env, contract.ROUND, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
-            unique=True,
-        )
+    restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    if uid := env.get(contract.UID, ""):
+        # torchrun's restarts inside a DDPJob: the operator's round stays, the count grows.
+        round_ = _integer(env, contract.ROUND, restarts)
+        return Identity(uid, _integer(env, contract.ATTEMPT, 1), round_, unique=True)
     run = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default is "none" as well
-    if run == env.get(RUN_ID):  # else a torchrun below our launcher, which restarts by itself
-        return Identity(f"local-{run}", 1, _integer(env, contract.ROUND, 0), unique=True)
-    return Identity(f"local-{run}", 1, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0), unique=False)
+    ours = run == env.get(RUN_ID)  # else a torchrun below our launcher, which restarts by itself
+    round_ = _integer(env, contract.ROUND, 0) if ours else restarts
+    return Identity(f"local-{run}", 1, round_, unique=ours)
 
 
 def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
-    directory = env.get(contract.SNAPSHOT_DIR, "")
-    if "://" in directory:
+    directory = _path(env, contract.SNAPSHOT_DIR)
+    if "://" in env.get(contract.SNAPSHOT_DIR, ""):
         raise ConfigError(
-            f"{contract.SNAPSHOT_DIR}={directory} must be a directory; finished snapshots are"
+            f"{contract.SNAPSHOT_DIR} must be a directory, not a URL; finished snapshots are"
             f" copied to a URL when {SNAPSHOT_UPLOAD} names one"
         )
     resume = env.get(contract.SNAPSHOT_RESUME, "") or DEFAULTS["snapshot.resume"]
     if resume not in ("Auto", "Never"):
         raise ConfigError(f"{contract.SNAPSHOT_RESUME}={resume!r} must be Auto or Never")
     return SnapshotSettings(
-        Path(directory) if directory else None,
+        directory,
         _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULTS["snapshot.everySteps"], least=1),
         max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULTS["snapshot.keep"], least=1)),
         resume == "Auto",
@@ -247,12 +242,6 @@ def terminal_columns() -> int:
         return 0
 
 
-def chaos_directory(env: Mapping[str, str]) -> Path | None:
-    """Return the chaos driver's directory, None outside a chaos run."""
-    directory = env.get(CHAOS, "")
-    return Path(directory) if directory else None
-
-
 def state_directory(env: Mapping[str, str]) -> Path | None:
     """Return the directory of this rank's record, None without a launcher of ours."""
     return _path(env, STATE_DIR)
@@ -261,8 +250,9 @@ def state_directory(env: Mapping[str, str]) -> Path | None:
 def source_folders() -> str:
     """Return the import path of this package and the contract, joined by os.pathsep."""
     # One folder where they are installed, two in a checkout.
-    here, contracts = Path(__file__).parents[1], Path(contract.__file__).parents[1]
-    return os.pathsep.join(dict.fromkeys(map(str, (here, contracts))))
+    return os.pathsep.join(
+        {str(Path(file).parents[1]): "" for file in (__file__, contract.__file__)}
+    )
 
 
 def wants_traceback(env: Mapping[str, str]) -> bool:
@@ -298,7 +288,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         drill=_drill(env),
         store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
         trace=_path(env, TRACE),
-        chaos=chaos_directory(env),
+        chaos=_path(env, CHAOS),
         events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
         columns=_integer(env, TERMINAL, 0) if env.get(STATE_DIR) else terminal_columns(),

@@ -15,7 +15,6 @@ import struct
 
 NAME = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_REQUEST = 256  # bytes of a struct ifreq, and more
 
 
 def choose(master: str) -> None:
@@ -26,9 +25,7 @@ def choose(master: str) -> None:
     if NAME in os.environ or not _loopback(_first(socket.gethostname())):
         return
     own = _towards(master)
-    if own is None or _loopback(own):
-        return
-    for _, name in socket.if_nameindex():
+    for _, name in socket.if_nameindex() if not _loopback(own) else ():
         if own == _address(name):
             os.environ[NAME] = name
 
@@ -48,12 +45,9 @@ def _loopback(address: str | None) -> bool:
 
 def _towards(host: str) -> str | None:
     """Return this host's IPv4 address on the way to another host."""
-    address = _first(host)
-    if address is None or ":" in address:
-        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # sends nothing
+            probe.connect((host, 9))  # sends nothing
         except OSError:
             return None
         return str(probe.getsockname()[0])
@@ -61,7 +55,7 @@ def _towards(host: str) -> str | None:
 
 def _address(interface: str) -> str | None:
     """Return an interface's IPv4 address."""
-    request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
+    request = struct.pack("256s", interface.encode()[:15])  # a struct ifreq, and more
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)

@@ -129,13 +129,6 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
         waiting.pause(reason)
 
 
-def _until_answered(store: Store, name: str, env: WorkerEnvironment, waiting: _Waiting) -> str:
-    """Call _ask on the same connection until rank 0 is ready."""
-    while (reason := _ask(store, name, env)) == _NOT_READY:
-        waiting.pause(reason)
-    return reason
-
-
 def _ask(store: Store, name: str, env: WorkerEnvironment) -> str:
     """Compare rank 0's incarnation with ours; return why to retry, "" if they are equal."""
     try:
@@ -170,7 +163,8 @@ def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -
             tcp.set(name, json.dumps([own.uid, own.attempt, own.round, env.world_size]))
             break
         waiting.advanced()
-        reason = _until_answered(tcp, name, env, waiting)
+        while (reason := _ask(tcp, name, env)) == _NOT_READY:  # on the same connection
+            waiting.pause(reason)
         if not reason:
             break
         waiting.pause(reason)
@@ -189,15 +183,15 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
     store.set(f"here/{env.rank}", json.dumps([device, env.interfaces]))
     if env.rank == 0:
         missing = list(range(1, env.world_size))
-        found = len(missing)
-        while missing:
+        while True:
+            before = len(missing)
             missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-            if len(missing) < found:
+            if not missing:
+                break
+            if len(missing) < before:
                 waiting.advanced()
-            found = len(missing)
-            if missing:
-                names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
+            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
         cards = [json.loads(store.get(f"here/{rank}")) for rank in range(env.world_size)]
         devices, interfaces = zip(*cards, strict=True)
         store.set("all-here", _misfit(devices) or _unmatched(interfaces) or _FINE)
@@ -213,16 +207,14 @@ def _misfit(devices: Sequence[str]) -> str:
 
     NCCL itself would wait, or fail with another message.
     """
-    kinds = [device.partition(" ")[0] for device in devices]
-    for rank, kind in enumerate(kinds):
+    first: dict[str, int] = {}
+    kinds, names = zip(*(device.split(" ", 1) for device in devices), strict=True)
+    for rank, (kind, name) in enumerate(zip(kinds, names, strict=True)):
         if kind != kinds[0]:
             return (
                 f"rank {rank} trains on {kind} and rank 0 on {kinds[0]}: give every pod GPUs, or"
                 " use start(device='cpu')"
             )
-    first: dict[str, int] = {}
-    for rank, device in enumerate(devices):
-        name = device.partition(" ")[2]
         if name and first.setdefault(name, rank) != rank:
             return (
                 f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process one"

@@ -69,15 +69,13 @@ class ElasticAveraging:
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             groups.setdefault((parameter.dtype, parameter.device), []).append(index)
-        self._reductions = [
-            (indices, self._reduction([self._parameters[index] for index in indices]))
-            for indices in groups.values()
-        ]
+        for indices in groups.values():
+            parameters = [self._parameters[index] for index in indices]
+            reduction = Reduction(
+                parameters, count=self._count, ranks=self._world.size, rank=self._world.rank
+            )
+            self._reductions.append((indices, reduction))
         return model
-
-    def _reduction(self, parameters: Sequence[torch.nn.Parameter]) -> Reduction:
-        ranks, rank = self._world.size, self._world.rank
-        return Reduction(parameters, count=self._count, ranks=ranks, rank=rank)
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Return this rank's shards, each cut into micro-batches."""
@@ -85,14 +83,9 @@ class ElasticAveraging:
         for shard in shard_tree.owned(self._count, self._world.size, self._world.rank):
             share = order.shard(step, shard, self._count)
             size = len(share) // self._options.micro_batches
+            whole = self._options.global_batch
             parts += [
-                Part(
-                    share[start : start + size],
-                    size,
-                    self._options.global_batch,
-                    shard,
-                    reseed=start == 0,
-                )
+                Part(share[start : start + size], size, whole, shard, reseed=start == 0)
                 for start in range(0, len(share), size)
             ]
         return parts

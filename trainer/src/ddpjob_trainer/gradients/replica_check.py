@@ -138,12 +138,9 @@ class DivergenceCheck:
             self._explain(step, list(tensors), hashes)
 
     def _explain(self, step: int, names: list[str], hashes: torch.Tensor) -> None:
-        every = [
-            np.frombuffer(blob, dtype=np.int64)
-            for blob in self._world.gather_bytes(
-                "the comparison of ranks", hashes.cpu().numpy().tobytes()
-            )
-        ]
+        mine = hashes.cpu().numpy().tobytes()
+        blobs = self._world.gather_bytes("the comparison of ranks", mine)
+        every = [np.frombuffer(blob, dtype=np.int64) for blob in blobs]
         found = [(rank, _first_difference(theirs, every[0])) for rank, theirs in enumerate(every)]
         differing = {rank: place for rank, place in found if place is not None}
         others, place = list(differing), min(differing.values())

@@ -29,18 +29,18 @@ Gradients = list[torch.Tensor | None]
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Return left + right, in the memory of left. A missing gradient counts as zeros."""
-    if None in left or None in right:
-        left = [_zeros_for(a, b) for a, b in zip(left, right, strict=True)]
-        right = [_zeros_for(b, a) for a, b in zip(left, right, strict=True)]
-    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    for place, (a, b) in enumerate(zip(left, right, strict=True)):
+        # Zeros, not nothing: -0.0 + 0.0 is 0.0, as with zeros from another rank.
+        if a is None and b is not None:
+            left[place] = torch.zeros_like(b)
+    pairs = [
+        (a, torch.zeros_like(a) if b is None else b)
+        for a, b in zip(left, right, strict=True)
+        if a is not None
+    ]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     return left
-
-
-def _zeros_for(mine: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    # Zeros, not nothing: -0.0 + 0.0 is 0.0, as with zeros from another rank.
-    return torch.zeros_like(other) if mine is None and other is not None else mine
 
 
 class Reduction:
@@ -84,7 +84,8 @@ class Reduction:
             self._allocate()
         for vector, (_, gradients) in zip(self._sent, sums, strict=True):
             vector.fill(gradients)
-        mine = self._add_up(self._exchange()).div_(self._count)
+        root = Node(0, self._count)
+        mine = shard_tree.tree_sum(root, self._exchange(), torch.Tensor.add_).div_(self._count)
         result = self._sent[0]
         dist.all_gather_into_tensor(result.whole, mine)
         columns = zip(*(gradients for _, gradients in sums), strict=True)
@@ -122,11 +123,6 @@ class Reduction:
             for giver, part in zip(givers, torch.split(received, self._slice), strict=True):
                 found[self._nodes[giver][turn]] = part
         return found
-
-    def _add_up(self, parts: dict[Node, torch.Tensor]) -> torch.Tensor:
-        return shard_tree.tree_sum(
-            Node(0, self._count), parts, lambda left, right: left.add_(right)
-        )
 
 
 class Vector:

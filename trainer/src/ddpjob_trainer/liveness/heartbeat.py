@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, cast, get_args
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.tracebacks import words
@@ -79,6 +79,16 @@ class RankState:
     marked_at: float = 0.0  # monotonic seconds of the last mark, this machine's clock
 
 
+class _Body(TypedDict, total=False):
+    """What update() changes, in the order of the record."""
+
+    step: int
+    total_steps: int
+    loss: float
+    samples_per_second: float
+    snapshot_step: int
+
+
 def path_of(directory: Path, rank: int) -> Path:
     """Return the path of a rank's record."""
     return directory / f"rank-{rank}.state"
@@ -96,11 +106,10 @@ class RankStateWriter:
         self._phase: Phase = "startup"
         self._activity: Activity = "start"
         self._marks = 0
-        self._step = 0
-        self._total = 0
-        self._loss = math.nan
-        self._rate = math.nan
-        self._snapshot_step = -1
+        self._body: _Body = {
+            "step": 0, "total_steps": 0, "loss": math.nan, "samples_per_second": math.nan,
+            "snapshot_step": -1,
+        }  # fmt: skip
         self.update()
         self._block[: _HEAD.size] = _HEAD.pack(_MAGIC, os.getpid())
 
@@ -114,7 +123,7 @@ class RankStateWriter:
     @property
     def snapshot_step(self) -> int:
         """Return the step of the newest committed snapshot, -1: none yet."""
-        return self._snapshot_step
+        return self._body["snapshot_step"]
 
     def mark(self, activity: Activity, now: float | None = None) -> None:
         """Give a sign of life, several times per step and at almost no cost.
@@ -131,38 +140,19 @@ class RankStateWriter:
             _ACTIVITY_NUMBERS[activity],
         )
 
-    def update(
-        self,
-        *,
-        phase: Phase | None = None,
-        step: int | None = None,
-        total_steps: int | None = None,
-        loss: float | None = None,
-        samples_per_second: float | None = None,
-        snapshot_step: int | None = None,
-    ) -> None:
+    def update(self, *, phase: Phase | None = None, **changes: Unpack[_Body]) -> None:
         """Change the given fields and publish the record; this is a sign of life too."""
-        self._phase = self._phase if phase is None else phase
-        self._step = self._step if step is None else step
-        self._total = self._total if total_steps is None else total_steps
-        self._loss = self._loss if loss is None else loss
-        self._rate = self._rate if samples_per_second is None else samples_per_second
-        if snapshot_step is not None:
-            self._snapshot_step = snapshot_step
-        self._block[_BODY_AT:_TEXT_AT] = _BODY.pack(
-            self._step, self._total, self._loss, self._rate, self._snapshot_step, time.time()
-        )
+        self._phase = phase or self._phase
+        self._body.update(changes)
+        self._block[_BODY_AT:_TEXT_AT] = _BODY.pack(*self._body.values(), time.time())
         self.mark(self._activity)
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
-        self._end(words(f"{type(exception).__name__}: {exception}"))
+        self.ends(words(f"{type(exception).__name__}: {exception}"))
 
-    def drilled(self) -> None:
-        """Record that this process ends for a drill."""
-        self._end(DRILL)
-
-    def _end(self, text: str) -> None:
+    def ends(self, text: str) -> None:
+        """Record an exception's text, or DRILL, in its place."""
         data = text.encode(errors="replace")[:_MAX_EXCEPTION]
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()

@@ -34,11 +34,10 @@ class NanPolicy:
         self.skipped = 0  # updates, in this process
         self.refused = 0  # of the last reported step
         self._refused_before = 0  # earlier in this step
-        self._queues = world is not None and world.accelerator.queues
+        self._queues = world.accelerator.queues
         #: Updates are made before it is known whether they were allowed.
         self._late = policy == "stop" and self._queues
         self._found: list[torch.Tensor] = []  # of this step then: more than 0, if not finite
-        self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
 
     def mark(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss; make its gradient NaN if the loss is not finite."""
@@ -78,34 +77,11 @@ class NanPolicy:
             return True
         gradients = [_values(p.grad) for p in parameters if p.grad is not None]
         if self._late and not now:
-            found = (self._look(group).clone() for group in _alike(gradients))
-            self._found += [one.to(self._world.device) for one in found]
+            self._found += [_odd(group).to(self._world.device) for group in _alike(gradients)]
             return True
         if grad_norm is not None and math.isfinite(grad_norm.item()):
             return True  # the reverse may not hold: squares may overflow where their roots do not
-        return all(map(self._all_finite, _alike(gradients)))
-
-    def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
-        return not self._look(gradients).item()
-
-    def _look(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return one number, more than 0 if one of the gradients is not finite.
-
-        In one call of torch's: in a short step a call per tensor would show.
-        """
-        device = gradients[0].device
-        if device not in self._flags:
-            zero = torch.zeros(1, device=device, dtype=torch.float32)
-            self._flags[device] = (zero, torch.ones_like(zero))
-        found, one = self._flags[device]
-        found.zero_()
-        try:
-            # GradScaler's function; multiplied by one, gradients keep their bits.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
-        except RuntimeError:  # complex, or an unsupported layout
-            for gradient in gradients:
-                found += ~_finite(gradient)
-        return found
+        return not any(_odd(group).item() for group in _alike(gradients))
 
     def refuse(
         self,
@@ -200,6 +176,21 @@ def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     return groups.values()
 
 
+def _odd(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return one number, more than 0 if one of the gradients is not finite.
+
+    In one call of torch's: in a short step a call per tensor would show.
+    """
+    found = torch.zeros(1, device=gradients[0].device, dtype=torch.float32)
+    try:
+        # GradScaler's function; multiplied by one, gradients keep their bits.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
+    except RuntimeError:  # complex, or an unsupported layout
+        for gradient in gradients:
+            found += ~_finite(gradient)
+    return found
+
+
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
@@ -212,8 +203,6 @@ def _any_odd(values: Sequence[Number]) -> Number:
     """Return 1.0 if one of them is not finite, else 0.0."""
     measured = [value for value in values if isinstance(value, torch.Tensor)]
     known = [value for value in values if not isinstance(value, torch.Tensor)]
-    if not all(map(math.isfinite, known)):
-        return 1.0
-    if not measured:
-        return 0.0
+    if not measured or not all(map(math.isfinite, known)):
+        return float(not all(map(math.isfinite, known)))
     return (~torch.isfinite(torch.stack(measured))).any().double()

@@ -192,7 +192,9 @@ class Progress:
         if line or now - self._marks[1][1] >= _RATE_SECONDS:
             rate = self._rate(step, now, line=line)
         phase: Phase | None = "step" if self._first else None
-        self._writer.update(phase=phase, step=step, loss=loss, samples_per_second=rate)
+        if rate is not None:
+            self._writer.update(samples_per_second=rate)
+        self._writer.update(phase=phase, step=step, loss=loss)
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)

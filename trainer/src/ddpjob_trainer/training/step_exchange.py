@@ -83,7 +83,7 @@ class StepExchange:
 
         Raises ConfigError where the ranks do not agree, PeerLostError.
         """
-        heard = _sent(step).host_values()
+        heard = _sent(step).host.sums
         self.stop = heard["stop"][0] > 0
         self.enough = heard["enough"][0] > 0
         self._snapshots.learn(heard["snapshots"])
@@ -97,29 +97,28 @@ class StepExchange:
 
         Raises DivergedError and ConfigError where the ranks do not agree.
         """
-        self.logged.learn(step.index, _sent(step).device_values()["logged"])
+        self.logged.learn(step.index, _sent(step).device.sums["logged"])
         return self.check_finite(step)
 
     def check_finite(self, step: Step) -> float:
         """Return a committed step's mean loss. Raises DivergedError."""
         loss = self.mean_loss(step)
-        reported = _sent(step).device_values()["not finite"]
+        reported = _sent(step).device.sums["not finite"]
         self._nan.after(step.index, loss, step.losses, reported, step.refused)
         return loss
 
     def wait(self) -> None:
         """Leave no exchange under way."""
         if self._sent is not None:
-            self._sent.host_values()
-            self._sent.device_values()
+            _ = [message.sums for message in self._sent]
 
     def not_finite(self, step: Step) -> Sequence[float]:
         """Wait for the others; return the sums of NanPolicy.report()."""
-        return _sent(step).device_values()["not finite"]
+        return _sent(step).device.sums["not finite"]
 
     def factor(self, step: Step) -> float:
         """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
-        heard = _sent(step).host_values()
+        heard = _sent(step).host.sums
         self._check_weighted(step, heard["weighted"][0])
         factor = self._averaging.factor(heard["weights"])
         if not math.isfinite(factor):
@@ -136,8 +135,8 @@ class StepExchange:
         if step.mean is None:
             with self._shutdown.listening:  # a rank may ask for it alone
                 sent = _sent(step)
-                weights = sent.host_values()["weights"] if step.weights else None
-                losses = sent.device_values()["losses"]
+                weights = sent.host.sums["weights"] if step.weights else None
+                losses = sent.device.sums["losses"]
             step.mean = self._averaging.mean_loss(losses, weights)
         return step.mean
 
