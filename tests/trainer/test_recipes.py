@@ -110,9 +110,3 @@ def test_backends_and_interfaces() -> None:
     out = show("recipes/network.py", nproc=2, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
     assert "gloo" in re.findall("^backends in this PyTorch: (.*)$", out, re.MULTILINE)[0].split()
     assert "chosen: gloo over lo,lo" in out
-
-
-def test_a_rank_that_names_fewer_interfaces_is_named() -> None:
-    env = {"GLOO_SOCKET_IFNAME": "lo,lo"}
-    out = show("recipes/network.py", "--drop-on", "1", nproc=3, code=64, env=env)
-    assert "GLOO_SOCKET_IFNAME names 1 on rank 1 ('lo') and 2 on rank 0 ('lo,lo')" in out

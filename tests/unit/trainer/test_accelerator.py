@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
+from ddpjob_trainer.comm.rendezvous import _misfit
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.gpu import accelerator, devices
@@ -120,14 +120,6 @@ def test_ranks_that_cannot_train_together() -> None:
     assert _misfit(["cuda GPU-a", "cuda GPU-b"]) == ""
     assert "rank 1 trains on cpu and rank 0 on cuda" in _misfit(["cuda GPU-a", "cpu "])
     assert "ranks 0 and 2 have the same GPU, GPU-a" in _misfit([f"cuda GPU-{n}" for n in "aba"])
-
-
-def test_ranks_name_as_many_interfaces() -> None:
-    assert _unmatched(["", "eth0", "ens5"]) == "", "gloo finds one where none is named"
-    assert _unmatched(["eth0,eth1", "ens5,ens6"]) == ""
-    said = _unmatched(["eth0,eth1", "ens5,ens6", "eth0"])
-    assert "GLOO_SOCKET_IFNAME names 1 on rank 2 ('eth0') and 2 on rank 0 ('eth0,eth1')" in said
-    assert "names 2 on rank 1 ('a,b') and 1 on rank 0 ('')" in _unmatched(["", "a,b"])
 
 
 def test_tf32_is_known_by_whichever_words_it_was_chosen() -> None:

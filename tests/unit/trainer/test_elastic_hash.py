@@ -89,7 +89,7 @@ def test_a_gpu_gets_longer_rows_and_finds_as_much(monkeypatch):  # type: ignore[
     """A kernel for each half megabyte would be all that it does."""
     assert replica_check._ROW_OF["cuda"] * 8 == 32 << 20
     monkeypatch.setattr(replica_check, "_ROW_OF", {"cpu": 4 * _ROW})  # stands for one
-    monkeypatch.setattr(replica_check, "_weights_of", {})
+    monkeypatch.setattr(replica_check, "_weights", replica_check._weights.__wrapped__)
     rows: list[int] = []
     split = torch.split
     monkeypatch.setattr(

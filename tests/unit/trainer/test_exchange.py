@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.comm.exchange import Exchange
+from ddpjob_trainer.comm import rendezvous
+from ddpjob_trainer.comm.exchange import send
 from ddpjob_trainer.comm.world import World
+from support.launching import free_ports
 
 
 def test_each_name_gets_its_own_sums_and_may_ask_twice():
     world = World(0, 1, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
-    exchange = Exchange(world)
-    sent = exchange.start({"a": [1.0, 2.0], "none": [], "b": [3.0]}, measured={"b"})
+    sent = send(world, {"a": [1.0, 2.0], "none": [], "b": [3.0]}, measured={"b"})
     assert sent.host.sums == sent.device.sums == {"a": [1.0, 2.0], "none": [], "b": [3.0]}
     assert sent.host.sums == sent.host.sums
-    later = exchange.start({"a": [5.0]})
+    later = send(world, {"a": [5.0]})
     assert later.host.sums == {"a": [5.0]}
     assert sent.host.sums["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "channels_last": lambda: torch.ones(8, 4, 1, 1).to(memory_format=torch.channels_last),
-    "channels_last of one channel": lambda: torch.ones(8, 1, 3, 3).to(
-        memory_format=torch.channels_last
-    ),
     "channels_last of more": lambda: torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last),
     "an element of a table": lambda: torch.ones(3, 2)[:1, 0],
     "transposed": lambda: torch.ones(3, 2).T,
@@ -50,3 +49,25 @@ def test_a_tensor_is_overwritten_however_its_elements_lie(
     world = World(1, 2, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
     world.broadcast_tensor(tensor)
     assert tensor.flatten().tolist() == sent.tolist()
+
+
+def test_the_store_of_a_torch_without_libuv_as_debians(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, tries = rendezvous.TCPStore, []
+
+    def built_without(*where: Any, use_libuv: bool = True, **options: Any) -> Any:
+        tries.append(where)
+        if where[1] == 1:
+            raise RuntimeError("EADDRINUSE")
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was built without libuv, ...")
+        return made(*where, use_libuv=False, **options)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", built_without)
+    [port] = free_ports(1)
+    server, client = (rendezvous._store("localhost", port, is_master=it) for it in (True, False))
+    client.set("key", "value")
+    assert server.get("key") == b"value"
+    tries.clear()
+    with pytest.raises(RuntimeError, match="EADDRINUSE"):
+        rendezvous._store("localhost", 1, is_master=True)
+    assert len(tries) == 1, "another refusal"

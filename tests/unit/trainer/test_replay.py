@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddpjob_trainer.launcher.reports.state import Results
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
+from ddpjob_trainer.liveness.heartbeat import PROOF, RankStateWriter, read_told
 from ddpjob_trainer.training.replay import replay
 from ddpjob_trainer.training.replay.records import (
     BYTES,
@@ -301,11 +301,11 @@ def test_a_disk_without_room_stops_no_training(tmp_path: Path, said: list[str]):
 
 
 def test_the_launcher_reads_the_proof(tmp_path: Path):
-    assert read_proof(tmp_path) is None
-    RankStateWriter(tmp_path, 0).proven({"equal": True, "first": 3, "last": 4})
-    assert read_proof(tmp_path) == {"equal": True, "first": 3, "last": 4}
+    assert read_told(tmp_path, PROOF) is None
+    RankStateWriter(tmp_path, 0).tell(PROOF, {"equal": True, "first": 3, "last": 4})
+    assert read_told(tmp_path, PROOF) == {"equal": True, "first": 3, "last": 4}
     (tmp_path / "proof.json").write_text("[")
-    assert read_proof(tmp_path) is None
+    assert read_told(tmp_path, PROOF) is None
 
 
 def test_a_restart_that_was_not_checked_takes_no_proof_back(tmp_path: Path):
@@ -315,8 +315,8 @@ def test_a_restart_that_was_not_checked_takes_no_proof_back(tmp_path: Path):
     tells, known = RankStateWriter(tmp_path, 0), Results()
     for proof in (None, {"unchecked": "why"}, {"equal": True}, {"equal": False}):
         if proof is not None:
-            tells.proven(proof)  # type: ignore[arg-type]
+            tells.tell(PROOF, proof)  # type: ignore[arg-type]
         known = known.after(gang)
         assert known.proof == proof
-    tells.proven({"unchecked": "why"})
+    tells.tell(PROOF, {"unchecked": "why"})
     assert known.after(gang).proof == {"equal": False}

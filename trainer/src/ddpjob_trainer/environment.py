@@ -90,7 +90,6 @@ class WorkerEnvironment:
     world_size: int
     local_rank: int
     master: tuple[str, int] | None
-    interfaces: str  # for gloo, with commas between, "": its own choice
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
     snapshot: SnapshotSettings
@@ -155,11 +154,8 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _deadlines(env: Mapping[str, str]) -> Deadlines:
-    return Deadlines(
-        startup=_seconds(env, contract.HANG_STARTUP_SECONDS, DEFAULTS["hang.startupSeconds"]),
-        step=_seconds(env, contract.HANG_STEP_SECONDS, DEFAULTS["hang.stepSeconds"]),
-        snapshot=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, DEFAULTS["hang.snapshotSeconds"]),
-    )
+    fields = ("hang.startupSeconds", "hang.stepSeconds", "hang.snapshotSeconds")
+    return Deadlines(*(_seconds(env, n, DEFAULTS[of]) for n, of in zip(_HANG, fields, strict=True)))
 
 
 def _identity(env: Mapping[str, str]) -> Identity:
@@ -277,7 +273,6 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         world_size=world,
         local_rank=local_rank,
         master=master if world > 1 else None,
-        interfaces=env.get("GLOO_SOCKET_IFNAME", ""),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         identity=_identity(env),
         snapshot=_snapshot(env),

@@ -48,37 +48,33 @@ class Sent(NamedTuple):
     device: Message
 
 
-class Exchange:
-    """Adds up numbers over all ranks, in the background. Every rank makes the same calls."""
+def send(world: World, numbers: Numbers, measured: Collection[str] = ()) -> Sent:
+    """Send numbers under names, to be added up over all ranks in the background.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    Every rank makes the same calls: names and counts are the same. ``measured``: names of the
+    numbers that a device may still be computing.
+    """
+    if not world.accelerator.queues:
+        message = _send(world, numbers)
+        return Sent(message, message)
+    now = {name: values for name, values in numbers.items() if name not in measured}
+    later = {name: values for name, values in numbers.items() if name in measured}
+    return Sent(_send(world, now), _queue(world, later))
 
-    def start(self, numbers: Numbers, measured: Collection[str] = ()) -> Sent:
-        """Send numbers under names; names and counts are the same on every rank.
 
-        ``measured``: names of the numbers that a device may still be computing.
-        """
-        if not self._world.accelerator.queues:
-            message = self._send(numbers)
-            return Sent(message, message)
-        now = {name: values for name, values in numbers.items() if name not in measured}
-        later = {name: values for name, values in numbers.items() if name in measured}
-        return Sent(self._send(now), self._queue(later))
+def _send(world: World, numbers: Numbers) -> Message:
+    tensor = torch.tensor(list(chain(*numbers.values())), dtype=torch.float64)
+    work = None
+    if world.size > 1 and world.control is not None:
+        with peer_loss():
+            # Not dist.all_reduce(), whose checks take longer than the rest of this function.
+            work = world.control.allreduce([tensor])
+    return Message(numbers, work, Reading(tensor))
 
-    def _send(self, numbers: Numbers) -> Message:
-        tensor = torch.tensor(list(chain(*numbers.values())), dtype=torch.float64)
-        group, work = self._world.control, None
-        if self._world.size > 1 and group is not None:
-            with peer_loss():
-                # Not dist.all_reduce(), whose checks take longer than the rest of this method.
-                work = group.allreduce([tensor])
-        return Message(numbers, work, Reading(tensor))
 
-    def _queue(self, numbers: Numbers) -> Message:
-        accelerator = self._world.accelerator
-        vector, work = accelerator.numbers(list(chain(*numbers.values()))), None
-        if self._world.size > 1:
-            with peer_loss():
-                work = dist.all_reduce(vector, async_op=True)
-        return Message(numbers, None, accelerator.read(vector, work))
+def _queue(world: World, numbers: Numbers) -> Message:
+    vector, work = world.accelerator.numbers(list(chain(*numbers.values()))), None
+    if world.size > 1:
+        with peer_loss():
+            work = dist.all_reduce(vector, async_op=True)
+    return Message(numbers, None, world.accelerator.read(vector, work))

@@ -180,7 +180,7 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
 
     ``device``: its type, and a name unique to it. Raises ConfigError where two ranks share one.
     """
-    store.set(f"here/{env.rank}", json.dumps([device, env.interfaces]))
+    store.set(f"here/{env.rank}", device)
     if env.rank == 0:
         missing = list(range(1, env.world_size))
         while True:
@@ -192,9 +192,8 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
                 waiting.advanced()
             names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
-        cards = [json.loads(store.get(f"here/{rank}")) for rank in range(env.world_size)]
-        devices, interfaces = zip(*cards, strict=True)
-        store.set("all-here", _misfit(devices) or _unmatched(interfaces) or _FINE)
+        devices = [store.get(f"here/{rank}").decode() for rank in range(env.world_size)]
+        store.set("all-here", _misfit(devices) or _FINE)
     while not store.check(["all-here"]):
         waiting.pause("rank 0 still waits for other ranks")
     verdict = store.get("all-here").decode()
@@ -219,22 +218,6 @@ def _misfit(devices: Sequence[str]) -> str:
             return (
                 f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process one"
                 " of its own, by LOCAL_RANK or CUDA_VISIBLE_DEVICES"
-            )
-    return ""
-
-
-def _unmatched(interfaces: Sequence[str]) -> str:
-    """Explain why gloo cannot connect these interfaces, "" if it can.
-
-    An interface without a partner would wait for one.
-    """
-    counts = [len(names.split(",")) for names in interfaces]
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            return (
-                f"GLOO_SOCKET_IFNAME names {count} on rank {rank} ({interfaces[rank]!r}) and"
-                f" {counts[0]} on rank 0 ({interfaces[0]!r}), and gloo connects the first with the"
-                " first, the second with the second: name as many interfaces on every rank"
             )
     return ""
 

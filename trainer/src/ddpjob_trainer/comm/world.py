@@ -57,7 +57,7 @@ class World:
         """Broadcast the bytes of rank 0 to every rank."""
         if self.size == 1:
             return data or b""
-        length = torch.tensor([len(data) if data is not None else 0])
+        length = torch.tensor([len(data or b"")])
         with peer_loss():
             dist.broadcast(length, 0, group=self.control)
             buffer = torch.zeros(int(length), dtype=torch.uint8)
@@ -134,9 +134,6 @@ def agree(world: World, facts: Mapping[str, Any], own: Any = None) -> list[Any]:
                     " rank must be given the same"
                 )
     return [one for _, one in gathered]
-
-
-# --- Leaving ---------------------------------------------------------------------------------
 
 
 def holds_group(holder: object, *attributes: str) -> None:

@@ -81,8 +81,6 @@ class Accelerator:
         """Return facts besides the type that affect bits, as plain values for JSON."""
         return {}
 
-    # --- Results -------------------------------------------------------------------------
-
     def number(self, tensor: torch.Tensor) -> Number:
         """Return the present value of a tensor of one element in double precision."""
         return float(tensor)
@@ -109,8 +107,6 @@ class Accelerator:
     def mark(self) -> Any:
         """Return a torch.Event behind all queued work; None without a queue."""
         return None
-
-    # --- Memory --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -179,8 +175,6 @@ class Cuda(Accelerator):
             **{name: value for name, value in own.items() if not name.startswith(_NCCL_OTHER)},
         }
 
-    # --- Results -------------------------------------------------------------------------
-
     def number(self, tensor: torch.Tensor) -> Number:
         """Return a copy on the device, without a wait."""
         if not tensor.is_cuda:
@@ -216,8 +210,6 @@ class Cuda(Accelerator):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-    # --- Memory --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -303,9 +295,6 @@ def tf32() -> list[str]:
 def of(device: torch.device) -> Accelerator:
     """Return the accelerator of a device, one per process."""
     return Cuda(device) if device.type == "cuda" else Accelerator(device)
-
-
-# --- Which one ------------------------------------------------------------------------------
 
 
 def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:

@@ -26,7 +26,7 @@ from ddpjob_trainer.data.order import DataOrder, Indices, share
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import determinism
-from ddpjob_trainer.gradients.buckets import CAP_MB, Buckets
+from ddpjob_trainer.gradients.tree_reduce import Gradients, Means, Node
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.state.buffers import Steady, persistent
 
@@ -116,8 +116,9 @@ def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
 class DdpAveraging:
     """Averages by DistributedDataParallel where it can.
 
-    Gradients of all parts but the last stay on this rank (no_sync) and are sent with the last.
-    Later additions, and all gradients of several models, are sent in finish(), see buckets.py.
+    Gradients of all parts but the last stay on this rank (no_sync) and are sent with the last. What
+    the reducer would wait for, or leave on its rank, is sent in finish(): all gradients of several
+    models, whose losses may run through one another, and those of a second backward.
     ``outside`` seeds the random numbers that user code draws outside of the parts, besides seed
     and step; ``waits``: the reducer waits for a backward; ``local``: this rank has gradients that
     are not the mean.
@@ -134,8 +135,7 @@ class DdpAveraging:
         self._warm = False
         self.waits = False
         self.local = False
-        self._cap_mb: float | None = None
-        self._buckets: dict[int, Buckets] = {}
+        self._means: dict[int, Means] = {}
         self._shared: set[int] = set()  # models whose buffers rank 0 has broadcast in this step
 
     @property
@@ -147,7 +147,6 @@ class DdpAveraging:
         model = Wrapped(module, **{name: getattr(options, name) for name in _DDP_OPTIONS})
         holds_ddp(model)
         self._models.append(model)
-        self._cap_mb = options.bucket_cap_mb or self._cap_mb
         for parameter in module.parameters():
             (self._parameters if parameter.requires_grad else self._frozen).append(parameter)
         if options.comm_hook is not None:
@@ -237,12 +236,35 @@ class DdpAveraging:
         if not self.local:
             return
         self.local = False
-        for group in groups:
-            if id(group) not in self._buckets:
-                self._buckets[id(group)] = Buckets(
-                    group, ranks=self._world.size, cap_mb=self._cap_mb
-                )
-            self._buckets[id(group)].average()
+        if self._world.size > 1:
+            for group in groups:
+                self._average(group)
+
+    @torch.no_grad()
+    def _average(self, group: Sequence[torch.nn.Parameter]) -> None:
+        """Replace each gradient by its mean; where a rank has none it counts as zeros.
+
+        Their order is that of the parameters, so none has to be learnt first. The price:
+        communication begins only when the last backward has ended.
+        """
+        ranks, rank = self._world.size, self._world.rank
+        if id(group) not in self._means:
+            self._means[id(group)] = Means(group, count=ranks, ranks=ranks, rank=rank)
+        gradients: Gradients = [parameter.grad for parameter in group]
+        if any(g is not None and g.layout is not torch.strided for g in gradients):
+            raise ConfigError(
+                "sparse gradients cannot be averaged for several models, or after a second"
+                " backward: use Embedding(sparse=False)"
+            )
+        means = self._means[id(group)].mean([(Node(rank, rank + 1), gradients)])
+        pairs = []
+        for parameter, mean in zip(group, means, strict=True):
+            if mean is not None:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                pairs.append((parameter.grad, mean))
+        if pairs:
+            torch._foreach_copy_([gradient for gradient, _ in pairs], [mean for _, mean in pairs])
 
     def _check_frozen(self) -> None:
         """Raise ConfigError for a changed requires_grad.
@@ -293,7 +315,7 @@ class DdpAveraging:
         if self._options.level == "off":
             return None
         if self._several:
-            return f"{self._cap_mb or CAP_MB:g} MB in the order of the parameters"
+            return "in the order of the parameters"
         if not self._warm:
             return None
         layout = determinism.bucket_layout(self._models[0])

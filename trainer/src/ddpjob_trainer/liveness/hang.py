@@ -20,7 +20,6 @@ WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward
 #: Extra time of a waiting rank: its peers' launchers must have had the time to act.
 _WAITING_FACTOR: Final = 1.25
 _WAITING_SECONDS: Final = 1.0
-_LAST_RESORT_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Deadlines:
     @property
     def last_resort(self) -> float:
         """Return a collective's timeout, so long that the watchdog finds the culprit first."""
-        return max(self.startup, self.step, self.snapshot) * _LAST_RESORT_FACTOR
+        return max(self.startup, self.step, self.snapshot) * 1.5
 
     @property
     def shortest(self) -> float:

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
-from typing import Any, Final, Literal, TypedDict, Unpack, cast, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, get_args
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.tracebacks import words
@@ -47,8 +47,9 @@ _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(A
 #: In the place of an exception: the process has ended for a drill.
 DRILL: Final = "drill"
 BLOCK: Final = 512
-_RESUMED: Final = "resumed.json"
-_PROOF: Final = "proof.json"
+#: What training resumes from; whether the steps repeated after a restart were equal.
+RESUMED: Final = "resumed.json"
+PROOF: Final = "proof.json"
 _MAX_EXCEPTION: Final = 400
 _MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
 _HEAD = Struct("<II")
@@ -157,15 +158,8 @@ class RankStateWriter:
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()
 
-    def resumed(self, snapshot: Resumed) -> None:
-        """Report to the launcher what training resumes from, unless the disk is full."""
-        self._tell(_RESUMED, snapshot)
-
-    def proven(self, proof: Proof) -> None:
-        """Report to the launcher whether the steps repeated after a restart were equal."""
-        self._tell(_PROOF, proof)
-
-    def _tell(self, name: str, facts: Resumed | Proof) -> None:
+    def tell(self, name: str, facts: Resumed | Proof) -> None:
+        """Report to the launcher, under RESUMED or PROOF, unless the disk is full."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 (self._directory / name).write_text(json.dumps(facts))
@@ -214,19 +208,10 @@ def decode(data: bytes, rank: int) -> RankState | None:
         return None
 
 
-def read_resumed(directory: Path) -> Resumed | None:
-    """Return what rank 0 resumed from, None before its report."""
-    return cast("Resumed | None", _told(directory / _RESUMED))
-
-
-def read_proof(directory: Path) -> Proof | None:
-    """Return rank 0's comparison of the steps repeated after a restart, None before it."""
-    return cast("Proof | None", _told(directory / _PROOF))
-
-
-def _told(path: Path) -> dict[str, Any] | None:
+def read_told(directory: Path, name: str) -> Any:
+    """Return what rank 0 has told under RESUMED or PROOF, None before."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and len(str(found)) < BLOCK else None

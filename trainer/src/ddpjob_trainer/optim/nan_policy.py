@@ -12,9 +12,11 @@ the answer is read a step later, before any snapshot, and ends the run all the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
@@ -77,11 +79,11 @@ class NanPolicy:
             return True
         gradients = [_values(p.grad) for p in parameters if p.grad is not None]
         if self._late and not now:
-            self._found += [_odd(group).to(self._world.device) for group in _alike(gradients)]
+            self._found += [odd.to(self._world.device) for odd in _odd(gradients)]
             return True
         if grad_norm is not None and math.isfinite(grad_norm.item()):
             return True  # the reverse may not hold: squares may overflow where their roots do not
-        return not any(_odd(group).item() for group in _alike(gradients))
+        return not any(odd.item() for odd in _odd(gradients))
 
     def refuse(
         self,
@@ -168,27 +170,21 @@ class NanPolicy:
         return f"the loss of rank {rank} is {'not finite' if value is None else value}"
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Group tensors by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
-
-
-def _odd(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return one number, more than 0 if one of the gradients is not finite.
+def _odd(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a number for each device and dtype, more than 0 if a gradient is not finite.
 
     In one call of torch's: in a short step a call per tensor would show.
     """
-    found = torch.zeros(1, device=gradients[0].device, dtype=torch.float32)
-    try:
-        # GradScaler's function; multiplied by one, gradients keep their bits.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
-    except RuntimeError:  # complex, or an unsupported layout
-        for gradient in gradients:
-            found += ~_finite(gradient)
-    return found
+    groups: Any = _group_tensors_by_device_and_dtype([[*gradients]]) if gradients else {}
+    for (group,), _ in groups.values():
+        found = torch.zeros(1, device=group[0].device, dtype=torch.float32)
+        try:
+            # GradScaler's function; multiplied by one, gradients keep their bits.
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, torch.ones_like(found))
+        except RuntimeError:  # complex, or an unsupported layout
+            for gradient in group:
+                found += ~_finite(gradient)
+        yield found
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

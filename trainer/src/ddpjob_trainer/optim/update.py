@@ -291,8 +291,6 @@ def _needs_arguments(obj: Any) -> bool:
         inspect.signature(type(obj).step).bind(obj)
     except TypeError:
         return True
-    except ValueError:  # Python knows no signature of it
-        return False
     return False
 
 

@@ -39,11 +39,6 @@ def inner(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def spans(optimizer: Any, ranks: int) -> bool:
-    """Return whether all ranks share its state out, not only some of them."""
-    return not is_zero(optimizer) or optimizer.world_size == ranks
-
-
 class ZeroState(Divided):
     """Represents the optimizer in the training state."""
 

@@ -11,7 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from ddpjob_contract import Proof, Resumed
-from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import (
+    ACTIVITIES,
+    PROOF,
+    RESUMED,
+    Activity,
+    Phase,
+    RankStateWriter,
+)
 from ddpjob_trainer.telemetry.console import Display, say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
@@ -147,14 +154,14 @@ class Progress:
     def began_from(self, snapshot: Resumed) -> None:
         """Report rank 0's snapshot to the launcher, if it is another job's or was changed."""
         if "uid" in snapshot or snapshot.get("changed"):
-            self._writer.resumed(snapshot)
+            self._writer.tell(RESUMED, snapshot)
 
     def proven(self, proof: Proof) -> None:
         """Note whether the steps done again were as before; or why nobody knows."""
         if "equal" in proof:
             self._metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:
-            self._writer.proven(proof)
+            self._writer.tell(PROOF, proof)
 
     def body_ended(self) -> None:
         """Record the end of the script's part of a step, before stepped()."""

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import torch
 
-from ddpjob_trainer.comm.exchange import Exchange, Sent
+from ddpjob_trainer.comm.exchange import Sent, send
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gpu.accelerator import Number
@@ -45,7 +45,6 @@ class StepExchange:
         self._replay = process.replay
         self._drill = process.drill
         self._nan = nan
-        self._exchange = Exchange(process.world)
         self.logged = LoggedMeans(process.world)
         self._sent: Sent | None = None  # of the step last committed
         self.stop = False  # a rank has been told to stop
@@ -61,7 +60,8 @@ class StepExchange:
             for loss, part, weight in zip(losses, step.parts, weights, strict=True)
             if part.samples and weight
         ]
-        step.sent = self._sent = self._exchange.start(
+        step.sent = self._sent = send(
+            self._world,
             {
                 "stop": [float(self._shutdown.signal > 0)],
                 "enough": [float(self.asked)],

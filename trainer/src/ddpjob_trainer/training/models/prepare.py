@@ -205,11 +205,6 @@ class PreparedModels:
         for name, module in models.items():
             self._check_model(name, module)
         for name, optimizer in optimizers.items():
-            if not zero.spans(optimizer, self._world.size):
-                raise ConfigError(
-                    "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
-                    f" {self._world.size} ranks only: leave process_group out"
-                )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
             if _name("optimizer", name, "optimizer") in self._own:
