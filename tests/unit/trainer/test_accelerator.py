@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return have
 
 
-def test_by_the_local_rank_or_the_one_that_is_visible(gpus):  # type: ignore[no-untyped-def]
+def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):  # type: ignore[no-untyped-def]
     taken = gpus(4)
     assert accelerator.choose("auto", 3, {}) == torch.device("cuda", 3)
     assert accelerator.choose("cuda", 0, {}) == torch.device("cuda", 0)
@@ -51,12 +51,9 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus):  # type: ignore[no-
     assert accelerator.choose("cpu", 4, {}) == CPU, "hidden GPUs are nobody's business"
     gpus(1)
     assert accelerator.choose("auto", 7, {}) == torch.device("cuda", 0), "as Slurm has it"
-
-
-def test_no_gpu_is_fine_where_none_was_given(gpus, monkeypatch):  # type: ignore[no-untyped-def]
     gpus(0, AssertionError("Torch not compiled with CUDA enabled"))
     monkeypatch.setattr(devices, "given", lambda env: False)
-    assert accelerator.choose("auto", 0, {}) == CPU
+    assert accelerator.choose("auto", 0, {}) == CPU, "none was given"
     with pytest.raises(ConfigError, match=r"start\(\) asks for one: Torch not compiled"):
         accelerator.choose("cuda", 0, {})
 
@@ -125,55 +122,40 @@ def test_ranks_that_cannot_train_together() -> None:
 def test_tf32_is_known_by_whichever_words_it_was_chosen() -> None:
     """cuDNN's own fp32_precision stays "none" when allow_tf32 is taken away."""
     usual = accelerator.tf32()
-    changes: list[tuple[Any, str, object]] = [
-        (torch.backends.cudnn, "allow_tf32", False),
-        (torch.backends.cuda.matmul, "allow_tf32", True),
-    ]
-    for place, name, value in changes:
-        before = getattr(place, name)
-        setattr(place, name, value)
+    places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    for place in places:
+        before = place.allow_tf32
+        place.allow_tf32 = not before
         try:
-            assert accelerator.tf32() != usual, name
+            assert accelerator.tf32() != usual
         finally:
-            setattr(place, name, before)
+            place.allow_tf32 = before
     assert accelerator.tf32() == usual
 
 
-class Stream:
-    """Takes down how often it was waited for."""
-
-    made: list[Stream]
-
-    def __init__(self, device: torch.device) -> None:
-        self.waits = 0
-        self.made.append(self)
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device], accelerator.Cuda]:
-    """What a GPU is asked, of another device."""
-    monkeypatch.setattr(Stream, "made", [], raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Waits for a GPU's streams, of which this machine needs none."""
+    found: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: found.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    return accelerator.Cuda
+    return found
 
 
-def test_memory_is_not_given_back_in_the_midst_of_a_copy(cuda: Any) -> None:
-    device = cuda(torch.device("cuda", 0))
+def test_memory_is_not_given_back_in_the_midst_of_a_copy(waits: list[str]) -> None:
+    device = accelerator.Cuda(torch.device("cuda", 0))
     with pytest.raises(MemoryError), device.saving(None):
         raise MemoryError  # some of the copies are under way
-    assert Stream.made[-1].waits == 1
+    assert len(waits) == 1
     with device.saving(None):
         pass
-    assert Stream.made[-1].waits == 2
+    assert len(waits) == 2
 
 
-def test_a_sparse_batch_gets_to_the_device(cuda: Any) -> None:
+def test_a_sparse_batch_gets_to_the_device(waits: list[str]) -> None:
     """torch cannot tell the allocator of it, record_stream(), which others need."""
-    moved = cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
+    moved = accelerator.Cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
     assert (moved.device.type, moved.layout) == ("meta", torch.sparse_coo)
 
 

@@ -64,10 +64,7 @@ def test_a_shape_or_a_zeros_sign_is_no_matter_of_luck():  # type: ignore[no-unty
     assert hashed(torch.zeros(8)) != hashed(-torch.zeros(8))
     assert len({hashed(torch.ones(n)) for n in range(50)}) == 50
     assert hash_tensors([]).tolist() == []
-
-
-def test_the_hash_is_the_same_on_every_version():  # type: ignore[no-untyped-def]
-    """Ranks of one gang might run different builds."""
+    # Ranks of one gang might run different builds.
     assert hashed(torch.arange(10, dtype=torch.float32)) == 3597304182156034048
 
 

@@ -8,58 +8,40 @@ import pytest
 
 from ddpjob_trainer.gpu import devices
 
-
-@pytest.fixture
-def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(devices, "_DEV", tmp_path / "dev")
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidiactl", "nvidia-uvm", "nvidia-caps", "null"):
-        (tmp_path / "dev" / name).touch()
-    return tmp_path / "dev"
+VISIBLE, OF_IMAGES = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"
+DRIVER = ("nvidiactl", "nvidia-uvm", "nvidia-caps", "null")  # no GPU by itself
+TWO = "nvidia0 nvidia1"
 
 
-def test_a_driver_alone_is_no_gpu(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (devices.count(), devices.any_here(), devices.given({})) == (0, False, False)
-    (dev / "nvidia10").touch()
-    assert (devices.count(), devices.any_here(), devices.given({})) == (1, True, True)
-    monkeypatch.setattr(devices, "_DEV", dev / "no such folder")
+@pytest.mark.parametrize(
+    ("names", "env", "found"),  # how many, may there be any, visible, given, misnamed
+    [
+        ("", {}, (0, False, 0, False, "")),
+        ("nvidia10", {}, (1, True, 1, True, "")),
+        ("kfd", {}, (0, True, 0, False, "")),  # AMD's does not say what to train on
+        (TWO, {}, (2, True, 2, True, "")),
+        (TWO, {VISIBLE: ""}, (2, True, 0, False, "")),
+        ("nvidia0", {VISIBLE: "1,3"}, (1, True, 2, True, "1")),
+        (TWO, {VISIBLE: "0,-1,1"}, (2, True, 1, True, "")),
+        (TWO, {VISIBLE: "-1"}, (2, True, 0, False, "")),
+        (TWO, {VISIBLE: "0,7"}, (2, True, 2, True, "")),
+        (TWO, {VISIBLE: "2"}, (2, True, 1, True, "2")),
+        (TWO, {VISIBLE: "GPU-8f7a"}, (2, True, 1, True, "")),
+        ("", {VISIBLE: "2"}, (0, False, 1, False, "")),  # a shell may say so always
+        ("", {OF_IMAGES: "all"}, (0, False, 0, False, "")),  # its images say so always
+        ("", {OF_IMAGES: "GPU-8f7a"}, (0, False, 0, True, "")),
+    ],
+)
+def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, found):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(devices, "_DEV", tmp_path / "no such folder")
     assert not devices.any_here()
-
-
-def test_amds_file_does_not_say_what_to_train_on(dev: Path) -> None:
-    (dev / "kfd").touch()
-    assert (devices.count(), devices.any_here(), devices.given({})) == (0, True, False)
-
-
-@pytest.mark.parametrize(
-    ("visible", "nodes", "gpus"),
-    [(None, 2, 2), (None, 0, 0), ("", 1, 0), ("1,3", 1, 2), ("0,-1,1", 1, 1), ("-1", 1, 0)],
-)
-def test_they_are_counted_as_cuda_would(
-    dev: Path, visible: str | None, nodes: int, gpus: int
-) -> None:
-    for number in range(nodes):
-        (dev / f"nvidia{number}").touch()
-    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert devices.visible(env) == gpus
-    assert devices.given(env) == (gpus > 0)
-
-
-def test_what_a_container_was_given(dev: Path) -> None:
-    assert not devices.given({"NVIDIA_VISIBLE_DEVICES": "all"}), "its images say so always"
-    assert not devices.given({"CUDA_VISIBLE_DEVICES": "0"}), "a shell may say so always"
-    assert devices.given({"NVIDIA_VISIBLE_DEVICES": "GPU-8f7a"})
-
-
-@pytest.mark.parametrize(
-    ("visible", "first"), [("0,7", ""), ("2", "2"), ("1", ""), ("GPU-8f7a", ""), ("", "")]
-)
-def test_a_number_that_no_gpu_has(dev: Path, visible: str, first: str) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": visible}
-    assert devices.misnamed(env) == "", "of none there is nothing to be said"
-    for number in range(2):
-        (dev / f"nvidia{number}").touch()
-    assert devices.misnamed(env) == first
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    for name in (*DRIVER, *names.split()):
+        (tmp_path / name).touch()
+    assert found == (
+        devices.count(), devices.any_here(), devices.visible(env), devices.given(env),
+        devices.misnamed(env),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
