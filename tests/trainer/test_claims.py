@@ -86,9 +86,7 @@ def test_zero_shards_the_optimizers_state_only(facts: Found) -> None:
     assert counted.held(facts, "DDP", "optimizer state") == pytest.approx([2.0] * ranks, rel=0.01)
     shards = counted.held(facts, "DDP with ZeRO-1", "optimizer state")
     assert shards == pytest.approx([2.0 / ranks] * ranks, rel=0.01)
-
-
-def test_buckets_cost_as_much_as_the_gradients_unless_these_are_views(facts: Found) -> None:
+    # Buckets cost as much as the gradients, unless these are views.
     assert counted.held(facts, "DDP", "buckets") == [1.0] * facts["ranks"]
     assert counted.held(facts, "DDP, gradient_as_bucket_view", "buckets") == [0.0] * facts["ranks"]
 

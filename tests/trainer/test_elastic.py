@@ -190,18 +190,13 @@ def takes_apart(collect: str) -> Callable[[int], None]:
     return program
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_batches_collected_before_their_forward_are_refused_at_any_world_size(gang, world):  # type: ignore[no-untyped-def]
-    """All would draw from the last one's random numbers, and which is that ranks decide."""
-    codes = gang.run(takes_apart("batches"), world=world)
-    assert codes == dict.fromkeys(range(world), 64), gang.log(0)
-    assert "as by list(step.batches)" in gang.log(0)
-
-
-def test_losses_may_be_collected(gang):  # type: ignore[no-untyped-def]
-    for world in (1, 3, 4):
-        codes = gang.run(takes_apart("losses"), world=world)
-        assert codes == dict.fromkeys(range(world), 0), gang.log(0)
+def test_losses_may_be_collected_and_batches_are_refused_at_any_world_size(gang):  # type: ignore[no-untyped-def]
+    """All would draw from the last batch's random numbers, and which is that ranks decide."""
+    for collect, code in (("losses", 0), ("batches", 64)):
+        for world in (1, 3, 4):
+            codes = gang.run(takes_apart(collect), world=world)
+            assert codes == dict.fromkeys(range(world), code), gang.log(0)
+            assert ("as by list(step.batches)" in gang.log(0)) == (collect == "batches")
     assert len(set(re.findall("weights=.*", gang.log(0)))) == 1
 
 
@@ -218,23 +213,19 @@ def refused(layer: nn.Module) -> Callable[[int], None]:
     return program
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
+class Odd(nn.Module):
+    """Counts in a buffer, or has sparse gradients."""
+
+    def __init__(self, *, counts: bool) -> None:
         super().__init__()
+        self.table = None if counts else nn.Embedding(9, 4, sparse=True)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is not None:
+            return x + self.table(torch.tensor(3))
         self.seen += 1
         return x
-
-
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, 4, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table(torch.tensor(3))
 
 
 @pytest.mark.parametrize(
@@ -242,8 +233,8 @@ class Embeds(nn.Module):
     [
         (nn.BatchNorm1d(4), "statistics of 1 (BatchNorm1d)"),
         (nn.InstanceNorm1d(4, track_running_stats=True), "use GroupNorm or LayerNorm"),
-        (Counts(), "the forward changes the buffer '1.seen'"),
-        (Embeds(), "cannot average sparse gradients"),
+        (Odd(counts=True), "the forward changes the buffer '1.seen'"),
+        (Odd(counts=False), "cannot average sparse gradients"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(gang, layer, words):  # type: ignore[no-untyped-def]
