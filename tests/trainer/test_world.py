@@ -181,16 +181,6 @@ def _handles_sigterm(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)))
 
 
-def test_alone_without_any_environment(gang):  # type: ignore[no-untyped-def]
-    def alone(rank: int) -> None:
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
-        run = train()
-        assert (run.rank, run.world_size, run.finished_steps) == (0, 1, 3)
-
-    assert gang.run(alone, world=1) == {0: 0}
-
-
 def test_misuse_of_the_loop_is_an_error_not_silence(gang):  # type: ignore[no-untyped-def]
     def misuse(rank: int) -> None:
         run = ddp.start(total_steps=3, global_batch=6)

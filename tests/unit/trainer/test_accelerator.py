@@ -1,8 +1,12 @@
-"""Which device a process takes, and when it must not make do with the CPU."""
+"""Which device a process takes, and when it must not make do with the CPU.
+
+And what /dev and the environment tell of GPUs, in one place for all that ask.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +32,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     def have(count: int, complaint: Exception | None = None) -> list[torch.device]:
         taken: list[torch.device] = []
 
-        def init() -> None:
+        def init(*device: torch.device) -> None:
+            taken.extend(device)
             if complaint is not None:
                 raise complaint
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        monkeypatch.setattr(torch.cuda, "set_device", init)
         monkeypatch.setattr(torch.cuda, "init", init)
         return taken
 
@@ -58,6 +63,7 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):  # typ
         accelerator.choose("cuda", 0, {})
 
 
+@pytest.mark.parametrize("count", [0, 1], ids=["none seen", "counted by NVML alone"])
 @pytest.mark.parametrize(
     ("complaint", "kind"),
     [
@@ -70,9 +76,9 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):  # typ
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ignore[no-untyped-def]
-    gpus, monkeypatch, complaint, kind
+    gpus, monkeypatch, complaint, kind, count
 ):
-    gpus(0, complaint)
+    gpus(count if complaint else 0, complaint)
     monkeypatch.setattr(devices, "given", lambda env: True)
     with pytest.raises(kind) as error:
         accelerator.choose("auto", 0, {})
@@ -97,19 +103,6 @@ def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypat
     for visible in ("1", "GPU-8f7a"):
         with pytest.raises(HardwareError):
             accelerator.choose("auto", 0, {"CUDA_VISIBLE_DEVICES": visible})
-
-
-def test_a_gpu_that_is_counted_and_cannot_be_used(gpus, monkeypatch):  # type: ignore[no-untyped-def]
-    """NVML tells their number without a look at the driver's version."""
-    old = RuntimeError("The NVIDIA driver on your system is too old (found 470).")
-    gpus(1, old)
-
-    def refuse(_: torch.device) -> None:
-        raise old
-
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
-    with pytest.raises(ConfigError, match="no GPU can be used, though there is one: The NVIDIA"):
-        accelerator.choose("auto", 0, {})
 
 
 def test_ranks_that_cannot_train_together() -> None:
@@ -180,3 +173,57 @@ def test_a_registered_dict_has_its_tensors_back_on_their_devices() -> None:
     assert kept["here"] == torch.ones(1)
     assert (kept["n"], kept["deep"]["seen"][1]) == (2, 2)
     assert kept["new"] is one
+
+
+VISIBLE, OF_IMAGES = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"
+DRIVER = ("nvidiactl", "nvidia-uvm", "nvidia-caps", "null")  # no GPU by itself
+TWO = "nvidia0 nvidia1"
+
+
+@pytest.mark.parametrize(
+    ("names", "env", "found"),  # how many, may there be any, visible, given, misnamed
+    [
+        ("", {}, (0, False, 0, False, "")),
+        ("nvidia10", {}, (1, True, 1, True, "")),
+        ("kfd", {}, (0, True, 0, False, "")),  # AMD's does not say what to train on
+        (TWO, {}, (2, True, 2, True, "")),
+        (TWO, {VISIBLE: ""}, (2, True, 0, False, "")),
+        ("nvidia0", {VISIBLE: "1,3"}, (1, True, 2, True, "1")),
+        (TWO, {VISIBLE: "0,-1,1"}, (2, True, 1, True, "")),
+        (TWO, {VISIBLE: "-1"}, (2, True, 0, False, "")),
+        (TWO, {VISIBLE: "0,7"}, (2, True, 2, True, "")),
+        (TWO, {VISIBLE: "2"}, (2, True, 1, True, "2")),
+        (TWO, {VISIBLE: "GPU-8f7a"}, (2, True, 1, True, "")),
+        ("", {VISIBLE: "2"}, (0, False, 1, False, "")),  # a shell may say so always
+        ("", {OF_IMAGES: "all"}, (0, False, 0, False, "")),  # its images say so always
+        ("", {OF_IMAGES: "GPU-8f7a"}, (0, False, 0, True, "")),
+    ],
+)
+def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, found):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(devices, "_DEV", tmp_path / "no such folder")
+    assert not devices.any_here()
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    for name in (*DRIVER, *names.split()):
+        (tmp_path / name).touch()
+    assert found == (
+        devices.count(), devices.any_here(), devices.visible(env), devices.given(env),
+        devices.misnamed(env),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86  Release", "570.86"),
+        ("something else", ""),
+        (None, ""),
+    ],
+)
+def test_the_drivers_version_is_that_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, version: str
+) -> None:
+    monkeypatch.setattr(devices, "_MODULE", tmp_path / "version")
+    if told is not None:
+        (tmp_path / "version").write_text(told)
+    assert devices.driver_version() == version

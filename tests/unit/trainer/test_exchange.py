@@ -21,7 +21,7 @@ from support.launching import free_ports
 
 
 def test_each_name_gets_its_own_sums_and_may_ask_twice():
-    world = World(0, 1, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
+    world = World(0, 1, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
     sent = send(world, {"a": [1.0, 2.0], "none": [], "b": [3.0]}, measured={"b"})
     assert sent.host.sums == sent.device.sums == {"a": [1.0, 2.0], "none": [], "b": [3.0]}
     assert sent.host.sums == sent.host.sums
@@ -51,7 +51,7 @@ def test_a_tensor_is_overwritten_however_its_elements_lie(
         flat.copy_(sent.view(torch.uint8))
 
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    world = World(1, 2, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
+    world = World(1, 2, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
     world.broadcast_tensor(tensor)
     assert tensor.flatten().tolist() == sent.tolist()
 

@@ -44,7 +44,6 @@ def aborted(words: str) -> list[str]:
     ],
 )
 def test_a_gpu_that_failed_is_told_by_its_words(text: str) -> None:
-    assert is_fault(text)
     assert exit_code_of(RuntimeError(text)) == ExitCode.HARDWARE
     assert judge(1, text, ["Traceback (most recent call last):"])[0] == ExitCode.HARDWARE
 
@@ -73,7 +72,6 @@ def test_the_words_are_those_of_the_cuda_that_torch_came_with() -> None:
     ],
 )
 def test_what_the_program_did_is_its_own(text: str) -> None:
-    assert not is_fault(text)
     assert exit_code_of(RuntimeError(text)) == 1
     assert judge(1, text, [text]) == (1, text)
 

@@ -10,6 +10,10 @@ import pytest
 
 from ddpjob_trainer.tracebacks import MOST, Tracebacks, shorten, words
 
+THREAD = """import sys, threading
+def f(): raise ValueError('aside')
+t = threading.Thread(target=f); t.start(); t.join()
+"""
 #: Programs, and the exception that each is ended by.
 PROGRAMS = {
     "plain": ('raise ValueError("bad shape")', "ValueError: bad shape"),
@@ -40,16 +44,8 @@ PROGRAMS = {
     "behind a progress bar": (
         "import sys\nsys.stderr.write('\\r 10%|#  | 1/10')\nraise OSError('x')", "OSError: x",
     ),
-    "a thread's before": (
-        ("import threading\ndef f(): raise ValueError('aside')\n"
-        "t = threading.Thread(target=f)\nt.start()\nt.join()\nraise TypeError('main')"),
-        "TypeError: main",
-    ),
-    "a thread's alone": (
-        ("import sys, threading\ndef f(): raise ValueError('aside')\n"
-        "t = threading.Thread(target=f)\nt.start()\nt.join()\nsys.exit(1)"),
-        "ValueError: aside",
-    ),
+    "a thread's before": (f"{THREAD}raise TypeError('main')", "TypeError: main"),
+    "a thread's alone": (f"{THREAD}sys.exit(1)", "ValueError: aside"),
     "at exit": (
         ("import atexit\ndef f():\n  try: {}['k']\n  except KeyError: raise OSError('late')\n"
         "atexit.register(f)\nraise ValueError('main')"),

@@ -37,7 +37,6 @@ TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
-_DRILL = ("Auto", "Always", "Never")
 MIN_KEEP = 2
 
 
@@ -177,7 +176,7 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
             f"{contract.SNAPSHOT_DIR} must be a directory, not a URL; finished snapshots are"
             f" copied to a URL when {SNAPSHOT_UPLOAD} names one"
         )
-    resume = env.get(contract.SNAPSHOT_RESUME, "") or DEFAULTS["snapshot.resume"]
+    resume = env.get(contract.SNAPSHOT_RESUME) or DEFAULTS["snapshot.resume"]
     if resume not in ("Auto", "Never"):
         raise ConfigError(f"{contract.SNAPSHOT_RESUME}={resume!r} must be Auto or Never")
     return SnapshotSettings(
@@ -303,8 +302,8 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     nproc = _integer(env, "PET_NPROC_PER_NODE", _integer(env, contract.NPROC_PER_NODE, 0))
     final = env.get(contract.IN_PLACE_FINAL_EXIT_CODES)
     drill = env.get(contract.DRILL) or "Auto"
-    if drill not in _DRILL:
-        raise ConfigError(f"{contract.DRILL}={drill!r} must be one of {', '.join(_DRILL)}")
+    if drill not in ("Auto", "Always", "Never"):
+        raise ConfigError(f"{contract.DRILL}={drill!r} must be one of Auto, Always, Never")
     return LauncherEnvironment(
         replica=_integer(env, contract.REPLICA, 0) if replica else None,
         replicas=replicas if replica else 1,

@@ -69,17 +69,6 @@ class _Waiting:
         self._pause = _FIRST_PAUSE_SECONDS
 
 
-def _reachable(address: str, port: int) -> str:
-    """Try rank 0's store; return why it cannot be reached, "" if it can."""
-    try:
-        socket.create_connection((address, port), timeout=3).close()
-    except socket.gaierror as error:
-        return f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
-    except OSError as error:
-        return f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
-    return ""
-
-
 def _store(address: str, port: int, **options: Any) -> TCPStore:
     """Create the store, without libuv where torch lacks it, as Debian's does."""
     try:
@@ -115,17 +104,16 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
     assert env.master is not None
     address, port = env.master
     while True:
-        reason = _reachable(address, port)
-        if not reason:
-            try:
-                return _store(
-                    address,
-                    port,
-                    is_master=False,
-                    timeout=timedelta(seconds=max(1.0, min(10.0, waiting.left()))),
-                )
-            except RuntimeError as error:
-                reason = brief(error)
+        try:
+            socket.create_connection((address, port), timeout=3).close()
+            patience = timedelta(seconds=max(1.0, min(10.0, waiting.left())))
+            return _store(address, port, is_master=False, timeout=patience)
+        except socket.gaierror as error:
+            reason = f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
+        except OSError as error:
+            reason = f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
+        except RuntimeError as error:
+            reason = brief(error)
         waiting.pause(reason)
 
 
@@ -154,9 +142,9 @@ def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -
     """Return a store that exactly the ranks of this incarnation have joined."""
     waiting = _Waiting(env.rank, deadline)
     own = env.identity
-    serves = env.rank == 0 and not env.agent_store
+    connect = _server if env.rank == 0 and not env.agent_store else _client
     while True:
-        tcp = _server(env, waiting) if serves else _client(env, waiting)
+        tcp = connect(env, waiting)
         # torchrun keeps one store over its restarts, hence the key per incarnation.
         name = f"{_IDENTITY_KEY}/{own.key}" if env.agent_store else _IDENTITY_KEY
         if env.rank == 0:
@@ -259,6 +247,6 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
         assert control is not None
         _set_timeout(timeout, control)
         store.set_timeout(timeout)
-    world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control, store)
+    world = World(env.rank, env.world_size, device, env.identity, control, store)
     holds_group(world, "control", "store")
     return world

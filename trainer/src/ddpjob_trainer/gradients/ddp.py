@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.comm.world import World, holds_ddp
+from ddpjob_trainer.comm.world import OF_DDP, World, holds_group
 from ddpjob_trainer.data.order import DataOrder, Indices, share
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
@@ -145,7 +145,7 @@ class DdpAveraging:
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
         model = Wrapped(module, **{name: getattr(options, name) for name in _DDP_OPTIONS})
-        holds_ddp(model)
+        holds_group(model, *OF_DDP)
         self._models.append(model)
         for parameter in module.parameters():
             (self._parameters if parameter.requires_grad else self._frozen).append(parameter)

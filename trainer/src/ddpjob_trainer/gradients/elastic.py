@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.comm.world import World, holds_ddp
+from ddpjob_trainer.comm.world import OF_DDP, World, holds_group
 from ddpjob_trainer.data.order import DataOrder
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
@@ -56,7 +56,7 @@ class ElasticAveraging:
         _refuse(module)
         model = Wrapped(module)  # gives every rank rank 0's parameters and buffers
         _free_reducer(model)
-        holds_ddp(model)
+        holds_group(model, *OF_DDP)
         model.require_backward_grad_sync = False  # as no_sync() does for a while
         model.require_forward_param_sync = False
         module.zero_grad(set_to_none=True)

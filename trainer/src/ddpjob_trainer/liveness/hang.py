@@ -112,10 +112,6 @@ def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     ]
     if not suspects:
         return None
-    first = min(suspects, key=_order)
+    # Stopped ranks first, then busy, then waiting; the longest silence first.
+    first = min(suspects, key=lambda s: (not s.stopped, s.waiting, s.state.marked_at, s.state.rank))
     return Hang(first, first.deadline(deadlines))
-
-
-def _order(sign: Sign) -> tuple[bool, bool, float, int]:
-    """Order stopped ranks first, then busy, then waiting; the longest silence first."""
-    return (not sign.stopped, sign.waiting, sign.state.marked_at, sign.state.rank)

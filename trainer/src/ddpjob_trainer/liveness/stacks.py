@@ -51,14 +51,6 @@ def request(directory: Path, rank: int, pid: int) -> bool:
     return True
 
 
-def size(directory: Path, rank: int) -> int:
-    """Return how many bytes of the answer exist."""
-    try:
-        return _path(directory, rank).stat().st_size
-    except OSError:
-        return 0
-
-
 def read(directory: Path, rank: int, limit: int) -> str:
     """Return at most ``limit`` bytes of the answer, "" without one."""
     try:

@@ -19,7 +19,6 @@ from ddpjob_trainer.liveness.hang import Deadlines, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 
 _LONGEST_LOOK_SECONDS: Final = 1.0
-_WRITE_SECONDS: Final = 1.0
 
 
 def watch(writer: RankStateWriter, deadlines: Deadlines) -> None:
@@ -46,7 +45,7 @@ def _run(writer: RankStateWriter, deadlines: Deadlines) -> None:
 
 def _end(message: str) -> None:
     # print() may block on a lock of the hung thread, and a pipe without a reader blocks too.
-    if select.select([], [2], [], _WRITE_SECONDS)[1]:
+    if select.select([], [2], [], 1.0)[1]:
         os.write(2, f"ddpjob: {message}, ending with exit code {ExitCode.HANG:d}\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
     os._exit(ExitCode.HANG)

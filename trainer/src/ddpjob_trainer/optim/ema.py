@@ -51,8 +51,7 @@ def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
             " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
             " torch.nn.utils.parametrizations.weight_norm, or ema=None"
         ) from error
-    ema.requires_grad_(False)
-    return ema
+    return ema.requires_grad_(False)
 
 
 def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:

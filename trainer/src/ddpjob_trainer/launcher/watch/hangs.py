@@ -115,7 +115,8 @@ class StackRequest:
         """Return whether all answers are there, or the time for them is over."""
         if now >= self._until or not self._asked:
             return True
-        sizes = tuple(stacks.size(self._directory, rank) for rank in self._asked)
+        limit = STATE_MAX_STACKS_BYTES
+        sizes = tuple(len(stacks.read(self._directory, rank, limit)) for rank in self._asked)
         if sizes != self._sizes:
             self._sizes = sizes
             self._settled = now + _STACKS_SETTLED_SECONDS
