@@ -256,6 +256,7 @@ def test_finish_in_a_finally_does_not_wait_for_those_that_train_on(gang):  # typ
     env = {"DDPJOB_HANG_STEP_SECONDS": "30", "DDPJOB_HANG_SNAPSHOT_SECONDS": "30"}
     assert gang.run(fails, env=env) == {0: 75, 1: 1, 2: 75}
     assert "KeyError: 'bug'" in gang.log(1)
+    assert "Traceback" not in gang.log(0)
 
 
 @pytest.mark.parametrize("how", ["break", "break, snapshots", "no loop"])

@@ -1,7 +1,4 @@
-"""Which device a process takes, and when it must not make do with the CPU.
-
-And what /dev and the environment tell of GPUs, in one place for all that ask.
-"""
+"""Which GPUs there are, which one a process takes, when it must not make do with the CPU."""
 
 from __future__ import annotations
 

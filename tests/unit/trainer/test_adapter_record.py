@@ -14,10 +14,8 @@ from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
 
 @pytest.fixture
-def mine(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> record.Record:
-    told = {STATE_DIR: str(tmp_path), "RANK": str(getattr(request, "param", 0)), "WORLD_SIZE": "3"}
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> record.Record:
+    told = {STATE_DIR: str(tmp_path), "RANK": "0", "WORLD_SIZE": "3"}
     for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(record, "RECORD", record.Record())
@@ -66,8 +64,10 @@ def test_a_run_from_its_resume_to_its_end(tmp_path: Path, mine: record.Record):
     assert seen(tmp_path).phase == "done"
 
 
-@pytest.mark.parametrize("mine", [1], indirect=True)
-def test_only_rank_0_says_that_a_checkpoint_is_written(tmp_path: Path, mine: record.Record):
+def test_only_rank_0_says_that_a_checkpoint_is_written(
+    tmp_path: Path, mine: record.Record, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
     mine.begin()
     mine.saving()
     mine.saved(5)

@@ -14,17 +14,13 @@ from ddpjob_trainer.data.order import DataOrder, Shuffled
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging, without_effect
-from ddpjob_trainer.options import Options
 
 
 @pytest.mark.parametrize("models", [1, 2])
 def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models):  # type: ignore[no-untyped-def]
     """DDP's own flag depends on what the forward before was, and hence on a resume."""
-    options = Options(
-        total_steps=9, global_batch=8, seed=1, level="resume", threads=1, collate=None,
-        micro_batches=2,
-    )  # fmt: skip
     world: Any = SimpleNamespace(rank=1, size=2)
+    options: Any = SimpleNamespace(micro_batches=2)
     averaging = DdpAveraging(options, world)
     several: list[Any] = [
         SimpleNamespace(require_forward_param_sync=True, require_backward_grad_sync=True)

@@ -1,7 +1,4 @@
-"""What the ranks tell one another: numbers by their names, and tensors however they lie.
-
-And where: the store, gloo's interface on the host's network, whose name may be a loopback address.
-"""
+"""What the ranks tell one another, by the store and the interface that they meet at."""
 
 from __future__ import annotations
 

@@ -55,7 +55,10 @@ def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):  #
     assert found["environment"]["torch"] == "2.9"
 
 
-def test_without_a_gpu_the_drivers_words_are_told(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
+def test_without_a_gpu_or_torch_the_words_for_it_are_told(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(launches, "alone", lambda *_: (1, "ImportError: no torch"))
+    with pytest.raises(checks.ConfigError, match="ImportError: no torch"):
+        checks.environment()
     monkeypatch.setattr(command, "environment", lambda: facts(gpus=[], error="no NVIDIA driver"))
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == 64
@@ -221,9 +224,3 @@ def test_what_is_started_belongs_to_no_job(monkeypatch, tmp_path):  # type: igno
 def test_the_page_names_every_check() -> None:
     rows = re.findall(r"^\| (\d+) \| ([^|]+?) \|", PAGE.read_text(), re.MULTILINE)
     assert [(int(number), name) for number, name in rows] == [(c.number, c.name) for c in CHECKS]
-
-
-def test_a_torch_that_cannot_be_imported_is_told(monkeypatch):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(launches, "alone", lambda *_: (1, "ImportError: no torch"))
-    with pytest.raises(checks.ConfigError, match="ImportError: no torch"):
-        checks.environment()

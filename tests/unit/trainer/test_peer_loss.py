@@ -74,9 +74,8 @@ def test_the_exit_code_is_that_of_the_fault(error, code):  # type: ignore[no-unt
 
 
 def test_a_misconfiguration_names_what_nccl_found_and_the_cure():  # type: ignore[no-untyped-def]
-    error = nccl(*USAGE, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device ac000")
     with pytest.raises(ConfigError, match=r"NCCL: Duplicate GPU .* a GPU of its own"), peer_loss():
-        raise error
+        raise CASES[0][0]
     assert brief(nccl(*CUDA, "Cuda failure 2 'out of memory'")) == (
         "NCCL: Cuda failure 2 'out of memory'"
     )
