@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ _ALIGNMENT = 64
 
 #: One tensor per parameter, in a fixed order; None where a shard did not use the parameter.
 Gradients = list[torch.Tensor | None]
+
+#: torch 2.13 deprecates the older name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 T = TypeVar("T")
 Add = Callable[[T, T], T]
@@ -120,11 +123,8 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
         # Zeros, not nothing: -0.0 + 0.0 is 0.0, as with zeros from another rank.
         if a is None and b is not None:
             left[place] = torch.zeros_like(b)
-    pairs = [
-        (a, torch.zeros_like(a) if b is None else b)
-        for a, b in zip(left, right, strict=True)
-        if a is not None
-    ]
+    both = zip(left, right, strict=True)
+    pairs = [(a, torch.zeros_like(a) if b is None else b) for a, b in both if a is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     return left
@@ -193,7 +193,7 @@ class _Reduction:
         root = Node(0, self._count)
         mine = tree_sum(root, self._exchange(), torch.Tensor.add_).div_(self._count)
         result = self._sent[0]
-        dist.all_gather_into_tensor(result.whole, mine)
+        _all_gather(result.whole, mine)
         columns = zip(*(gradients for _, gradients in sums), strict=True)
         absent = [all(gradient is None for gradient in column) for column in columns]
         if not any(absent):  # the usual case: no mark is read back from the device
