@@ -209,7 +209,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
 
 
 def read_told(directory: Path, name: str) -> Any:
-    """Return what rank 0 has told under RESUMED or PROOF, None before."""
+    """Return what rank 0 has reported under RESUMED or PROOF, None before."""
     try:
         found = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):
