@@ -11,16 +11,12 @@ Interfaces GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name them. Unset, both look
            themselves, which may be the wrong one where there are several. (On one machine our
            launcher sets lo for gloo.)
            Gloo takes a list and uses its interfaces in turn: the n-th of a rank talks to the n-th
-           of every other, so all ranks must name the same NUMBER. Names may differ: eth0 here,
-           ens5 there. Plain PyTorch waits until its timeout where they do not, and does not say
-           why; ddp.start() compares them first and names the rank.
+           of every other, so all ranks must name the same NUMBER, or PyTorch waits until its
+           timeout and does not say why. Names may differ: eth0 here, ens5 there.
            NCCL's list is a filter: prefixes, "=" for exact names, "^" for all others.
 In a DDPJob they belong into the template's env.
-
---drop-on RANK takes the last interface of one rank away, to see what is said then.
 """
 
-import argparse
 import os
 import socket
 import time
@@ -30,9 +26,6 @@ import torch.distributed as dist
 
 import ddpjob_trainer as ddp
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--drop-on", type=int, metavar="RANK", help="spoil the list of this rank")
-args = parser.parse_args()
 VARIABLE = "GLOO_SOCKET_IFNAME"
 rank = int(os.environ.get("RANK", "0"))
 
@@ -40,8 +33,6 @@ if rank == 0:
     built = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     print("backends in this PyTorch:", *built)
     print("interfaces of this machine:", *(name for _, name in socket.if_nameindex()), flush=True)
-if args.drop_on == rank:
-    os.environ[VARIABLE] = os.environ[VARIABLE].rpartition(",")[0]
 
 run = ddp.start(total_steps=1, global_batch=int(os.environ.get("WORLD_SIZE", "1")))
 tensor = torch.ones(250_000, device=run.device)

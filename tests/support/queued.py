@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,21 +45,15 @@ class Queued(Accelerator):
             self._done += 1
 
     def mark(self) -> Any:
-        return self._queue(lambda: None)
+        return _Mark(self, self._queue(lambda: None))
 
-    def passed(self, mark: Any) -> bool:
-        return bool(mark <= self._done)
-
-    def seconds(self, first: Any, second: Any) -> float:
-        return float(second - first)
+    def is_done(self, place: int) -> bool:
+        return place <= self._done
 
     # --- Results -------------------------------------------------------------------------
 
-    def kept(self, tensor: torch.Tensor) -> Number:
-        return tensor.clone()
-
     def number(self, tensor: torch.Tensor) -> Number:
-        return tensor.detach().view(()).double()
+        return tensor.detach().view(()).to(torch.float64, copy=True)
 
     def numbers(self, values: Sequence[Number]) -> torch.Tensor:
         return torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
@@ -94,6 +89,20 @@ class Queued(Accelerator):
     def saving(self, ready: Any) -> Iterator[None]:
         assert ready is not None, "a copy must begin where the state is complete"
         yield
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """An event, between which and another a second passes for each job."""
+
+    device: Queued
+    place: int
+
+    def query(self) -> bool:
+        return self.device.is_done(self.place)
+
+    def elapsed_time(self, end: _Mark) -> float:
+        return 1000.0 * (end.place - self.place)
 
 
 class _Later(Reading):

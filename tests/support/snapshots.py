@@ -102,7 +102,7 @@ def open_snapshots(
     clock: Clock | None = None,
 ) -> tuple[Store, Source | None]:
     """Start an incarnation, as rank 0 does."""
-    world = World(0, 1, 0, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
+    world = World(0, 1, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
     clock = clock or Clock()
     retry = Retry(tell, now=lambda: clock.now, wait=clock.wait)
     resumed = resume_from(root, world, anew=not resume, tell=tell, retry=retry)

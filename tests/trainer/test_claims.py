@@ -1,7 +1,12 @@
-"""The verdicts of claims.md that are facts: who holds, sends and calls what. No timings."""
+"""The verdicts of claims.md that are facts: who holds, sends and calls what. No timings.
+
+The benchmarks of scaling and of the pictures run, too, at their shortest.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +14,7 @@ import torch
 from torch import nn
 
 from support import benches
+from support.loaded import load
 
 from harness import counted  # isort: skip
 from replicas import ByHand  # isort: skip
@@ -86,9 +92,7 @@ def test_zero_shards_the_optimizers_state_only(facts: Found) -> None:
     assert counted.held(facts, "DDP", "optimizer state") == pytest.approx([2.0] * ranks, rel=0.01)
     shards = counted.held(facts, "DDP with ZeRO-1", "optimizer state")
     assert shards == pytest.approx([2.0 / ranks] * ranks, rel=0.01)
-
-
-def test_buckets_cost_as_much_as_the_gradients_unless_these_are_views(facts: Found) -> None:
+    # Buckets cost as much as the gradients, unless these are views.
     assert counted.held(facts, "DDP", "buckets") == [1.0] * facts["ranks"]
     assert counted.held(facts, "DDP, gradient_as_bucket_view", "buckets") == [0.0] * facts["ranks"]
 
@@ -118,3 +122,28 @@ def test_the_bench_measures_each_way(found: Found) -> None:
     assert "optimizer state" in first
     assert all("optimizer state" not in one for one in others)
     assert len(found["weights"]["elastic"]["1"]) == 64
+
+
+def test_scaling(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    found = benches.quick("scaling", tmp_path, "--page", str(page))
+    [modes] = found["steps"].values()
+    for mode, share in (("weak", 1), ("strong", 2)):
+        one, two = (modes[mode][world]["phases"] for world in ("1", "2"))
+        assert one["samples"] == share * two["samples"], mode
+        assert min(two[phase] for phase in ("forward", "backward", "exposed", "optimizer")) > 0
+    [said] = found["model"].values()
+    assert set(said["weak"]) == {"1", "2", "8"}
+    assert "8 †" in page.read_text()
+
+
+def test_pictures(tmp_path: Path) -> None:
+    benches.quick("pictures", tmp_path, "--into", str(tmp_path))
+    pictures = load(benches.ROOT / "docs/pictures.py")
+    ring = json.loads((tmp_path / "ring.json").read_text())
+    assert ring["equal to torch's all_reduce"]
+    assert all(len(of) == ring["ranks"] for of in pictures.states(ring)[-1].values())
+    step = json.loads((tmp_path / "buckets.json").read_text())
+    assert len(step["buckets"]) > 1
+    assert step["gradients"][0]["name"] == "head.bias"  # the last layer's come first
+    assert pictures.buckets(step).startswith("<svg")

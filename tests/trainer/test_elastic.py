@@ -173,16 +173,17 @@ def test_from_4_to_3_to_1_to_4_ranks_equals_undisturbed(gang, tmp_path):  # type
         assert "warning" not in gang.log(0)
 
 
-def takes_apart(collect: str) -> Callable[[int], None]:
-    """Losses of all forwards, then their backwards; or batches before any forward."""
+def toy(*layers: nn.Module, collect: str = "") -> Callable[[int], None]:
+    """``collect``: losses of all forwards, then their backwards; or batches before any forward."""
 
     def program(rank: int) -> None:
         run = ddp.start(total_steps=2, global_batch=8, seed=1, level="elastic", shards=4)
-        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+        model = nn.Sequential(nn.Linear(4, 4), *layers)
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in run.steps(TensorDataset(torch.ones(16, 4))):
             batches = list(step.batches) if collect == "batches" else step.batches
-            for loss in [wrapped(x).sum() for (x,) in batches]:
+            losses = (wrapped(x).sum() for (x,) in batches)
+            for loss in list(losses) if collect else losses:
                 step.backward(loss)
             step.commit()
         print(f"weights={run.weights_sha256()}")
@@ -190,51 +191,29 @@ def takes_apart(collect: str) -> Callable[[int], None]:
     return program
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_batches_collected_before_their_forward_are_refused_at_any_world_size(gang, world):  # type: ignore[no-untyped-def]
-    """All would draw from the last one's random numbers, and which is that ranks decide."""
-    codes = gang.run(takes_apart("batches"), world=world)
-    assert codes == dict.fromkeys(range(world), 64), gang.log(0)
-    assert "as by list(step.batches)" in gang.log(0)
-
-
-def test_losses_may_be_collected(gang):  # type: ignore[no-untyped-def]
-    for world in (1, 3, 4):
-        codes = gang.run(takes_apart("losses"), world=world)
-        assert codes == dict.fromkeys(range(world), 0), gang.log(0)
+def test_losses_may_be_collected_and_batches_are_refused_at_any_world_size(gang):  # type: ignore[no-untyped-def]
+    """All would draw from the last batch's random numbers, and which is that ranks decide."""
+    for collect, code in (("losses", 0), ("batches", 64)):
+        for world in (1, 3, 4):
+            codes = gang.run(toy(nn.Dropout(0.5), collect=collect), world=world)
+            assert codes == dict.fromkeys(range(world), code), gang.log(0)
+            assert ("as by list(step.batches)" in gang.log(0)) == (collect == "batches")
     assert len(set(re.findall("weights=.*", gang.log(0)))) == 1
 
 
-def refused(layer: nn.Module) -> Callable[[int], None]:
-    def program(rank: int) -> None:
-        run = ddp.start(total_steps=2, level="elastic", global_batch=24)
-        model = nn.Sequential(nn.Linear(4, 4), layer)
-        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in run.steps(TensorDataset(torch.ones(48, 4))):
-            for (x,) in step.batches:
-                step.backward(wrapped(x).sum())
-            step.commit()
+class Odd(nn.Module):
+    """Counts in a buffer, or has sparse gradients."""
 
-    return program
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool) -> None:
         super().__init__()
+        self.table = None if counts else nn.Embedding(9, 4, sparse=True)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is not None:
+            return x + self.table(torch.tensor(3))
         self.seen += 1
         return x
-
-
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, 4, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table(torch.tensor(3))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +221,12 @@ class Embeds(nn.Module):
     [
         (nn.BatchNorm1d(4), "statistics of 1 (BatchNorm1d)"),
         (nn.InstanceNorm1d(4, track_running_stats=True), "use GroupNorm or LayerNorm"),
-        (Counts(), "the forward changes the buffer '1.seen'"),
-        (Embeds(), "cannot average sparse gradients"),
+        (Odd(counts=True), "the forward changes the buffer '1.seen'"),
+        (Odd(counts=False), "cannot average sparse gradients"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(gang, layer, words):  # type: ignore[no-untyped-def]
-    assert gang.run(refused(layer)) == {0: 64, 1: 64, 2: 64}, gang.log(0)
+    assert gang.run(toy(layer)) == {0: 64, 1: 64, 2: 64}, gang.log(0)
     assert words in gang.log(0)
 
 

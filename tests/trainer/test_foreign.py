@@ -51,17 +51,22 @@ def outcome(directory: Path) -> list[float]:
     return weights
 
 
+def await_all(directory: Path, launcher: Any, wait_until: Callable[..., None]) -> list[Path]:
+    """Wait until all ranks are where one dies or hangs."""
+    places = [directory / f"at-{rank}" for rank in RANKS]
+    wait_until(
+        lambda: all(p.exists() for p in places) or launcher.poll() is not None, "all there", SECONDS
+    )
+    return places
+
+
 def train(script: Path, directory: Path, wait_until: Callable[..., None]) -> dict[str, Any]:
     """Kill rank 1 where all wait, unless they need not; the termination report."""
     report = directory / "report"
     words = ("--nproc", "3", "--termination-log", str(report))
     with launched(*words, str(script), str(directory)) as launcher:
         if not (directory / "go").exists():
-            places = [directory / f"at-{rank}" for rank in RANKS]
-            wait_until(
-                lambda: all(p.exists() for p in places) or launcher.poll() is not None,
-                "all ranks at the place where one dies", SECONDS,
-            )  # fmt: skip
+            places = await_all(directory, launcher, wait_until)
             kill(int(places[1].read_text()))
             (directory / "go").touch()
         _, err = launcher.communicate(timeout=SECONDS)
@@ -102,13 +107,9 @@ def test_with_its_adapter_a_script_tells_how_far_it_is_and_is_ended_when_it_hang
     words = ("--nproc", "3", "--termination-log", str(report), "--metrics-port", str(port))
     env = {"DDPJOB_HANG_STEP_SECONDS": "5"}
     with launched(*words, str(adapted), str(tmp_path), env=env) as launcher:
-        places = [tmp_path / f"at-{rank}" for rank in RANKS]
-
-        def there() -> bool:
-            return all(place.exists() for place in places) or launcher.poll() is not None
-
-        wait_until(there, "all ranks at the place where one hangs", SECONDS)
-        state = told(port)
+        places = await_all(tmp_path, launcher, wait_until)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=30) as answer:
+            state = json.load(answer)
         os.kill(int(places[1].read_text()), signal.SIGSTOP)
         (tmp_path / "go").touch()
         _, err = launcher.communicate(timeout=SECONDS)
@@ -122,9 +123,3 @@ def test_with_its_adapter_a_script_tells_how_far_it_is_and_is_ended_when_it_hang
     assert found["step"] == STEPS
     assert found["snapshotStep"] == STEPS
     outcome(tmp_path)
-
-
-def told(port: int) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found

@@ -83,19 +83,14 @@ def test_zero_shares_the_state_out_and_changes_no_bit() -> None:
 
 def test_compressing_hooks_halve_the_bytes_and_round() -> None:
     out = show("recipes/comm_hooks.py", nproc=3)
-    found = {}
-    for hook in ("allreduce", "bf16_compress", "fp16_compress"):
-        for scale in ("1", "1e-05"):
-            found[hook, scale] = numbers(rf"{hook}_hook +gradients x {scale} *:", out)
-    full = found["allreduce", "1"][0]
-    for (hook, scale), (size, error, lost) in found.items():
-        assert size == (full if hook == "allreduce" else full / 2)
-        if hook == "allreduce":
-            assert error == 0
-        elif (hook, scale) != ("fp16_compress", "1e-05"):
-            assert 0 < error < 0.01
-        else:
-            assert lost > 10, "too small for fp16"
+    for scale in ("1", "1e-05"):
+        full, bf16, fp16 = (
+            numbers(rf"{hook}_hook +gradients x {scale} *:", out)
+            for hook in ("allreduce", "bf16_compress", "fp16_compress")
+        )
+        assert (full[1], bf16[0], fp16[0]) == (0, full[0] / 2, full[0] / 2)
+        assert 0 < bf16[1] < 0.01
+        assert 0 < fp16[1] < 0.01 if scale == "1" else fp16[2] > 10, "too small for fp16"
 
 
 def test_many_small_layers_travel_in_few_all_reduces() -> None:
@@ -110,9 +105,3 @@ def test_backends_and_interfaces() -> None:
     out = show("recipes/network.py", nproc=2, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
     assert "gloo" in re.findall("^backends in this PyTorch: (.*)$", out, re.MULTILINE)[0].split()
     assert "chosen: gloo over lo,lo" in out
-
-
-def test_a_rank_that_names_fewer_interfaces_is_named() -> None:
-    env = {"GLOO_SOCKET_IFNAME": "lo,lo"}
-    out = show("recipes/network.py", "--drop-on", "1", nproc=3, code=64, env=env)
-    assert "GLOO_SOCKET_IFNAME names 1 on rank 1 ('lo') and 2 on rank 0 ('lo,lo')" in out

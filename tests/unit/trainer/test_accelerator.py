@@ -1,9 +1,10 @@
-"""Which device a process takes, and when it must not make do with the CPU."""
+"""Which GPUs there are, which one a process takes, when it must not make do with the CPU."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer.comm.rendezvous import _misfit, _unmatched
+from ddpjob_trainer.comm.rendezvous import _misfit
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.gpu import accelerator, devices
@@ -28,20 +29,21 @@ def gpus(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     def have(count: int, complaint: Exception | None = None) -> list[torch.device]:
         taken: list[torch.device] = []
 
-        def init() -> None:
+        def init(*device: torch.device) -> None:
+            taken.extend(device)
             if complaint is not None:
                 raise complaint
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        monkeypatch.setattr(torch.cuda, "set_device", init)
         monkeypatch.setattr(torch.cuda, "init", init)
         return taken
 
     return have
 
 
-def test_by_the_local_rank_or_the_one_that_is_visible(gpus):  # type: ignore[no-untyped-def]
+def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):  # type: ignore[no-untyped-def]
     taken = gpus(4)
     assert accelerator.choose("auto", 3, {}) == torch.device("cuda", 3)
     assert accelerator.choose("cuda", 0, {}) == torch.device("cuda", 0)
@@ -51,16 +53,14 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus):  # type: ignore[no-
     assert accelerator.choose("cpu", 4, {}) == CPU, "hidden GPUs are nobody's business"
     gpus(1)
     assert accelerator.choose("auto", 7, {}) == torch.device("cuda", 0), "as Slurm has it"
-
-
-def test_no_gpu_is_fine_where_none_was_given(gpus, monkeypatch):  # type: ignore[no-untyped-def]
     gpus(0, AssertionError("Torch not compiled with CUDA enabled"))
     monkeypatch.setattr(devices, "given", lambda env: False)
-    assert accelerator.choose("auto", 0, {}) == CPU
+    assert accelerator.choose("auto", 0, {}) == CPU, "none was given"
     with pytest.raises(ConfigError, match=r"start\(\) asks for one: Torch not compiled"):
         accelerator.choose("cuda", 0, {})
 
 
+@pytest.mark.parametrize("count", [0, 1], ids=["none seen", "counted by NVML alone"])
 @pytest.mark.parametrize(
     ("complaint", "kind"),
     [
@@ -73,9 +73,9 @@ def test_no_gpu_is_fine_where_none_was_given(gpus, monkeypatch):  # type: ignore
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ignore[no-untyped-def]
-    gpus, monkeypatch, complaint, kind
+    gpus, monkeypatch, complaint, kind, count
 ):
-    gpus(0, complaint)
+    gpus(count if complaint else 0, complaint)
     monkeypatch.setattr(devices, "given", lambda env: True)
     with pytest.raises(kind) as error:
         accelerator.choose("auto", 0, {})
@@ -102,19 +102,6 @@ def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypat
             accelerator.choose("auto", 0, {"CUDA_VISIBLE_DEVICES": visible})
 
 
-def test_a_gpu_that_is_counted_and_cannot_be_used(gpus, monkeypatch):  # type: ignore[no-untyped-def]
-    """NVML tells their number without a look at the driver's version."""
-    old = RuntimeError("The NVIDIA driver on your system is too old (found 470).")
-    gpus(1, old)
-
-    def refuse(_: torch.device) -> None:
-        raise old
-
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
-    with pytest.raises(ConfigError, match="no GPU can be used, though there is one: The NVIDIA"):
-        accelerator.choose("auto", 0, {})
-
-
 def test_ranks_that_cannot_train_together() -> None:
     assert _misfit(["cpu "] * 3) == ""
     assert _misfit(["cuda GPU-a", "cuda GPU-b"]) == ""
@@ -122,66 +109,43 @@ def test_ranks_that_cannot_train_together() -> None:
     assert "ranks 0 and 2 have the same GPU, GPU-a" in _misfit([f"cuda GPU-{n}" for n in "aba"])
 
 
-def test_ranks_name_as_many_interfaces() -> None:
-    assert _unmatched(["", "eth0", "ens5"]) == "", "gloo finds one where none is named"
-    assert _unmatched(["eth0,eth1", "ens5,ens6"]) == ""
-    said = _unmatched(["eth0,eth1", "ens5,ens6", "eth0"])
-    assert "GLOO_SOCKET_IFNAME names 1 on rank 2 ('eth0') and 2 on rank 0 ('eth0,eth1')" in said
-    assert "names 2 on rank 1 ('a,b') and 1 on rank 0 ('')" in _unmatched(["", "a,b"])
-
-
 def test_tf32_is_known_by_whichever_words_it_was_chosen() -> None:
     """cuDNN's own fp32_precision stays "none" when allow_tf32 is taken away."""
     usual = accelerator.tf32()
-    changes: list[tuple[Any, str, object]] = [
-        (torch.backends.cudnn, "allow_tf32", False),
-        (torch.backends.cuda.matmul, "allow_tf32", True),
-    ]
-    for place, name, value in changes:
-        before = getattr(place, name)
-        setattr(place, name, value)
+    places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    for place in places:
+        before = place.allow_tf32
+        place.allow_tf32 = not before
         try:
-            assert accelerator.tf32() != usual, name
+            assert accelerator.tf32() != usual
         finally:
-            setattr(place, name, before)
+            place.allow_tf32 = before
     assert accelerator.tf32() == usual
 
 
-class Stream:
-    """Takes down how often it was waited for."""
-
-    made: list[Stream]
-
-    def __init__(self, device: torch.device) -> None:
-        self.waits = 0
-        self.made.append(self)
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device], accelerator.Cuda]:
-    """What a GPU is asked, of another device."""
-    monkeypatch.setattr(Stream, "made", [], raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Waits for a GPU's streams, of which this machine needs none."""
+    found: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: found.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    return accelerator.Cuda
+    return found
 
 
-def test_memory_is_not_given_back_in_the_midst_of_a_copy(cuda: Any) -> None:
-    device = cuda(torch.device("cuda", 0))
+def test_memory_is_not_given_back_in_the_midst_of_a_copy(waits: list[str]) -> None:
+    device = accelerator.Cuda(torch.device("cuda", 0))
     with pytest.raises(MemoryError), device.saving(None):
         raise MemoryError  # some of the copies are under way
-    assert Stream.made[-1].waits == 1
+    assert len(waits) == 1
     with device.saving(None):
         pass
-    assert Stream.made[-1].waits == 2
+    assert len(waits) == 2
 
 
-def test_a_sparse_batch_gets_to_the_device(cuda: Any) -> None:
+def test_a_sparse_batch_gets_to_the_device(waits: list[str]) -> None:
     """torch cannot tell the allocator of it, record_stream(), which others need."""
-    moved = cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
+    moved = accelerator.Cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
     assert (moved.device.type, moved.layout) == ("meta", torch.sparse_coo)
 
 
@@ -206,3 +170,57 @@ def test_a_registered_dict_has_its_tensors_back_on_their_devices() -> None:
     assert kept["here"] == torch.ones(1)
     assert (kept["n"], kept["deep"]["seen"][1]) == (2, 2)
     assert kept["new"] is one
+
+
+VISIBLE, OF_IMAGES = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"
+DRIVER = ("nvidiactl", "nvidia-uvm", "nvidia-caps", "null")  # no GPU by itself
+TWO = "nvidia0 nvidia1"
+
+
+@pytest.mark.parametrize(
+    ("names", "env", "found"),  # how many, may there be any, visible, given, misnamed
+    [
+        ("", {}, (0, False, 0, False, "")),
+        ("nvidia10", {}, (1, True, 1, True, "")),
+        ("kfd", {}, (0, True, 0, False, "")),  # AMD's does not say what to train on
+        (TWO, {}, (2, True, 2, True, "")),
+        (TWO, {VISIBLE: ""}, (2, True, 0, False, "")),
+        ("nvidia0", {VISIBLE: "1,3"}, (1, True, 2, True, "1")),
+        (TWO, {VISIBLE: "0,-1,1"}, (2, True, 1, True, "")),
+        (TWO, {VISIBLE: "-1"}, (2, True, 0, False, "")),
+        (TWO, {VISIBLE: "0,7"}, (2, True, 2, True, "")),
+        (TWO, {VISIBLE: "2"}, (2, True, 1, True, "2")),
+        (TWO, {VISIBLE: "GPU-8f7a"}, (2, True, 1, True, "")),
+        ("", {VISIBLE: "2"}, (0, False, 1, False, "")),  # a shell may say so always
+        ("", {OF_IMAGES: "all"}, (0, False, 0, False, "")),  # its images say so always
+        ("", {OF_IMAGES: "GPU-8f7a"}, (0, False, 0, True, "")),
+    ],
+)
+def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, found):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(devices, "_DEV", tmp_path / "no such folder")
+    assert not devices.any_here()
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    for name in (*DRIVER, *names.split()):
+        (tmp_path / name).touch()
+    assert found == (
+        devices.count(), devices.any_here(), devices.visible(env), devices.given(env),
+        devices.misnamed(env),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86  Release", "570.86"),
+        ("something else", ""),
+        (None, ""),
+    ],
+)
+def test_the_drivers_version_is_that_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, version: str
+) -> None:
+    monkeypatch.setattr(devices, "_MODULE", tmp_path / "version")
+    if told is not None:
+        (tmp_path / "version").write_text(told)
+    assert devices.driver_version() == version

@@ -14,17 +14,11 @@ from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 
 
 @pytest.fixture
-def rank(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    found: int = getattr(request, "param", 0)
-    told = {STATE_DIR: str(tmp_path), "RANK": str(found), "WORLD_SIZE": "3"}
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> record.Record:
+    told = {STATE_DIR: str(tmp_path), "RANK": "0", "WORLD_SIZE": "3"}
     for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(record, "RECORD", record.Record())
-    return found
-
-
-def begin(**options: int) -> record.Record:
-    record.RECORD.begin(**options)
     return record.RECORD
 
 
@@ -34,22 +28,33 @@ def seen(directory: Path, rank: int = 0) -> RankState:
     return found
 
 
-def test_a_run_from_its_resume_to_its_end(tmp_path: Path, rank: int):
-    mine = begin(step=10, total_steps=30)
+def test_a_run_from_its_resume_to_its_end(tmp_path: Path, mine: record.Record):
+    record.forward_begins()  # such as those of Lightning's sanity check
+    record.forward_ends()
+    for early in (lambda: mine.stepped(1, 0.5), mine.saving, lambda: mine.saved(1), mine.ended):
+        early()
+    mine.failed(ValueError())
+    assert list(tmp_path.iterdir()) == [], "calls before training begins do nothing"
+    mine.begin(step=10, total_steps=30)
     first = seen(tmp_path)
     assert (first.phase, first.step, first.total_steps, first.pid) == (
         "startup", 10, 30, os.getpid())  # fmt: skip
+    mine.saving()
+    mine.saved(10)
+    assert seen(tmp_path).phase == "startup", "a checkpoint leaves the time of a start"
     record.forward_begins()
     assert seen(tmp_path).activity == "forward"
     record.forward_ends()
     assert seen(tmp_path).activity == "backward"
+    record.marks("evaluation")("a trainer", 7, batch=None)
+    assert seen(tmp_path).activity == "evaluation"
     mine.stepped(11, 0.5)
     state = seen(tmp_path)
     assert (state.phase, state.step, state.loss, state.activity) == ("step", 11, 0.5, "data")
     assert state.marks > first.marks
     mine.saving()
     mine.told(0.25)  # between a checkpoint's begin and its end
-    assert (seen(tmp_path).phase, seen(tmp_path).snapshot_step) == ("snapshot", -1)
+    assert (seen(tmp_path).phase, seen(tmp_path).snapshot_step) == ("snapshot", 10)
     mine.saved(11)
     state = seen(tmp_path)
     assert (state.phase, state.snapshot_step, state.loss) == ("step", 11, 0.25)
@@ -59,22 +64,19 @@ def test_a_run_from_its_resume_to_its_end(tmp_path: Path, rank: int):
     assert seen(tmp_path).phase == "done"
 
 
-def test_a_checkpoint_before_the_first_step_leaves_the_time_of_a_start(tmp_path: Path, rank: int):
-    mine = begin()
-    mine.saving()
-    mine.saved(0)
-    assert seen(tmp_path).phase == "startup"
-
-
-@pytest.mark.parametrize("rank", [1], indirect=True)
-def test_only_rank_0_says_that_a_checkpoint_is_written(tmp_path: Path, rank: int):
-    mine = begin()
+def test_only_rank_0_says_that_a_checkpoint_is_written(
+    tmp_path: Path, mine: record.Record, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    mine.begin()
     mine.saving()
     mine.saved(5)
     assert seen(tmp_path, 1).snapshot_step == -1
 
 
-def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(tmp_path: Path, rank: int):
+def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(
+    tmp_path: Path, mine: record.Record
+):
     reads = 0
 
     class Loss:
@@ -83,17 +85,18 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(tmp_pat
             reads += 1
             raise RuntimeError("of several elements")
 
-    mine = begin()
+    mine.begin()
     for step in range(100):
         mine.stepped(step + 1, Loss())
     assert 1 <= reads < 100
     mine.told("much")  # type: ignore[arg-type]
     state = seen(tmp_path)
     assert (state.step, state.loss) == (100, None)
+    assert "totalSteps" not in state_body(state, attempt=1, round_=0), "nobody knows it"
 
 
-def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, rank: int):
-    mine = begin()
+def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, mine: record.Record):
+    mine.begin()
     before = seen(tmp_path)
     pid = os.fork()
     if not pid:
@@ -102,21 +105,3 @@ def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, rank: int):
         os._exit(0)
     os.waitpid(pid, 0)
     assert seen(tmp_path) == before
-
-
-def test_a_total_that_nobody_knows_is_not_told(tmp_path: Path, rank: int):
-    begin().stepped(7)
-    body = state_body(seen(tmp_path), attempt=1, round_=0)
-    assert (body["step"], "totalSteps" in body) == (7, False)
-
-
-def test_calls_before_training_begins_do_nothing(tmp_path: Path, rank: int):
-    """Such as those of Lightning's sanity check."""
-    record.forward_begins()
-    record.forward_ends()
-    record.RECORD.stepped(1, 0.5)
-    record.RECORD.saving()
-    record.RECORD.saved(1)
-    record.RECORD.failed(ValueError())
-    record.RECORD.ended()
-    assert list(tmp_path.iterdir()) == []

@@ -14,17 +14,13 @@ from ddpjob_trainer.data.order import DataOrder, Shuffled
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging, without_effect
-from ddpjob_trainer.options import Options
 
 
 @pytest.mark.parametrize("models", [1, 2])
 def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models):  # type: ignore[no-untyped-def]
     """DDP's own flag depends on what the forward before was, and hence on a resume."""
-    options = Options(
-        total_steps=9, global_batch=8, seed=1, level="resume", threads=1, collate=None,
-        micro_batches=2,
-    )  # fmt: skip
     world: Any = SimpleNamespace(rank=1, size=2)
+    options: Any = SimpleNamespace(micro_batches=2)
     averaging = DdpAveraging(options, world)
     several: list[Any] = [
         SimpleNamespace(require_forward_param_sync=True, require_backward_grad_sync=True)
@@ -136,9 +132,13 @@ def test_backwards_that_give_the_same_twice_pass(factor):  # type: ignore[no-unt
 
 
 def test_what_the_order_of_additions_makes_of_zero_is_no_other_gradient():  # type: ignore[no-untyped-def]
-    assert not determinism._differ([-3e-7, 1e-7], [2e-7, 5e-7], 1.0)
-    assert determinism._differ([-3e-3, 1e-3], [-6e-3, 2e-3], 1.0)
-    assert not determinism._differ([-1.0, 2.0], [-1.003, 2.004], 2.004)
+    for first, second, expected in (
+        ([-3e-7, 1e-7], [2e-7, 5e-7], None),
+        ([-3e-3, 1e-3], [-6e-3, 2e-3], "weight"),
+        ([-1.0, 2.0], [-1.003, 2.004], None),
+    ):
+        made = [{"": torch.ones(2), "weight": torch.tensor(one)} for one in (first, second)]
+        assert determinism._different(*made) == expected
 
 
 def test_a_batch_that_counts_for_nothing_may_leave_an_output_out() -> None:

@@ -70,7 +70,7 @@ def test_seconds_are_the_devices_own() -> None:
         for _ in range(length - 1):
             device.mark()
         watch.queued(activity)  # type: ignore[arg-type]
-    device.run(device.mark())
+    device.run(device.mark().place)
     watch.look(200.0)
     assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
     assert progress.told == [], "a host that hangs speaks for itself"

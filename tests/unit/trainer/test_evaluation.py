@@ -42,7 +42,7 @@ def evaluate(
 ) -> Any:
     """Each rank's share, then what rank 0 makes of them all."""
     worlds = [
-        World(rank, ranks, 0, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
+        World(rank, ranks, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
         for rank in range(ranks)
     ]
     shares = [

@@ -1,33 +1,34 @@
-"""What the ranks tell one another: numbers by their names, and tensors however they lie."""
+"""What the ranks tell one another, by the store and the interface that they meet at."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.comm.exchange import Exchange
+from ddpjob_trainer.comm import interfaces, rendezvous
+from ddpjob_trainer.comm.exchange import send
 from ddpjob_trainer.comm.world import World
+from support.launching import free_ports
 
 
 def test_each_name_gets_its_own_sums_and_may_ask_twice():
-    world = World(0, 1, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
-    exchange = Exchange(world)
-    sent = exchange.start({"a": [1.0, 2.0], "none": [], "b": [3.0]}, measured={"b"})
-    assert sent.host_values() == sent.device_values() == {"a": [1.0, 2.0], "none": [], "b": [3.0]}
-    assert sent.host_values() == sent.host_values()
-    later = exchange.start({"a": [5.0]})
-    assert later.host_values() == {"a": [5.0]}
-    assert sent.host_values()["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
+    world = World(0, 1, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
+    sent = send(world, {"a": [1.0, 2.0], "none": [], "b": [3.0]}, measured={"b"})
+    assert sent.host.sums == sent.device.sums == {"a": [1.0, 2.0], "none": [], "b": [3.0]}
+    assert sent.host.sums == sent.host.sums
+    later = send(world, {"a": [5.0]})
+    assert later.host.sums == {"a": [5.0]}
+    assert sent.host.sums["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "channels_last": lambda: torch.ones(8, 4, 1, 1).to(memory_format=torch.channels_last),
-    "channels_last of one channel": lambda: torch.ones(8, 1, 3, 3).to(
-        memory_format=torch.channels_last
-    ),
     "channels_last of more": lambda: torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last),
     "an element of a table": lambda: torch.ones(3, 2)[:1, 0],
     "transposed": lambda: torch.ones(3, 2).T,
@@ -47,6 +48,67 @@ def test_a_tensor_is_overwritten_however_its_elements_lie(
         flat.copy_(sent.view(torch.uint8))
 
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    world = World(1, 2, 0, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
+    world = World(1, 2, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
     world.broadcast_tensor(tensor)
     assert tensor.flatten().tolist() == sent.tolist()
+
+
+def test_the_store_of_a_torch_without_libuv_as_debians(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, tries = rendezvous.TCPStore, []
+
+    def built_without(*where: Any, use_libuv: bool = True, **options: Any) -> Any:
+        tries.append(where)
+        if where[1] == 1:
+            raise RuntimeError("EADDRINUSE")
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was built without libuv, ...")
+        return made(*where, use_libuv=False, **options)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", built_without)
+    [port] = free_ports(1)
+    server, client = (rendezvous._store("localhost", port, is_master=it) for it in (True, False))
+    client.set("key", "value")
+    assert server.get("key") == b"value"
+    tries.clear()
+    with pytest.raises(RuntimeError, match="EADDRINUSE"):
+        rendezvous._store("localhost", 1, is_master=True)
+    assert len(tries) == 1, "another refusal"
+
+
+@pytest.mark.parametrize(
+    ("given", "node", "own", "expected"),
+    [
+        ("", "127.0.1.1", "10.0.0.7", "eth1"),  # Debian's /etc/hosts
+        ("", "::1", "10.0.0.7", "eth1"),
+        ("", None, "10.0.0.7", "eth1"),  # nobody knows the name: gloo takes the loopback
+        ("", "10.0.0.7", "10.0.0.7", None),  # gloo finds it
+        ("", "127.0.1.1", "127.0.0.1", None),  # all ranks are here
+        ("", "127.0.1.1", "10.0.0.8", None),  # no interface has it
+        ("", "127.0.1.1", "", None),  # no way there
+        ("ib0", "127.0.1.1", "10.0.0.7", "ib0"),
+    ],
+)
+def test_the_interface_on_the_way_to_rank_0(
+    given: str, node: str | None, own: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_up(host: str, port: None) -> list[tuple[object, ...]]:
+        if node is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", (node, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    monkeypatch.setattr(interfaces, "_address", {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0"), (3, "eth1")])
+    monkeypatch.setattr(interfaces, "_towards", lambda master: own)
+    monkeypatch.setattr(os, "environ", {interfaces.NAME: given} if given else {})
+    interfaces.choose("master")
+    assert os.environ.get(interfaces.NAME) == expected
+
+
+def test_addresses_of_this_machine() -> None:
+    assert interfaces._address("lo") == "127.0.0.1"
+    assert interfaces._address("no such") is None
+    assert interfaces._towards("127.0.0.1") == "127.0.0.1"
+    assert interfaces._towards("no-such-host.invalid") == ""
+    if own := interfaces._towards("192.0.2.1"):  # of a documentation network: nothing is sent
+        assert any(own == interfaces._address(name) for _, name in socket.if_nameindex())

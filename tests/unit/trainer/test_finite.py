@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.optim import nan_policy
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 
 BAD = (math.inf, -math.inf, math.nan)
-POLICY = NanPolicy("stop", None)  # type: ignore[arg-type]
+SMALLEST = 1e-45  # of float32, denormal
+POLICY = NanPolicy("stop", World(0, 1, torch.device("cpu"), None, None, None))  # type: ignore[arg-type]
 
 
 def allows(*gradients: torch.Tensor | None, norm: float | None = None) -> bool:
@@ -57,7 +59,6 @@ def test_squares_that_overflow_are_no_reason():  # type: ignore[no-untyped-def]
 
 def test_one_call_for_all_whatever_the_default_dtype(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(nan_policy, "_finite", lambda _: pytest.fail("one call per tensor"))
-    monkeypatch.setattr(POLICY, "_flags", {})
     torch.set_default_dtype(torch.float64)
     try:
         assert allows(torch.ones(3), torch.ones(4))

@@ -51,7 +51,7 @@ def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-
     ]
     found = find(signs, LIMITS)
     assert found is not None
-    assert (found.rank, found.stopped) == (1, True)
+    assert (found.rank, found.sign.stopped) == (1, True)
     assert "rank 1 is stopped (SIGSTOP)" in str(found)
 
 

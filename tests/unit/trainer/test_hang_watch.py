@@ -38,7 +38,7 @@ def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):  # type: i
         assert watch.poll(tmp_path, PIDS, float(second)) is None
     found = watch.poll(tmp_path, PIDS, 111.0)
     assert found is not None
-    assert (found.rank, found.silent) == (1, 11.0)
+    assert (found.rank, found.sign.silent) == (1, 11.0)
 
 
 def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch):  # type: ignore[no-untyped-def]
@@ -58,7 +58,7 @@ def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch
             process.kill()
     assert found[:10] == [None] * 10
     assert found[10] is not None
-    assert (found[10].rank, found[10].phase, found[10].stopped) == (1, "done", True)
+    assert (found[10].rank, found[10].phase, found[10].sign.stopped) == (1, "done", True)
     assert "the limit is DDPJOB_HANG_STEP_SECONDS=10" in str(found[10])
 
 
@@ -72,7 +72,7 @@ def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: 
     found = [watch.poll(tmp_path, PIDS, 108.0 + s) for s in range(4)]
     assert found[:3] == [None] * 3
     assert found[3] is not None
-    assert (found[3].rank, found[3].phase, found[3].activity) == (1, "startup", "start")
+    assert (found[3].rank, found[3].phase, found[3].sign.state.activity) == (1, "startup", "start")
 
 
 def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  # type: ignore[no-untyped-def]

@@ -13,7 +13,8 @@ import pytest
 from ddpjob_trainer.launcher.watch import names
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.liveness.hang import Deadlines, Hang
+from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
+from ddpjob_trainer.liveness.heartbeat import RankState
 from support.patience import PATIENCE
 
 MASTER = "job-0.job.ns.svc"
@@ -72,7 +73,7 @@ def test_who_is_alone_asks_nobody(resolver: Resolver) -> None:
 @pytest.mark.fault("T11")
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
 def test_a_hang_at_the_start_names_it_as_its_cause(phase: Any, named: bool) -> None:
-    hang = Hang(1, phase, "rendezvous", 0, 601.0, 600.0, stopped=False)  # type: ignore[arg-type]
+    hang = Hang(Sign(RankState(1, phase, activity="rendezvous"), 601.0), 600.0)
     request: Any = SimpleNamespace(hang=hang, text=lambda: "", brief=list)
     told: list[str] = []
     workers: Any = SimpleNamespace(

@@ -12,7 +12,7 @@ import torch
 
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.launcher.reports.state import Results
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter, read_proof
+from ddpjob_trainer.liveness.heartbeat import PROOF, RankStateWriter, read_told
 from ddpjob_trainer.training.replay import replay
 from ddpjob_trainer.training.replay.records import (
     BYTES,
@@ -261,14 +261,14 @@ def test_the_launcher_reads_the_proof_which_no_unchecked_restart_takes_back(tmp_
     gang: Any = SimpleNamespace(
         state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
     )
-    assert read_proof(tmp_path) is None
+    assert read_told(tmp_path, PROOF) is None
     tells, known = RankStateWriter(tmp_path, 0), Results()
     for proof in (None, {"unchecked": "why"}, {"equal": True}, {"equal": False}):
         if proof is not None:
-            tells.proven(proof)  # type: ignore[arg-type]
+            tells.tell(PROOF, proof)  # type: ignore[arg-type]
         known = known.after(gang)
         assert known.proof == proof
-    tells.proven({"unchecked": "why"})
+    tells.tell(PROOF, {"unchecked": "why"})
     assert known.after(gang).proof == {"equal": False}
     (tmp_path / "proof.json").write_text("[")
-    assert read_proof(tmp_path) is None
+    assert read_told(tmp_path, PROOF) is None

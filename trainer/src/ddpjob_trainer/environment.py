@@ -6,6 +6,7 @@ launcher (the operator's, or none: then it is alone on this machine). Never impo
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
-_DRILL = ("Auto", "Always", "Never")
 MIN_KEEP = 2
 
 
@@ -88,7 +88,6 @@ class WorkerEnvironment:
     world_size: int
     local_rank: int
     master: tuple[str, int] | None
-    interfaces: str  # for gloo, with commas between, "": its own choice
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
     snapshot: SnapshotSettings
@@ -141,54 +140,45 @@ def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, "")
-    if not text:
-        return default
+    text = env.get(name) or str(default)
     try:
         value = float(text)
     except ValueError:
-        raise ConfigError(f"{name}={text!r} is not a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={text} must be a positive number of seconds")
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name}={text!r} must be a positive number of seconds")
     return value
 
 
 def _deadlines(env: Mapping[str, str]) -> Deadlines:
-    return Deadlines(
-        startup=_seconds(env, contract.HANG_STARTUP_SECONDS, DEFAULTS["hang.startupSeconds"]),
-        step=_seconds(env, contract.HANG_STEP_SECONDS, DEFAULTS["hang.stepSeconds"]),
-        snapshot=_seconds(env, contract.HANG_SNAPSHOT_SECONDS, DEFAULTS["hang.snapshotSeconds"]),
-    )
+    fields = ("hang.startupSeconds", "hang.stepSeconds", "hang.snapshotSeconds")
+    return Deadlines(*(_seconds(env, n, DEFAULTS[of]) for n, of in zip(_HANG, fields, strict=True)))
 
 
 def _identity(env: Mapping[str, str]) -> Identity:
-    uid = env.get(contract.UID, "")
-    if uid:
-        return Identity(
-            uid,
-            _integer(env, contract.ATTEMPT, 1),
-            # torchrun's restarts inside a DDPJob: the operator's round stays, the count grows.
-            _integer(env, contract.ROUND, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
-            unique=True,
-        )
+    restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    if uid := env.get(contract.UID, ""):
+        # torchrun's restarts inside a DDPJob: the operator's round stays, the count grows.
+        round_ = _integer(env, contract.ROUND, restarts)
+        return Identity(uid, _integer(env, contract.ATTEMPT, 1), round_, unique=True)
     run = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default is "none" as well
-    if run == env.get(RUN_ID):  # else a torchrun below our launcher, which restarts by itself
-        return Identity(f"local-{run}", 1, _integer(env, contract.ROUND, 0), unique=True)
-    return Identity(f"local-{run}", 1, _integer(env, "TORCHELASTIC_RESTART_COUNT", 0), unique=False)
+    ours = run == env.get(RUN_ID)  # else a torchrun below our launcher, which restarts by itself
+    round_ = _integer(env, contract.ROUND, 0) if ours else restarts
+    return Identity(f"local-{run}", 1, round_, unique=ours)
 
 
 def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
-    directory = env.get(contract.SNAPSHOT_DIR, "")
-    if "://" in directory:
+    directory = _path(env, contract.SNAPSHOT_DIR)
+    if "://" in env.get(contract.SNAPSHOT_DIR, ""):
         raise ConfigError(
-            f"{contract.SNAPSHOT_DIR}={directory} must be a directory; finished snapshots are"
+            f"{contract.SNAPSHOT_DIR} must be a directory, not a URL; finished snapshots are"
             f" copied to a URL when {SNAPSHOT_UPLOAD} names one"
         )
-    resume = env.get(contract.SNAPSHOT_RESUME, "") or DEFAULTS["snapshot.resume"]
+    resume = env.get(contract.SNAPSHOT_RESUME) or DEFAULTS["snapshot.resume"]
     if resume not in ("Auto", "Never"):
         raise ConfigError(f"{contract.SNAPSHOT_RESUME}={resume!r} must be Auto or Never")
     return SnapshotSettings(
-        Path(directory) if directory else None,
+        directory,
         _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULTS["snapshot.everySteps"], least=1),
         max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULTS["snapshot.keep"], least=1)),
         resume == "Auto",
@@ -237,12 +227,6 @@ def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[
     }
 
 
-def chaos_directory(env: Mapping[str, str]) -> Path | None:
-    """Return the chaos driver's directory, None outside a chaos run."""
-    directory = env.get(CHAOS, "")
-    return Path(directory) if directory else None
-
-
 def state_directory(env: Mapping[str, str]) -> Path | None:
     """Return the directory of this rank's record, None without a launcher of ours."""
     return _path(env, STATE_DIR)
@@ -251,8 +235,9 @@ def state_directory(env: Mapping[str, str]) -> Path | None:
 def source_folders() -> str:
     """Return the import path of this package and the contract, joined by os.pathsep."""
     # One folder where they are installed, two in a checkout.
-    here, contracts = Path(__file__).parents[1], Path(contract.__file__).parents[1]
-    return os.pathsep.join(dict.fromkeys(map(str, (here, contracts))))
+    return os.pathsep.join(
+        {str(Path(file).parents[1]): "" for file in (__file__, contract.__file__)}
+    )
 
 
 def wants_traceback(env: Mapping[str, str]) -> bool:
@@ -277,7 +262,6 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         world_size=world,
         local_rank=local_rank,
         master=master if world > 1 else None,
-        interfaces=env.get("GLOO_SOCKET_IFNAME", ""),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         identity=_identity(env),
         snapshot=_snapshot(env),
@@ -288,7 +272,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         drill=_drill(env),
         store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
         trace=_path(env, TRACE),
-        chaos=chaos_directory(env),
+        chaos=_path(env, CHAOS),
         events=_path(env, EVENTS),
         tensorboard_dir=env.get(TENSORBOARD) or None,
         # A single process without deadlines may well be a person with a debugger.
@@ -307,8 +291,8 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     nproc = _integer(env, "PET_NPROC_PER_NODE", _integer(env, contract.NPROC_PER_NODE, 0))
     final = env.get(contract.IN_PLACE_FINAL_EXIT_CODES)
     drill = env.get(contract.DRILL) or "Auto"
-    if drill not in _DRILL:
-        raise ConfigError(f"{contract.DRILL}={drill!r} must be one of {', '.join(_DRILL)}")
+    if drill not in ("Auto", "Always", "Never"):
+        raise ConfigError(f"{contract.DRILL}={drill!r} must be one of Auto, Always, Never")
     return LauncherEnvironment(
         replica=_integer(env, contract.REPLICA, 0) if replica else None,
         replicas=replicas if replica else 1,

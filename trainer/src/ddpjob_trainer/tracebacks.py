@@ -58,7 +58,6 @@ class Tracebacks:
         self._message: list[str] | None = None  # lines that may continue
         self._prefixed = False
         self._previous = ""  # the last line that is not empty
-        self._where = False  # faulthandler names the place next
 
     @property
     def exception(self) -> str:
@@ -73,12 +72,9 @@ class Tracebacks:
             self._begin()
         elif plain.startswith(_FATAL):
             self.fatal = shorten(plain)
-        elif self.fatal and plain.startswith("Current thread "):
-            self._where = True
-        elif self._where:
+        elif self.fatal and self._previous.startswith("Current thread "):
             place = _WHERE.match(plain)
             self.fatal = shorten(self.fatal + (f": {place[1]}" if place else ""))
-            self._where = False
         elif self._inside:
             self._of_traceback(plain, of_rank=of_rank)
         elif _SYNTAX.match(plain):

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from ddpjob_trainer.adapters.record import RECORD
+from ddpjob_trainer.adapters.record import RECORD, marks
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback  # Lightning's older name
@@ -16,6 +16,10 @@ else:
 
 class DDPJobCallback(Callback):  # type: ignore[misc]
     """Reports step, loss, checkpoints and signs of life of this rank to the launcher."""
+
+    on_before_backward = marks("backward")  # in which ranks wait for one another
+    on_after_backward = marks("update")
+    on_validation_batch_start = marks("evaluation")
 
     def __init__(self) -> None:
         self._saving = False
@@ -32,23 +36,11 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._settle(trainer)
         RECORD.at("forward")
 
-    def on_before_backward(self, *_: Any) -> None:
-        """Mark the backward pass, in which ranks wait for one another."""
-        RECORD.at("backward")
-
-    def on_after_backward(self, *_: Any) -> None:
-        """Mark the update."""
-        RECORD.at("update")
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Record a batch, and with it perhaps an optimizer step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         RECORD.stepped(trainer.global_step, loss)
         self._settle(trainer)
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        """Mark an evaluated batch."""
-        RECORD.at("evaluation")
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Record that a checkpoint is being written."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final, SupportsFloat
 
 from ddpjob_trainer.environment import read_worker
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import Activity, RankStateWriter
-from ddpjob_trainer.liveness.watchdog import Watchdog
+from ddpjob_trainer.liveness.watchdog import watch
 
 #: Reading a loss makes the host wait for a GPU.
 _LOSS_SECONDS: Final = 1.0
@@ -40,7 +41,7 @@ class Record:
         self._writer = RankStateWriter(env.state_dir, env.rank)
         self._writer.update(step=step, total_steps=total_steps)
         if env.watch:
-            Watchdog(self._writer, env.deadlines).start()
+            watch(self._writer, env.deadlines)
 
     @property
     def begun(self) -> bool:
@@ -77,11 +78,8 @@ class Record:
     def saved(self, step: int) -> None:
         """Record the checkpoint after ``step`` steps as written; it counts as progress."""
         if self.begun:
-            self._update(
-                "data",
-                phase="startup" if self._first else "step",
-                snapshot_step=step if self._main else None,  # others may be done before it is
-            )
+            told = {"snapshot_step": step} if self._main else {}  # others may be done before it is
+            self._update("data", phase="startup" if self._first else "step", **told)
 
     def failed(self, exception: BaseException) -> None:
         """Record the exception that ends training."""
@@ -100,6 +98,11 @@ class Record:
 
 #: This process's.
 RECORD: Final = Record()
+
+
+def marks(activity: Activity) -> Callable[..., None]:
+    """Return a callback's method that marks an activity."""
+    return lambda *_, **__: RECORD.at(activity)
 
 
 def forward_begins(*_: object) -> None:

@@ -6,11 +6,15 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ddpjob_trainer.adapters.record import RECORD, forward_begins, forward_ends
+from ddpjob_trainer.adapters.record import RECORD, forward_begins, forward_ends, marks
 
 
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     """Reports step, loss, checkpoints and signs of life of this rank to the launcher."""
+
+    on_step_begin = marks("forward")
+    on_pre_optimizer_step = marks("update")
+    on_prediction_step = marks("evaluation")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Start the record, perhaps from a checkpoint."""
@@ -20,23 +24,11 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             model.register_forward_pre_hook(forward_begins)
             model.register_forward_hook(forward_ends)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark the forward pass."""
-        RECORD.at("forward")
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark the update."""
-        RECORD.at("update")
-
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Record an optimizer step; a checkpoint may follow."""
         RECORD.stepped(state.global_step)
         if control.should_save:
             RECORD.saving()
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Mark an evaluated batch."""
-        RECORD.at("evaluation")
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Record the mean loss since the last log."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,20 +19,20 @@ from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gpu.accelerator import Number, Reading
 
-Sums = dict[str, list[float]]
 Numbers = Mapping[str, Sequence[Number]]
 
 
-class _Message:
+class Message:
     """Numbers under names, being added up."""
 
-    def __init__(self, counts: Mapping[str, int], work: dist.Work | None, reading: Reading) -> None:
-        self._counts = counts
+    def __init__(self, numbers: Numbers, work: dist.Work | None, reading: Reading) -> None:
+        self._counts = {name: len(values) for name, values in numbers.items()}
         self._work = work
         self._reading = reading
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> dict[str, list[float]]:
+        """Wait for the sums over all ranks. Raises PeerLostError."""
         if self._work is not None:
             with peer_loss():
                 self._work.wait()
@@ -40,57 +41,40 @@ class _Message:
         return {name: list(islice(values, count)) for name, count in self._counts.items()}
 
 
-class Sent:
+class Sent(NamedTuple):
     """One step's numbers. A rank may wait for either part alone, and repeatedly."""
 
-    def __init__(self, host: _Message, device: _Message) -> None:
-        self._host = host
-        self._device = device
-
-    def host_values(self) -> Sums:
-        """Wait for the hosts; return the sums over all ranks. Raises PeerLostError."""
-        return self._host.sums
-
-    def device_values(self) -> Sums:
-        """Wait for the devices too; return their sums over all ranks."""
-        return self._device.sums
+    host: Message
+    device: Message
 
 
-class Exchange:
-    """Adds up numbers over all ranks, in the background. Every rank makes the same calls."""
+def send(world: World, numbers: Numbers, measured: Collection[str] = ()) -> Sent:
+    """Send numbers under names, to be added up over all ranks in the background.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def start(self, numbers: Numbers, measured: Collection[str] = ()) -> Sent:
-        """Send numbers under names; names and counts are the same on every rank.
-
-        ``measured``: names of the numbers that a device may still be computing.
-        """
-        if not self._world.accelerator.queues:
-            message = self._send(numbers)
-            return Sent(message, message)
-        now = {name: values for name, values in numbers.items() if name not in measured}
-        later = {name: values for name, values in numbers.items() if name in measured}
-        return Sent(self._send(now), self._queue(later))
-
-    def _send(self, numbers: Numbers) -> _Message:
-        tensor = torch.tensor(list(chain(*numbers.values())), dtype=torch.float64)
-        group, work = self._world.control, None
-        if self._world.size > 1 and group is not None:
-            with peer_loss():
-                # Not dist.all_reduce(), whose checks take longer than the rest of this method.
-                work = group.allreduce([tensor])
-        return _Message(_counts(numbers), work, Reading(tensor))
-
-    def _queue(self, numbers: Numbers) -> _Message:
-        accelerator = self._world.accelerator
-        vector, work = accelerator.numbers(list(chain(*numbers.values()))), None
-        if self._world.size > 1:
-            with peer_loss():
-                work = dist.all_reduce(vector, async_op=True)
-        return _Message(_counts(numbers), None, accelerator.read(vector, work))
+    Every rank makes the same calls: names and counts are the same. ``measured``: names of the
+    numbers that a device may still be computing.
+    """
+    if not world.accelerator.queues:
+        message = _send(world, numbers)
+        return Sent(message, message)
+    now = {name: values for name, values in numbers.items() if name not in measured}
+    later = {name: values for name, values in numbers.items() if name in measured}
+    return Sent(_send(world, now), _queue(world, later))
 
 
-def _counts(numbers: Numbers) -> dict[str, int]:
-    return {name: len(values) for name, values in numbers.items()}
+def _send(world: World, numbers: Numbers) -> Message:
+    tensor = torch.tensor(list(chain(*numbers.values())), dtype=torch.float64)
+    work = None
+    if world.size > 1 and world.control is not None:
+        with peer_loss():
+            # Not dist.all_reduce(), whose checks take longer than the rest of this function.
+            work = world.control.allreduce([tensor])
+    return Message(numbers, work, Reading(tensor))
+
+
+def _queue(world: World, numbers: Numbers) -> Message:
+    vector, work = world.accelerator.numbers(list(chain(*numbers.values()))), None
+    if world.size > 1:
+        with peer_loss():
+            work = dist.all_reduce(vector, async_op=True)
+    return Message(numbers, None, world.accelerator.read(vector, work))

@@ -7,15 +7,14 @@ node reaches.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
 
 NAME = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_REQUEST = 256  # bytes of a struct ifreq, and more
 
 
 def choose(master: str) -> None:
@@ -23,48 +22,37 @@ def choose(master: str) -> None:
 
     Does nothing where gloo finds a usable address, or all ranks are on this machine.
     """
-    if NAME in os.environ or not _loopback(_first(socket.gethostname())):
+    if NAME in os.environ or not _is_loopback(_own()):
         return
     own = _towards(master)
-    if own is None or _loopback(own):
-        return
     for _, name in socket.if_nameindex():
-        if own == _address(name):
+        if own == _address(name) and not _is_loopback(own):
             os.environ[NAME] = name
 
 
-def _first(host: str) -> str | None:
-    """Return a name's first address, as gloo takes it; None if it does not resolve."""
+def _own() -> str:
+    """Return the address that gloo takes, the loopback where this host's name has none."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
-        return None
+        return "127.0.0.1"
 
 
-def _loopback(address: str | None) -> bool:
-    """Return whether gloo would listen on the loopback, as it also does without an address."""
-    return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
-def _towards(host: str) -> str | None:
-    """Return this host's IPv4 address on the way to another host."""
-    address = _first(host)
-    if address is None or ":" in address:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing
-        except OSError:
-            return None
+def _towards(host: str) -> str:
+    """Return this host's IPv4 address on the way to another host, "" without a way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])
+    return ""
 
 
 def _address(interface: str) -> str | None:
-    """Return an interface's IPv4 address."""
-    request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:  # it has none
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    """Return an interface's IPv4 address, if it has one."""
+    request = struct.pack("256s", interface.encode()[:15])  # a struct ifreq, and more
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None

@@ -75,19 +75,16 @@ def is_peer_loss(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or not any(words in text for words in _LOST):
         return False
     # A "Connection refused" of the user's own, from a database say, is no lost peer.
-    return re.search("gloo|nccl", text, re.IGNORECASE) is not None or _raised_by_torch(error)
-
-
-def is_misconfiguration(error: BaseException) -> bool:
-    """Return whether a backend's complaint would recur in every new process."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(words in text for words in _MISCONFIGURED)
-
-
-def _raised_by_torch(error: BaseException) -> bool:
-    """Return whether torch's Python raised it, or C++ that this package called."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_TRANSPORT_CODE)
+    by_torch = bool(frames) and frames[-1].filename.startswith(_TRANSPORT_CODE)
+    return by_torch or re.search("gloo|nccl", text, re.IGNORECASE) is not None
+
+
+def cure_of(error: BaseException) -> str:
+    """Return the cure for a backend's complaint that would recur in every new process, else ""."""
+    if not isinstance(error, RuntimeError):
+        return ""
+    return next((cure for words, cure in _MISCONFIGURED.items() if words in str(error)), "")
 
 
 @contextlib.contextmanager
@@ -96,8 +93,7 @@ def peer_loss() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_misconfiguration(error):
-            cure = next(cure for words, cure in _MISCONFIGURED.items() if words in str(error))
+        if cure := cure_of(error):
             raise ConfigError(f"{brief(error)}: {cure}") from error
         if is_peer_loss(error):
             raise PeerLostError(brief(error)) from error

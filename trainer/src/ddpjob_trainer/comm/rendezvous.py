@@ -69,17 +69,6 @@ class _Waiting:
         self._pause = _FIRST_PAUSE_SECONDS
 
 
-def _reachable(address: str, port: int) -> str:
-    """Try rank 0's store; return why it cannot be reached, "" if it can."""
-    try:
-        socket.create_connection((address, port), timeout=3).close()
-    except socket.gaierror as error:
-        return f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
-    except OSError as error:
-        return f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
-    return ""
-
-
 def _store(address: str, port: int, **options: Any) -> TCPStore:
     """Create the store, without libuv where torch lacks it, as Debian's does."""
     try:
@@ -115,25 +104,17 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
     assert env.master is not None
     address, port = env.master
     while True:
-        reason = _reachable(address, port)
-        if not reason:
-            try:
-                return _store(
-                    address,
-                    port,
-                    is_master=False,
-                    timeout=timedelta(seconds=max(1.0, min(10.0, waiting.left()))),
-                )
-            except RuntimeError as error:
-                reason = brief(error)
+        try:
+            socket.create_connection((address, port), timeout=3).close()
+            patience = timedelta(seconds=max(1.0, min(10.0, waiting.left())))
+            return _store(address, port, is_master=False, timeout=patience)
+        except socket.gaierror as error:
+            reason = f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
+        except OSError as error:
+            reason = f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
+        except RuntimeError as error:
+            reason = brief(error)
         waiting.pause(reason)
-
-
-def _until_answered(store: Store, name: str, env: WorkerEnvironment, waiting: _Waiting) -> str:
-    """Call _ask on the same connection until rank 0 is ready."""
-    while (reason := _ask(store, name, env)) == _NOT_READY:
-        waiting.pause(reason)
-    return reason
 
 
 def _ask(store: Store, name: str, env: WorkerEnvironment) -> str:
@@ -161,16 +142,17 @@ def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -
     """Return a store that exactly the ranks of this incarnation have joined."""
     waiting = _Waiting(env.rank, deadline)
     own = env.identity
-    serves = env.rank == 0 and not env.agent_store
+    connect = _server if env.rank == 0 and not env.agent_store else _client
     while True:
-        tcp = _server(env, waiting) if serves else _client(env, waiting)
+        tcp = connect(env, waiting)
         # torchrun keeps one store over its restarts, hence the key per incarnation.
         name = f"{_IDENTITY_KEY}/{own.key}" if env.agent_store else _IDENTITY_KEY
         if env.rank == 0:
             tcp.set(name, json.dumps([own.uid, own.attempt, own.round, env.world_size]))
             break
         waiting.advanced()
-        reason = _until_answered(tcp, name, env, waiting)
+        while (reason := _ask(tcp, name, env)) == _NOT_READY:  # on the same connection
+            waiting.pause(reason)
         if not reason:
             break
         waiting.pause(reason)
@@ -186,21 +168,20 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
 
     ``device``: its type, and a name unique to it. Raises ConfigError where two ranks share one.
     """
-    store.set(f"here/{env.rank}", json.dumps([device, env.interfaces]))
+    store.set(f"here/{env.rank}", device)
     if env.rank == 0:
         missing = list(range(1, env.world_size))
-        found = len(missing)
-        while missing:
+        while True:
+            before = len(missing)
             missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-            if len(missing) < found:
+            if not missing:
+                break
+            if len(missing) < before:
                 waiting.advanced()
-            found = len(missing)
-            if missing:
-                names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
-        cards = [json.loads(store.get(f"here/{rank}")) for rank in range(env.world_size)]
-        devices, interfaces = zip(*cards, strict=True)
-        store.set("all-here", _misfit(devices) or _unmatched(interfaces) or _FINE)
+            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
+        devices = [store.get(f"here/{rank}").decode() for rank in range(env.world_size)]
+        store.set("all-here", _misfit(devices) or _FINE)
     while not store.check(["all-here"]):
         waiting.pause("rank 0 still waits for other ranks")
     verdict = store.get("all-here").decode()
@@ -213,36 +194,18 @@ def _misfit(devices: Sequence[str]) -> str:
 
     NCCL itself would wait, or fail with another message.
     """
-    kinds = [device.partition(" ")[0] for device in devices]
-    for rank, kind in enumerate(kinds):
+    first: dict[str, int] = {}
+    kinds, names = zip(*(device.split(" ", 1) for device in devices), strict=True)
+    for rank, (kind, name) in enumerate(zip(kinds, names, strict=True)):
         if kind != kinds[0]:
             return (
                 f"rank {rank} trains on {kind} and rank 0 on {kinds[0]}: give every pod GPUs, or"
                 " use start(device='cpu')"
             )
-    first: dict[str, int] = {}
-    for rank, device in enumerate(devices):
-        name = device.partition(" ")[2]
         if name and first.setdefault(name, rank) != rank:
             return (
                 f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process one"
                 " of its own, by LOCAL_RANK or CUDA_VISIBLE_DEVICES"
-            )
-    return ""
-
-
-def _unmatched(interfaces: Sequence[str]) -> str:
-    """Explain why gloo cannot connect these interfaces, "" if it can.
-
-    An interface without a partner would wait for one.
-    """
-    counts = [len(names.split(",")) for names in interfaces]
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            return (
-                f"GLOO_SOCKET_IFNAME names {count} on rank {rank} ({interfaces[rank]!r}) and"
-                f" {counts[0]} on rank 0 ({interfaces[0]!r}), and gloo connects the first with the"
-                " first, the second with the second: name as many interfaces on every rank"
             )
     return ""
 
@@ -284,6 +247,6 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
         assert control is not None
         _set_timeout(timeout, control)
         store.set_timeout(timeout)
-    world = World(env.rank, env.world_size, env.local_rank, device, env.identity, control, store)
+    world = World(env.rank, env.world_size, device, env.identity, control, store)
     holds_group(world, "control", "store")
     return world

@@ -16,7 +16,6 @@ import torch.distributed as dist
 # Loaded after the group began, its default arguments would hold the group, see leave_group().
 import torch.distributed.nn
 from torch._C._distributed_c10d import Store
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.environment import Identity
@@ -24,6 +23,8 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.gpu.accelerator import Accelerator, in_order
 
+#: Attributes of DistributedDataParallel whose C++ parts hold the group as well.
+OF_DDP = ("reducer", "logger", "process_group")
 #: Objects that hold the process group, global as it is: see leave_group().
 _holders: list[tuple[object, tuple[str, ...]]] = []
 
@@ -34,7 +35,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     identity: Identity
     control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
@@ -57,7 +57,7 @@ class World:
         """Broadcast the bytes of rank 0 to every rank."""
         if self.size == 1:
             return data or b""
-        length = torch.tensor([len(data) if data is not None else 0])
+        length = torch.tensor([len(data or b"")])
         with peer_loss():
             dist.broadcast(length, 0, group=self.control)
             buffer = torch.zeros(int(length), dtype=torch.uint8)
@@ -140,17 +140,9 @@ def agree(world: World, facts: Mapping[str, Any], own: Any = None) -> list[Any]:
     return [one for _, one in gathered]
 
 
-# --- Leaving ---------------------------------------------------------------------------------
-
-
 def holds_group(holder: object, *attributes: str) -> None:
     """Have these attributes of an object set to None when this process leaves the group."""
     _holders.append((holder, attributes))
-
-
-def holds_ddp(model: DistributedDataParallel) -> None:
-    """Register DDP, whose C++ parts hold the group as well."""
-    holds_group(model, "reducer", "logger", "process_group")
 
 
 def leave_group(*, together: bool) -> None:

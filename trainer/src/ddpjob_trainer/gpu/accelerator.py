@@ -81,14 +81,8 @@ class Accelerator:
         """Return facts besides the type that affect bits, as plain values for JSON."""
         return {}
 
-    # --- Results -------------------------------------------------------------------------
-
-    def kept(self, tensor: torch.Tensor) -> Number:
-        """Return the present value of a tensor of one element."""
-        return tensor.item()
-
     def number(self, tensor: torch.Tensor) -> Number:
-        """Return a tensor of one element as a number in double precision."""
+        """Return the present value of a tensor of one element in double precision."""
         return float(tensor)
 
     def numbers(self, values: Sequence[Number]) -> torch.Tensor:
@@ -111,18 +105,8 @@ class Accelerator:
         return {**values, **{name: Read(reading, i) for i, name in enumerate(measured)}}
 
     def mark(self) -> Any:
-        """Return a mark behind all queued work; None without a queue."""
+        """Return a torch.Event behind all queued work; None without a queue."""
         return None
-
-    def passed(self, mark: Any) -> bool:
-        """Return whether all work before the mark is done."""
-        return True
-
-    def seconds(self, first: Any, second: Any) -> float:
-        """Return the time between two passed marks."""
-        return 0.0
-
-    # --- Memory --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -191,17 +175,12 @@ class Cuda(Accelerator):
             **{name: value for name, value in own.items() if not name.startswith(_NCCL_OTHER)},
         }
 
-    # --- Results -------------------------------------------------------------------------
-
-    def kept(self, tensor: torch.Tensor) -> Number:
-        """Return a copy on the device."""
-        return tensor.clone() if tensor.is_cuda else tensor.item()
-
     def number(self, tensor: torch.Tensor) -> Number:
-        """Return the number on the device, without a wait."""
+        """Return a copy on the device, without a wait."""
         if not tensor.is_cuda:
             return float(tensor)
-        return tensor.detach().view(()).to(self.device, torch.float64, non_blocking=True)
+        flat = tensor.detach().view(())
+        return flat.to(self.device, torch.float64, non_blocking=True, copy=True)
 
     def numbers(self, values: Sequence[Number]) -> torch.Tensor:
         """Put numbers into a vector without a wait: host numbers come from page-locked memory."""
@@ -232,16 +211,6 @@ class Cuda(Accelerator):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def passed(self, mark: Any) -> bool:
-        """Return whether the event is done. Raises RuntimeError for an error of the GPU."""
-        return bool(mark.query())
-
-    def seconds(self, first: Any, second: Any) -> float:
-        """Return seconds of the device's clock."""
-        return float(first.elapsed_time(second)) / 1000
-
-    # --- Memory --------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Copy on a stream that never waits for the model's."""
@@ -266,9 +235,9 @@ class Cuda(Accelerator):
     @contextlib.contextmanager
     def saving(self, ready: Any) -> Iterator[None]:
         """Copy on a stream of this thread."""
-        stream = getattr(self._of_thread, "stream", None)
-        if stream is None:
-            stream = self._of_thread.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = self._of_thread.stream
         if ready is not None:
             stream.wait_event(ready)
         try:
@@ -326,9 +295,6 @@ def tf32() -> list[str]:
 def of(device: torch.device) -> Accelerator:
     """Return the accelerator of a device, one per process."""
     return Cuda(device) if device.type == "cuda" else Accelerator(device)
-
-
-# --- Which one ------------------------------------------------------------------------------
 
 
 def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:

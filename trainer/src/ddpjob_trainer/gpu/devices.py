@@ -5,6 +5,7 @@ The launcher and `gpu-check` call it, and accelerator.py for its error messages.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -67,12 +68,9 @@ def driver_version() -> str:
 def driver_opened(pid: str = "self") -> str:
     """Return a GPU driver's file that a process has open, as with a context, or ""."""
     for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")  # noqa: PTH115
-        except OSError:  # the descriptor of the listing itself
-            continue
-        if target in _DRIVER:
-            return target
+        with contextlib.suppress(OSError):  # of the descriptor of the listing itself
+            if (target := os.readlink(f"/proc/{pid}/fd/{fd}")) in _DRIVER:  # noqa: PTH115
+                return target
     return ""
 
 

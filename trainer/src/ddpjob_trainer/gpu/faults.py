@@ -1,7 +1,7 @@
 """Recognize a failed GPU, or an end by NCCL, by messages instead of types.
 
 The messages are those of cudaGetErrorString, of the driver and of torch's ProcessGroupNCCL. Never
-The messages are those of cudaGetErrorString, of the driver and of torch's ProcessGroupNCCL. Never
+imports torch.
 """
 
 from __future__ import annotations

@@ -15,17 +15,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.comm.world import World, holds_ddp
+from ddpjob_trainer.comm.world import OF_DDP, World, holds_group
 from ddpjob_trainer.data.order import DataOrder, Indices, share
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import determinism
-from ddpjob_trainer.gradients.buckets import CAP_MB, Buckets
-from ddpjob_trainer.gradients.comm_hooks import compress
+from ddpjob_trainer.gradients.tree_reduce import Gradients, Means, Node
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.state.buffers import Steady, persistent
+
+_DDP_OPTIONS = (
+    "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
+)  # fmt: skip
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +93,6 @@ class Wrapped(DistributedDataParallel):
         return object.__new__, (DistributedDataParallel,), plain
 
 
-def ddp_arguments(options: ModelOptions) -> dict[str, Any]:
-    """Return the options that are DistributedDataParallel's."""
-    names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
-    return {name: getattr(options, name) for name in names}
-
-
 @contextlib.contextmanager
 def without_effect(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Make a backward in the block give gradients of zero, even from NaN.
@@ -114,10 +116,12 @@ def _zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
 class DdpAveraging:
     """Averages by DistributedDataParallel where it can.
 
-    Gradients of all parts but the last stay on this rank (no_sync) and are sent with the last.
-    Later additions, and all gradients of several models, are sent in finish(), see buckets.py.
+    Gradients of all parts but the last stay on this rank (no_sync) and are sent with the last. What
+    the reducer would wait for, or leave on its rank, is sent in finish(): all gradients of several
+    models, whose losses may run through one another, and those of a second backward.
     ``outside`` seeds the random numbers that user code draws outside of the parts, besides seed
-    and step; ``local``: this rank has gradients that are not the mean.
+    and step; ``waits``: the reducer waits for a backward; ``local``: this rank has gradients that
+    are not the mean.
     """
 
     def __init__(self, options: Options, world: World) -> None:
@@ -129,16 +133,10 @@ class DdpAveraging:
         self._parts: Sequence[Part] = []
         self.outside = world.rank
         self._warm = False
-        self._awake = False  # the reducer waits for a backward
+        self.waits = False
         self.local = False
-        self._cap_mb: float | None = None
-        self._buckets: dict[int, Buckets] = {}
+        self._means: dict[int, Means] = {}
         self._shared: set[int] = set()  # models whose buffers rank 0 has broadcast in this step
-
-    @property
-    def waits(self) -> bool:
-        """Return whether the reducer waits for a backward."""
-        return self._awake
 
     @property
     def _several(self) -> bool:
@@ -146,13 +144,16 @@ class DdpAveraging:
 
     def wrap(self, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
         """Return the module in DistributedDataParallel, with rank 0's parameters and buffers."""
-        model = Wrapped(module, **ddp_arguments(options))
-        holds_ddp(model)
+        model = Wrapped(module, **{name: getattr(options, name) for name in _DDP_OPTIONS})
+        holds_group(model, *OF_DDP)
         self._models.append(model)
-        self._cap_mb = options.bucket_cap_mb or self._cap_mb
         for parameter in module.parameters():
             (self._parameters if parameter.requires_grad else self._frozen).append(parameter)
-        compress(model, options)
+        if options.comm_hook is not None:
+            # Not PowerSGD: its state differs on every rank, and ended in other bits.
+            hook: Any = bf16_compress_hook if options.comm_hook == "bf16" else fp16_compress_hook
+            # In a lambda: DDP knows torch's bf16 hook by its name, and refuses it on the CPU.
+            model.register_comm_hook(None, lambda _, bucket: hook(None, bucket))
         self._warm = self._options.level == "off"
         return model
 
@@ -194,7 +195,7 @@ class DdpAveraging:
         last = number >= len(self._parts) - 1 and not self._several
         if model.require_backward_grad_sync != last:  # assigning to a module is slow
             model.require_backward_grad_sync = last
-        self._awake |= last
+        self.waits |= last
 
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
@@ -207,7 +208,7 @@ class DdpAveraging:
         factor = part.samples * self._world.size / part.of if weight is None else weight
         if factor != 1.0:
             loss = loss * factor
-        awake, self._awake = self._awake, False
+        awake, self.waits = self.waits, False
         counts = part.samples and weight != 0
         everything = (p for model in self._models for p in model.parameters())
         if not (awake or self._several) and number == len(self._parts) - 1:
@@ -235,12 +236,35 @@ class DdpAveraging:
         if not self.local:
             return
         self.local = False
-        for group in groups:
-            if id(group) not in self._buckets:
-                self._buckets[id(group)] = Buckets(
-                    group, ranks=self._world.size, cap_mb=self._cap_mb
-                )
-            self._buckets[id(group)].average()
+        if self._world.size > 1:
+            for group in groups:
+                self._average(group)
+
+    @torch.no_grad()
+    def _average(self, group: Sequence[torch.nn.Parameter]) -> None:
+        """Replace each gradient by its mean; where a rank has none it counts as zeros.
+
+        Their order is that of the parameters, so none has to be learnt first. The price:
+        communication begins only when the last backward has ended.
+        """
+        ranks, rank = self._world.size, self._world.rank
+        if id(group) not in self._means:
+            self._means[id(group)] = Means(group, count=ranks, ranks=ranks, rank=rank)
+        gradients: Gradients = [parameter.grad for parameter in group]
+        if any(g is not None and g.layout is not torch.strided for g in gradients):
+            raise ConfigError(
+                "sparse gradients cannot be averaged for several models, or after a second"
+                " backward: use Embedding(sparse=False)"
+            )
+        means = self._means[id(group)].mean([(Node(rank, rank + 1), gradients)])
+        pairs = []
+        for parameter, mean in zip(group, means, strict=True):
+            if mean is not None:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                pairs.append((parameter.grad, mean))
+        if pairs:
+            torch._foreach_copy_([gradient for gradient, _ in pairs], [mean for _, mean in pairs])
 
     def _check_frozen(self) -> None:
         """Raise ConfigError for a changed requires_grad.
@@ -291,13 +315,10 @@ class DdpAveraging:
         if self._options.level == "off":
             return None
         if self._several:
-            return f"{self._cap_mb or CAP_MB:g} MB in the order of the parameters"
+            return "in the order of the parameters"
         if not self._warm:
             return None
         layout = determinism.bucket_layout(self._models[0])
         if self._world.accelerator.queues and self._world.size > 1:
             layout += f"/{determinism.order_of_sums(self._models[0], self._world.rank)}"
         return layout
-
-
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,13 +96,11 @@ def warmed_up(model: DistributedDataParallel, loss: torch.Tensor) -> Iterator[No
         warm_up(model, loss)
         first = dict(found)
         yield
-    pairs = {name: (first[name].tolist(), found[name].tolist()) for name in first}
-    largest = max((abs(x) for pair in pairs.values() for x in pair[1]), default=0.0)
-    other = [name for name, pair in pairs.items() if _differ(*pair, largest)]
-    if other:
+    other = _different(first, found)
+    if other is not None:
         raise ConfigError(
             "step.backward(): the first backward of each process runs twice at level='resume', to"
-            f" learn DDP's buckets, and the second gave {other[0]!r} another gradient. Look for an"
+            f" learn DDP's buckets, and the second gave {other!r} another gradient. Look for an"
             " autograd.Function, or a hook, whose backward changes in place what it has saved, or"
             " counts: let it return a new tensor, or use level='off'"
         )
@@ -138,14 +136,19 @@ def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor
             hook.remove()
 
 
-def _differ(first: Sequence[float], second: Sequence[float], largest: float) -> bool:
-    """Return whether gradients differ more than nondeterministic kernels make them.
+def _different(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the first gradient that differs more than nondeterministic kernels make it.
 
-    ``largest``: of all gradients; one that adds up to zero consists of such differences. Values
-    that are not finite do not count.
+    One that adds up to zero consists of such differences, hence a share of the largest. Values that
+    are not finite do not count.
     """
-    bound = 1e-2 * max(map(abs, second)) + 1e-5 * largest
-    return any(abs(a - b) > bound for a, b in zip(first, second, strict=True))
+    sizes = {name: float(extremes.abs().max()) for name, extremes in second.items()}
+    least = 1e-5 * max(sizes.values(), default=0.0)
+    for name, extremes in first.items():
+        bound = 1e-2 * sizes[name] + least
+        if any((extremes.double() - second[name].double()).abs() > bound):
+            return name
+    return None
 
 
 def is_reduced(model: DistributedDataParallel) -> bool:

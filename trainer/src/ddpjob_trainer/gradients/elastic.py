@@ -3,8 +3,7 @@
 The loop calls it as it does ddp.DdpAveraging. The global batch is cut into logical shards, fixed in
 number for the whole run. A rank computes its contiguous share of them one by one, each with its own
 random numbers and the same shapes, whichever rank computes it; DDP's reducer is never used. The
-shards' gradients and losses are added up in one tree (shard_tree.py, tree_reduce.py), independent
-of ranks.
+shards' gradients and losses are added up in one tree (tree_reduce.py), independent of ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob_trainer.comm.world import World, holds_ddp
+from ddpjob_trainer.comm.world import OF_DDP, World, holds_group
 from ddpjob_trainer.data.order import DataOrder, share
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
-from ddpjob_trainer.gradients import shard_tree
+from ddpjob_trainer.gradients import tree_reduce
 from ddpjob_trainer.gradients.ddp import DdpAveraging, Part, Wrapped, without_effect
-from ddpjob_trainer.gradients.shard_tree import Partial
-from ddpjob_trainer.gradients.tree_reduce import Gradients, Reduction, add_gradients
+from ddpjob_trainer.gradients.tree_reduce import Gradients, Means, Partial, add_gradients
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.state import buffers, rng
 
@@ -47,7 +45,6 @@ class ElasticAveraging:
         self._shard: int | None = None  # the shard whose gradients the parameters hold now
         self._parameters: list[torch.nn.Parameter] = []
         self._frozen: list[torch.nn.Parameter] = []
-        self._reductions: list[tuple[list[int], Reduction]] = []
         self._parts: Sequence[Part] = []
         self._step = 0
 
@@ -59,40 +56,26 @@ class ElasticAveraging:
         _refuse(module)
         model = Wrapped(module)  # gives every rank rank 0's parameters and buffers
         _free_reducer(model)
-        holds_ddp(model)
+        holds_group(model, *OF_DDP)
         model.require_backward_grad_sync = False  # as no_sync() does for a while
         model.require_forward_param_sync = False
         module.zero_grad(set_to_none=True)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._buffers = BufferWatch(module)
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
-            groups.setdefault((parameter.dtype, parameter.device), []).append(index)
-        self._reductions = [
-            (indices, self._reduction([self._parameters[index] for index in indices]))
-            for indices in groups.values()
-        ]
-        return model
-
-    def _reduction(self, parameters: Sequence[torch.nn.Parameter]) -> Reduction:
         ranks, rank = self._world.size, self._world.rank
-        return Reduction(parameters, count=self._count, ranks=ranks, rank=rank)
+        self._means = Means(self._parameters, count=self._count, ranks=ranks, rank=rank)
+        return model
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Return this rank's shards, each cut into micro-batches."""
         parts: list[Part] = []
-        for shard in shard_tree.owned(self._count, self._world.size, self._world.rank):
+        for shard in tree_reduce.owned(self._count, self._world.size, self._world.rank):
             mine = share(order.batch(step), shard, self._count)
             size = len(mine) // self._options.micro_batches
+            whole = self._options.global_batch
             parts += [
-                Part(
-                    mine[start : start + size],
-                    size,
-                    self._options.global_batch,
-                    shard,
-                    reseed=start == 0,
-                )
+                Part(mine[start : start + size], size, whole, shard, reseed=start == 0)
                 for start in range(0, len(mine), size)
             ]
         return parts
@@ -153,14 +136,11 @@ class ElasticAveraging:
                 "a parameter that was frozen when prepare() was called has a gradient: level"
                 "='elastic' averages those that were not. Set requires_grad before prepare()"
             )
-        sums = self._partial.take()
-        for indices, reduction in self._reductions:
-            chosen = [(node, [gradients[i] for i in indices]) for node, gradients in sums]
-            for i, gradient in zip(indices, reduction.mean(chosen), strict=True):
-                parameter = self._parameters[i]
-                parameter.grad = gradient
-                if gradient is not None and gradient.stride() != parameter.stride():
-                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        means = self._means.mean(self._partial.take())
+        for parameter, mean in zip(self._parameters, means, strict=True):
+            parameter.grad = mean
+            if mean is not None and mean.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(mean)
         # Later random numbers must not depend on which shard this rank computed last.
         rng.reseed(self._options.seed, self._step, self._count + 1)
 
@@ -184,12 +164,12 @@ class ElasticAveraging:
     def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """Add up in the order of the tree."""
         if weights is None:
-            return shard_tree.total(losses) / self._count
-        return shard_tree.total(losses) / (shard_tree.total(weights) or math.nan)
+            return tree_reduce.total(losses) / self._count
+        return tree_reduce.total(losses) / (tree_reduce.total(weights) or math.nan)
 
     def factor(self, weights: Sequence[float]) -> float:
         """Return the factor that undoes the mean over the shards."""
-        return self._count / (shard_tree.total(weights) or math.nan)
+        return self._count / (tree_reduce.total(weights) or math.nan)
 
     def layout(self) -> str | None:
         """Return None: the number of shards alone decides the order of additions."""

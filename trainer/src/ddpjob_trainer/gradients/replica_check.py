@@ -8,6 +8,7 @@ all_reduce compares it (MIN = MAX).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ def _hash(tensor: torch.Tensor) -> torch.Tensor:
             torch.add(row, mixed_part, alpha=_MULTIPLIER, out=mixed_part)
         # Shifted, or two flipped signs would cancel: multiplication keeps the top bit.
         mixed ^= mixed >> 32
-        total = total * _MULTIPLIER + (mixed * _weights(mixed.numel(), mixed.device)).sum()
+        total = total * _MULTIPLIER + (mixed * _weights(mixed.device)[: mixed.numel()]).sum()
     return total
 
 
@@ -75,19 +76,15 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return flat[:whole].view(torch.int64), flat[whole:].to(torch.int64)
 
 
-_weights_of: dict[torch.device, torch.Tensor] = {}
-
-
-def _weights(count: int, device: torch.device) -> torch.Tensor:
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
     """Return odd pseudorandom numbers, equal everywhere."""
-    if device not in _weights_of:
-        with np.errstate(over="ignore"):
-            row = _ROW_OF.get(device.type, _ROW)
-            x = np.arange(1, row + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            x = (x ^ (x >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
-            x = (x ^ (x >> np.uint64(29))) | np.uint64(1)
-        _weights_of[device] = torch.from_numpy(x.view(np.int64)).to(device)
-    return _weights_of[device][:count]
+    with np.errstate(over="ignore"):
+        row = _ROW_OF.get(device.type, _ROW)
+        x = np.arange(1, row + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(29))) | np.uint64(1)
+    return torch.from_numpy(x.view(np.int64)).to(device)
 
 
 def _first_difference(theirs: _Hashes, mine: _Hashes) -> int | None:
@@ -138,12 +135,9 @@ class DivergenceCheck:
             self._explain(step, list(tensors), hashes)
 
     def _explain(self, step: int, names: list[str], hashes: torch.Tensor) -> None:
-        every = [
-            np.frombuffer(blob, dtype=np.int64)
-            for blob in self._world.gather_bytes(
-                "the comparison of ranks", hashes.cpu().numpy().tobytes()
-            )
-        ]
+        mine = hashes.cpu().numpy().tobytes()
+        blobs = self._world.gather_bytes("the comparison of ranks", mine)
+        every = [np.frombuffer(blob, dtype=np.int64) for blob in blobs]
         found = [(rank, _first_difference(theirs, every[0])) for rank, theirs in enumerate(every)]
         differing = {rank: place for rank, place in found if place is not None}
         others, place = list(differing), min(differing.values())
@@ -164,23 +158,19 @@ def _tensors_of(name: str, obj: Stateful, *, with_buffers: bool) -> dict[str, to
     would gather it. Nor a module's buffers where each rank's model has its own: a teacher's
     BatchNorm has seen this rank's samples only, and an average takes over its model's.
     """
-    if isinstance(obj, AveragedModel):
-        return {f"{name}.{key}": p for key, p in obj.module.named_parameters()}
-    if isinstance(obj, torch.nn.Module):
-        found: dict[str, torch.Tensor] = dict(obj.named_parameters())
-        if with_buffers:
-            found |= buffers.persistent(obj)
-        return {f"{name}.{key}": tensor for key, tensor in found.items()}
-    return dict(_walk(name, obj.state_dict()))
+    module = obj.module if isinstance(obj, AveragedModel) else obj
+    if not isinstance(module, torch.nn.Module):
+        return dict(_walk(name, obj.state_dict()))
+    found: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if with_buffers and module is obj:
+        found |= buffers.persistent(module)
+    return {f"{name}.{key}": tensor for key, tensor in found.items()}
 
 
 def _walk(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in parts:
             yield from _walk(f"{name}.{key}", part)
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from _walk(f"{name}.{index}", part)

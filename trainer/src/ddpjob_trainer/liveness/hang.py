@@ -7,6 +7,7 @@ whichever machine it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +20,6 @@ WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward
 #: Extra time of a waiting rank: its peers' launchers must have had the time to act.
 _WAITING_FACTOR: Final = 1.25
 _WAITING_SECONDS: Final = 1.0
-_LAST_RESORT_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,10 @@ class Deadlines:
     step: float
     snapshot: float
 
-    def of(self, phase: Phase) -> float | None:
-        """Return the seconds of a phase, None after the loop."""
-        limits: dict[Phase, float] = {
-            "startup": self.startup,
-            "step": self.step,
-            "snapshot": self.snapshot,
-        }
-        return limits.get(phase)
-
     @property
     def last_resort(self) -> float:
         """Return a collective's timeout, so long that the watchdog finds the culprit first."""
-        return max(self.startup, self.step, self.snapshot) * _LAST_RESORT_FACTOR
+        return max(self.startup, self.step, self.snapshot) * 1.5
 
     @property
     def shortest(self) -> float:
@@ -63,74 +54,64 @@ class Sign:
         """Return whether it may be waiting for another rank."""
         return self.state.activity in WAITING and not self.stopped
 
-    def deadline(self, deadlines: Deadlines) -> float | None:
-        """Return the seconds of its phase, None without a limit."""
-        if self.state.phase == "done" and self.stopped:  # the others wait for it in finish()
-            return deadlines.step
-        return deadlines.of(self.state.phase)
+    def deadline(self, deadlines: Deadlines) -> float:
+        """Return the seconds of its phase, without end after the loop."""
+        if self.state.phase == "done":
+            # In finish() the others wait for one that is stopped.
+            return deadlines.step if self.stopped else math.inf
+        found: float = getattr(deadlines, self.state.phase)
+        return found
 
-    def limit(self, deadlines: Deadlines) -> float | None:
+    def limit(self, deadlines: Deadlines) -> float:
         """Return the seconds that it may be silent."""
         limit = self.deadline(deadlines)
-        if limit is None or not self.waiting:
-            return limit
-        return limit * _WAITING_FACTOR + _WAITING_SECONDS
+        return limit * _WAITING_FACTOR + _WAITING_SECONDS if self.waiting else limit
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The rank that hangs."""
+    """The rank that hangs. ``limit``: the deadline of its phase."""
 
-    rank: int
-    phase: Phase
-    activity: Activity
-    step: int
-    silent: float
+    sign: Sign
     limit: float
-    stopped: bool
+
+    @property
+    def rank(self) -> int:
+        """Return its number."""
+        return self.sign.state.rank
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase that it hangs in."""
+        return self.sign.state.phase
 
     def __str__(self) -> str:
         variable = {
             "startup": contract.HANG_STARTUP_SECONDS,
             "snapshot": contract.HANG_SNAPSHOT_SECONDS,
         }.get(self.phase, contract.HANG_STEP_SECONDS)
-        how = "is stopped (SIGSTOP) and" if self.stopped else "hangs: it"
+        how = "is stopped (SIGSTOP) and" if self.sign.stopped else "hangs: it"
+        state = self.sign.state
         return (
-            f"rank {self.rank} {how} gave no sign of life for {self.silent:.1f} s in phase"
-            f" {self.phase} ({self.activity}) after step {self.step}; the limit is"
+            f"rank {self.rank} {how} gave no sign of life for {self.sign.silent:.1f} s in phase"
+            f" {self.phase} ({state.activity}) after step {state.step}; the limit is"
             f" {variable}={self.limit:g}"
         )
 
 
 def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     """Return the culprit among the ranks of one machine, if any is overdue."""
-    overdue: list[Sign] = []
-    busy = False  # a rank that the others may be waiting for still has time
-    for sign in signs:
-        limit = sign.limit(deadlines)
-        if limit is None:
-            continue
-        if sign.silent > limit:
-            overdue.append(sign)
-        elif not sign.waiting:
-            busy = True
-    suspects = [sign for sign in overdue if not (sign.waiting and busy)]
+    # A rank that the others may be waiting for still has time.
+    busy = any(
+        not sign.waiting and sign.silent <= sign.limit(deadlines) < math.inf for sign in signs
+    )
+    suspects = [
+        sign
+        for sign in signs
+        if sign.silent > sign.limit(deadlines) and not (sign.waiting and busy)
+    ]
     if not suspects:
         return None
-    first = min(suspects, key=_order)
-    limit = first.deadline(deadlines)
-    assert limit is not None
-    return Hang(
-        rank=first.state.rank,
-        phase=first.state.phase,
-        activity=first.state.activity,
-        step=first.state.step,
-        silent=first.silent,
-        limit=limit,
-        stopped=first.stopped,
-    )
-
-
-def _order(sign: Sign) -> tuple[bool, bool, float, int]:
-    """Order stopped ranks first, then busy, then waiting; the longest silence first."""
-    return (not sign.stopped, sign.waiting, sign.state.marked_at, sign.state.rank)
+    # Stopped ranks first, then busy, then waiting; the longest silence first.
+    first = min(suspects, key=lambda s: (not s.stopped, s.waiting, s.state.marked_at, s.state.rank))
+    return Hang(first, first.deadline(deadlines))

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, get_args
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.tracebacks import words
@@ -47,8 +47,9 @@ _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(A
 #: In the place of an exception: the process has ended for a drill.
 DRILL: Final = "drill"
 BLOCK: Final = 512
-_RESUMED: Final = "resumed.json"
-_PROOF: Final = "proof.json"
+#: What training resumes from; whether the steps repeated after a restart were equal.
+RESUMED: Final = "resumed.json"
+PROOF: Final = "proof.json"
 _MAX_EXCEPTION: Final = 400
 _MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
 _HEAD = Struct("<II")
@@ -79,6 +80,16 @@ class RankState:
     marked_at: float = 0.0  # monotonic seconds of the last mark, this machine's clock
 
 
+class _Body(TypedDict, total=False):
+    """What update() changes, in the order of the record."""
+
+    step: int
+    total_steps: int
+    loss: float
+    samples_per_second: float
+    snapshot_step: int
+
+
 def path_of(directory: Path, rank: int) -> Path:
     """Return the path of a rank's record."""
     return directory / f"rank-{rank}.state"
@@ -96,11 +107,10 @@ class RankStateWriter:
         self._phase: Phase = "startup"
         self._activity: Activity = "start"
         self._marks = 0
-        self._step = 0
-        self._total = 0
-        self._loss = math.nan
-        self._rate = math.nan
-        self._snapshot_step = -1
+        self._body: _Body = {
+            "step": 0, "total_steps": 0, "loss": math.nan, "samples_per_second": math.nan,
+            "snapshot_step": -1,
+        }  # fmt: skip
         self.update()
         self._block[: _HEAD.size] = _HEAD.pack(_MAGIC, os.getpid())
 
@@ -114,7 +124,7 @@ class RankStateWriter:
     @property
     def snapshot_step(self) -> int:
         """Return the step of the newest committed snapshot, -1: none yet."""
-        return self._snapshot_step
+        return self._body["snapshot_step"]
 
     def mark(self, activity: Activity, now: float | None = None) -> None:
         """Give a sign of life, several times per step and at almost no cost.
@@ -131,51 +141,25 @@ class RankStateWriter:
             _ACTIVITY_NUMBERS[activity],
         )
 
-    def update(
-        self,
-        *,
-        phase: Phase | None = None,
-        step: int | None = None,
-        total_steps: int | None = None,
-        loss: float | None = None,
-        samples_per_second: float | None = None,
-        snapshot_step: int | None = None,
-    ) -> None:
+    def update(self, *, phase: Phase | None = None, **changes: Unpack[_Body]) -> None:
         """Change the given fields and publish the record; this is a sign of life too."""
-        self._phase = self._phase if phase is None else phase
-        self._step = self._step if step is None else step
-        self._total = self._total if total_steps is None else total_steps
-        self._loss = self._loss if loss is None else loss
-        self._rate = self._rate if samples_per_second is None else samples_per_second
-        if snapshot_step is not None:
-            self._snapshot_step = snapshot_step
-        self._block[_BODY_AT:_TEXT_AT] = _BODY.pack(
-            self._step, self._total, self._loss, self._rate, self._snapshot_step, time.time()
-        )
+        self._phase = phase or self._phase
+        self._body.update(changes)
+        self._block[_BODY_AT:_TEXT_AT] = _BODY.pack(*self._body.values(), time.time())
         self.mark(self._activity)
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
-        self._end(words(f"{type(exception).__name__}: {exception}"))
+        self.ends(words(f"{type(exception).__name__}: {exception}"))
 
-    def drilled(self) -> None:
-        """Record that this process ends for a drill."""
-        self._end(DRILL)
-
-    def _end(self, text: str) -> None:
+    def ends(self, text: str) -> None:
+        """Record an exception's text, or DRILL, in its place."""
         data = text.encode(errors="replace")[:_MAX_EXCEPTION]
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()
 
-    def resumed(self, snapshot: Resumed) -> None:
-        """Report to the launcher what training resumes from, unless the disk is full."""
-        self._tell(_RESUMED, snapshot)
-
-    def proven(self, proof: Proof) -> None:
-        """Report to the launcher whether the steps repeated after a restart were equal."""
-        self._tell(_PROOF, proof)
-
-    def _tell(self, name: str, facts: Resumed | Proof) -> None:
+    def tell(self, name: str, facts: Resumed | Proof) -> None:
+        """Report to the launcher, under RESUMED or PROOF, unless the disk is full."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 (self._directory / name).write_text(json.dumps(facts))
@@ -224,19 +208,10 @@ def decode(data: bytes, rank: int) -> RankState | None:
         return None
 
 
-def read_resumed(directory: Path) -> Resumed | None:
-    """Return what rank 0 resumed from, None before its report."""
-    return cast("Resumed | None", _told(directory / _RESUMED))
-
-
-def read_proof(directory: Path) -> Proof | None:
-    """Return rank 0's comparison of the steps repeated after a restart, None before it."""
-    return cast("Proof | None", _told(directory / _PROOF))
-
-
-def _told(path: Path) -> dict[str, Any] | None:
+def read_told(directory: Path, name: str) -> Any:
+    """Return what rank 0 has reported under RESUMED or PROOF, None before."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and len(str(found)) < BLOCK else None

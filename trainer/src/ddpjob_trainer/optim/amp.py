@@ -13,35 +13,22 @@ import torch
 
 from ddpjob_trainer.data import fetch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def autocast_forward(module: torch.nn.Module, precision: str, device: torch.device) -> None:
     """Make the module compute its forward in that precision, for every caller."""
     if precision == "fp32":
         return
-    dtype = _DTYPES[precision]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     patched = vars(module).get("forward")  # by the user, instead of the class's own
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device.type, dtype):
-            if patched is None:
-                result = type(self).forward(self, *args, **kwargs)
-            else:
-                result = patched(*args, **kwargs)
+            compute = types.MethodType(type(self).forward, self) if patched is None else patched
+            result = compute(*args, **kwargs)
         return fetch.map_tensors(result, _to_float)
 
     # A bound method, not a closure over the module, so that a deep copy calls itself.
     module.forward = types.MethodType(forward, module)
-
-
-def make_scaler(
-    precision: str, given: torch.amp.GradScaler | None, device: torch.device
-) -> torch.amp.GradScaler | None:
-    """Return the scaler of a precision, None for others than fp16."""
-    if precision != "fp16":
-        return None
-    return given or torch.amp.GradScaler(device.type)
 
 
 def _to_float(tensor: torch.Tensor) -> torch.Tensor:

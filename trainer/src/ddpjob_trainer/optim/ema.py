@@ -24,10 +24,8 @@ class Average(AveragedModel):
         if not int(self.n_averaged):  # the counter is on the CPU, whatever the model's device
             super().update_parameters(model)
             return
-        mine, theirs = list(self.parameters()), list(model.parameters())
-        for (ours, others), _ in _group_tensors_by_device_and_dtype(
-            [[p.detach() for p in mine], [p.detach() for p in theirs]]
-        ).values():
+        pairs: Any = [[p.detach() for p in module.parameters()] for module in (self, model)]
+        for (ours, others), _ in _group_tensors_by_device_and_dtype(pairs).values():
             self._average(ours, others, self.n_averaged)
         for buffer, newest in zip(self.module.buffers(), model.buffers(), strict=True):
             buffer.detach().copy_(newest.detach(), non_blocking=True)
@@ -51,8 +49,7 @@ def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
             " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
             " torch.nn.utils.parametrizations.weight_norm, or ema=None"
         ) from error
-    ema.requires_grad_(False)
-    return ema
+    return ema.requires_grad_(False)
 
 
 def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:

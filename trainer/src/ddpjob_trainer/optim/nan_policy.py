@@ -12,9 +12,11 @@ the answer is read a step later, before any snapshot, and ends the run all the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
@@ -34,11 +36,10 @@ class NanPolicy:
         self.skipped = 0  # updates, in this process
         self.refused = 0  # of the last reported step
         self._refused_before = 0  # earlier in this step
-        self._queues = world is not None and world.accelerator.queues
+        self._queues = world.accelerator.queues
         #: Updates are made before it is known whether they were allowed.
         self._late = policy == "stop" and self._queues
         self._found: list[torch.Tensor] = []  # of this step then: more than 0, if not finite
-        self._flags: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # see _all_finite
 
     def mark(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss; make its gradient NaN if the loss is not finite."""
@@ -78,34 +79,11 @@ class NanPolicy:
             return True
         gradients = [_values(p.grad) for p in parameters if p.grad is not None]
         if self._late and not now:
-            found = (self._look(group).clone() for group in _alike(gradients))
-            self._found += [one.to(self._world.device) for one in found]
+            self._found += [odd.to(self._world.device) for odd in _odd(gradients)]
             return True
         if grad_norm is not None and math.isfinite(grad_norm.item()):
             return True  # the reverse may not hold: squares may overflow where their roots do not
-        return all(map(self._all_finite, _alike(gradients)))
-
-    def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
-        return not self._look(gradients).item()
-
-    def _look(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return one number, more than 0 if one of the gradients is not finite.
-
-        In one call of torch's: in a short step a call per tensor would show.
-        """
-        device = gradients[0].device
-        if device not in self._flags:
-            zero = torch.zeros(1, device=device, dtype=torch.float32)
-            self._flags[device] = (zero, torch.ones_like(zero))
-        found, one = self._flags[device]
-        found.zero_()
-        try:
-            # GradScaler's function; multiplied by one, gradients keep their bits.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
-        except RuntimeError:  # complex, or an unsupported layout
-            for gradient in gradients:
-                found += ~_finite(gradient)
-        return found
+        return not any(odd.item() for odd in _odd(gradients))
 
     def refuse(
         self,
@@ -192,12 +170,21 @@ class NanPolicy:
         return f"the loss of rank {rank} is {'not finite' if value is None else value}"
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Group tensors by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
+def _odd(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a number for each device and dtype, more than 0 if a gradient is not finite.
+
+    In one call of torch's: in a short step a call per tensor would show.
+    """
+    groups: Any = _group_tensors_by_device_and_dtype([[*gradients]]) if gradients else {}
+    for (group,), _ in groups.values():
+        found = torch.zeros(1, device=group[0].device, dtype=torch.float32)
+        try:
+            # GradScaler's function; multiplied by one, gradients keep their bits.
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, torch.ones_like(found))
+        except RuntimeError:  # complex, or an unsupported layout
+            for gradient in group:
+                found += ~_finite(gradient)
+        yield found
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -212,8 +199,6 @@ def _any_odd(values: Sequence[Number]) -> Number:
     """Return 1.0 if one of them is not finite, else 0.0."""
     measured = [value for value in values if isinstance(value, torch.Tensor)]
     known = [value for value in values if not isinstance(value, torch.Tensor)]
-    if not all(map(math.isfinite, known)):
-        return 1.0
-    if not measured:
-        return 0.0
+    if not measured or not all(map(math.isfinite, known)):
+        return float(not all(map(math.isfinite, known)))
     return (~torch.isfinite(torch.stack(measured))).any().double()

@@ -55,9 +55,7 @@ class Updater:
         self.units: list[Unit] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.emas: list[tuple[torch.nn.Module, AveragedModel]] = []
-        self.applying = (
-            False  # optimizers, schedulers, averages, the scaler work now, as they should
-        )
+        self.applying = False  # optimizers, schedulers, averages and scaler work now as they should
         #: The hook of each prepare() that has one, and its parameters.
         self.hooks: list[tuple[Hook, set[torch.nn.Parameter]]] = []
         self.parameters: Parameters = []  # of all models
@@ -87,14 +85,14 @@ class Updater:
 
     def find(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Unit]:
         """Return the units of these optimizers. Raises ConfigError for one of another run."""
-        known = {id(unit.optimizer): unit for unit in self.units}
+        known = {unit.optimizer: unit for unit in self.units}
         for optimizer in optimizers:
-            if id(optimizer) not in known:
+            if optimizer not in known:
                 raise ConfigError(
                     f"step.update() was given an optimizer, {type(optimizer).__name__}, that"
                     " prepare() was not: give it those that prepare() returned"
                 )
-        return [known[id(optimizer)] for optimizer in dict.fromkeys(optimizers)]
+        return [known[optimizer] for optimizer in dict.fromkeys(optimizers)]
 
     def check_gradients(self) -> None:
         """Raise ConfigError where trained parameters and those with gradients differ."""
@@ -128,11 +126,13 @@ class Updater:
 
         Returns the parameters to update, in groups with the norm of their gradients if it is known.
         """
+        self._unscale(unit for unit in units if unit.clip.bound is not None)
+        return self._norms(units)
+
+    def _unscale(self, units: Iterable[Unit]) -> None:
         if self.scaler is not None:
             for unit in units:
-                if unit.clip.bound is not None:
-                    self.scaler.unscale_(unit.optimizer)
-        return self._norms(units)
+                self.scaler.unscale_(unit.optimizer)
 
     def _norms(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
         found = []
@@ -157,12 +157,9 @@ class Updater:
 
         Returns the same as measure(), of the changed gradients.
         """
-        if self.scaler is not None:
-            for unit in units:
-                if unit.clip.bound is None:  # else measure() has done it
-                    self.scaler.unscale_(unit.optimizer)
-            if any(self._overflowed(unit) for unit in units):
-                return []  # the update will be skipped
+        self._unscale(unit for unit in units if unit.clip.bound is None)  # else it is done
+        if self.scaler is not None and any(map(self._overflowed, units)):
+            return []  # the update will be skipped
         held = held_by(unit.optimizer for unit in units)
         for hook, parameters in self.hooks:
             chosen = {
@@ -214,9 +211,6 @@ class Updater:
         if self.scaler is None:
             unit.optimizer.step()
             return True
-        if getattr(unit.optimizer, "_step_supports_amp_scaling", False):  # fused
-            self.scaler.step(unit.optimizer)
-            return not self._overflowed(unit)
         # As step() does; asked before the update, so that a host waits less for a GPU.
         if not self.is_unscaled(unit):
             self.scaler.unscale_(unit.optimizer)
@@ -297,8 +291,6 @@ def _needs_arguments(obj: Any) -> bool:
         inspect.signature(type(obj).step).bind(obj)
     except TypeError:
         return True
-    except ValueError:  # Python knows no signature of it
-        pass
     return False
 
 
@@ -309,15 +301,14 @@ def match_schedulers(
 
     A scheduler has a reference to its optimizer; one without must be at the same index.
     """
-    found: list[Any] = [None] * len(optimizers)
+    found: dict[int, Any] = {}
     for place, scheduler in enumerate(schedulers):
         if scheduler is None:
             continue
         owner = getattr(scheduler, "optimizer", None)
-        places = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
         if owner is None and len(schedulers) == len(optimizers):
-            places = [place]
-        if not places:
+            owner = optimizers[place]
+        if owner is None or owner not in optimizers:
             raise ConfigError("the scheduler belongs to another optimizer than prepare() was given")
         if hasattr(type(scheduler), "step") and _needs_arguments(scheduler):
             raise ConfigError(
@@ -325,10 +316,10 @@ def match_schedulers(
                 " arguments, and it needs some, as ReduceLROnPlateau needs a metric. Keep it with"
                 " run.register('scheduler', scheduler) and call it yourself, after step.commit()"
             )
-        if found[places[0]] is not None:
+        if id(owner) in found:
             raise ConfigError(
                 "prepare() was given two schedulers for one optimizer: chain them with torch's"
                 " ChainedScheduler or SequentialLR"
             )
-        found[places[0]] = scheduler
-    return found
+        found[id(owner)] = scheduler
+    return [found.get(id(optimizer)) for optimizer in optimizers]

@@ -13,16 +13,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.state.codec import (
-    DTYPES,
-    TORCH_DTYPES,
-    Flat,
-    UnstorableError,
-    flatten,
-    unflatten,
-)
+from ddpjob_trainer.state.codec import Flat, UnstorableError, flatten, unflatten
 from ddpjob_trainer.state.stateful import Divided, lay_out_like_parameters
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -43,11 +37,6 @@ def inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that holds the state: itself, or ZeRO's inner one."""
     found: torch.optim.Optimizer = optimizer.optim if is_zero(optimizer) else optimizer
     return found
-
-
-def spans(optimizer: Any, ranks: int) -> bool:
-    """Return whether all ranks share its state out, not only some of them."""
-    return not is_zero(optimizer) or optimizer.world_size == ranks
 
 
 class ZeroState(Divided):
@@ -103,27 +92,14 @@ class ZeroState(Divided):
             flat = flatten(mine)
         except UnstorableError as error:  # the others wait for this rank all the same
             problem = str(error)
-        shapes = [[n, DTYPES[t.dtype], list(t.shape)] for n, t in flat.tensors.items()]
-        head = json.dumps([flat.tree, flat.aliases, shapes, problem]).encode()
-        heads = [
-            json.loads(received)
-            for received in self._world.gather_bytes("a ZeroRedundancyOptimizer's state", head)
-        ]
+        head = json.dumps([flat.tree, flat.aliases, problem]).encode()
+        what = "a ZeroRedundancyOptimizer's state"
+        heads = [json.loads(received) for received in self._world.gather_bytes(what, head)]
         if problem := next((text for *_, text in heads if text), ""):
             raise UnstorableError(problem)
-        states = []
-        for rank, (tree, aliases, shapes, _) in enumerate(heads):
-            part = flat if rank == self._world.rank else _empty(tree, aliases, shapes)
-            tensors = {n: self._broadcast(t, rank) for n, t in part.tensors.items()}
-            states.append(unflatten(Flat(part.tree, tensors, part.aliases)))
-        return states
-
-    def _broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        plain = tensor.detach().cpu().contiguous()
-        self._world.broadcast_tensor(plain, rank)
-        return plain
-
-
-def _empty(tree: Any, aliases: dict[str, str], shapes: list[Any]) -> Flat:
-    tensors = {n: torch.empty(shape, dtype=TORCH_DTYPES[d]) for n, d, shape in shapes}
-    return Flat(tree, tensors, aliases)
+        plain = {n: t.detach().cpu().contiguous() for n, t in flat.tensors.items()}
+        tensors = map(load, self._world.gather_bytes(what, save(plain)))
+        return [
+            unflatten(Flat(tree, part, aliases))
+            for (tree, aliases, _), part in zip(heads, tensors, strict=True)
+        ]

@@ -11,7 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ddpjob_contract import Proof, Resumed
-from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, Phase, RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import (
+    ACTIVITIES,
+    PROOF,
+    RESUMED,
+    Activity,
+    Phase,
+    RankStateWriter,
+)
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
@@ -145,14 +152,14 @@ class Progress:
     def began_from(self, snapshot: Resumed) -> None:
         """Report rank 0's snapshot to the launcher, if it is another job's or was changed."""
         if "uid" in snapshot or snapshot.get("changed"):
-            self._writer.resumed(snapshot)
+            self._writer.tell(RESUMED, snapshot)
 
     def proven(self, proof: Proof) -> None:
         """Note whether the steps done again were as before; or why nobody knows."""
         if "equal" in proof:
             self._metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:
-            self._writer.proven(proof)
+            self._writer.tell(PROOF, proof)
 
     def body_ended(self) -> None:
         """Record the end of the script's part of a step, before stepped()."""
@@ -193,7 +200,9 @@ class Progress:
             rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
             metrics.set("samples_per_second", rate)
         phase: Phase | None = "step" if self._first else None
-        self._writer.update(phase=phase, step=step, loss=loss, samples_per_second=rate)
+        if rate is not None:
+            self._writer.update(samples_per_second=rate)
+        self._writer.update(phase=phase, step=step, loss=loss)
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)

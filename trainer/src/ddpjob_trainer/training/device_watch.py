@@ -53,10 +53,10 @@ class DeviceWatch:
 
         Once, and again when it does something else: what never changes is a hang.
         """
-        while self._marks and self._accelerator.passed(self._marks[0][1]):
+        while self._marks and self._marks[0][1].query():
             activity, mark = self._marks.popleft()
             if self._passed is not None and activity in self._seconds:
-                self._seconds[activity] += self._accelerator.seconds(self._passed, mark)
+                self._seconds[activity] += self._passed.elapsed_time(mark) / 1000
             self._passed = mark
         since = self._progress.since[1]
         if not self._marks or now - since < _LOOK_SECONDS:

@@ -298,7 +298,7 @@ class Run:
         the step; then every rank calls it, with the same names, before step.commit(). Raises
         ConfigError.
         """
-        found = checked(values, self._process.world.accelerator.kept)
+        found = checked(values, self._process.world.accelerator.number)
         at = None if step is None else whole("step", step)
         if reduce is not None:
             if reduce != "mean":

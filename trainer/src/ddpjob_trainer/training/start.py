@@ -20,12 +20,12 @@ from ddpjob_trainer.data import fetch
 from ddpjob_trainer.environment import SnapshotSettings, WorkerEnvironment, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.gradients import determinism, shard_tree
+from ddpjob_trainer.gradients import determinism, tree_reduce
 from ddpjob_trainer.gradients.ddp import DdpAveraging
 from ddpjob_trainer.gradients.elastic import Averaging, ElasticAveraging
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-from ddpjob_trainer.liveness.watchdog import Watchdog
+from ddpjob_trainer.liveness.watchdog import watch
 from ddpjob_trainer.options import Log, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.remote.client import check_upload
@@ -156,7 +156,7 @@ def start(
         every=settings.every_steps,
     )
     if env.watch:
-        Watchdog(writer, env.deadlines).start()
+        watch(writer, env.deadlines)
     writer.mark("rendezvous")
     joining = time.monotonic()
     try:
@@ -279,5 +279,5 @@ def _samples_per_step(options: Options, env: WorkerEnvironment) -> int:
     """Count the samples of a global batch that this rank computes."""
     if options.level != "elastic":
         return options.global_batch // env.world_size
-    mine = shard_tree.owned(options.shards, env.world_size, env.rank)
+    mine = tree_reduce.owned(options.shards, env.world_size, env.rank)
     return len(mine) * options.global_batch // options.shards

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import torch
 
-from ddpjob_trainer.comm.exchange import Exchange, Sent
+from ddpjob_trainer.comm.exchange import Sent, send
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gpu.accelerator import Number
@@ -39,7 +39,6 @@ class StepExchange:
     def __init__(self, process: RunContext, nan: NanPolicy) -> None:
         self._process = process
         self._nan = nan
-        self._exchange = Exchange(process.world)
         self._ahead = 1 if process.world.accelerator.queues else 0
         self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
@@ -58,7 +57,8 @@ class StepExchange:
             for loss, part, weight in zip(losses, step.parts, weights, strict=True)
             if part.samples and weight
         ]
-        step.sent = self._sent = self._exchange.start(
+        step.sent = self._sent = send(
+            process.world,
             {
                 "stop": [float(process.shutdown.signal > 0)],
                 "enough": [float(self.asked)],
@@ -80,7 +80,7 @@ class StepExchange:
 
         Raises ConfigError where the ranks do not agree, PeerLostError.
         """
-        process, heard = self._process, _sent(step).host_values()
+        process, heard = self._process, _sent(step).host.sums
         self.stop = heard["stop"][0] > 0
         self.enough = heard["enough"][0] > 0
         process.snapshots.learn(heard["snapshots"])
@@ -100,7 +100,7 @@ class StepExchange:
         ahead = 0 if all_steps else self._ahead
         while len(self._ended) > ahead:
             step = self._ended.popleft()
-            self.logged.learn(step.index, _sent(step).device_values()["logged"])
+            self.logged.learn(step.index, _sent(step).device.sums["logged"])
             self._check_finite(step)
             self._process.replay.known()
             self._process.recorder.stepped(step.index + 1, step.losses)
@@ -114,23 +114,23 @@ class StepExchange:
                     self._check_finite(step)
 
     def _check_finite(self, step: Step) -> None:
-        reported = _sent(step).device_values()["not finite"]
+        reported = _sent(step).device.sums["not finite"]
         self._nan.after(step.index, self.mean_loss(step), step.losses, reported, step.refused)
 
     def wait(self) -> None:
         """Leave no exchange under way; hear of all steps."""
         if self._sent is not None:
-            self._sent.host_values()
-            self._sent.device_values()
+            for message in self._sent:
+                _ = message.sums
         self.learn(all_steps=True)
 
     def not_finite(self, step: Step) -> Sequence[float]:
         """Wait for the others; return the sums of NanPolicy.report()."""
-        return _sent(step).device_values()["not finite"]
+        return _sent(step).device.sums["not finite"]
 
     def factor(self, step: Step) -> float:
         """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
-        heard = _sent(step).host_values()
+        heard = _sent(step).host.sums
         self._check_weighted(step, heard["weighted"][0])
         factor = self._process.averaging.factor(heard["weights"])
         if not math.isfinite(factor):
@@ -147,8 +147,8 @@ class StepExchange:
         if step.mean is None:
             with self._process.shutdown.listening():  # a rank may ask for it alone
                 sent = _sent(step)
-                weights = sent.host_values()["weights"] if step.weights else None
-                losses = sent.device_values()["losses"]
+                weights = sent.host.sums["weights"] if step.weights else None
+                losses = sent.device.sums["losses"]
             step.mean = self._process.averaging.mean_loss(losses, weights)
         return step.mean
 

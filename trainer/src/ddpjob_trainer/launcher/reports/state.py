@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 from ddpjob_contract import Proof, Resumed, Round, State
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import RankState, read_proof, read_resumed
+from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, RankState, read_told
 
 _VERSION: Final = 1
 _WINDOW_SECONDS: Final = 60.0
@@ -43,8 +43,8 @@ class Results:
             step=state.step if state and known else self.step,
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
-            resumed=read_resumed(workers.state_dir) or self.resumed,
-            proof=_newest(read_proof(workers.state_dir), self.proof),
+            resumed=read_told(workers.state_dir, RESUMED) or self.resumed,
+            proof=_newest(read_told(workers.state_dir, PROOF), self.proof),
         )
 
     def facts(self, state: RankState | None) -> dict[str, Any]:

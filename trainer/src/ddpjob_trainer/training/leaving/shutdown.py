@@ -19,10 +19,10 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ddpjob_contract import ExitCode
-from ddpjob_trainer.comm.peer_loss import brief, is_misconfiguration, is_peer_loss, leave
+from ddpjob_trainer.comm.peer_loss import brief, cure_of, is_peer_loss, leave
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import DRILL, RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.leaving import refusal
 
@@ -156,7 +156,7 @@ class Shutdown:
 
     def drill(self, step: int) -> NoReturn:
         """End as all ranks do after this step, for the launcher to start the next round."""
-        self._state.drilled()
+        self._state.ends(DRILL)
         if self._rank == 0:
             say(0, f"a drill: all processes end after step {step} and do its last steps again")
         leave(ExitCode.PEER_LOST)
@@ -212,7 +212,7 @@ def exit_code_of(error: BaseException) -> int:
         isinstance(error, RuntimeError) and faults.is_fault(str(error))
     ):
         return ExitCode.HARDWARE
-    if isinstance(error, ConfigError) or is_misconfiguration(error):
+    if isinstance(error, ConfigError) or cure_of(error):
         return ExitCode.BAD_CONFIG
     if isinstance(error, DivergedError):
         return ExitCode.DIVERGED

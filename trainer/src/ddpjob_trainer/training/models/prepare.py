@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Wrapped
 from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.optim import zero
-from ddpjob_trainer.optim.amp import autocast_forward, make_scaler
+from ddpjob_trainer.optim.amp import autocast_forward
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import (
     Clip,
@@ -170,11 +170,10 @@ class PreparedModels:
     def _add_scaler(self, given: torch.amp.GradScaler | None) -> None:
         """One for the whole run: its scale is that of all losses."""
         updater = self.updater
-        if updater.scaler is None:
-            updater.scaler = make_scaler(self._options.precision, given, self._world.device)
-            if updater.scaler is not None:
-                self._register("scaler", updater.scaler)
-        elif given not in (None, updater.scaler):
+        if updater.scaler is None and self._options.precision == "fp16":
+            updater.scaler = given or torch.amp.GradScaler(self._world.device.type)
+            self._register("scaler", updater.scaler)
+        elif updater.scaler is not None and given not in (None, updater.scaler):
             raise ConfigError("a run has one grad_scaler: give it to the first prepare() only")
 
     def _register(self, name: str, obj: Stateful) -> None:
@@ -205,11 +204,6 @@ class PreparedModels:
         for name, module in models.items():
             self._check_model(name, module)
         for optimizer in optimizers.values():
-            if not zero.spans(optimizer, self._world.size):
-                raise ConfigError(
-                    "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
-                    f" {self._world.size} ranks only: leave process_group out"
-                )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
         named = {
