@@ -139,13 +139,6 @@ def test_what_a_decoder_reads_stays_as_it_is() -> None:
     assert decode.loads(text) == json.loads(text)
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-async def test_lines_of_any_length(size: int) -> None:
-    data = b"first\n\n" + b"x" * 5000 + b"\nlast\nbroken off"
-    found = [line async for line in decode.lines(chunks(data, size))]
-    assert found == [b"first", b"x" * 5000, b"last"]
-
-
 @pytest.mark.fault("U8")
 def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None:
     env = [{"name": f"N{n}", "value": "v" * 100} for n in range(2000)]

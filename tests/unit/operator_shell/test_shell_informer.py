@@ -143,7 +143,7 @@ async def test_a_node_that_changes_names_the_jobs_that_are_on_it() -> None:
     task.cancel()
     assert told == [("ns", "job")] * 3, "at the list, silent, gone"
     store.remove_pod("p")
-    assert store.keys_on("a") == set()
+    assert store.keys_on({"a"}) == set()
 
 
 async def test_without_rights_nodes_are_unknown_and_nobody_waits(

@@ -8,6 +8,7 @@ installed at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -121,17 +122,10 @@ class Resync:
 async def wait_for_crd(api: Api) -> None:
     """Return once the API server serves DDPJobs: kopf looks for them only once."""
     while True:
-        if await _served(api):
-            return
+        with contextlib.suppress(errors.ApiError):  # Resync.run() says why
+            groups = await api.discover("/apis")
+            kinds = await api.discover(f"/apis/{crd.GROUP}/{crd.VERSION}")
+            known = {one["name"] for one in (*groups.get("groups", ()), *kinds["resources"])}
+            if {crd.GROUP, crd.PLURAL} <= known:
+                return
         await asyncio.sleep(1.0)
-
-
-async def _served(api: Api) -> bool:
-    try:
-        groups = await api.discover("/apis")
-        kinds = await api.discover(f"/apis/{crd.GROUP}/{crd.VERSION}")
-    except errors.ApiError:
-        return False  # Resync.run() says why
-    return any(group["name"] == crd.GROUP for group in groups.get("groups", ())) and any(
-        kind["name"] == crd.PLURAL for kind in kinds.get("resources", ())
-    )
