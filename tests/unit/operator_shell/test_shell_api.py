@@ -276,4 +276,4 @@ async def test_each_call_carries_the_token_of_the_moment(server: Server) -> None
         await api.get(PODS, "ns", "x")
         configuration.token = "bearer second"
         await api.delete(PODS, "ns", "x", uid="u")
-    assert [r.headers["Authorization"] for r in server.seen] == ["Bearer first", "Bearer second"]
+    assert [r.headers["Authorization"] for r in server.seen] == ["bearer first", "bearer second"]

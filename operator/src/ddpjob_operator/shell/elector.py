@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -91,15 +92,11 @@ class Elector:
         """
         if self._written_at is None:
             return
-        why = ""
-        try:
+        why = "no answer"
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while why := await self._return_lease():
                     await self._sleep(_RELEASE_PAUSE)
-        except TimeoutError:
-            why = why or "no answer"
-        except errors.Forbidden as error:
-            why = str(error)
         if why:
             log.warning("cannot give the lease %s back: %s", self._where, why)
 
@@ -113,8 +110,6 @@ class Elector:
                 await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         except errors.NotFound:
             return ""  # somebody deleted it: nobody holds it
-        except errors.Forbidden:
-            raise
         # A conflict: a renewal of ours, cancelled on its way there, was stored meanwhile.
         except (errors.ApiError, TimeoutError) as error:
             return str(error) or "no answer"
@@ -167,21 +162,16 @@ class Elector:
             return True
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
-        self._notice(spec)
-        if holder not in ("", self.identity) and not self._expired(spec):
+        if self._seen != spec:
+            self._seen, self._seen_at = spec, self._clock()
+        duration = float(spec.get("leaseDurationSeconds") or self._seconds)
+        expired = self._clock() - self._seen_at >= duration
+        if holder not in ("", self.identity) and not expired:
             return False
         lease["spec"] = self._spec(spec)
         self._written_at = self._clock()
         await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         return True
-
-    def _notice(self, spec: Object) -> None:
-        if self._seen != spec:
-            self._seen, self._seen_at = spec, self._clock()
-
-    def _expired(self, spec: dict[str, Any]) -> bool:
-        duration = spec.get("leaseDurationSeconds") or self._seconds
-        return self._clock() - self._seen_at >= float(duration)
 
     def _spec(self, old: dict[str, Any]) -> dict[str, Any]:
         now = format_time(datetime.now(UTC))

@@ -11,7 +11,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -66,10 +65,9 @@ class Listing:
 
 
 class Api:
-    """The session with the API server. Use it as an async context manager.
+    """The session with the API server, an async context manager.
 
-    ``count(verb, resource, code)`` is called once per finished call. ``watches``: so many hold a
-    connection each all the time.
+    ``count(verb, resource, code)`` is called once per finished call; ``watches`` stay open.
     """
 
     def __init__(
@@ -91,12 +89,7 @@ class Api:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session:
             await self._session.close()
 

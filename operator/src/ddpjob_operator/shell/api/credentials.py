@@ -65,10 +65,7 @@ class Credentials:
             found: str | None = self._configuration.get_api_key_with_prefix(
                 "BearerToken", alias="authorization"
             )
-        if not found:
-            return None
-        scheme, _, token = found.strip().partition(" ")
-        return f"{scheme.capitalize()} {token}"
+        return found.strip() if found else None
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Make the context for https; None for a plain http server (a local proxy)."""

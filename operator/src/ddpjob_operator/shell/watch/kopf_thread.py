@@ -47,10 +47,10 @@ class JobWatcher:
             while True:
                 await ready()
                 self._stop = threading.Event()
-                ended: asyncio.Future[str] = loop.create_future()
+                ended: asyncio.Queue[str] = asyncio.Queue()
                 body = (loop, ended, self._stop)
                 threading.Thread(target=self._thread, args=body, name="kopf", daemon=True).start()
-                reason = await ended
+                reason = await ended.get()
                 log.warning("the watch of DDPJobs ended (%s), starting it again", reason)
                 await asyncio.sleep(_PAUSE)
         finally:
@@ -67,16 +67,12 @@ class JobWatcher:
             return
         log.warning("the watch of DDPJobs misses events, starting it again")
         self._missed.clear()
-        self.restart()
-
-    def restart(self) -> None:
-        """End kopf; ``run`` starts it again."""
         self._stop.set()
 
     def _thread(
         self,
         loop: asyncio.AbstractEventLoop,
-        ended: asyncio.Future[str],
+        ended: asyncio.Queue[str],
         stop: threading.Event,
     ) -> None:
         def deliver(kind: str | None, job: observe.Job) -> None:
@@ -92,13 +88,8 @@ class JobWatcher:
             reason = f"{type(error).__name__}: {error}"
         # The loop is closed when the operator ended first: then nothing waits for the answer.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, ended, reason)
+            loop.call_soon_threadsafe(ended.put_nowait, reason)
 
     def _on_event(self, kind: str | None, job: observe.Job) -> None:
         self.received_at = self._received[None] = self._received[job.namespace] = time.monotonic()
         self._deliver(kind, job)
-
-
-def _settle(ended: asyncio.Future[str], reason: str) -> None:
-    if not ended.done():
-        ended.set_result(reason)
