@@ -111,7 +111,7 @@ class _Watch:
 
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
         async for line in self._content:
-            yield decode.shallow(line)
+            yield decode.shallow(line.rstrip(b"\n")) + b"\n"
 
 
 def _slim(obj: decode.Object) -> decode.Object:
