@@ -77,24 +77,6 @@ def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
 
 
 @pytest.mark.fault("O5")
-def test_a_renewal_on_its_way_at_sigterm_does_not_keep_the_lease(stage: Arena) -> None:
-    """It arrives between the two calls that give the lease back."""
-    stage.breaks = ends_slowly
-    operator = stage.start_operator(*BRISK)
-
-    def renewal(call: Call) -> bool:
-        return call.method == "PUT" and "/leases/" in call.path
-
-    def end() -> None:
-        assert operator.process is not None
-        operator.process.send_signal(signal.SIGTERM)
-
-    stage.proxy.faults = [Fault("late", renewal, until=renewal, then=end)]
-    assert operator.wait() == 0
-    assert holder(stage) == "", operator.log()
-
-
-@pytest.mark.fault("O5")
 def test_who_cannot_renew_stops_and_the_process_ends(stage: Arena) -> None:
     operator = stage.operator(*SHORT)
 

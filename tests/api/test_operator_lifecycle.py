@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import ddpjob_contract as contract
 from api.roles import deciding
 from support.arena import Arena
 from support.cluster import Cluster
@@ -61,24 +60,6 @@ def test_a_gang_is_created_runs_and_succeeds(stage: Arena, gang: str) -> None:
     assert f'ddpjob_finished_total{{{of},result="Succeeded"}} 1.0' in text
     assert "ddpjob_leader 1.0" in text
     assert stage.operators[0].probe("/healthz")[0] == 200
-
-
-def test_two_gangs_on_the_hosts_network_fit_on_one_node(stage: Arena, gang: str) -> None:
-    """As the API server takes them: it makes a declared port one of the node's."""
-    containers = [{"name": "trainer", "image": "example/train:1"}]
-    pod = {"schedulerName": "hand", "hostNetwork": True, "containers": containers}
-    names = ("MASTER_PORT", contract.HUB_PORT, contract.METRICS_PORT)
-    taken = []
-    for name in (gang, f"{gang}-b"):
-        stage.apply(name, template={"spec": pod})
-        stage.wait_phase(name, "Running")
-        pods = stage.kubelet.pods(name)
-        assert {body["spec"]["dnsPolicy"] for body in pods} == {"ClusterFirstWithHostNet"}
-        assert all("ports" not in body["spec"]["containers"][0] for body in pods)
-        taken.append({env_of(body)[variable] for body in pods for variable in names})
-    assert [len(ports) for ports in taken] == [5, 5], "a store and a hub, and pages of each"
-    assert taken[0] != taken[1]
-    stage.remove(f"{gang}-b")
 
 
 @pytest.mark.fault("N10")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 
 from support.arena import Arena
-from support.objects import name
 from support.proxy import Call, Fault
 from support.rest import Object, RestError, eventually
 
@@ -57,7 +56,7 @@ def machine(stage: Arena) -> Iterator[Machine]:
 def gang(stage: Arena) -> Iterator[str]:
     name = f"gang-{secrets.token_hex(2)}"
     yield name
-    stage.proxy.swallow, stage.proxy.notice = lambda _: False, lambda _: None
+    stage.proxy.swallow = lambda _: False
     if stage.proxy.faults:
         stage.proxy.faults = []
         stage.proxy.clear()
@@ -77,11 +76,6 @@ def silent(stage: Arena, machine: Machine, gang: str, **spec: object) -> None:
     stage.kubelet.keeps = lambda pod: pod["spec"].get("nodeName") == machine.name
 
 
-def waits_for_node(status: Object) -> bool:
-    found = status.get("conditions") or ()
-    return any((c["reason"], c["status"]) == ("NodeNotReady", "True") for c in found)
-
-
 def shown(event: Object, machine: Machine, ready: str) -> bool:
     """Does the watch tell that the machine's Ready is so?"""
     obj = event["object"]
@@ -93,14 +87,6 @@ def lists_nodes(call: Call) -> bool:
     return call.path == "/api/v1/nodes" and call.method == "GET" and not call.watches
 
 
-def without_lists(stage: Arena) -> None:
-    """A list of the nodes, every 20 s here, would be a quorum's word before Fence has to ask.
-
-    Only for an operator that knows of the machine already: after a list was refused it is blind.
-    """
-    stage.proxy.faults = [Fault("answer", lists_nodes, times=10_000)]
-
-
 @pytest.mark.fault("N6")
 def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     stage: Arena, machine: Machine, gang: str
@@ -110,8 +96,12 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     stage.proxy.clear()
 
     def hears_of_it(event: Object) -> bool:
+        """From then on no list of the nodes is a quorum's word: Fence has to ask for one.
+
+        Not before: an operator whose list was refused is blind.
+        """
         if shown(event, machine, "Unknown"):
-            without_lists(stage)
+            stage.proxy.faults = [Fault("answer", lists_nodes, times=10_000)]
         return False
 
     stage.proxy.swallow = hears_of_it
@@ -128,47 +118,6 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     assert [c.code for c in deletes] == [200] * 3, "once each, no way round"
     reads = [c for c in stage.proxy.calls if c.path == machine.path]
     assert reads, "a quorum has confirmed it"
-
-
-@pytest.mark.fault("O2", "N6")
-@pytest.mark.tier("all")
-def test_fence_takes_a_watch_that_is_behind_at_no_word(
-    stage: Arena, machine: Machine, gang: str
-) -> None:
-    # For longer than a list of the nodes is taken for a read.
-    silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 12}})
-    read: list[Call] = []
-
-    def behind(event: Object) -> bool:
-        if shown(event, machine, "Unknown"):
-            without_lists(stage)
-        return shown(event, machine, "True")
-
-    def comes_back(call: Call) -> None:
-        """Just before it is read, however late that is."""
-        if call.path == machine.path and not read:
-            read.append(call)
-            machine.ready("True")
-
-    stage.proxy.swallow, stage.proxy.notice = behind, comes_back
-    machine.ready("Unknown")
-
-    def told() -> bool:
-        found = [told.write.obj for told in stage.history.events()]
-        return any(waits_for_node(one.get("status") or {}) for one in found if name(one) == gang)
-
-    eventually("Stalled by NodeNotReady", told)
-    without_lists(stage)
-    eventually("the node is read", lambda: read or stage.status(gang)["attempt"] > 1)
-    stage.wait_status(
-        gang,
-        "Stalled no more",
-        lambda s: (
-            all(c["status"] == "False" for c in s["conditions"] if c["type"] == "Stalled")
-            or s["attempt"] > 1
-        ),
-    )
-    assert stage.status(gang)["attempt"] == 1
 
 
 @pytest.mark.fault("N6")

@@ -40,18 +40,17 @@ def test_it_imports_the_standard_library_only() -> None:
     assert tops - {"kubectl_ddp", "ddpjob_contract"} <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (-3, "0s"), (0, "0s"), (119, "119s"), (120, "2m"), (200, "3m20s"), (600, "10m"),
-        (10799, "179m"), (10800, "3h"), (18600, "5h10m"), (28800, "8h"), (172799, "47h"),
-        (172800, "2d"),
-    ],
-)  # fmt: skip
-def test_ages(seconds: float, shown: str) -> None:
-    assert text.duration(seconds) == shown
+AGES = {
+    -3: "0s", 0: "0s", 119: "119s", 120: "2m", 200: "3m20s", 600: "10m", 10799: "179m",
+    10800: "3h", 18600: "5h10m", 28800: "8h", 172799: "47h", 172800: "2d",
+}  # fmt: skip
+
+
+def test_ages() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    assert text.since(now - timedelta(seconds=seconds), now) == shown
+    for seconds, shown in AGES.items():
+        assert text.duration(seconds) == shown
+        assert text.since(now - timedelta(seconds=seconds), now) == shown
     assert text.since(None, now) == "-"
 
 
@@ -69,12 +68,8 @@ def test_tables_are_aligned_wrapped_and_move_no_cursor() -> None:
     assert text.wrapped_table(("A", "MESSAGE"), [["1", ""]], 80) == ["A   MESSAGE", "1"]
     assert text.clean("a\x1b[2J\tb\r\nc\x07") == "a?[2J   b?\nc?"
     assert "\x1b" not in "".join(text.table(("A",), [["\x1b[31m"]]))
-    assert [text.ranges(one) for one in ([], [3], [0, 1, 2, 5], [2, 0, 2])] == [
-        "",
-        "3",
-        "0-2,5",
-        "0,2",
-    ]
+    shown = [text.ranges(one) for one in ([], [3], [0, 1, 2, 5], [2, 0, 2])]
+    assert shown == ["", "3", "0-2,5", "0,2"]
 
 
 #: What kubectl 1.36 wrote to stderr.
@@ -111,10 +106,10 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize(("said", "line"), WORDS.items())
-def test_kubectls_refusals_become_one_line(said: str, line: str) -> None:
-    assert line in explained(said)
-    assert "\n" not in explained(said)
+def test_kubectls_refusals_become_one_line() -> None:
+    for said, line in WORDS.items():
+        assert line in explained(said)
+        assert "\n" not in explained(said)
 
 
 def test_without_kubectl_the_cure_is_told(
@@ -207,11 +202,9 @@ def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    ["", "<html>log in</html>", "\\377", "null", "[]", "3", '"x"', "{}", '{"items": null}',
-     '{"items": [3]}'],
-)  # fmt: skip
-@pytest.mark.parametrize("command", ["status", "status j", "events j", "suspend j"])
+    "answer", ["", "<html>log in</html>", "\\377", "null", "[]", "{}", '{"items": [3]}']
+)
+@pytest.mark.parametrize("command", ["status", "suspend j"])
 def test_an_answer_that_is_no_job_is_told_in_a_line(
     command: str,
     answer: str,
