@@ -207,16 +207,3 @@ def test_a_job_that_has_ended_takes_no_change(
     assert patch({"spec": {"suspend": True}}) == ""
     assert patch({"status": {"phase": phase}}, "--subresource=status") == ""
     assert "is final" in replace(plane, changed(stored, f"{TRAINER}.image", "other:2"))
-
-
-def test_is_listed_by_its_short_name_and_not_among_all(
-    plane: Cluster, stored: dict[str, Any]
-) -> None:
-    """`kubectl get all` is for what everybody runs, and tools that prune by it would find jobs."""
-    name = f"ddpjob.ddpjob.dev/{stored['metadata']['name']}"
-    listed = {
-        what: plane.kubectl("get", what, "-n", NAMESPACE, "-o", "name", check=True).stdout
-        for what in ("ddp", "all")
-    }
-    assert name in listed["ddp"]
-    assert name not in listed["all"]

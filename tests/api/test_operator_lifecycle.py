@@ -279,47 +279,6 @@ def test_restarts_in_place_are_shown_once_and_touch_no_pod(
     eventually("kubectl describe tells the cause", told)
 
 
-def test_budgets_heal_by_a_newer_file_and_by_time(
-    stage: Arena, gang: str, state_port: int, control_plane: Cluster
-) -> None:
-    def tell(second: int) -> None:
-        moment = f"2000-01-01T00:00:0{second}.000000Z"
-        StateServer.body = json.dumps({"version": 1, "step": 1, "fileModifiedAt": moment}).encode()
-
-    def charged(count: int) -> None:
-        what = f"restarts charged: {count}"
-        stage.wait_status(gang, what, lambda s: s["restarts"]["charged"] == count)
-
-    tell(1)
-    restart = {"progressPath": "/data/checkpoints"}
-    stage.apply(gang, metrics={"port": state_port}, restart=restart)
-    stage.wait_status(gang, "the file", lambda s: s.get("progress", {}).get("fileModifiedAt"))
-    env = env_of(stage.kubelet.pods(gang)[0])
-    assert env["DDPJOB_PROGRESS_PATH"] == "/data/checkpoints"
-    assert env["DDPJOB_HEAL_AFTER_SECONDS"] == "3600"
-    stage.kubelet.finish(f"{gang}-1", 9)
-    stage.wait_phase(gang, "Running", attempt=2)
-    charged(1)
-    tell(2)
-    charged(0)
-    stage.kubelet.finish(f"{gang}-1", 9)
-    stage.wait_phase(gang, "Running", attempt=3)
-    charged(1)
-    patch = ("patch", "ddpjob", gang, "-n", stage.namespace, "--type=merge", "-p")
-    soon = json.dumps({"spec": {"restart": {"healAfterSeconds": 3}}})
-    control_plane.kubectl(*patch, soon, check=True)
-    charged(0)
-    status = stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
-    assert (status["phase"], status["attempt"]) == ("Running", 3)
-    assert stage.quiet_resyncs() == []
-
-    def told() -> bool:
-        said = control_plane.kubectl("-n", stage.namespace, "describe", "ddpjob", gang).stdout
-        return "progressPath was written" in said and "3 s without a failure" in said
-
-    eventually("kubectl describe tells why", told)
-
-
 def test_suspend_and_resume(stage: Arena, gang: str) -> None:
     stage.apply(gang, suspend=True)
     stage.wait_phase(gang, "Suspended")

@@ -14,7 +14,7 @@ import pytest
 
 from support.arena import Arena
 from support.proxy import Call, Fault
-from support.rest import Object, RestError, eventually
+from support.rest import Object, RestError
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
 FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 1}}
@@ -57,13 +57,7 @@ def gang(stage: Arena) -> Iterator[str]:
     name = f"gang-{secrets.token_hex(2)}"
     yield name
     stage.proxy.swallow = lambda _: False
-    if stage.proxy.faults:
-        stage.proxy.faults = []
-        stage.proxy.clear()
-        eventually(
-            "the nodes are known again",
-            lambda: any(lists_nodes(call) and call.code == 200 for call in stage.proxy.calls),
-        )
+    stage.proxy.faults = []
     stage.kubelet.keeps = lambda _: False
     stage.remove(name)
 
@@ -149,24 +143,3 @@ def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gan
     machine.delete()
     status = stage.wait_phase(gang, "Running", attempt=2)
     assert "does not exist any more" in status["lastFailure"]["message"]
-
-
-def test_fence_without_rights_is_told_and_the_gang_runs(
-    stage: Arena, machine: Machine, gang: str
-) -> None:
-    def of_nodes(call: Call) -> bool:
-        return call.path.startswith("/api/v1/nodes")
-
-    forbidden = Fault("answer", of_nodes, times=10_000, code=403)
-    stage.proxy.faults = [forbidden]
-    stage.proxy.cut_watches()
-    stage.apply(gang, **FENCE)
-    stage.wait_phase(gang, "Running")
-
-    def told(s: Object) -> bool:
-        return any(c["reason"] == "NodesNotReadable" for c in s["conditions"])
-
-    stage.wait_status(gang, "Unsupported", told)
-    assert "rbac.nodes=true" in stage.condition(gang, "Unsupported")["message"]
-    stage.proxy.faults = []
-    stage.wait_status(gang, "it is over", lambda s: not told(s))

@@ -30,6 +30,17 @@ class Server:
     async def _nothing(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({})
 
+    def says(self, what: object = None, code: int = 200, **headers: str) -> None:
+        """Answer so from now on: JSON, or text as it is."""
+
+        async def handle(_: web.Request) -> web.StreamResponse:
+            text = what if isinstance(what, str) else json.dumps(what)
+            return web.Response(
+                text=text, status=code, headers=headers, content_type="application/json"
+            )
+
+        self.handle = handle
+
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.seen.append(request)
         return await self.handle(request)
@@ -74,11 +85,6 @@ async def api(server: Server, calls: Counter[tuple[str, str, int]]) -> AsyncIter
         yield found
 
 
-def status(code: int, **fields: Any) -> web.Response:
-    headers = fields.pop("headers", None)
-    return web.json_response({"kind": "Status", **fields}, status=code, headers=headers)
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [
@@ -96,10 +102,7 @@ def status(code: int, **fields: Any) -> web.Response:
 async def test_errors_carry_the_servers_words(
     api: Api, server: Server, calls: Counter[Any], code: int, error: type[errors.ApiError]
 ) -> None:
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        return status(code, reason="Because", message="so it is")
-
-    server.handle = refuse
+    server.says({"kind": "Status", "reason": "Because", "message": "so it is"}, code)
     with pytest.raises(error) as caught:
         await api.get(PODS, "ns", "x")
     assert (caught.value.code, caught.value.reason) == (code, "Because")
@@ -125,7 +128,7 @@ async def test_a_throttled_call_is_repeated_when_the_server_says(
 ) -> None:
     async def later(request: web.Request) -> web.StreamResponse:
         if len(server.seen) < 3:
-            return status(429, reason="TooManyRequests", headers={"Retry-After": "0"})
+            return web.json_response({}, status=429, headers={"Retry-After": "0"})
         return web.json_response({"ok": True})
 
     server.handle = later
@@ -187,11 +190,7 @@ async def test_an_answer_that_is_no_list_is_not_an_empty_one(api: Api, server: S
         '{"items":{},"kind":"PodList","metadata":{"resourceVersion":"7"}}',
         '{"items":null,"metadata":{"resourceVersion":"7"}}',
     ):
-
-        async def answer(_: web.Request, text: str = text) -> web.StreamResponse:
-            return web.Response(text=text, content_type="application/json")
-
-        server.handle = answer
+        server.says(text)
         with pytest.raises(errors.Unavailable, match="no answer") as caught:
             await api.list_all(PODS, "ns")
         assert caught.value.code == 0
@@ -206,11 +205,7 @@ async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api: Api, serv
         '{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":7}}}',
         '{"type":"ERROR","object":{"code":"x"}}',
     ):
-
-        async def stream(_: web.Request, line: str = line) -> web.StreamResponse:
-            return web.Response(text=line + "\n")
-
-        server.handle = stream
+        server.says(line + "\n")
         with pytest.raises(errors.Unavailable):
             async for _ in api.watch(PODS, "ns", "5"):
                 pass
@@ -239,11 +234,7 @@ async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
 
 
 async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> None:
-    async def stream(request: web.Request) -> web.StreamResponse:
-        event = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
-        return web.Response(text=json.dumps(event) + "\n")
-
-    server.handle = stream
+    server.says({"type": "ERROR", "object": {"code": 410, "message": "too old"}})
     with pytest.raises(errors.Gone, match="too old"):
         async for _ in api.watch(JOBS, "ns", "5"):
             pass
@@ -261,10 +252,7 @@ async def test_a_silent_watch_ends(api: Api, server: Server) -> None:
 
 
 async def test_a_redirect_is_not_followed(api: Api, server: Server) -> None:
-    async def away(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=302, headers={"Location": "/elsewhere"})
-
-    server.handle = away
+    server.says("", 302, Location="/elsewhere")
     with pytest.raises(errors.ApiError):
         await api.get(PODS, "ns", "x")
     assert len(server.seen) == 1

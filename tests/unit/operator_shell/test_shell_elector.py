@@ -162,19 +162,6 @@ async def test_one_of_two_leads_and_the_other_follows_when_it_dies() -> None:
     await second.die()
 
 
-async def test_release_lets_the_next_begin_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    second = Candidate(server, clock, "b")
-    await clock.pass_by(5)
-    await first.die()
-    await first.elector.release(PATIENCE)
-    await clock.pass_by(4)
-    assert second.leads()
-    await second.die()
-
-
 async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
     """Its task is cancelled while the API server has the call already."""
     server, clock = LeaseServer(), Clock()
@@ -235,16 +222,6 @@ async def test_a_release_that_cannot_be_says_why(
     assert f"cannot give the lease ns/lease back: {error}" in caplog.text
 
 
-async def test_a_restarted_pod_takes_its_own_lease_back_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
-    await dead_leader(server, clock)
-    again = Candidate(server, clock, "a")
-    await clock.pass_by(0.1)
-    assert again.leads()
-    assert server.spec["leaseTransitions"] == 1
-    await again.die()
-
-
 async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() -> None:
     server, clock = LeaseServer(), Clock()
     first = Candidate(server, clock, "a")
@@ -262,17 +239,6 @@ async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() 
     await clock.pass_by(5)
     assert first.task.done(), "run() returns, so that the process ends"
     assert first.changes == [True, False]
-
-
-async def test_a_lease_taken_by_another_ends_leadership_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    server.spec["holderIdentity"] = "b"
-    server.touch()
-    await clock.pass_by(3.5)
-    assert first.task.done()
-    assert not first.leads()
 
 
 async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None:

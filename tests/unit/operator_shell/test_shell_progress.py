@@ -100,14 +100,24 @@ async def until(check: Callable[[], object]) -> None:
 
 
 @needs_address
-async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
+async def test_news_reach_the_outcomes_and_the_queue_once_and_who_does_not_lead_asks_nobody() -> (
+    None
+):
     asked: list[str] = []
+    questions = 0
 
     async def state(request: web.Request) -> web.StreamResponse:
         asked.append(request.path_qs)
         return web.json_response({"step": 7, "totalSteps": 100, "loss": 0.5, "snapshotStep": 5})
 
-    async with reading(state) as (store, changed):
+    def leads() -> bool:
+        nonlocal questions
+        questions += 1
+        return questions > 5
+
+    async with reading(state, leads) as (store, changed):
+        await until(lambda: questions == 5)
+        assert asked == []
         await until(lambda: len(asked) >= 5)
         found = store.feedback("u1").progress
     assert found is not None
@@ -165,28 +175,6 @@ async def test_what_a_stranger_may_answer_is_ignored() -> None:
         assert (store.feedback("u1").progress, store.feedback("u1").rounds) == (None, None)
     assert changed == []
     assert set(asked) == {"/state"}
-
-
-@needs_address
-async def test_who_does_not_lead_asks_nobody() -> None:
-    asked = 0
-
-    async def state(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.json_response({"step": 1})
-
-    questions = 0
-
-    def leads() -> bool:
-        nonlocal questions
-        questions += 1
-        return questions > 5
-
-    async with reading(state, leads):
-        await until(lambda: questions == 5)
-        assert asked == 0
-        await until(lambda: asked > 0)
 
 
 @needs_address
