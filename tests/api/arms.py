@@ -33,7 +33,8 @@ def _at_write(harm: Harm, code: int = 0, **more: Any) -> Arm:
         fault = Fault(harm, lambda c: play.role(c) == place, code=code, headers=headers, **more)
         play.stage.proxy.faults.append(fault)
         play.armed.append(lambda: fault.met)
-        play.outcome.deaths += harm.startswith("kill")
+        if harm.startswith("kill"):
+            play.outcome.deaths, play.outcome.again = 1, 1
         if harm in ("late", "again"):
             play.stage.history.state.deposed = True
             fault.until = _next(play, place)

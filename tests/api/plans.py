@@ -27,6 +27,10 @@ from support.patience import PATIENCE
 TRACE = Path(__file__).with_name("trace.json")
 #: `make test-all` plays one plan of so many, and one of each kind; the gate one of each kind.
 THINNED = 16
+#: The writes of a restart: in both the operator dies at each, before it, after it, and after the
+#: reply.
+RESTART = ("status-restarting-2", "delete-pod-0-of-1", "delete-pod-2-of-1", "status-starting-2",
+           "create-pod-0-of-2", "create-pod-2-of-2", "status-running-2")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ def sample(plans: Sequence[Plan], *, kinds_only: bool = False) -> list[Plan]:
     ranked = sorted(plans, key=lambda plan: hashlib.sha256(plan.id.encode()).hexdigest())
     first = {plan.kind: plan for plan in reversed(ranked)}
     others = [] if kinds_only else ranked[::THINNED]
-    chosen = {plan.id for plan in [*first.values(), *others]}
+    deaths = [one for one in plans if one.place in RESTART and one.kind.startswith("crash")]
+    chosen = {plan.id for plan in [*first.values(), *others, *deaths]}
     return [plan for plan in plans if plan.id in chosen]
 
 
@@ -100,8 +105,7 @@ def _others(roles: Sequence[str]) -> Iterator[Plan]:
     assert set(TURNS) <= set(roles)
 
 
-#: The story has no use for these: a node that is silent, and an admission
-#: plugin that is off.
+#: The story has no use for these: a node that is silent, and an admission plugin that is off.
 UNUSED = ("get-nodes", "update-ddpjobs-finalizers")
 
 

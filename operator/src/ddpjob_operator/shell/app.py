@@ -103,7 +103,6 @@ class App:
                 self._store,
                 namespace,
                 self._queue.add,
-                self._watcher,
                 settings.resync_seconds,
                 partial(self._clock.received, namespace),
             )

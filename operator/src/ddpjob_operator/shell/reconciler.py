@@ -14,7 +14,6 @@ from datetime import datetime
 
 from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.cache.store import JobState, Key, RewoundError, Store
@@ -25,8 +24,9 @@ from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
-_BUSY_ROUNDS = 25  # busy planning rounds in a row, then slower
-_BUSY_PAUSE = 1.0
+_BUSY_ROUNDS = 25  # busy planning rounds in a row, then 20 a second at most
+_BUSY_PAUSE = 0.05
+_BUSY_WORD = 1000  # rounds; a large gang has hundreds, and each success is one
 #: A look at a large gang takes long, and its pods' events come in thousands. After one without
 #: actions the job rests so many times its length: looking takes at most a tenth of the time.
 _REST = 9.0
@@ -89,49 +89,29 @@ class Reconciler:
     async def _step(self, key: Key, snapshot: JobState, now: datetime) -> None:
         began = time.thread_time()
         job = snapshot.job
-        seen = self._store.seen(job.uid, job.status.get("attempt"))
         feedback = replace(
             snapshot.feedback,
-            seen=seen,
+            seen=self._store.seen(job.uid, job.status.get("attempt")),
             seen_since=self._clock.seen_since(job.namespace),
             metrics_from=self._metrics_from,
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
-            known = len(seen) + _done(job)
             await self._executor.carry_out(job, todo.actions)
-            more = self._store.seen(job.uid, job.status.get("attempt"))
-            left = self._store.snapshot(key)
-            grew = left is not None and len(more) + _done(left.job) > known
-            self._requeue(key, job, grew=grew)
+            self._requeue(key, job)
             return
         self._busy.pop(key, None)
         self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
         if todo.requeue_after is not None:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 
-    def _requeue(self, key: Key, job: observe.Job, *, grew: bool) -> None:
-        """Look again at once: most of what an action changes is already in the store.
-
-        ``grew``: the attempt has a replica that it never had, or one more is done. A gang of large
-        pods is created in hundreds of planning rounds, and its start has a deadline; a thousand
-        replicas that end one by one are as many writes, and a loss among them must not wait.
-        """
-        if grew:
-            self._queue.add(key)
-            return
+    def _requeue(self, key: Key, job: observe.Job) -> None:
+        """Look again at once: most of what an action changes is already in the store."""
         rounds = self._busy[key] = self._busy.get(key, 0) + 1
-        if rounds <= _BUSY_ROUNDS:
-            self._queue.add(key)
-            return
-        if rounds % _BUSY_ROUNDS == 1:
+        if rounds % _BUSY_WORD == 0:
             log.warning("%s/%s: busy for %d rounds (uid %s)", *key, rounds, job.uid)
-        self._queue.add_after(key, _BUSY_PAUSE)
+        self._queue.add_after(key, 0.0 if rounds <= _BUSY_ROUNDS else _BUSY_PAUSE)
 
     def _forget(self, key: Key) -> None:
         self._busy.pop(key, None)
         self._queue.forget(key)
-
-
-def _done(job: observe.Job) -> int:
-    return integer(mapping(job.status.get("replicas")).get("succeeded"))

@@ -37,8 +37,6 @@ class JobWatcher:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
         self.received_at = time.monotonic()  # of the last event
-        self._received: dict[str | None, float] = {}  # by namespace; None: of any
-        self._missed: dict[str | None, float] = {}
 
     async def run(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Run kopf for ever, each time after ``ready``: kopf looks for the CRD only once."""
@@ -55,19 +53,6 @@ class JobWatcher:
                 await asyncio.sleep(_PAUSE)
         finally:
             self._stop.set()
-
-    def missed(self, namespace: str | None, began: float) -> None:
-        """Note that a list, begun then, of one namespace or of all, has found news.
-
-        A watch without a word of it between two such lists counts as dead.
-        """
-        before = self._missed.get(namespace)
-        if before is None or self._received.get(namespace, 0.0) > before:
-            self._missed[namespace] = began
-            return
-        log.warning("the watch of DDPJobs misses events, starting it again")
-        self._missed.clear()
-        self._stop.set()
 
     def _thread(
         self,
@@ -91,5 +76,5 @@ class JobWatcher:
             loop.call_soon_threadsafe(ended.put_nowait, reason)
 
     def _on_event(self, kind: str | None, job: observe.Job) -> None:
-        self.received_at = self._received[None] = self._received[job.namespace] = time.monotonic()
+        self.received_at = time.monotonic()
         self._deliver(kind, job)

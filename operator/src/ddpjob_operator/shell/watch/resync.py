@@ -18,7 +18,6 @@ from ddpjob_contract import crd
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, Api, Object
 from ddpjob_operator.shell.cache.store import Key, Store
-from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,12 @@ class Resync:
         store: Store,
         namespace: str | None,
         changed: Callable[[Key], None],
-        watcher: JobWatcher,
         seconds: float = 30.0,
         received: Callable[[], None] = lambda: None,
     ) -> None:
         self._api, self._store = api, store
         self._namespace = namespace
-        self._changed, self._watcher, self._seconds = changed, watcher, seconds
+        self._changed, self._seconds = changed, seconds
         self._received = received
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.received_at = time.monotonic()
@@ -71,26 +69,24 @@ class Resync:
             await asyncio.sleep(delay)
 
     async def _list_all(self) -> None:
-        began = time.monotonic()
         newest = self._store.newest(JOBS.plural)
         take = partial(self._take, self._store.job_versions())
         listing = await self._api.list_all(JOBS, self._namespace, keep=take)
         self._received()
-        self._store.check_list(JOBS.plural, listing.resource_version, newest)
-        uids = [uid for uid, _ in listing.items]
-        gone = self._store.drop_vanished_jobs(self._namespace, uids, listing.resource_version)
+        uids, version = listing.items, listing.resource_version
+        self._store.check_list(JOBS.plural, version, newest)
+        gone = self._store.drop_vanished_jobs(self._namespace, uids, version)
         for key in gone:
             log.info("%s/%s: vanished without a word from the watch", *key)
         for key in (*gone, *self._store.keys_in(self._namespace)):
             self._changed(key)
-        if self.synced.is_set() and (gone or any(news for _, news in listing.items)):
-            self._watcher.missed(self._namespace, began)
 
-    def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
-        """Take one job of a list; return its uid and whether it is news."""
+    def _take(self, before: Mapping[str, str], obj: Object) -> str:
+        """Take one job of a list; return its uid."""
         self.alive_at = time.monotonic()
         self._received()
-        return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
+        self._store.put_read_job(obj, before)
+        return str(obj["metadata"]["uid"])
 
     def _tell(self, trouble: str) -> None:
         """Log each kind of trouble once, and its end once."""
