@@ -22,7 +22,6 @@ from api import arms
 from api.story import Play
 from support.arena import arena
 from support.cluster import ROOT, Cluster
-from support.patience import PATIENCE
 
 TRACE = Path(__file__).with_name("trace.json")
 #: `make test-all` plays one plan of so many, and one of each kind; the gate one of each kind.
@@ -119,17 +118,10 @@ def _rights() -> Iterator[Plan]:
             yield Plan(place, "right-lost", "rights", arm)
 
 
-def play(
-    plane: Cluster,
-    folder: Path,
-    plan: Plan | None,
-    breaks: Callable[[], None] | None = None,
-    patience: float = PATIENCE,
-) -> Play:
-    """The story with that plan, from its beginning to its end; with ``breaks`` a wrong operator."""
+def play(plane: Cluster, folder: Path, plan: Plan | None) -> Play:
+    """The story with that plan, from its beginning to its end."""
     with arena(plane.kubeconfig, folder, of_many=True) as stage:
-        stage.breaks = breaks
-        made = Play(stage, patience=patience)
+        made = Play(stage)
         if plan is not None:
             plan.arm(made, plan.place)
         return made.run()

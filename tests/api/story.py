@@ -50,7 +50,6 @@ class Play:
 
     stage: Arena
     outcome: Outcome = field(default_factory=Outcome)
-    patience: float = PATIENCE
     moments: dict[str, Callable[[], None]] = field(default_factory=dict)
     timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     armed: list[Callable[[], object]] = field(default_factory=list)  # true once it has struck
@@ -79,11 +78,11 @@ class Play:
         """Play it to its end and judge it; raises AssertionError."""
         self._start()
         if not self.eager:
-            eventually("the operator watches", self._watched, self.patience)
+            eventually("the operator watches", self._watched, PATIENCE)
         body = self.stage.job(JOB, **SPEC)
         body["spec"]["template"]["spec"]["containers"][0] |= self.trainer
         self.stage.rest.post(self.stage.job_path(), body)
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + PATIENCE
         try:
             while not self._over():
                 assert time.monotonic() < deadline, "the story does not come to its end" + (
@@ -152,7 +151,7 @@ class Play:
 
         One whose view is old yet may tell of that and take it back first.
         """
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + PATIENCE
         path = self.stage.job_path()
         before, wrote = len(self.stage.proxy.calls), list[str]()
         while not self.timers and len(wrote) <= _TAKEN_BACK:
