@@ -67,12 +67,17 @@ def test_each_look_is_one_line_of_json(play: Play, capsys: pytest.CaptureFixture
     assert last["job"]["status"]["phase"] == "Succeeded"
 
 
-@pytest.mark.parametrize("command", ["status -w", "status -o json"])
-def test_what_is_about_one_job_wants_its_name(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("status -w", "are about one job: name it"),
+        ("status -o json", "are about one job: name it"),
+        ("status -A d", "-A lists all jobs: leave it out"),
+    ],
+)
+def test_all_jobs_or_one(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(command.split()) == 1
-    assert "are about one job: name it" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status -w j", "logs -f j"])

@@ -118,11 +118,6 @@ def test_a_replica_that_is_not_there_is_refused() -> None:
             gang.chosen(job(), replica)
 
 
-def test_all_jobs_or_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["status", "-A", "d"]) == 1
-    assert "-A lists all jobs: leave it out" in capsys.readouterr().err
-
-
 def test_snapshots_are_listed_with_the_verb_and_without() -> None:
     for words in (["d"], ["ls", "d"]):
         assert cli.parser().parse_args(["snapshots", *words]).job == "d"
