@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,8 +30,7 @@ class Elector:
 
     The holder renews every fifth of it and stops acting when two thirds have passed without a
     renewal, well before another operator may begin. ``on_change(True)`` is also called when a late
-    renewal ends such a pause, for the work left undone in it. ``clock`` and ``sleep`` are for
-    tests.
+    renewal ends such a pause, for the work left undone in it.
     """
 
     def __init__(
@@ -43,8 +42,6 @@ class Elector:
         identity: str,
         seconds: float = 15.0,
         on_change: Callable[[bool], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._api, self._namespace, self._name = api, namespace, name
         self.identity = identity
@@ -53,7 +50,6 @@ class Elector:
         self._call_limit = self._renew_deadline / 2
         self._period = seconds / 5
         self._on_change = on_change
-        self._clock, self._sleep = clock, sleep
         self._leading = False
         self._tried_at = self._renewed_at = 0.0
         self._written_at: float | None = None  # from then on it may be ours, even without an answer
@@ -62,7 +58,7 @@ class Elector:
 
     def leads(self) -> bool:
         """Tell whether this process may act now. Ask again right before each write."""
-        return self._leading and self._clock() - self._renewed_at < self._renew_deadline
+        return self._leading and time.monotonic() - self._renewed_at < self._renew_deadline
 
     async def run(self) -> None:
         """Take the lease as soon as possible and hold it; return when it is lost."""
@@ -95,8 +91,8 @@ class Elector:
         why = "no answer"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while why := await self._return_lease():
-                    await self._sleep(_RELEASE_PAUSE)
+                while why := await self._return_lease():  # noqa: ASYNC110 - it is asked anew
+                    await asyncio.sleep(_RELEASE_PAUSE)
         if why:
             log.warning("cannot give the lease %s back: %s", self._where, why)
 
@@ -122,7 +118,7 @@ class Elector:
 
     async def _pause(self) -> None:
         """Wait a period from the *beginning* of the last try, which may have hung."""
-        await self._sleep(max(0.0, self._tried_at + self._period - self._clock()))
+        await asyncio.sleep(max(0.0, self._tried_at + self._period - time.monotonic()))
 
     @property
     def _where(self) -> str:
@@ -130,7 +126,7 @@ class Elector:
 
     async def _try_once(self) -> bool | None:
         """Take or renew the lease: True if ours now, False if another's, None if unknown."""
-        self._tried_at = self._clock()
+        self._tried_at = time.monotonic()
         try:
             ours = await self._acquire()
         except errors.Conflict:
@@ -157,19 +153,19 @@ class Elector:
                 "metadata": {"name": self._name, "namespace": self._namespace},
                 "spec": self._spec({}),
             }
-            self._written_at = self._clock()
+            self._written_at = time.monotonic()
             await self._call(self._api.create(LEASES, self._namespace, body))
             return True
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         if self._seen != spec:
-            self._seen, self._seen_at = spec, self._clock()
+            self._seen, self._seen_at = spec, time.monotonic()
         duration = float(spec.get("leaseDurationSeconds") or self._seconds)
-        expired = self._clock() - self._seen_at >= duration
+        expired = time.monotonic() - self._seen_at >= duration
         if holder not in ("", self.identity) and not expired:
             return False
         lease["spec"] = self._spec(spec)
-        self._written_at = self._clock()
+        self._written_at = time.monotonic()
         await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         return True
 
