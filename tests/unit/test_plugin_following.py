@@ -112,15 +112,6 @@ def test_a_job_that_is_gone_ends_it(
     assert says in capsys.readouterr().err
 
 
-def test_kubectl_tells_a_job_that_is_missing_from_an_api_server_that_is_away(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    says = 'Error from server (NotFound): ddpjobs.ddpjob.dev "j" not found'
-    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"echo '{says}' >&2; exit 1")["PATH"])
-    with pytest.raises(Missing):
-        Kubectl().read("get")
-
-
 @pytest.mark.parametrize("command", ["logs j", "logs j --failed"])
 def test_the_log_of_a_failed_init_container_is_the_log(
     command: str, play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

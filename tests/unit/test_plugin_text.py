@@ -6,18 +6,16 @@ import ast
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kubectl_ddp import __main__, cli, podproxy, text
-from kubectl_ddp.failure import Failure
+from kubectl_ddp import __main__, cli, text
+from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.kubectl import Kubectl, explained
 from support.cluster import wait_for
 from support.patience import PATIENCE
@@ -110,6 +108,15 @@ def test_kubectls_refusals_become_one_line() -> None:
     for said, line in WORDS.items():
         assert line in explained(said)
         assert "\n" not in explained(said)
+
+
+def test_a_job_that_is_missing_is_told_from_an_api_server_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says = next(said for said in WORDS if "NotFound" in said)
+    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"echo '{says}' >&2; exit 1")["PATH"])
+    with pytest.raises(Missing):
+        Kubectl().read("get")
 
 
 def test_without_kubectl_the_cure_is_told(
@@ -219,17 +226,6 @@ def test_an_answer_that_is_no_job_is_told_in_a_line(
     assert f"{told}: is the kubectl on PATH the real one?" in err
 
 
-def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    long = tmp_path / ("d" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, "echo serves; exec sleep 300")["PATH"])
-    with podproxy._serving(Kubectl()) as path, socket.socket(socket.AF_UNIX) as taken:
-        taken.bind(path)
-
-
 def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_text(json.dumps({"items": [job()]}))
     env = fake_kubectl(
@@ -248,15 +244,3 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             cli.run([command, "--help"])
         assert ended.value.code == 0
         assert f"usage: kubectl ddp {command}" in capsys.readouterr().out
-
-
-def test_ctrl_c_while_it_starts_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(words: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cli, "run", interrupted)
-    try:
-        assert __main__.main() == 130
-    finally:
-        signal.signal(signal.SIGTERM, before)

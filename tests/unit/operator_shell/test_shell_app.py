@@ -70,21 +70,16 @@ async def lose() -> None:
     pass
 
 
-@pytest.mark.parametrize("part", ["_elector", "_node_informer"])
+@pytest.mark.parametrize(
+    ("part", "ends", "bug"),
+    [("_elector", fail, True), ("_node_informer", fail, True), ("_elector", lose, False)],
+)
 async def test_a_part_that_fails_ends_the_process_and_tells_why(
-    app: App, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    app: App, part: str, ends: Any, bug: bool, monkeypatch: Any, caplog: Any
 ) -> None:
-    monkeypatch.setattr(getattr(app, part), "run", fail)
+    monkeypatch.setattr(getattr(app, part), "run", ends)
     assert await app._run_parts(asyncio.Event()) == 1
-    assert "broken inside" in caplog.text
-
-
-async def test_a_lost_lease_is_no_bug(
-    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(app._elector, "run", lose)
-    assert await app._run_parts(asyncio.Event()) == 1
-    assert "bug" not in caplog.text
+    assert ("bug" in caplog.text) == ("broken inside" in caplog.text) == bug
 
 
 async def test_a_restored_etcd_that_a_worker_finds_is_no_bug_and_a_reason_to_start_anew(
