@@ -86,16 +86,6 @@ def test_refuses_change(plane: Cluster, stored: dict[str, Any]) -> None:
         assert (free if "template" in path else "is immutable") in said, (path, value)
 
 
-@pytest.mark.xfail(
-    reason="the API server takes objects for equal when one field without a type in the CRD"
-    " stands in for another; the operator's templateHash is there for this, see"
-    " test_operator_refusals.py"
-)
-def test_refuses_one_untyped_field_for_another(plane: Cluster, stored: dict[str, Any]) -> None:
-    body = changed(stored, "spec.template.spec.priorityClassName", DELETE)
-    assert replace(plane, changed(body, "spec.template.spec.nodeName", "node1")) != ""
-
-
 @pytest.mark.parametrize("before", [{"snapshot": NFS}, {}], ids=["another volume", "none yet"])
 def test_refuses_one_snapshot_for_another(plane: Cluster, before: dict[str, Any]) -> None:
     body = ddpjob(f"job{next(_numbers)}", **before)

@@ -299,15 +299,3 @@ def test_restarts_in_place_are_shown_once_and_touch_no_pod(
         return "RestartedInPlace" in said and "round 0 of attempt 1 ended: replica 2" in said
 
     eventually("kubectl describe tells the cause", told)
-
-
-def test_suspend_and_resume(stage: Arena, gang: str) -> None:
-    stage.apply(gang, suspend=True)
-    stage.wait_phase(gang, "Suspended")
-    assert stage.kubelet.pods(gang) == []
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
-    stage.wait_phase(gang, "Running")
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
-    stage.wait_phase(gang, "Suspended")
-    eventually("no pods", lambda: not stage.kubelet.pods(gang))
-    assert stage.status(gang)["restarts"]["total"] == 0
