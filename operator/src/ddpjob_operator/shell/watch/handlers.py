@@ -111,7 +111,8 @@ class _Watch:
 
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
         async for line in self._content:
-            yield decode.shallow(line.rstrip(b"\n")) + b"\n"
+            if line.endswith(b"\n"):  # else it is broken off
+                yield decode.shallow(line[:-1]) + b"\n"
 
 
 def _slim(obj: decode.Object) -> decode.Object:

@@ -121,7 +121,7 @@ async def wait_for_crd(api: Api) -> None:
         with contextlib.suppress(errors.ApiError):  # Resync.run() says why
             groups = await api.discover("/apis")
             kinds = await api.discover(f"/apis/{crd.GROUP}/{crd.VERSION}")
-            known = {one["name"] for one in (*groups.get("groups", ()), *kinds["resources"])}
-            if {crd.GROUP, crd.PLURAL} <= known:
+            known = [*groups.get("groups", ()), *kinds.get("resources", ())]
+            if {crd.GROUP, crd.PLURAL} <= {one["name"] for one in known}:
                 return
         await asyncio.sleep(1.0)
