@@ -76,24 +76,3 @@ def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str
         lambda: re.search(rf"{stage.namespace}/{gang}: (vanished|gone)", stage.operators[0].log()),
     )
     assert gang not in [call.target for call in stage.proxy.writes()]
-
-
-@pytest.mark.fault("O3")
-def test_kopf_is_started_again_when_its_list_ends_it(stage: Arena, gang: str) -> None:
-    """By 404; ERROR events that end its watch are plans."""
-    operator = stage.operators[0]
-    before = operator.log().count("starting it again")
-    stage.proxy.faults = [
-        Fault(
-            "answer",
-            lambda c: c.path == stage.job_path() and c.agent.startswith("kopf"),
-            code=404,
-        )
-    ]
-    stage.proxy.errors_next = [("/ddpjobs", 410)]  # so that kopf lists again
-    stage.proxy.cut_watches()
-    eventually("the watch ends", lambda: operator.log().count("starting it again") > before)
-    stage.apply(gang)
-    ready(stage, gang)
-    assert operator.process is not None
-    assert operator.process.poll() is None, "the process lives on"

@@ -152,7 +152,7 @@ async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
         assert "resourceVersion" not in request.query, "a quorum read"
 
 
-async def test_only_the_servers_silence_ends_a_list(
+async def test_only_the_servers_silence_ends_a_list_or_a_watch(
     api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is long to decode, for one user has made it so, would keep the list from all others."""
@@ -177,6 +177,7 @@ async def test_only_the_servers_silence_ends_a_list(
     monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
     with pytest.raises(errors.Unavailable, match=r"no answer within 0\.2 s"):
         await api.list_all(PODS, "ns")
+    assert [event async for event in api.watch(PODS, "ns", "5", silence=0.2)] == []
 
 
 async def test_an_answer_that_is_no_list_is_not_an_empty_one(api: Api, server: Server) -> None:
@@ -238,17 +239,6 @@ async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> 
     with pytest.raises(errors.Gone, match="too old"):
         async for _ in api.watch(JOBS, "ns", "5"):
             pass
-
-
-async def test_a_silent_watch_ends(api: Api, server: Server) -> None:
-    async def silent(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await asyncio.sleep(30)
-        return response
-
-    server.handle = silent
-    assert [event async for event in api.watch(PODS, "ns", "5", silence=0.2)] == []
 
 
 async def test_a_redirect_is_not_followed(api: Api, server: Server) -> None:
