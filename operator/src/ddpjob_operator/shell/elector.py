@@ -91,7 +91,7 @@ class Elector:
         why = "no answer"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while why := await self._return_lease():  # noqa: ASYNC110 - it is asked anew
+                while why := await self._return_lease():  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(_RELEASE_PAUSE)
         if why:
             log.warning("cannot give the lease %s back: %s", self._where, why)
