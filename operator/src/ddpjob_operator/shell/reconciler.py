@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 
 from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.cache.store import JobState, Key, RewoundError, Store
+from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
@@ -24,9 +24,8 @@ from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
-_BUSY_ROUNDS = 25  # busy planning rounds in a row, then 20 a second at most
-_BUSY_PAUSE = 0.05
-_BUSY_WORD = 1000  # rounds; a large gang has hundreds, and each success is one
+_BUSY_ROUNDS = 25  # busy planning rounds in a row, then slower
+_BUSY_PAUSE = 1.0
 #: A look at a large gang takes long, and its pods' events come in thousands. After one without
 #: actions the job rests so many times its length: looking takes at most a tenth of the time.
 _REST = 9.0
@@ -60,14 +59,12 @@ class Reconciler:
         started = time.perf_counter()
         uid = ""
         try:
-            now = self._clock.now()  # first: a clock that was set makes the store forget
             snapshot = self._store.snapshot(key)
             if snapshot is None:
                 self._forget(key)
                 return
             uid = snapshot.job.uid
-            if self._leads() and self._known(key[0]):
-                await self._step(key, snapshot, now)
+            await self._step(key)
             self._queue.forgive(key)
         except NotLeadingError:
             log.debug("%s/%s: not leading, left alone (uid %s)", *key, uid)
@@ -86,32 +83,57 @@ class Reconciler:
         finally:
             self._metrics.reconcile.observe(time.perf_counter() - started)
 
-    async def _step(self, key: Key, snapshot: JobState, now: datetime) -> None:
+    async def _step(self, key: Key) -> None:
+        now = self._clock.now()  # first: a clock that was set makes the store forget
+        snapshot = self._store.snapshot(key)
+        if snapshot is None or not self._leads() or not self._known(key[0]):
+            return
         began = time.thread_time()
         job = snapshot.job
+        seen = self._store.seen(job.uid, job.status.get("attempt"))
         feedback = replace(
             snapshot.feedback,
-            seen=self._store.seen(job.uid, job.status.get("attempt")),
+            seen=seen,
             seen_since=self._clock.seen_since(job.namespace),
             metrics_from=self._metrics_from,
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
+            known = len(seen) + _done(job)
             await self._executor.carry_out(job, todo.actions)
-            self._requeue(key, job)
+            more = self._store.seen(job.uid, job.status.get("attempt"))
+            left = self._store.snapshot(key)
+            grew = left is not None and len(more) + _done(left.job) > known
+            self._requeue(key, job, grew=grew)
             return
         self._busy.pop(key, None)
         self._queue.rest(key, min(_LONGEST_REST, _REST * (time.thread_time() - began)))
         if todo.requeue_after is not None:
             self._queue.add_after(key, max(todo.requeue_after, 0.01))
 
-    def _requeue(self, key: Key, job: observe.Job) -> None:
-        """Look again at once: most of what an action changes is already in the store."""
-        rounds = self._busy[key] = self._busy.get(key, 0) + 1
-        if rounds % _BUSY_WORD == 0:
+    def _requeue(self, key: Key, job: observe.Job, *, grew: bool) -> None:
+        """Look again at once: most of what an action changes is already in the store.
+
+        ``grew``: the attempt has a replica that it never had, or one more is done. A gang of large
+        pods is created in hundreds of planning rounds, and its start has a deadline; a thousand
+        replicas that end one by one are as many writes, and a loss among them must not wait.
+        """
+        if grew:
+            self._queue.add(key)
+            return
+        rounds = self._busy.get(key, 0) + 1
+        self._busy[key] = rounds
+        if rounds <= _BUSY_ROUNDS:
+            self._queue.add(key)
+            return
+        if rounds % _BUSY_ROUNDS == 1:
             log.warning("%s/%s: busy for %d rounds (uid %s)", *key, rounds, job.uid)
-        self._queue.add_after(key, 0.0 if rounds <= _BUSY_ROUNDS else _BUSY_PAUSE)
+        self._queue.add_after(key, _BUSY_PAUSE)
 
     def _forget(self, key: Key) -> None:
         self._busy.pop(key, None)
         self._queue.forget(key)
+
+
+def _done(job: observe.Job) -> int:
+    return integer(mapping(job.status.get("replicas")).get("succeeded"))
