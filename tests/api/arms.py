@@ -22,6 +22,8 @@ Rule = dict[str, Any]
 
 #: 20 minutes by the operator's own measure: it lists every second here, every 30 in a cluster.
 OUTAGE = 40.0
+#: Seconds in which an operator that is wrong would come to it.
+LURE = 3.0
 
 
 # --- at a write ---------------------------------------------------------------------------
@@ -33,7 +35,8 @@ def _at_write(harm: Harm, code: int = 0, **more: Any) -> Arm:
         fault = Fault(harm, lambda c: play.role(c) == place, code=code, headers=headers, **more)
         play.stage.proxy.faults.append(fault)
         play.armed.append(lambda: fault.met)
-        play.outcome.deaths += harm.startswith("kill")
+        if harm.startswith("kill"):
+            play.outcome.deaths, play.outcome.again = 1, 1
         if harm in ("late", "again"):
             play.stage.history.state.deposed = True
             fault.until = _next(play, place)
@@ -119,22 +122,16 @@ def _lost_in_a_gap(play: Play, place: str) -> None:
     play.stage.proxy.swallow = swallow
 
 
-def _lasting(play: Play) -> float:
-    """How long a lure lasts: an operator that is wrong must come to it, however slow it is."""
-    return 30.0 if play.stage.breaks else 3.0
-
-
 def slow_to_end(play: Play, place: str) -> None:
     """The pod takes some seconds to end: nothing may be made beside it."""
     since: list[float] = []
-    seconds = _lasting(play)
 
     def keeps(pod: Object) -> bool:
         name = happening("MODIFIED", {"kind": "Pod", **pod})
         if name != place:
             return False
         since.append(time.monotonic())
-        return since[-1] - since[0] < seconds
+        return since[-1] - since[0] < LURE
 
     play.stage.kubelet.keeps = keeps
     play.armed.append(lambda: since)
@@ -192,7 +189,7 @@ def _old_pods(behind: int) -> Arm:
         def age() -> None:
             at = _version(play, behind)
             match = partial(_is_list, "ddpjob", "/pods")
-            stale = Fault("stale", match, version=at, then=lambda: slow.append(_lasting(play)))
+            stale = Fault("stale", match, version=at, then=lambda: slow.append(LURE))
             play.stage.proxy.faults.append(stale)
             play.armed.append(lambda: stale.met)
 

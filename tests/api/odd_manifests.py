@@ -18,21 +18,13 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     "apiVersion of another version": (("apiVersion", "ddpjob.dev/v1"),),
     "metadata.label": (("metadata.label", {"team": "a"}),),
     "spec.replica": (("spec.replica", 3),),
-    "spec.restarts": (("spec.restarts.maxRestarts", 3),),
-    "spec.snapshots": (("spec.snapshots.path", "/s"),),
     "snapshot.everyStep": (("spec.snapshot.everyStep", 10),),
-    "template.specs": (("spec.template.specs", {}),),
     "container for containers": (
         (f"{_POD}.containers", DELETE),
         (f"{_POD}.container", [{"name": "trainer", "image": "i"}]),
     ),
     "imagePullPolcy": ((f"{_TRAINER}.imagePullPolcy", "Always"),),
-    "commnad": ((f"{_TRAINER}.commnad", ["sh"]),),
-    "resource for resources": ((f"{_TRAINER}.resource", {"limits": {"cpu": "1"}}),),
     "resources.limit": ((f"{_TRAINER}.resources.limit", {"cpu": "1"}),),
-    "volumeMount for volumeMounts": ((f"{_TRAINER}.volumeMount", []),),
-    "nodeSelectors": ((f"{_POD}.nodeSelectors", {"a": "b"}),),
-    "toleration": ((f"{_POD}.toleration", []),),
     "serviceAcount": ((f"{_POD}.serviceAcount", "train"),),
     "env valeu": ((f"{_TRAINER}.env.0", {"name": "A", "valeu": "1"}),),
     "claimname for claimName": (
@@ -43,29 +35,11 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     # --- words and types
     "imagePullPolicy Sometimes": ((f"{_TRAINER}.imagePullPolicy", "Sometimes"),),
     "command a string": ((f"{_TRAINER}.command", "python train.py"),),
-    "args a number": ((f"{_TRAINER}.args.0", 8),),
     "env value a number": ((f"{_TRAINER}.env.0", {"name": "A", "value": 1}),),
-    "env value a boolean": ((f"{_TRAINER}.env.0", {"name": "A", "value": True}),),
-    "env without a name": ((f"{_TRAINER}.env.0", {"value": "1"}),),
-    "env value and valueFrom": (
-        (
-            f"{_TRAINER}.env.0",
-            {
-                "name": "A",
-                "value": "1",
-                "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
-            },
-        ),
-    ),
     "a mapping for env": ((f"{_TRAINER}.env", {"A": "1"}),),
     "labels with a boolean": (("spec.template.metadata", {"labels": {"gpu": True}}),),
-    "a nodeSelector with a boolean": ((f"{_POD}.nodeSelector", {"gpu": True}),),
     "imagePullSecrets without name:": ((f"{_POD}.imagePullSecrets", ["registry"]),),
-    "a mapping for tolerations": ((f"{_POD}.tolerations", {"key": "gpu"}),),
     "env: and nothing below it": ((f"{_TRAINER}.env", None),),
-    "resources: and nothing below it": ((f"{_TRAINER}.resources", None),),
-    "volumes: and nothing below it": ((f"{_POD}.volumes", None),),
-    "affinity: and nothing below it": ((f"{_POD}.affinity", None),),
     "snapshot: and nothing below it": (("spec.snapshot", None),),
     "template a text": (("spec.template", "containers: []"),),
     "replicas a text": (("spec.replicas", "3"),),
@@ -79,65 +53,36 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     ),
     "no image": ((f"{_TRAINER}.image", DELETE),),
     "image with blanks": ((f"{_TRAINER}.image", "example/train: 1"),),
-    "image empty": ((f"{_TRAINER}.image", ""),),
     "no command and no args": ((f"{_TRAINER}.command", DELETE),),
     "container name in capitals": ((f"{_TRAINER}.name", "Trainer"),),
     "tolerations operator Equals": (
         (f"{_POD}.tolerations.0", {"key": "gpu", "operator": "Equals", "effect": "NoSchedule"}),
     ),
-    "affinity without a topologyKey": (
-        (
-            f"{_POD}.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution.0",
-            {"labelSelector": {"matchLabels": {"a": "b"}}},
-        ),
-    ),
-    "dnsPolicy of no name": ((f"{_POD}.dnsPolicy", "Cluster"),),
     "grace period negative": ((f"{_POD}.terminationGracePeriodSeconds", -5),),
     "activeDeadlineSeconds of the pod 0": ((f"{_POD}.activeDeadlineSeconds", 0),),
     "priorityClass that is not there": ((f"{_POD}.priorityClassName", "urgent"),),
     "serviceAccount that is not there": ((f"{_POD}.serviceAccountName", "nobody"),),
-    "runtimeClass that is not there": ((f"{_POD}.runtimeClassName", "nvidia"),),
     "a scheduling gate": ((f"{_POD}.schedulingGates", [{"name": "example.com/wait"}]),),
-    "a readiness gate": ((f"{_POD}.readinessGates", [{"conditionType": "example.com/never"}]),),
-    "priority a number": ((f"{_POD}.priority", 1000),),
-    "a claim for a device that is not there": (
-        (f"{_POD}.resourceClaims", [{"name": "gpu", "resourceClaimName": "mine"}]),
-    ),
     "a label of the template with a blank": (
         ("spec.template.metadata", {"labels": {"my team": "a"}}),
     ),
-    "an own debugging container": (
-        (f"{_POD}.ephemeralContainers", [{"name": "debug", "image": "example/debug:1"}]),
-    ),
     "runAsUser a name": ((f"{_POD}.securityContext.runAsUser", "root"),),
     # --- units
-    "memory 1G0": ((f"{_TRAINER}.resources.limits", {"memory": "1G0"}),),
     "memory 16gb": ((f"{_TRAINER}.resources.limits", {"memory": "16gb"}),),
     "memory 128m": ((f"{_TRAINER}.resources.limits", {"memory": "128m"}),),
-    "cpu two": ((f"{_TRAINER}.resources.limits", {"cpu": "two"}),),
     "cpu a number": ((f"{_TRAINER}.resources.limits", {"cpu": 0.5}),),
-    "cpu -1": ((f"{_TRAINER}.resources.limits", {"cpu": "-1"}),),
     "requests above limits": (
         (f"{_TRAINER}.resources", {"requests": {"cpu": "4"}, "limits": {"cpu": "2"}}),
     ),
     "deadline with a unit": (("spec.activeDeadlineSeconds", "1h"),),
-    "back-off with a unit": (("spec.restart.backoff.initialSeconds", "10s"),),
     "replicas 3.5": (("spec.replicas", 3.5),),
     # --- devices
     "half a GPU": ((f"{_TRAINER}.resources.limits", {"nvidia.com/gpu": "0.5"}),),
     "a GPU requested without a limit": ((f"{_TRAINER}.resources.requests", {"nvidia.com/gpu": 1}),),
-    "a device without a vendor": ((f"{_TRAINER}.resources.limits", {"gpu": 1}),),
     "nvidia/gpu": ((f"{_TRAINER}.resources.limits", {"nvidia/gpu": 1}),),
     # --- volumes
     "a mount without a volume": (
         (f"{_TRAINER}.volumeMounts.0", {"name": "data", "mountPath": "/data"}),
-    ),
-    "a mount path with a colon": (
-        (f"{_POD}.volumes.0", {"name": "data", "emptyDir": {}}),
-        (f"{_TRAINER}.volumeMounts.0", {"name": "data", "mountPath": "C:/data"}),
-    ),
-    "a volume of two kinds": (
-        (f"{_POD}.volumes.0", {"name": "data", "emptyDir": {}, "configMap": {"name": "c"}}),
     ),
     "two volumes at one path": (
         (f"{_POD}.volumes", [{"name": "a", "emptyDir": {}}, {"name": "b", "emptyDir": {}}]),
@@ -153,35 +98,17 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
         (f"{_TRAINER}.command", ["sh", "-c", "echo '\x1b[2J'\nkill -9 1"]),
     ),
     "a command with a NUL": ((f"{_TRAINER}.command", ["sh", "-c", "a\x00b"]),),
-    "an image of right-to-left letters": ((f"{_TRAINER}.image", "example/\u202egnp.niart"),),
-    "a label value of 64 letters": (("metadata.labels", {"team": "x" * 64}),),
     "a label of a gang of its own": (
         ("spec.template.metadata", {"labels": {"ddpjob.dev/job-uid": "another"}}),
     ),
     "a command of 1.4 MB": ((f"{_TRAINER}.command", ["sh", "-c", "x" * 1_400_000]),),
-    "an env value of 1.4 MB": ((f"{_TRAINER}.env.0", {"name": "A", "value": "x" * 1_400_000}),),
-    "1,000 env variables": (
-        (f"{_TRAINER}.env", [{"name": f"A{i}", "value": "1"} for i in range(1000)]),
-    ),
-    "30 sidecars": (
-        (
-            f"{_POD}.containers",
-            [
-                {"name": "trainer", "image": "i", "command": ["true"]},
-                *({**_SIDECAR, "name": f"log-{i}"} for i in range(30)),
-            ],
-        ),
-    ),
-    "an annotation of 300 kB": (("metadata.annotations", {"note": "x" * 300_000}),),
     "a template nested 200 deep": ((f"{_POD}.{'.'.join(['affinity'] * 200)}", {}),),
-    "HTML for an image": ((f"{_TRAINER}.image", "<script>alert(1)</script>"),),
     "a sidecar that is privileged": (
         (f"{_POD}.containers.1", {**_SIDECAR, "securityContext": {"privileged": True}}),
     ),
     "the host's root as a volume": (
         (f"{_POD}.volumes.0", {"name": "root", "hostPath": {"path": "/"}}),
     ),
-    "a finalizer without a domain": (("metadata.finalizers", ["stay"]),),
     "a status of its own": (("status", {"phase": "Succeeded", "attempt": 7}),),
 }
 

@@ -22,11 +22,14 @@ from api import arms
 from api.story import Play
 from support.arena import arena
 from support.cluster import ROOT, Cluster
-from support.patience import PATIENCE
 
 TRACE = Path(__file__).with_name("trace.json")
 #: `make test-all` plays one plan of so many, and one of each kind; the gate one of each kind.
 THINNED = 16
+#: The writes of a restart: in both the operator dies at each, before it, after it, and after the
+#: reply.
+RESTART = ("status-restarting-2", "delete-pod-0-of-1", "delete-pod-2-of-1", "status-starting-2",
+           "create-pod-0-of-2", "create-pod-2-of-2", "status-running-2")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ def sample(plans: Sequence[Plan], *, kinds_only: bool = False) -> list[Plan]:
     ranked = sorted(plans, key=lambda plan: hashlib.sha256(plan.id.encode()).hexdigest())
     first = {plan.kind: plan for plan in reversed(ranked)}
     others = [] if kinds_only else ranked[::THINNED]
-    chosen = {plan.id for plan in [*first.values(), *others]}
+    deaths = [one for one in plans if one.place in RESTART and one.kind.startswith("crash")]
+    chosen = {plan.id for plan in [*first.values(), *others, *deaths]}
     return [plan for plan in plans if plan.id in chosen]
 
 
@@ -100,8 +104,7 @@ def _others(roles: Sequence[str]) -> Iterator[Plan]:
     assert set(TURNS) <= set(roles)
 
 
-#: The story has no use for these: a node that is silent, and an admission
-#: plugin that is off.
+#: The story has no use for these: a node that is silent, and an admission plugin that is off.
 UNUSED = ("get-nodes", "update-ddpjobs-finalizers")
 
 
@@ -115,17 +118,10 @@ def _rights() -> Iterator[Plan]:
             yield Plan(place, "right-lost", "rights", arm)
 
 
-def play(
-    plane: Cluster,
-    folder: Path,
-    plan: Plan | None,
-    breaks: Callable[[], None] | None = None,
-    patience: float = PATIENCE,
-) -> Play:
-    """The story with that plan, from its beginning to its end; with ``breaks`` a wrong operator."""
+def play(plane: Cluster, folder: Path, plan: Plan | None) -> Play:
+    """The story with that plan, from its beginning to its end."""
     with arena(plane.kubeconfig, folder, of_many=True) as stage:
-        stage.breaks = breaks
-        made = Play(stage, patience=patience)
+        made = Play(stage)
         if plan is not None:
             plan.arm(made, plan.place)
         return made.run()

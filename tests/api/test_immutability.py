@@ -86,16 +86,6 @@ def test_refuses_change(plane: Cluster, stored: dict[str, Any]) -> None:
         assert (free if "template" in path else "is immutable") in said, (path, value)
 
 
-@pytest.mark.xfail(
-    reason="the API server takes objects for equal when one field without a type in the CRD"
-    " stands in for another; the operator's templateHash is there for this, see"
-    " test_operator_refusals.py"
-)
-def test_refuses_one_untyped_field_for_another(plane: Cluster, stored: dict[str, Any]) -> None:
-    body = changed(stored, "spec.template.spec.priorityClassName", DELETE)
-    assert replace(plane, changed(body, "spec.template.spec.nodeName", "node1")) != ""
-
-
 @pytest.mark.parametrize("before", [{"snapshot": NFS}, {}], ids=["another volume", "none yet"])
 def test_refuses_one_snapshot_for_another(plane: Cluster, before: dict[str, Any]) -> None:
     body = ddpjob(f"job{next(_numbers)}", **before)
@@ -131,16 +121,11 @@ def test_accepts_change(plane: Cluster, stored: dict[str, Any]) -> None:
 def test_template_may_change_while_suspended(plane: Cluster, stored: dict[str, Any]) -> None:
     suspended = changed(stored, "spec.suspend", True)
     assert replace(plane, suspended) == ""
+    assert "spec.replicas is immutable" in replace(plane, changed(suspended, "spec.replicas", 4))
     other = changed(suspended, f"{TRAINER}.image", "other:2")
     assert replace(plane, other) == ""
     assert replace(plane, changed(other, "spec.suspend", False)) == ""
     assert "while the job is suspended" in replace(plane, changed(stored, "spec.suspend", False))
-
-
-def test_a_suspended_job_keeps_its_other_fields(plane: Cluster, stored: dict[str, Any]) -> None:
-    suspended = changed(stored, "spec.suspend", True)
-    assert replace(plane, suspended) == ""
-    assert "spec.replicas is immutable" in replace(plane, changed(suspended, "spec.replicas", 4))
 
 
 def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None:
@@ -174,14 +159,14 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     assert "status.phase" in refused.stderr
 
 
-ENDED = {
-    "suspend": {"suspend": True},
-    "a longer deadline": {"activeDeadlineSeconds": 600},
-    "more restarts": {"restart": {"maxRestarts": 9}},
-    "hang": {"hang": {"stepSeconds": 60}},
-    "nodeLost": {"nodeLost": {"policy": "Fence"}},
-    "startupDeadlineSeconds": {"startupDeadlineSeconds": 60},
-}
+ENDED = (
+    {"suspend": True},
+    {"activeDeadlineSeconds": 600},
+    {"restart": {"maxRestarts": 9}},
+    {"hang": {"stepSeconds": 60}},
+    {"nodeLost": {"policy": "Fence"}},
+    {"startupDeadlineSeconds": 60},
+)
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
@@ -197,9 +182,9 @@ def test_a_job_that_has_ended_takes_no_change(
 
     assert patch({"spec": {"hang": {"stepSeconds": 99}}}) == ""
     assert patch({"status": {"phase": phase}}, "--subresource=status") == ""
-    for what, change in ENDED.items():
+    for change in ENDED:
         said = patch({"spec": change})
-        assert f"the job has {phase.lower()}, which is final" in said, (what, said)
+        assert f"the job has {phase.lower()}, which is final" in said, (change, said)
         assert "apply under another name" in said
     assert patch({"spec": {"ttlSecondsAfterFinished": 60}}) == ""
     assert patch({"spec": {"ttlSecondsAfterFinished": None}}) == ""
@@ -212,16 +197,3 @@ def test_a_job_that_has_ended_takes_no_change(
     assert patch({"spec": {"suspend": True}}) == ""
     assert patch({"status": {"phase": phase}}, "--subresource=status") == ""
     assert "is final" in replace(plane, changed(stored, f"{TRAINER}.image", "other:2"))
-
-
-def test_is_listed_by_its_short_name_and_not_among_all(
-    plane: Cluster, stored: dict[str, Any]
-) -> None:
-    """`kubectl get all` is for what everybody runs, and tools that prune by it would find jobs."""
-    name = f"ddpjob.ddpjob.dev/{stored['metadata']['name']}"
-    listed = {
-        what: plane.kubectl("get", what, "-n", NAMESPACE, "-o", "name", check=True).stdout
-        for what in ("ddp", "all")
-    }
-    assert name in listed["ddp"]
-    assert name not in listed["all"]

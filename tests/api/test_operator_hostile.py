@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,14 +57,3 @@ def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, stage: Ar
     assert operator.process.poll() is None
     assert "Traceback" not in operator.log(), operator.log()
     assert "the watch of DDPJobs ended" not in operator.log()
-
-
-def test_a_template_of_a_megabyte_is_refused_with_the_cure(
-    control_plane: Cluster, stage: Arena
-) -> None:
-    stage.start_operator()
-    container = {"name": "trainer", "image": "x", "unknown": os.urandom(400_000).hex()}
-    stage.apply("large", template={"spec": {"containers": [container]}})
-    said = functools.partial(refusal, control_plane, stage, "large")
-    eventually("it is refused", lambda: "ConfigMap" in said())
-    assert not stage.kubelet.pods("large")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import ddpjob_contract as contract
 from api.roles import deciding
 from support.arena import Arena
 from support.cluster import Cluster
@@ -61,24 +60,6 @@ def test_a_gang_is_created_runs_and_succeeds(stage: Arena, gang: str) -> None:
     assert f'ddpjob_finished_total{{{of},result="Succeeded"}} 1.0' in text
     assert "ddpjob_leader 1.0" in text
     assert stage.operators[0].probe("/healthz")[0] == 200
-
-
-def test_two_gangs_on_the_hosts_network_fit_on_one_node(stage: Arena, gang: str) -> None:
-    """As the API server takes them: it makes a declared port one of the node's."""
-    containers = [{"name": "trainer", "image": "example/train:1"}]
-    pod = {"schedulerName": "hand", "hostNetwork": True, "containers": containers}
-    names = ("MASTER_PORT", contract.HUB_PORT, contract.METRICS_PORT)
-    taken = []
-    for name in (gang, f"{gang}-b"):
-        stage.apply(name, template={"spec": pod})
-        stage.wait_phase(name, "Running")
-        pods = stage.kubelet.pods(name)
-        assert {body["spec"]["dnsPolicy"] for body in pods} == {"ClusterFirstWithHostNet"}
-        assert all("ports" not in body["spec"]["containers"][0] for body in pods)
-        taken.append({env_of(body)[variable] for body in pods for variable in names})
-    assert [len(ports) for ports in taken] == [5, 5], "a store and a hub, and pages of each"
-    assert taken[0] != taken[1]
-    stage.remove(f"{gang}-b")
 
 
 @pytest.mark.fault("N10")
@@ -209,6 +190,28 @@ def test_a_failed_probe_is_told_by_the_kubelets_events(stage: Arena, gang: str) 
     stage.succeed(gang)
 
 
+@pytest.mark.fault("N13")
+def test_the_pods_of_the_next_attempt_are_kept_off_the_node(stage: Arena, gang: str) -> None:
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    report = {"version": 1, "kind": "hardware", "code": 74, "exception": "CUDA error: ECC"}
+    stage.kubelet.finish(f"{gang}-1", 74, json.dumps(report))
+    status = stage.wait_phase(gang, "Running", attempt=2)
+    node = stage.kubelet.node
+    assert (status["lastFailure"]["class"], status["lastFailure"]["node"]) == ("Hardware", node)
+    assert status["lastFailure"]["message"] == "CUDA error: ECC"
+    assert (status["restarts"]["charged"], status["restarts"]["disruptions"]) == (0, 1)
+    assert status["avoidedNodes"] == [node]
+    field = {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+    wanted = {"nodeSelectorTerms": [{"matchFields": [field]}]}
+    for pod in stage.kubelet.pods(gang):
+        affinity = pod["spec"]["affinity"]["nodeAffinity"]
+        assert affinity == {"requiredDuringSchedulingIgnoredDuringExecution": wanted}
+    events = stage.path("events")
+    eventually("an Event says so", lambda: "NodeAvoided" in str(stage.rest.items(events)))
+    assert stage.quiet_resyncs() == [], "what is avoided costs no further write"
+
+
 def test_a_deleted_job_leaves_nothing(stage: Arena, gang: str) -> None:
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
@@ -296,56 +299,3 @@ def test_restarts_in_place_are_shown_once_and_touch_no_pod(
         return "RestartedInPlace" in said and "round 0 of attempt 1 ended: replica 2" in said
 
     eventually("kubectl describe tells the cause", told)
-
-
-def test_budgets_heal_by_a_newer_file_and_by_time(
-    stage: Arena, gang: str, state_port: int, control_plane: Cluster
-) -> None:
-    def tell(second: int) -> None:
-        moment = f"2000-01-01T00:00:0{second}.000000Z"
-        StateServer.body = json.dumps({"version": 1, "step": 1, "fileModifiedAt": moment}).encode()
-
-    def charged(count: int) -> None:
-        what = f"restarts charged: {count}"
-        stage.wait_status(gang, what, lambda s: s["restarts"]["charged"] == count)
-
-    tell(1)
-    restart = {"progressPath": "/data/checkpoints"}
-    stage.apply(gang, metrics={"port": state_port}, restart=restart)
-    stage.wait_status(gang, "the file", lambda s: s.get("progress", {}).get("fileModifiedAt"))
-    env = env_of(stage.kubelet.pods(gang)[0])
-    assert env["DDPJOB_PROGRESS_PATH"] == "/data/checkpoints"
-    assert env["DDPJOB_HEAL_AFTER_SECONDS"] == "3600"
-    stage.kubelet.finish(f"{gang}-1", 9)
-    stage.wait_phase(gang, "Running", attempt=2)
-    charged(1)
-    tell(2)
-    charged(0)
-    stage.kubelet.finish(f"{gang}-1", 9)
-    stage.wait_phase(gang, "Running", attempt=3)
-    charged(1)
-    patch = ("patch", "ddpjob", gang, "-n", stage.namespace, "--type=merge", "-p")
-    soon = json.dumps({"spec": {"restart": {"healAfterSeconds": 3}}})
-    control_plane.kubectl(*patch, soon, check=True)
-    charged(0)
-    status = stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
-    assert (status["phase"], status["attempt"]) == ("Running", 3)
-    assert stage.quiet_resyncs() == []
-
-    def told() -> bool:
-        said = control_plane.kubectl("-n", stage.namespace, "describe", "ddpjob", gang).stdout
-        return "progressPath was written" in said and "3 s without a failure" in said
-
-    eventually("kubectl describe tells why", told)
-
-
-def test_suspend_and_resume(stage: Arena, gang: str) -> None:
-    stage.apply(gang, suspend=True)
-    stage.wait_phase(gang, "Suspended")
-    assert stage.kubelet.pods(gang) == []
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
-    stage.wait_phase(gang, "Running")
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
-    stage.wait_phase(gang, "Suspended")
-    eventually("no pods", lambda: not stage.kubelet.pods(gang))
-    assert stage.status(gang)["restarts"]["total"] == 0

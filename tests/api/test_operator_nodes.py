@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.arena import Arena
-from support.objects import name
 from support.proxy import Call, Fault
-from support.rest import Object, RestError, eventually
+from support.rest import Object, RestError
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
 FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 1}}
@@ -57,14 +56,8 @@ def machine(stage: Arena) -> Iterator[Machine]:
 def gang(stage: Arena) -> Iterator[str]:
     name = f"gang-{secrets.token_hex(2)}"
     yield name
-    stage.proxy.swallow, stage.proxy.notice = lambda _: False, lambda _: None
-    if stage.proxy.faults:
-        stage.proxy.faults = []
-        stage.proxy.clear()
-        eventually(
-            "the nodes are known again",
-            lambda: any(lists_nodes(call) and call.code == 200 for call in stage.proxy.calls),
-        )
+    stage.proxy.swallow = lambda _: False
+    stage.proxy.faults = []
     stage.kubelet.keeps = lambda _: False
     stage.remove(name)
 
@@ -75,11 +68,6 @@ def silent(stage: Arena, machine: Machine, gang: str, **spec: object) -> None:
     stage.wait_phase(gang, "Running")
     stage.kubelet.node = f"hand-{stage.namespace}"
     stage.kubelet.keeps = lambda pod: pod["spec"].get("nodeName") == machine.name
-
-
-def waits_for_node(status: Object) -> bool:
-    found = status.get("conditions") or ()
-    return any((c["reason"], c["status"]) == ("NodeNotReady", "True") for c in found)
 
 
 def shown(event: Object, machine: Machine, ready: str) -> bool:
@@ -93,14 +81,6 @@ def lists_nodes(call: Call) -> bool:
     return call.path == "/api/v1/nodes" and call.method == "GET" and not call.watches
 
 
-def without_lists(stage: Arena) -> None:
-    """A list of the nodes, every 20 s here, would be a quorum's word before Fence has to ask.
-
-    Only for an operator that knows of the machine already: after a list was refused it is blind.
-    """
-    stage.proxy.faults = [Fault("answer", lists_nodes, times=10_000)]
-
-
 @pytest.mark.fault("N6")
 def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     stage: Arena, machine: Machine, gang: str
@@ -110,8 +90,12 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     stage.proxy.clear()
 
     def hears_of_it(event: Object) -> bool:
+        """From then on no list of the nodes is a quorum's word: Fence has to ask for one.
+
+        Not before: an operator whose list was refused is blind.
+        """
         if shown(event, machine, "Unknown"):
-            without_lists(stage)
+            stage.proxy.faults = [Fault("answer", lists_nodes, times=10_000)]
         return False
 
     stage.proxy.swallow = hears_of_it
@@ -128,47 +112,6 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
     assert [c.code for c in deletes] == [200] * 3, "once each, no way round"
     reads = [c for c in stage.proxy.calls if c.path == machine.path]
     assert reads, "a quorum has confirmed it"
-
-
-@pytest.mark.fault("O2", "N6")
-@pytest.mark.tier("all")
-def test_fence_takes_a_watch_that_is_behind_at_no_word(
-    stage: Arena, machine: Machine, gang: str
-) -> None:
-    # For longer than a list of the nodes is taken for a read.
-    silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 12}})
-    read: list[Call] = []
-
-    def behind(event: Object) -> bool:
-        if shown(event, machine, "Unknown"):
-            without_lists(stage)
-        return shown(event, machine, "True")
-
-    def comes_back(call: Call) -> None:
-        """Just before it is read, however late that is."""
-        if call.path == machine.path and not read:
-            read.append(call)
-            machine.ready("True")
-
-    stage.proxy.swallow, stage.proxy.notice = behind, comes_back
-    machine.ready("Unknown")
-
-    def told() -> bool:
-        found = [told.write.obj for told in stage.history.events()]
-        return any(waits_for_node(one.get("status") or {}) for one in found if name(one) == gang)
-
-    eventually("Stalled by NodeNotReady", told)
-    without_lists(stage)
-    eventually("the node is read", lambda: read or stage.status(gang)["attempt"] > 1)
-    stage.wait_status(
-        gang,
-        "Stalled no more",
-        lambda s: (
-            all(c["status"] == "False" for c in s["conditions"] if c["type"] == "Stalled")
-            or s["attempt"] > 1
-        ),
-    )
-    assert stage.status(gang)["attempt"] == 1
 
 
 @pytest.mark.fault("N6")
@@ -200,24 +143,3 @@ def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gan
     machine.delete()
     status = stage.wait_phase(gang, "Running", attempt=2)
     assert "does not exist any more" in status["lastFailure"]["message"]
-
-
-def test_fence_without_rights_is_told_and_the_gang_runs(
-    stage: Arena, machine: Machine, gang: str
-) -> None:
-    def of_nodes(call: Call) -> bool:
-        return call.path.startswith("/api/v1/nodes")
-
-    forbidden = Fault("answer", of_nodes, times=10_000, code=403)
-    stage.proxy.faults = [forbidden]
-    stage.proxy.cut_watches()
-    stage.apply(gang, **FENCE)
-    stage.wait_phase(gang, "Running")
-
-    def told(s: Object) -> bool:
-        return any(c["reason"] == "NodesNotReadable" for c in s["conditions"])
-
-    stage.wait_status(gang, "Unsupported", told)
-    assert "rbac.nodes=true" in stage.condition(gang, "Unsupported")["message"]
-    stage.proxy.faults = []
-    stage.wait_status(gang, "it is over", lambda s: not told(s))

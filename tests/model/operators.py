@@ -189,8 +189,7 @@ class Operator:
             "pods": PodInformer(api, self.store, None, self.queue.add),
             "nodes": NodeInformer(api, self.store, None, self.queue.add),
         }
-        watcher: Any = SimpleNamespace(missed=lambda *_: None)
-        self._resync = Resync(api, self.store, None, self.queue.add, watcher)
+        self._resync = Resync(api, self.store, None, self.queue.add)
         self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
         self.cursor: dict[str, int] = {}
         pods = behind if pods_behind is None else pods_behind

@@ -43,7 +43,6 @@ class Arena:
     history: Chronicle
     operators: list[OperatorProcess] = field(default_factory=list)
     of_many: bool = False  # one of many that share the machine
-    forked: bool = False  # its operators come from a fork server
     breaks: Callable[[], None] | None = None  # changes its operators as they start
     _token_file: Path | None = None
 
@@ -51,7 +50,7 @@ class Arena:
         """An operator for this namespace, not started yet."""
         path = self.folder / "kubeconfig"
         kubeconfig = write_kubeconfig(path, self.proxy.url, self.namespace, self._token_file)
-        forked = self.forked or self.breaks is not None
+        forked = self.of_many or self.breaks is not None
         how: Any = {"name": name, "forked": forked, "breaks": self.breaks}
         made = OperatorProcess(kubeconfig, self.namespace, self.folder, *FLAGS, *flags, **how)
         self.operators.append(made)
@@ -195,15 +194,11 @@ OPEN: list[Arena] = []
 
 
 @contextlib.contextmanager
-def arena(
-    kubeconfig: Path, folder: Path, *, of_many: bool = False, forked: bool = False
-) -> Iterator[Arena]:
+def arena(kubeconfig: Path, folder: Path, *, of_many: bool = False) -> Iterator[Arena]:
     """A fresh namespace with proxy and hand kubelet; everything in it goes at the end.
 
-    ``forked``: for tests that start many operators: a fork server has imported what they import.
-
-    ``of_many``: it is judged by whoever made it, it looks only when woken, and its namespace
-    stays: to remove one costs the API server as much as a story.
+    ``of_many``: it is judged by whoever made it, it looks only when woken, its operators come from
+    a fork server, and its namespace stays: to remove one costs the API server as much as a story.
     """
     rest = Rest(kubeconfig)
     namespace = f"t-{secrets.token_hex(4)}"
@@ -216,8 +211,7 @@ def arena(
         Chronicle(rest, namespace, lambda: proxy.made) as history,
         HandKubelet(rest, namespace, period=1.0 if of_many else 0.04) as kubelet,
     ):
-        how = {"of_many": of_many, "forked": forked or of_many}
-        stage = Arena(rest, namespace, folder, proxy, kubelet, history, **how)
+        stage = Arena(rest, namespace, folder, proxy, kubelet, history, of_many=of_many)
         history.listeners.append(lambda *_: kubelet.wake.set())
         if not of_many:
             OPEN.append(stage)

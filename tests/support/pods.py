@@ -25,8 +25,8 @@ _HEARTBEAT = 5.0  # the node controller evicts the pods of a silent node
 class HandKubelet:
     """Looks after the pods of one namespace. Use it as a context manager.
 
-    ``start_pods`` False leaves new pods Pending; ``remove_pods`` False leaves deleted pods
-    Terminating, as a node that does not answer would; ``keeps`` does so for one of them.
+    ``remove_pods`` False leaves deleted pods Terminating, as a node that does not answer would;
+    ``keeps`` does so for one of them.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HandKubelet:
         self.node = f"hand-{namespace}"
         self._period = period  # seconds between looks, unless it is woken
         self.wake = threading.Event()
-        self.start_pods = self.remove_pods = True
+        self.remove_pods = True
         self.keeps: Callable[[Object], bool] = lambda _: False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=self.node, daemon=True)
@@ -146,7 +146,7 @@ class HandKubelet:
             if "deletionTimestamp" in meta:
                 if self.remove_pods and not self.keeps(pod):
                     self.rest.delete(f"{self.path}/{name}", grace=0, uid=meta["uid"])
-            elif self.start_pods and not pod["spec"].get("nodeName"):
+            elif not pod["spec"].get("nodeName"):
                 self._bind(name, meta["uid"])
                 self._run(pod)
 
@@ -176,14 +176,8 @@ class HandKubelet:
 
     def _heartbeat(self) -> None:
         now = _now()
-        condition = {
-            "type": "Ready",
-            "status": "True",
-            "reason": "HandKubelet",
-            "message": "",
-            "lastHeartbeatTime": now,
-            "lastTransitionTime": now,
-        }
+        times = {"lastHeartbeatTime": now, "lastTransitionTime": now}
+        condition = {"type": "Ready", "status": "True", "reason": "Hand", "message": "", **times}
         body: Object = {"status": {"conditions": [condition]}}
         self.rest.merge(f"/api/v1/nodes/{self.node}/status", body)
         self._heartbeat_at = time.monotonic()

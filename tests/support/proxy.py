@@ -82,14 +82,13 @@ class Call:
 
 @dataclass(slots=True)
 class Fault:
-    """Meets the calls that ``match``, after letting ``skip`` of them pass, ``times`` times.
+    """Meets the calls that ``match``, ``times`` times.
 
     Watches are met only ``watches`` True. ``then`` is called when it has met one.
     """
 
     harm: Harm
     match: Callable[[Call], bool]
-    skip: int = 0
     times: int = 1
     code: int = 500
     headers: dict[str, str] = field(default_factory=dict)
@@ -253,9 +252,6 @@ class Proxy:
     def _meet(self, call: Call) -> Fault | None:
         for fault in self.faults:
             if fault.times > 0 and (fault.watches or not call.watches) and fault.match(call):
-                if fault.skip > 0:
-                    fault.skip -= 1
-                    continue
                 fault.times -= 1
                 fault.met += 1
                 fault.then()

@@ -67,12 +67,17 @@ def test_each_look_is_one_line_of_json(play: Play, capsys: pytest.CaptureFixture
     assert last["job"]["status"]["phase"] == "Succeeded"
 
 
-@pytest.mark.parametrize("command", ["status -w", "status -o json"])
-def test_what_is_about_one_job_wants_its_name(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("status -w", "are about one job: name it"),
+        ("status -o json", "are about one job: name it"),
+        ("status -A d", "-A lists all jobs: leave it out"),
+    ],
+)
+def test_all_jobs_or_one(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(command.split()) == 1
-    assert "are about one job: name it" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status -w j", "logs -f j"])
@@ -105,15 +110,6 @@ def test_a_job_that_is_gone_ends_it(
 ) -> None:
     assert play("status -w j", [(job("Running"), []), (now, [])]) == 1
     assert says in capsys.readouterr().err
-
-
-def test_kubectl_tells_a_job_that_is_missing_from_an_api_server_that_is_away(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    says = 'Error from server (NotFound): ddpjobs.ddpjob.dev "j" not found'
-    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"echo '{says}' >&2; exit 1")["PATH"])
-    with pytest.raises(Missing):
-        Kubectl().read("get")
 
 
 @pytest.mark.parametrize("command", ["logs j", "logs j --failed"])

@@ -63,6 +63,16 @@ def pod(replica: int = 0, *, state: Any = None, **meta: Any) -> dict[str, Any]:
     }
 
 
+def head(found: Job, told: Any = None, **more: Any) -> list[str]:
+    return status.head_lines(found, told or {}, NOW, **more)
+
+
+def row(found: Job, told: Any) -> list[str]:
+    """The cells of replica 0, which runs."""
+    members = {0: Member(pod(state={"running": {}}))}
+    return status.gang_table(found, members, told, NOW)[1].split()
+
+
 FAILURE = {
     "attempt": 1, "round": 2, "replica": 1, "rank": 3, "node": "n2", "class": "User",
     "reason": "ExitCode1", "exitCode": 1, "message": "ValueError: boom\nline",
@@ -108,21 +118,15 @@ def test_a_replica_that_is_not_there_is_refused() -> None:
             gang.chosen(job(), replica)
 
 
-def test_all_jobs_or_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["status", "-A", "d"]) == 1
-    assert "-A lists all jobs: leave it out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["d"], ["ls", "d"]])
-def test_snapshots_are_listed_with_the_verb_and_without(words: list[str]) -> None:
-    assert cli.parser().parse_args(["snapshots", *words]).job == "d"
+def test_snapshots_are_listed_with_the_verb_and_without() -> None:
+    for words in (["d"], ["ls", "d"]):
+        assert cli.parser().parse_args(["snapshots", *words]).job == "d"
 
 
 def test_of_a_job_that_has_ended_nothing_is_expected_any_more() -> None:
     for phase, expected in (("Starting", True), ("Succeeded", False), ("Failed", False)):
         found = job(phase=phase)
-        lines = "\n".join(status.head_lines(found, {}, NOW))
-        assert ("not started yet" in lines) == expected
+        assert ("not started yet" in "\n".join(head(found))) == expected
         found.obj["spec"]["snapshot"] = {"path": "/s", "volume": {}}
         assert ("resume it, or" in snapshots._without_pods(found)) == expected
 
@@ -167,11 +171,9 @@ class TestPages:
         told = gang.understood(b'{"step": 4, "stepsPerSecond": 2.0}', metrics)
         assert (told.rate, told.snapshot_at, told.number("step")) == (2.0, 1.767e9, 4)
 
-    @pytest.mark.parametrize("state", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
-    def test_a_page_that_is_none_counts_for_nothing(self, state: bytes) -> None:
-        assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Told()
-
-    def test_fields_of_another_type_count_for_nothing(self) -> None:
+    def test_what_is_no_page_and_no_field_counts_for_nothing(self) -> None:
+        for state in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000):
+            assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Told()
         told = Told({"step": True, "loss": "x", "stacks": 3})
         assert (told.number("step"), told.number("loss"), told.text("stacks")) == (None, None, "")
 
@@ -205,7 +207,7 @@ class TestMember:
 class TestStatus:
     def test_a_job_that_nobody_has_seen(self) -> None:
         assert status.job_row(job(), Told(), 0.0) == ["d", "-", "-", "-", "0", "-", "-", "-"]
-        assert any("does it run?" in line for line in status.head_lines(job(), {}, NOW))
+        assert any("does it run?" in line for line in head(job()))
 
     def test_the_head_has_reason_budget_and_failure(self) -> None:
         found = job(
@@ -233,40 +235,25 @@ class TestStatus:
             "           ValueError: boom",
             "           line",
         ]
-        assert status.head_lines(found, {}, NOW) == lines
+        assert head(found) == lines
 
-    @pytest.mark.parametrize(
-        ("phase", "more", "lines"),
-        [
-            ("Running", {}, ["Time:      5m in all", "Attempt:   2, begun 60s ago"]),
-            (
-                "Failed",
-                {"completedAt": at(30)},
-                ["Time:      4m30s in all, ended 30s ago", "Attempt:   2, took 30s"],
-            ),
-        ],
-    )
-    def test_time_of_the_job_and_of_the_attempt(
-        self, phase: str, more: dict[str, str], lines: list[str]
-    ) -> None:
-        timings = {"startedAt": at(300), "attemptStartedAt": at(60), **more}
-        found = status.head_lines(job(phase=phase, attempt=2, timings=timings), {}, NOW)
-        assert found[2:4] == lines
+    def test_time_of_the_job_and_of_the_attempt(self) -> None:
+        timings = {"startedAt": at(300), "attemptStartedAt": at(60)}
+        runs = head(job(phase="Running", attempt=2, timings=timings))
+        assert runs[2:4] == ["Time:      5m in all", "Attempt:   2, begun 60s ago"]
+        timings["completedAt"] = at(30)
+        ended = head(job(phase="Failed", attempt=2, timings=timings))
+        assert ended[2:4] == ["Time:      4m30s in all, ended 30s ago", "Attempt:   2, took 30s"]
 
     def test_a_long_message_is_cut_unless_all_of_it_is_wanted(self) -> None:
-        long = {
-            "type": "Stalled",
-            "status": "True",
-            "reason": "R",
-            "message": "\n".join("abcdefgh"),
-        }
+        message = "\n".join("abcdefgh")
+        long = {"type": "Stalled", "status": "True", "reason": "R", "message": message}
         found = job(phase="Starting", conditions=[long])
-        assert "           ..." in status.head_lines(found, {}, NOW)
-        whole = status.head_lines(found, {}, NOW, most=text.WHOLE)
+        assert "           ..." in head(found)
+        whole = head(found, most=text.WHOLE)
         assert "           h" in whole
         assert "           ..." not in whole
-        told = [event("R", 1, message="\n".join("abcdefgh"))]
-        story = events.story(found, told)
+        story = events.story(found, [event("R", 1, message=message)])
         assert "..." in events.lines(story, NOW, 80)[-1]
         assert events.lines(story, NOW, 80, text.WHOLE)[-1].strip() == "h"
 
@@ -291,79 +278,60 @@ class TestStatus:
     def test_failure_is_told_once(self) -> None:
         true = {"status": "True", "reason": "DeadlineExceeded", "message": "m"}
         found = job(phase="Failed", conditions=[{"type": t, **true} for t in ("Stalled", "Failed")])
-        lines = status.head_lines(found, {}, NOW)
-        assert [line for line in lines if "DeadlineExceeded" in line] == [
-            "Failed:    DeadlineExceeded: m"
-        ]
+        told = [line for line in head(found) if "DeadlineExceeded" in line]
+        assert told == ["Failed:    DeadlineExceeded: m"]
 
-    def test_whose_snapshots_it_began_from_is_told_in_the_operators_words(self) -> None:
-        found = job(progress={"step": 7, "resumed": "another DDPJob (uid a): its snapshot"})
-        told = {0: Told({"step": 9, "resumed": {"step": 4, "uid": "a"}}, NOW.timestamp())}
-        lines = status.head_lines(found, told, NOW)
-        assert "Began:     from another DDPJob (uid a): its snapshot" in lines
-
-    def test_the_trainers_word_is_newer_than_the_status(self) -> None:
-        found = job(progress={"step": 7, "totalSteps": 90, "snapshotStep": 5})
-        told = {0: Told({"step": 9, "snapshotStep": 8}, NOW.timestamp() - 4)}
-        lines = status.head_lines(found, told, NOW)
+    def test_the_trainers_word_is_newer_than_the_status_but_not_whose_snapshots_it_began_from(
+        self,
+    ) -> None:
+        resumed = "another DDPJob (uid a): its snapshot"
+        found = job(progress={"step": 7, "totalSteps": 90, "snapshotStep": 5, "resumed": resumed})
+        say = {"step": 9, "snapshotStep": 8, "resumed": {"step": 4, "uid": "a"}}
+        lines = head(found, {0: Told(say, NOW.timestamp() - 4)})
         assert "Progress:  step 9/90" in lines
         assert "Snapshot:  step 8, 4s ago" in lines
-        begins = status.head_lines(job(), {0: Told({"phase": "startup"})}, NOW)
-        assert "Progress:  starting up" in begins
+        assert f"Began:     from {resumed}" in lines
+        assert "Progress:  starting up" in head(job(), {0: Told({"phase": "startup"})})
 
     def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self) -> None:
         found = job(phase="Running")
         plain = {0: Told({"phase": "startup"})}
         words = "running, tells no steps: a plain script, without ddp.start() or an adapter"
-        assert f"Progress:  {words}" in status.head_lines(found, plain, NOW)
+        assert f"Progress:  {words}" in head(found, plain)
         ours = {0: Told({"phase": "startup", "updatedAt": at(5)})}
-        assert "Progress:  starting up" in status.head_lines(found, ours, NOW)
-        members = {0: Member(pod(state={"running": {}}))}
-        for told, step in ((plain, "-"), (ours, "startup")):
-            assert status.gang_table(found, members, told, NOW)[1].split()[5] == step
-        starting = status.gang_table(job(phase="Starting"), members, plain, NOW)
-        assert starting[1].split()[5] == "startup"
+        assert "Progress:  starting up" in head(found, ours)
+        assert [row(found, told)[5] for told in (plain, ours)] == ["-", "startup"]
+        assert row(job(phase="Starting"), plain)[5] == "startup"
 
     def test_when_a_gang_without_pods_is_tried_again_is_told(self) -> None:
         for seconds, told in ((-240, ["Next try:  in 4m"]), (5, [])):
             found = job(phase="Restarting", timings={"nextRestartAt": at(seconds)})
-            lines = status.head_lines(found, {}, NOW)
-            assert [line for line in lines if line.startswith("Next try")] == told
+            assert [line for line in head(found) if line.startswith("Next try")] == told
 
     def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self) -> None:
         words = {"step": 9, "samplesPerSecond": 5.0, "updatedAt": at(480)}
         found = job(phase="Running")
-        lines = status.head_lines(found, {0: Told(words)}, NOW)
-        assert "Progress:  step 9, last told 8m ago" in lines
+        assert "Progress:  step 9, last told 8m ago" in head(found, {0: Told(words)})
         fresh = {0: Told({**words, "updatedAt": at(5)})}
-        assert "Progress:  step 9, 5 samples/s" in status.head_lines(found, fresh, NOW)
-        members = {0: Member(pod(state={"running": {}}))}
-        row = status.gang_table(found, members, {0: Told(words, rate=2.0)}, NOW)[1]
-        assert row.split()[5:7] == ["9", "-"]
+        assert "Progress:  step 9, 5 samples/s" in head(found, fresh)
+        assert row(found, {0: Told(words, rate=2.0)})[5:7] == ["9", "-"]
 
-    def test_the_exception_is_shown_and_else_the_end_of_the_log(self) -> None:
-        log = "\n".join(f"line {n}" for n in range(9))
-        told = {**FAILURE, "message": f"ValueError: boom\n{log}", "exception": "ValueError: boom"}
-        lines = status.head_lines(job(lastFailure=told), {}, NOW)
-        assert [line.strip() for line in lines][-1] == "ValueError: boom"
-        lines = status.head_lines(job(lastFailure={**FAILURE, "message": log}), {}, NOW)
-        assert [line.strip() for line in lines][-3:] == ["line 6", "line 7", "line 8"]
-
-    def test_of_an_init_container_its_last_line_is_shown(self) -> None:
+    def test_the_exception_is_shown_and_else_the_end_of_the_log_and_all_if_wanted(self) -> None:
         log = "\n".join(f"line {n}" for n in range(9))
         message = f"init container git: exit code 127\n{log}\nsh: git: not found"
         said = "init container git: exit code 127: sh: git: not found"
         found = job(lastFailure={**FAILURE, "message": message, "exception": said})
-        assert status.head_lines(found, {}, NOW)[-1].strip() == said
-        whole = status.head_lines(found, {}, NOW, most=text.WHOLE)
+        assert head(found)[-1].strip() == said
+        whole = head(found, most=text.WHOLE)
         assert [line.strip() for line in whole[-11:]] == message.splitlines()
+        lines = head(job(lastFailure={**FAILURE, "message": log}))
+        assert [line.strip() for line in lines][-3:] == ["line 6", "line 7", "line 8"]
 
     def test_a_pod_whose_init_container_failed_says_so(self) -> None:
         found = pod(state={"waiting": {"reason": "PodInitializing"}})
-        ends = [{"name": "ok", "exitCode": 0}, {"name": "fetch", "exitCode": 6}]
         found["status"]["initContainerStatuses"] = [
-            {"name": end["name"], "state": {"terminated": {"exitCode": end["exitCode"]}}}
-            for end in ends
+            {"name": name, "state": {"terminated": {"exitCode": code}}}
+            for name, code in (("ok", 0), ("fetch", 6))
         ]
         assert (Member(found).state, Member(found).failed_init) == ("Init:Error", "fetch")
 
@@ -431,43 +399,34 @@ class TestStory:
 class TestStrangers:
     """Whoever may make a pod or an Event in the namespace: nothing of theirs ends the plugin."""
 
-    @pytest.mark.parametrize("value", ["1e999", "-1e999", "nan", "9" * 400])
-    def test_numbers_that_are_none(self, value: str) -> None:
-        name = f"{gang.METRIC_SNAPSHOT_AT} {value}\n".encode()
-        assert gang.understood(b"{}", name).snapshot_at is None
-        told = gang.understood(f'{{"round": {value.replace("nan", "NaN")}}}'.encode(), b"")
-        assert told.number("round") is None
+    def test_numbers_that_are_none(self) -> None:
+        for value in ("1e999", "-1e999", "nan", "9" * 400):
+            name = f"{gang.METRIC_SNAPSHOT_AT} {value}\n".encode()
+            assert gang.understood(b"{}", name).snapshot_at is None
+            told = gang.understood(f'{{"round": {value.replace("nan", "NaN")}}}'.encode(), b"")
+            assert told.number("round") is None
+        lines = b"a{\n" * 1_000_000  # not to be searched for hours
+        assert gang.understood(b"{}", lines).snapshot_at is None
 
-    def test_a_page_that_would_take_hours_to_search(self) -> None:
-        assert gang.understood(b"{}", b"a{\n" * 1_000_000).snapshot_at is None
-
-    def test_words_instead_of_numbers(self) -> None:
+    def test_words_instead_of_numbers_and_long_ones(self) -> None:
         told = {0: Told({"step": "x" * 10, "snapshotStep": ["y"], "loss": {}, "totalSteps": "z"})}
-        lines = "\n".join(status.head_lines(job(phase="Running"), told, NOW))
+        lines = "\n".join(head(job(phase="Running"), told))
         assert "xxx" not in lines
         assert "step -" in lines
+        assert len(" ".join(row(job(phase="Running"), {0: Told({"phase": "p" * 10**6})}))) < 1000
 
-    def test_long_words_are_cut(self) -> None:
-        say = {0: Told({"phase": "p" * 1_000_000})}
-        found = {0: Member(pod(state={"running": {}}))}
-        lines = status.gang_table(job(phase="Running"), found, say, NOW)
-        assert max(map(len, lines)) < 1000
-
-    @pytest.mark.parametrize(
-        "meta",
-        [
+    def test_pods_that_only_claim_to_be_members(self) -> None:
+        ours = {"ownerReferences": [{"controller": True, "uid": "u"}]}
+        assert gang._is_ours(job(), pod(**ours))
+        for meta in (
             {"ownerReferences": []},
             {"ownerReferences": [{"uid": "u"}]},
             {"ownerReferences": [{"controller": True, "uid": "another"}]},
             {"name": "evil"},
             {"labels": {}},
             {"labels": {crd.LABEL_REPLICA: "0", crd.LABEL_ATTEMPT: "x"}},
-        ],
-    )
-    def test_pods_that_only_claim_to_be_members(self, meta: dict[str, Any]) -> None:
-        ours = {"ownerReferences": [{"controller": True, "uid": "u"}]}
-        assert gang._is_ours(job(), pod(**ours))
-        assert not gang._is_ours(job(), pod(**{**ours, **meta}))
+        ):
+            assert not gang._is_ours(job(), pod(**{**ours, **meta})), meta
 
     def test_events_about_nothing(self) -> None:
         event = {"involvedObject": {"kind": "Pod"}, "lastTimestamp": at(1), "metadata": {}}

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,6 @@ Object = dict[str, Any]
 DDPJOBS = f"{crd.PLURAL}.{crd.GROUP}"
 
 _END_SECONDS = 5.0  # after SIGTERM; kubectl takes milliseconds
-#: The API server takes objects of up to 10,000 levels.
-_DEEPEST = 12_000
 _FORBIDDEN = re.compile(
     r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)")?'
@@ -125,9 +122,7 @@ def _put_off(number: signal.Signals) -> Iterator[None]:
 
 
 def _decoded(text: str) -> Object:
-    """Parse JSON; one user's job of 1,500 levels must not hide all others."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, _DEEPEST))
+    """Parse JSON."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -135,8 +130,6 @@ def _decoded(text: str) -> Object:
         raise Failure(what) from None
     except ValueError:
         raise _unlike("JSON", text) from None
-    finally:
-        sys.setrecursionlimit(limit)
     return found if isinstance(found, dict) else {}
 
 

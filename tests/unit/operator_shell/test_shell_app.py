@@ -18,7 +18,6 @@ from ddpjob_operator.shell.api.client import JOBS, Listing, Object, Resource
 from ddpjob_operator.shell.api.credentials import Credentials
 from ddpjob_operator.shell.app import App
 from ddpjob_operator.shell.settings import Settings
-from ddpjob_operator.shell.watch.resync import Resync
 from support.world import job_object
 
 DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
@@ -71,42 +70,22 @@ async def lose() -> None:
     pass
 
 
-@pytest.mark.parametrize("part", ["_elector", "_node_informer"])
+@pytest.mark.parametrize(
+    ("part", "ends", "bug"),
+    [("_elector", fail, True), ("_node_informer", fail, True), ("_elector", lose, False)],
+)
 async def test_a_part_that_fails_ends_the_process_and_tells_why(
-    app: App, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    app: App, part: str, ends: Any, bug: bool, monkeypatch: Any, caplog: Any
 ) -> None:
-    monkeypatch.setattr(getattr(app, part), "run", fail)
+    monkeypatch.setattr(getattr(app, part), "run", ends)
     assert await app._run_parts(asyncio.Event()) == 1
-    assert "broken inside" in caplog.text
+    assert ("bug" in caplog.text) == ("broken inside" in caplog.text) == bug
 
 
-async def test_a_lost_lease_is_no_bug(
+async def test_a_restored_etcd_that_a_worker_finds_is_no_bug_and_a_reason_to_start_anew(
     app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(app._elector, "run", lose)
-    assert await app._run_parts(asyncio.Event()) == 1
-    assert "bug" not in caplog.text
-
-
-async def test_a_restored_etcd_is_no_bug_and_a_reason_to_start_anew(
-    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def list_pods(*_: object, **__: object) -> Listing:
-        return Listing([], "7")
-
-    monkeypatch.setattr(app._api, "list_all", list_pods)
-    app._store.check_list("ddpjobs", "8", 0)
-    resync = app._resyncs[None]
-    monkeypatch.setattr(resync, "run", lambda: Resync.run(resync))
-    assert await app._run_parts(asyncio.Event()) == 1
-    assert "etcd was restored from a backup; starting anew" in caplog.text
-    assert "bug" not in caplog.text
-
-
-async def test_so_is_one_that_a_barrier_shows(
-    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A worker finds it before any watch or list of a whole kind does."""
+    """Its barrier shows it before any watch or list of a whole kind does."""
 
     async def list_pods(*_: object, **__: object) -> Listing:
         return Listing([], "7")

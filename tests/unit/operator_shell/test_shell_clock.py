@@ -43,23 +43,20 @@ def test_a_jump_is_taken_slowly_and_in_the_end(jump: timedelta):
     assert machine.live(12 * 3600) == machine.wall()
 
 
-def test_a_clock_that_was_never_set_is_followed_at_once_and_what_came_before_does_not_count():
-    machine = Machine()
-    machine.live(600)
-    machine.set_by = timedelta(days=400)
-    assert machine.clock.now() == machine.wall()
-    assert machine.clock.seen_since() == machine.wall()
-
-
 @pytest.mark.parametrize("days", [400, -400])
-def test_who_remembers_times_is_told_that_the_clock_was_set(days: int):
+def test_a_clock_that_was_never_set_is_followed_at_once_and_what_came_before_does_not_count(
+    days: int,
+):
     told: list[bool] = []
     machine = Machine()
-    machine.clock = Clock(wall=machine.wall, stepped=lambda: told.append(True))
+    machine.clock = Clock(
+        wall=machine.wall, monotonic=lambda: machine.passed, stepped=lambda: told.append(True)
+    )
+    machine.live(600)
     machine.set_by = timedelta(days=days)
-    machine.clock.now()
-    machine.clock.now()
-    assert told == [True]
+    assert machine.clock.now() == machine.clock.now() == machine.wall()
+    assert machine.clock.seen_since() == machine.wall()
+    assert told == [True], "who remembers times is told"
 
 
 def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
@@ -75,16 +72,7 @@ def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
     assert machine.clock.seen_since() == healed
 
 
-def test_who_takes_over_begins_anew():
-    machine = Machine()
-    machine.live(600)
-    machine.clock.interrupted()
-    taken = machine.clock.now()
-    machine.live(30)
-    assert machine.clock.seen_since() == taken
-
-
-def test_what_cannot_be_seen_of_one_namespace_is_no_gap_in_anothers():
+def test_what_cannot_be_seen_of_one_namespace_is_no_gap_in_anothers_but_a_take_over_is():
     """Or whoever takes the operator's rights in one would stop every deadline in all."""
     machine = Machine()
     machine.clock = Clock(

@@ -1,10 +1,11 @@
-"""The lease: two electors, one clock that the test moves, and an API that can fail."""
+"""The lease: two electors, an API that can fail, and time that is simulated."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,36 +14,14 @@ from ddpjob_operator.shell.api.client import Object, Resource
 from ddpjob_operator.shell.elector import Elector
 from support.patience import PATIENCE
 
+pytestmark = [pytest.mark.looptime]
 
-class Clock:
-    """Time that moves only by ``sleep``; everybody who sleeps wakes in order."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self._sleepers: list[tuple[float, asyncio.Event]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        event = asyncio.Event()
-        self._sleepers.append((self.now + seconds, event))
-        await event.wait()
-
-    async def pass_by(self, seconds: float) -> None:
-        until = self.now + seconds
-        while True:
-            for _ in range(20):
-                await asyncio.sleep(0)
-            due = sorted(
-                (s for s in self._sleepers if s[0] <= until), key=lambda sleeper: sleeper[0]
-            )
-            if not due:
-                break
-            self.now = max(self.now, due[0][0])
-            self._sleepers.remove(due[0])
-            due[0][1].set()
-        self.now = until
+@pytest.fixture(autouse=True)
+async def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elector's clock is the simulated one."""
+    clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+    monkeypatch.setattr("ddpjob_operator.shell.elector.time", clock)
 
 
 class LeaseServer:
@@ -77,9 +56,19 @@ class LeaseServer:
         return await self._answer("replace", body)
 
     @property
-    def holder(self) -> str:
+    def spec(self) -> Object:
         assert self.lease is not None
-        return str(self.lease["spec"]["holderIdentity"])
+        spec: Object = self.lease["spec"]
+        return spec
+
+    @property
+    def holder(self) -> str:
+        return str(self.spec["holderIdentity"])
+
+    def touch(self) -> None:
+        """Write it again, as somebody else does."""
+        assert self.lease is not None
+        self._store(self.lease)
 
     async def _answer(self, verb: str, body: Object) -> Object:
         stored = self._store(body)
@@ -94,15 +83,9 @@ class LeaseServer:
 
 
 class Candidate:
-    """One elector. ``clock`` is a Clock, or else ``sleep`` goes with it."""
+    """One elector."""
 
-    def __init__(
-        self,
-        server: LeaseServer,
-        clock: Callable[[], float],
-        name: str,
-        sleep: Callable[[float], Awaitable[None]] | None = None,
-    ) -> None:
+    def __init__(self, server: LeaseServer, name: str) -> None:
         self.changes: list[bool] = []
         self.elector = Elector(
             server,
@@ -111,8 +94,6 @@ class Candidate:
             identity=name,
             seconds=15,
             on_change=self.changes.append,
-            clock=clock,
-            sleep=sleep or clock.sleep,  # type: ignore[attr-defined]
         )
         self.task = asyncio.create_task(self.elector.run())
 
@@ -125,58 +106,46 @@ class Candidate:
         await asyncio.wait([self.task])
 
 
-async def dead_leader(server: LeaseServer, clock: Clock) -> Candidate:
+async def dead_leader(server: LeaseServer) -> Candidate:
     """It led for a moment, and the lease is its still."""
-    found = Candidate(server, clock, "a")
-    await clock.pass_by(5)
+    found = Candidate(server, "a")
+    await asyncio.sleep(5)
     await found.die()
     return found
 
 
 async def test_one_of_two_leads_and_the_other_follows_when_it_dies() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(0)
-    second = Candidate(server, clock, "b")
-    await clock.pass_by(60)
+    server = LeaseServer()
+    first = Candidate(server, "a")
+    await asyncio.sleep(1)
+    server.spec["renewTime"] = "1999-01-01T00:00:00.000000Z"
+    second = Candidate(server, "b")
+    await asyncio.sleep(2)
+    assert not second.leads(), "an old time in the lease says nothing about its age here"
+    await asyncio.sleep(58)
     assert (first.leads(), second.leads()) == (True, False)
     await first.die()
-    await clock.pass_by(10)
+    await asyncio.sleep(10)
     assert not second.leads(), "the lease has not expired"
-    await clock.pass_by(10)
+    await asyncio.sleep(10)
     assert second.leads()
-    assert server.lease is not None
-    assert server.lease["spec"]["leaseTransitions"] == 2
-    await second.die()
-
-
-async def test_release_lets_the_next_begin_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    second = Candidate(server, clock, "b")
-    await clock.pass_by(5)
-    await first.die()
-    await first.elector.release(PATIENCE)
-    await clock.pass_by(4)
-    assert second.leads()
+    assert server.spec["leaseTransitions"] == 2
     await second.die()
 
 
 async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
     """Its task is cancelled while the API server has the call already."""
-    server, clock = LeaseServer(), Clock()
-    first = await dead_leader(server, clock)
+    server = LeaseServer()
+    first = await dead_leader(server)
 
     def late(verb: str) -> None:
         if verb == "replace":
             server.fail = lambda verb: None
-            assert server.lease is not None
-            server._store(server.lease)
+            server.touch()
 
     server.fail = late
     release = asyncio.create_task(first.elector.release(PATIENCE))
-    await clock.pass_by(1)
+    await asyncio.sleep(1)
     assert server.holder == ""
     await release
 
@@ -184,15 +153,15 @@ async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
 @pytest.mark.parametrize("verb", ["create", "replace"])
 async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None:
     """Its task is cancelled, or the answer is lost, when the API server has stored it already."""
-    server, clock = LeaseServer(), Clock()
+    server = LeaseServer()
     if verb == "replace":
-        before = Candidate(server, clock, "z")
-        await clock.pass_by(1)
+        before = Candidate(server, "z")
+        await asyncio.sleep(1)
         await before.die()
         await before.elector.release(PATIENCE)
     server.slow = lambda done: asyncio.sleep(0 if done == "get" else 3600)
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(1)
+    first = Candidate(server, "a")
+    await asyncio.sleep(1)
     assert (server.holder, first.leads()) == ("a", False)
     await first.die()
     server.slow = lambda done: asyncio.sleep(0)
@@ -200,21 +169,15 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None
     assert server.holder == ""
 
 
-@pytest.mark.looptime
 @pytest.mark.parametrize(
-    ("error", "seconds"),
-    [
-        (errors.Unavailable(500, "", "down"), 7),
-        (errors.Conflict(409, "Conflict", "changed"), 7),
-        (errors.Forbidden(403, "Forbidden", "not yours"), 0),
-    ],
+    "error",
+    [errors.Unavailable(500, "", "down"), errors.Conflict(409, "Conflict", "changed")],
 )
 async def test_a_release_that_cannot_be_says_why(
-    error: errors.ApiError, seconds: float, caplog: pytest.LogCaptureFixture
+    error: errors.ApiError, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Time is simulated: it tries for as long as it may, but not what cannot change."""
     server, loop = LeaseServer(), asyncio.get_running_loop()
-    first = Candidate(server, loop.time, "a", asyncio.sleep)
+    first = Candidate(server, "a")
     await asyncio.sleep(5)
     await first.die()
 
@@ -224,99 +187,67 @@ async def test_a_release_that_cannot_be_says_why(
     server.fail = fail
     began = loop.time()
     await first.elector.release(7)
-    assert loop.time() - began == seconds
+    assert loop.time() - began == 7
     assert f"cannot give the lease ns/lease back: {error}" in caplog.text
 
 
-async def test_a_restarted_pod_takes_its_own_lease_back_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
-    await dead_leader(server, clock)
-    again = Candidate(server, clock, "a")
-    await clock.pass_by(0.1)
-    assert again.leads()
-    assert server.lease is not None
-    assert server.lease["spec"]["leaseTransitions"] == 1
-    await again.die()
-
-
 async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(6)
+    server = LeaseServer()
+    first = Candidate(server, "a")
+    await asyncio.sleep(6)
     assert first.leads()
 
     def down(verb: str) -> None:
         raise errors.Unavailable(0, "", "down")
 
     server.fail = down
-    await clock.pass_by(6)
+    await asyncio.sleep(6)
     assert first.leads(), "one missed renewal is no reason to stop"
-    await clock.pass_by(6)
+    await asyncio.sleep(6)
     assert not first.leads()
-    await clock.pass_by(5)
+    await asyncio.sleep(5)
     assert first.task.done(), "run() returns, so that the process ends"
     assert first.changes == [True, False]
 
 
-async def test_a_lease_taken_by_another_ends_leadership_at_once() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    assert server.lease is not None
-    server.lease["spec"]["holderIdentity"] = "b"
-    server._store(server.lease)
-    await clock.pass_by(3.5)
-    assert first.task.done()
-    assert not first.leads()
-
-
-async def test_the_holders_clock_does_not_matter() -> None:
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(5)
-    assert server.lease is not None
-    server.lease["spec"]["renewTime"] = "1999-01-01T00:00:00.000000Z"
-    second = Candidate(server, clock, "b")
-    await clock.pass_by(2)
-    assert not second.leads(), "an old time in the lease says nothing about its age here"
-    await first.die()
-    await second.die()
-
-
 async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None:
     """What was looked at meanwhile was left alone, so it must be looked at again."""
-    server, clock = LeaseServer(), Clock()
-    first = Candidate(server, clock, "a")
-    await clock.pass_by(1)
+    server = LeaseServer()
+    first = Candidate(server, "a")
+    await asyncio.sleep(1)
     paused: list[bool] = []
+    loop = asyncio.get_running_loop()
+    again = loop.time() + 7.5
 
-    def late(verb: str) -> None:
-        if clock.now < 109:
+    def away(verb: str) -> None:
+        if loop.time() < again:
             raise errors.Unavailable(503, "", "away")
+
+    async def slow(verb: str) -> None:
         if verb == "replace" and not paused:
-            clock.now += 3.5  # a slow answer, beyond the deadline of the renewal before
+            await asyncio.sleep(3.5)  # beyond the deadline of the renewal before
             paused.append(not first.leads())
 
-    server.fail = late
-    await clock.pass_by(20)
+    server.fail, server.slow = away, slow
+    await asyncio.sleep(20)
     assert paused == [True]
     assert first.leads()
     assert first.changes == [True, True]
-    await clock.pass_by(20)
+    await asyncio.sleep(20)
     assert first.changes == [True, True], "renewals in time tell nothing"
     await first.die()
 
 
 async def test_what_others_write_to_the_lease_is_no_sign_of_life() -> None:
     """Whoever labels or annotates it, a backup's or GitOps' controller, does not hold it."""
-    server, clock = LeaseServer(), Clock()
-    await dead_leader(server, clock)
-    second = Candidate(server, clock, "b")
+    server = LeaseServer()
+    await dead_leader(server)
+    second = Candidate(server, "b")
     for number in range(6):
-        await clock.pass_by(3)
+        await asyncio.sleep(3)
         assert server.lease is not None
         if server.holder == "a":
             server.lease["metadata"]["annotations"] = {"touched": str(number)}
-            server._store(server.lease)
+            server.touch()
     assert second.leads()
     await second.die()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -54,24 +55,20 @@ class ScriptedApi:
             raise answer
         return answer
 
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Any:
+    async def get(self, resource: Resource, *_: object) -> Any:
         return self._answer("get", resource)
 
-    async def create(
-        self, resource: Resource, namespace: str, body: Any, *, strict: bool = False
-    ) -> Any:
+    async def create(self, resource: Resource, _: str, body: Any, *, strict: bool = False) -> Any:
         assert strict
         return self._answer("create", resource, body)
 
-    async def replace(
-        self, resource: Resource, namespace: str, name: str, body: Any, *, sub: str = ""
-    ) -> Any:
-        return self._answer("replace", resource, body)
+    async def replace(self, resource: Resource, *found: Any, sub: str = "") -> Any:
+        return self._answer("replace", resource, found[-1])
 
     async def delete(
         self,
         resource: Resource,
-        namespace: str,
+        _: str,
         name: str,
         *,
         uid: str,
@@ -118,9 +115,7 @@ class Stage:
             now=lambda: NOW,
         )
         self.store.put_job(job_object(5))
-        snapshot = self.store.snapshot(("ns", "job"))
-        assert snapshot is not None
-        self.job = snapshot.job
+        self.job = self.now
 
     async def do(self, *actions: Action) -> None:
         await self.executor.carry_out(self.job, actions)
@@ -128,6 +123,18 @@ class Stage:
     @property
     def feedback(self) -> ApiFeedback:
         return self.store.feedback("u1")
+
+    @property
+    def now(self) -> Job:
+        """The job as it is known by now."""
+        snapshot = self.store.snapshot(("ns", "job"))
+        assert snapshot is not None
+        return snapshot.job
+
+    def counted(self) -> float:
+        """Restarts for the class User, as the metrics have them."""
+        labels = {"namespace": "ns", "class": "User"}
+        return self.metrics.registry.get_sample_value("ddpjob_restarts_total", labels) or 0
 
     @property
     def pods(self) -> list[str]:
@@ -176,19 +183,16 @@ WRITE = WriteStatus(
     (Event("Normal", "Started", "x"),),
     (Measurement("restarts_total", 1, "User"), Measurement("rounds_total", 2, "Hang")),
 )
+LOST = errors.Unavailable(504, "", "lost")
 
 
 async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage) -> None:
     stage.api.script["replace ddpjobs"] = [job_object(9, phase="Starting")]
     await stage.do(WRITE)
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    assert (snapshot.job.resource_version, snapshot.job.status) == ("9", {"phase": "Starting"})
+    assert (stage.now.resource_version, stage.now.status) == ("9", {"phase": "Starting"})
     assert stage.feedback.status_written_at == NOW
     assert [event.reason for event in stage.recorder.sent] == ["Started"]
-    value = stage.metrics.registry.get_sample_value
-    assert value("ddpjob_restarts_total", {"namespace": "ns", "class": "User"}) == 1
-    assert value("ddpjob_rounds_total", {"namespace": "ns", "class": "Hang"}) == 2
+    assert stage.counted() == 1
     (body,) = stage.api.bodies
     assert body["metadata"]["resourceVersion"] == "5"
 
@@ -204,45 +208,33 @@ async def test_what_an_older_crd_dropped_of_a_status_is_known(stage: Stage) -> N
     assert stage.feedback.pruned is None
 
 
-async def test_a_conflict_with_our_own_write_tells_of_it(stage: Stage) -> None:
-    """The answer to the first try was lost, and aiohttp made a second one by itself."""
-    stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
-    stage.api.script["get ddpjobs"] = [job_object(6, phase="Starting")]
-    await stage.do(WRITE, create())
-    assert [event.reason for event in stage.recorder.sent] == ["Started"]
-    labels = {"namespace": "ns", "class": "User"}
-    assert stage.metrics.registry.get_sample_value("ddpjob_restarts_total", labels) == 1
-    assert stage.api.calls == ["replace ddpjobs", "get ddpjobs"], "the rest is planned anew"
-
-
-async def test_after_a_status_write_and_a_read_that_both_failed_nothing_is_confirmed(
-    stage: Stage,
-) -> None:
-    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
-    lost = errors.Unavailable(504, "", "lost")
-    stage.api.script["replace ddpjobs"], stage.api.script["get ddpjobs"] = [lost], [lost]
-    with pytest.raises(errors.Unavailable):
-        await stage.do(WRITE)
-    assert stage.feedback.confirmed is None
-
-
-@pytest.mark.parametrize("code", [0, 500, 504])
-@pytest.mark.parametrize(("found", "told"), [("Starting", ["Started"]), ("Pending", [])])
+@pytest.mark.parametrize(
+    ("answer", "found", "told"),
+    [
+        # The answer to the first try was lost, and aiohttp made a second one by itself.
+        (errors.Conflict(409, "Conflict", "changed"), "Starting", ["Started"]),
+        (LOST, "Starting", ["Started"]),
+        (LOST, "Pending", []),
+        (errors.Unavailable(0, "", "lost"), "", []),
+    ],
+)
 async def test_a_status_write_of_unknown_fate_reads_the_job_again(
-    stage: Stage, code: int, found: str, told: list[str]
+    stage: Stage, answer: errors.ApiError, found: str, told: list[str]
 ) -> None:
-    """If only the answer was lost, its events and figures are those of any other write."""
-    stage.api.script["replace ddpjobs"] = [errors.Unavailable(code, "", "lost")]
-    stage.api.script["get ddpjobs"] = [job_object(9, phase=found)]
-    with pytest.raises(errors.Unavailable):
-        await stage.do(WRITE)
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    assert snapshot.job.resource_version == "9"
+    """If only the answer was lost, its events and figures are those of any other write.
+
+    Nothing is confirmed any more, also if the read fails, too.
+    """
+    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
+    stage.api.script["replace ddpjobs"] = [answer]
+    stage.api.script["get ddpjobs"] = [job_object(9, phase=found) if found else LOST]
+    with contextlib.nullcontext() if answer.code == 409 else pytest.raises(errors.Unavailable):
+        await stage.do(WRITE, create())
+    assert stage.now.resource_version == ("9" if found else "5")
+    assert (stage.feedback.confirmed is None) == (answer.code != 409)
     assert [event.reason for event in stage.recorder.sent] == told
-    labels = {"namespace": "ns", "class": "User"}
-    counted = stage.metrics.registry.get_sample_value("ddpjob_restarts_total", labels)
-    assert (counted or 0) == len(told)
+    assert stage.counted() == len(told)
+    assert stage.api.calls == ["replace ddpjobs", "get ddpjobs"], "the rest is planned anew"
 
 
 async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
@@ -260,8 +252,9 @@ async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
         (pod(deletionTimestamp="2026-01-01T00:00:00Z"), "u1", 2, True, ["p0-2"]),
         (pod(owner="other"), "other", 2, False, []),
         (pod(ownerReferences=[]), None, 2, False, []),
+        (pod(attempt=2, uid="hidden"), "u1", 2, False, []),
     ],
-    ids=["older-attempt", "terminating", "another-job", "nobody's"],
+    ids=["older-attempt", "terminating", "another-job", "nobody's", "lost-its-label"],
 )
 async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
     stage: Stage,
@@ -271,28 +264,16 @@ async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
     deleting: bool,
     kept: list[str],
 ) -> None:
-    stage.api.script["create pods"] = [taken()]
-    stage.api.script["get pods"] = [found]
+    stage.store.remove_pod("hidden")  # the watch said DELETED, but the pod runs on
+    stage.api.script = {"create pods": [taken()], "get pods": [found]}
     await stage.do(create())
     refusal = stage.feedback.refusals[0]
-    assert refusal.existing is not None
     existing = refusal.existing
+    assert existing is not None
     assert (existing.owner_uid, existing.attempt, existing.deleting) == (owner, attempt, deleting)
     assert existing.uid == found["metadata"]["uid"]
     assert (refusal.code, refusal.attempt, refusal.at) == (409, 2, NOW)
     assert stage.pods == kept, "ours is known, so that the planner can remove it"
-
-
-async def test_a_pod_of_ours_that_no_watch_shows_is_in_the_way(stage: Stage) -> None:
-    """Somebody took its label away: the watch said DELETED, but the pod runs on."""
-    stage.store.put_pod(pod())
-    stage.store.remove_pod("p0-2")
-    stage.api.script["create pods"] = [taken()]
-    stage.api.script["get pods"] = [pod(version=11)]
-    await stage.do(create())
-    existing = stage.feedback.refusals[0].existing
-    assert existing is not None
-    assert (existing.uid, existing.owner_uid, existing.attempt) == ("p0-2", "u1", 2)
 
 
 @pytest.mark.parametrize(
@@ -376,9 +357,7 @@ async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stag
     stage.api.script["list pods"] = [Listing([pod(1), pod(2, version=15)], "20")]
     stage.api.script["get ddpjobs"] = [job_object(6, attempt=2, phase="Running")]
     stage.store.put_job(job_object(6, attempt=2, phase="Running"))
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    await stage.executor.carry_out(snapshot.job, [ConfirmGone(2)])
+    await stage.executor.carry_out(stage.now, [ConfirmGone(2)])
     assert stage.feedback.confirmed == QuorumRead(
         2, NOW, running=True, seen=frozenset({0, 1}), replicas=frozenset({1, 2})
     )
@@ -391,9 +370,7 @@ async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage: 
     await stage.do(ConfirmGone(2), create())
     assert stage.api.calls == ["list pods", "get ddpjobs"]
     assert stage.feedback.confirmed is None
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    assert snapshot.job.status == {"attempt": 3}
+    assert stage.now.status == {"attempt": 3}
     with pytest.raises(JobGoneError):
         await stage.do(ConfirmGone(3))
 
@@ -403,83 +380,53 @@ def with_pod(stage: Stage) -> DeletePod:
     return DeletePod("job-0", "p0-2", 2)
 
 
+LEAVING = {"version": 11, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+
+
 @pytest.mark.parametrize(
-    ("answer", "left"),
+    ("answer", "found", "left"),
     [
-        (errors.NotFound(404, "NotFound", ""), []),
-        (pod(version=11, deletionTimestamp="2026-01-01T00:00:00Z"), []),
-        (
-            pod(
-                version=11,
-                deletionTimestamp="2026-01-01T00:00:00Z",
-                deletionGracePeriodSeconds=2,
-            ),
-            ["p0-2"],
-        ),
-        (
-            pod(
-                version=11,
-                deletionTimestamp="2026-01-01T00:00:00Z",
-                deletionGracePeriodSeconds=0,
-                finalizers=["x"],
-            ),
-            ["p0-2"],
-        ),
-        ({"kind": "Status", "status": "Success"}, []),
+        (errors.NotFound(404, "NotFound", ""), None, []),
+        ({"kind": "Status", "status": "Success"}, None, []),
+        (pod(**LEAVING), None, []),
+        (pod(**LEAVING, deletionGracePeriodSeconds=2), None, ["p0-2"]),
+        (pod(**LEAVING, deletionGracePeriodSeconds=0, finalizers=["x"]), None, ["p0-2"]),
+        (taken(), pod(attempt=3), []),
     ],
-    ids=["gone", "removed-at-once", "graceful", "finalizer", "status"],
+    ids=["gone", "status", "removed-at-once", "graceful", "finalizer", "another-uid"],
 )
-async def test_deletions(stage: Stage, answer: Answer, left: list[str]) -> None:
-    stage.api.script["delete pods"] = [answer]
+async def test_deletions(stage: Stage, answer: Answer, found: Object, left: list[str]) -> None:
+    stage.api.script = {"delete pods": [answer], "get pods": [found]}
     await stage.do(with_pod(stage))
-    assert stage.api.bodies == [("job-0", "p0-2", 2)]
+    assert stage.api.bodies[0] == ("job-0", "p0-2", 2)
     assert stage.pods == left
     assert all(pod.deleting for pod in stage.store.pods_of("u1"))
 
 
-async def test_a_deletion_that_meets_another_uid_is_done(stage: Stage) -> None:
-    stage.api.script["delete pods"] = [taken()]
-    stage.api.script["get pods"] = [pod(attempt=3)]
-    await stage.do(with_pod(stage))
-    assert stage.pods == []
-
-
 async def test_a_deletion_that_meets_a_mere_write_is_tried_again(stage: Stage) -> None:
-    stage.api.script["delete pods"] = [taken()]
-    stage.api.script["get pods"] = [pod()]
+    stage.api.script = {"delete pods": [taken()], "get pods": [pod()]}
     with pytest.raises(errors.Conflict):
         await stage.do(with_pod(stage))
     assert stage.pods == ["p0-2"]
 
 
 async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage) -> None:
-    leaving = job_object(9)
-    leaving = {
-        "kind": "DDPJob",
-        **leaving,
-        "metadata": {**leaving["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"},
-    }
+    leaving = {"kind": "DDPJob", **job_object(9)}
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     stage.api.script["delete ddpjobs"] = [leaving, {"kind": "Status", "status": "Success"}]
     await stage.do(DeleteJob("u1"))
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    assert snapshot.job.deleting, "the planner leaves it alone from now on"
+    assert stage.now.deleting, "the planner leaves it alone from now on"
     with pytest.raises(JobGoneError):
         await stage.do(DeleteJob("u1"))
 
 
 async def test_a_job_that_has_changed_since_it_was_finished_is_not_deleted(stage: Stage) -> None:
     """As after a restore of etcd, which makes it a running one again."""
-    snapshot = stage.store.snapshot(("ns", "job"))
-    assert snapshot is not None
-    changed = job_object(9)
     stage.api.script["delete ddpjobs"] = [errors.Conflict(409, "Conflict", "it has changed")]
-    stage.api.script["get ddpjobs"] = [changed]
+    stage.api.script["get ddpjobs"] = [job_object(9)]
     await stage.do(DeleteJob("u1"))
-    assert stage.api.versions == [snapshot.job.resource_version]
-    found = stage.store.snapshot(("ns", "job"))
-    assert found is not None
-    assert found.job.resource_version == changed["metadata"]["resourceVersion"]
+    assert stage.api.versions == ["5"]
+    assert stage.now.resource_version == "9"
 
 
 def service(owner: str | None = "u1", **meta: Any) -> Object:
@@ -530,8 +477,10 @@ async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
 
 
 async def test_what_cannot_be_put_right_holds_up_nothing(stage: Stage) -> None:
-    refused = errors.Forbidden(403, "Forbidden", "no update")
-    stage.api.script = {"get services": [changed()], "replace services": [refused]}
+    stage.api.script = {
+        "get services": [changed()],
+        "replace services": [errors.Forbidden(403, "Forbidden", "no update")],
+    }
     await stage.do(ENSURE)
     assert stage.feedback.network_attempt == 2
     assert [event.reason for event in stage.recorder.sent] == ["NetworkNotRepaired"]

@@ -13,7 +13,7 @@ import pytest
 from ddpjob_operator.core.objects.nodes import FORBIDDEN
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import Listing, Object
-from ddpjob_operator.shell.cache.store import Store
+from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 
 pytestmark = [pytest.mark.looptime]
@@ -128,58 +128,53 @@ def store_with_a_pod_on(name: str) -> Store:
     return store
 
 
+@contextlib.asynccontextmanager
+async def informing_of_nodes(api: NodesApi, store: Store) -> AsyncIterator[list[Key]]:
+    """The jobs that the informer names."""
+    told: list[Key] = []
+    informer = NodeInformer(api, store, None, told.append)  # type: ignore[arg-type]
+    task = asyncio.create_task(informer.run())
+    await informer.synced.wait()
+    yield told
+    task.cancel()
+
+
 async def test_a_node_that_changes_names_the_jobs_that_are_on_it() -> None:
-    api = NodesApi([node("a", 3), node("b", 3)])
+    api, store = NodesApi([node("a", 3), node("b", 3)]), store_with_a_pod_on("a")
     api.events = [
         ("MODIFIED", node("a", 6)),  # a heartbeat
         ("MODIFIED", node("b", 7, ready=False)),  # nobody is there
         ("MODIFIED", node("a", 8, ready=False)),
         ("DELETED", node("a", 9)),
     ]
-    store, told = store_with_a_pod_on("a"), []
-    informer = NodeInformer(api, store, None, told.append)  # type: ignore[arg-type]
-    task = asyncio.create_task(informer.run())
-    await asyncio.sleep(1)
-    task.cancel()
+    async with informing_of_nodes(api, store) as told:
+        await asyncio.sleep(1)
     assert told == [("ns", "job")] * 3, "at the list, silent, gone"
     store.remove_pod("p")
-    assert store.keys_on("a") == set()
+    assert store.keys_on({"a"}) == set()
 
 
-async def test_without_rights_nodes_are_unknown_and_nobody_waits(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (errors.Forbidden(403, "Forbidden", "not you"), FORBIDDEN),
+        (errors.Unavailable(503, "", "not you"), None),  # no want of rights
+    ],
+)
+async def test_nodes_that_cannot_be_read_are_unknown_and_nobody_waits(
+    error: errors.ApiError, known: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api = NodesApi(errors.Forbidden(403, "Forbidden", "not you"))
-    store = store_with_a_pod_on("a")
-    store.nodes.replace_all([])
-    informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
-    task = asyncio.create_task(informer.run())
-    await informer.synced.wait()
-    assert store.nodes.of(["a"]) == FORBIDDEN
-    await asyncio.sleep(600)
-    assert len(api.lists) < 40
-    assert len([r for r in caplog.records if "not you" in r.message]) == 1, "told once"
-    api.answer = [node("a", 3)]
-    await asyncio.sleep(60)
-    found = store.nodes.of(["a"])
-    assert found is not None
-    assert found.known["a"].ready
-    task.cancel()
-
-
-async def test_trouble_of_the_api_servers_is_no_want_of_rights() -> None:
-    api = NodesApi(errors.Unavailable(503, "", "down"))
-    store = store_with_a_pod_on("a")
-    informer = NodeInformer(api, store, None, lambda _: None)  # type: ignore[arg-type]
-    task = asyncio.create_task(informer.run())
-    await informer.synced.wait()
-    assert store.nodes.of(["a"]) is None
-    api.answer = [node("a", 3)]
-    await asyncio.sleep(60)
-    found = store.nodes.of(["a"])
-    assert found is not None
-    assert found.readable
-    task.cancel()
+    api, store = NodesApi(error), store_with_a_pod_on("a")
+    async with informing_of_nodes(api, store):
+        assert store.nodes.of(["a"]) == known
+        await asyncio.sleep(600)
+        assert len(api.lists) < 40
+        assert len([r for r in caplog.records if "not you" in r.message]) == 1, "told once"
+        api.answer = [node("a", 3)]
+        await asyncio.sleep(60)
+        found = store.nodes.of(["a"])
+        assert found is not None
+        assert found.known["a"].ready
 
 
 async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
@@ -208,8 +203,6 @@ async def test_no_server_makes_it_wait_for_an_hour(part: str) -> None:
             yield BOOKMARK
 
     api = BusyApi(busy if part == "list" else [])
-    informer = NodeInformer(api, Store(), None, lambda _: None)  # type: ignore[arg-type]
-    task = asyncio.create_task(informer.run())
-    await asyncio.sleep(100)
-    task.cancel()
+    async with informing_of_nodes(api, Store()):
+        await asyncio.sleep(100)
     assert 3 <= (len(api.lists) if part == "list" else api.watches) <= 6

@@ -60,13 +60,6 @@ def test_jobs_are_counted_by_namespace_and_phase(told: Told) -> None:
     assert told("ddpjob_jobs", namespace="a", phase="Nonsense") is None
 
 
-def test_a_namespace_whose_jobs_are_gone_has_none(told: Told) -> None:
-    told.jobs = [job("a", phase="Running")]
-    assert told("ddpjob_jobs", namespace="a", phase="Running") == 1
-    told.jobs = []
-    assert told("ddpjob_jobs", namespace="a", phase="Running") == 0
-
-
 def test_a_namespace_without_jobs_for_a_day_has_no_series_any_more(told: Told) -> None:
     """Namespaces that come and go by the hour would fill the operator and Prometheus else."""
     told.jobs = [job("a", phase="Running"), job("b", phase="Running")]

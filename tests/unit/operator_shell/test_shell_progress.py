@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
 from ddpjob_operator.shell.cache.store import Key, Store
-from ddpjob_operator.shell.watch.progress import ProgressReader, _url
+from ddpjob_operator.shell.watch import progress
+from ddpjob_operator.shell.watch.progress import ProgressReader
 from support.patience import PATIENCE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,18 +100,28 @@ async def until(check: Callable[[], object]) -> None:
 
 
 @needs_address
-async def test_news_reach_the_outcomes_and_the_queue_once() -> None:
+async def test_news_reach_the_outcomes_and_the_queue_once_and_who_does_not_lead_asks_nobody() -> (
+    None
+):
     asked: list[str] = []
+    questions = 0
 
     async def state(request: web.Request) -> web.StreamResponse:
         asked.append(request.path_qs)
         return web.json_response({"step": 7, "totalSteps": 100, "loss": 0.5, "snapshotStep": 5})
 
-    async with reading(state) as (store, changed):
+    def leads() -> bool:
+        nonlocal questions
+        questions += 1
+        return questions > 5
+
+    async with reading(state, leads) as (store, changed):
+        await until(lambda: questions == 5)
+        assert asked == []
         await until(lambda: len(asked) >= 5)
-        progress = store.feedback("u1").progress
-    assert progress is not None
-    assert (progress.step, progress.total_steps, progress.snapshot_step) == (7, 100, 5)
+        found = store.feedback("u1").progress
+    assert found is not None
+    assert (found.step, found.total_steps, found.snapshot_step) == (7, 100, 5)
     assert set(asked) == {"/state?uid=u1"}, "to strangers a launcher tells no rounds"
     assert changed == [("ns", "job")], "the same answer again is no news"
 
@@ -133,83 +143,38 @@ async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port
     (trainer,) = render.pod(seen, spec.parse(seen.spec), 1, 0)["spec"]["containers"]
     env = {variable["name"]: variable["value"] for variable in trainer["env"]}
     address = ProgressReader(store, lambda _: None, lambda: True)._address(seen)
-    assert address == f"http://192.0.2.7:{env[contract.METRICS_PORT]}/state"
+    assert address == ("192.0.2.7", int(env[contract.METRICS_PORT]))
     assert host_network == (env[contract.METRICS_PORT] != "9400")
 
 
+OTHERS = [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},
+          {"attempt": 1, "uid": "u2"}]  # fmt: skip
+GOOD = json.dumps({"step": 1})
+
+
 @needs_address
-@pytest.mark.parametrize(
-    "other", [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},
-              {"attempt": 1, "uid": "u2"}]
-)  # fmt: skip
-async def test_the_answer_of_another_attempts_or_gangs_launcher_is_ignored(
-    other: dict[str, object],
-) -> None:
-    """Its address may belong to somebody else by now, or the gang was just replaced."""
-    asked = 0
+async def test_what_a_stranger_may_answer_is_ignored() -> None:
+    """Or the launcher of another attempt or gang, whose address it is by now."""
+    answers = [
+        *({"text": json.dumps({**other, "round": 5, "step": 7})} for other in OTHERS),
+        {"text": GOOD + " " * 2 * contract.STATE_MAX_BYTES},
+        {"text": "[" * 50_000},
+        {"text": "step 1"},
+        {"text": f"[{GOOD}]"},
+        {"text": GOOD, "status": 500},
+        {"status": 302, "headers": {"Location": "/other"}},
+    ]
+    asked: list[str] = []
 
     async def state(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.json_response({**other, "round": 5, "step": 7})
+        asked.append(request.path)
+        return web.Response(**answers[len(asked) % len(answers)])
 
     async with reading(state) as (store, changed):
-        await until(lambda: asked >= 3)
-        assert store.feedback("u1").progress is None
-        assert store.feedback("u1").rounds is None
+        await until(lambda: len(asked) > len(answers))
+        assert (store.feedback("u1").progress, store.feedback("u1").rounds) == (None, None)
     assert changed == []
-
-
-@needs_address
-@pytest.mark.parametrize("answer", ["huge", "deep", "text", "error", "redirect", "list"])
-async def test_what_a_stranger_may_answer_is_ignored(answer: str) -> None:
-    asked = 0
-
-    async def state(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        good = json.dumps({"step": 1})
-        match answer:
-            case "huge":
-                return web.Response(text=good + " " * contract.STATE_MAX_BYTES)
-            case "deep":
-                return web.Response(text="[" * 50_000)
-            case "text":
-                return web.Response(text="step 1")
-            case "error":
-                return web.Response(status=500, text=good)
-            case "redirect" if request.path == "/state":
-                return web.Response(status=302, headers={"Location": "/other"})
-            case "list":
-                return web.Response(text=f"[{good}]")
-        return web.Response(text=good)
-
-    async with reading(state) as (store, changed):
-        await until(lambda: asked >= 3)
-        assert store.feedback("u1").progress is None
-    assert changed == []
-
-
-@needs_address
-async def test_who_does_not_lead_asks_nobody() -> None:
-    asked = 0
-
-    async def state(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        return web.json_response({"step": 1})
-
-    questions = 0
-
-    def leads() -> bool:
-        nonlocal questions
-        questions += 1
-        return questions > 5
-
-    async with reading(state, leads):
-        await until(lambda: questions == 5)
-        assert asked == 0
-        await until(lambda: asked > 0)
+    assert set(asked) == {"/state"}
 
 
 @needs_address
@@ -243,62 +208,37 @@ async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
     assert steps >= 40, "for each answer some 17 of the others had their 2 seconds"
 
 
-OK = b"HTTP/1.1 200 OK\r\n"
-ENDLESS = {
-    "before": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "head": (OK, b"a: b\r\n"),
-    "body": (OK + b"\r\n", b" "),
-    "chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-}
-
-
 @needs_address
-@pytest.mark.parametrize(("begin", "more"), ENDLESS.values(), ids=ENDLESS.keys())
-async def test_of_an_answer_without_end_little_is_looked_at(
-    begin: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """aiohttp looks at what comes before an answer for as long as it comes, without a rest."""
-    looked = floods = 0
-    look = ResponseHandler.data_received
-
-    def counted(self: ResponseHandler, data: bytes) -> None:
-        nonlocal looked
-        looked += len(data)
-        look(self, data)
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+    ],
+    ids=["before", "head", "body"],
+)
+async def test_of_an_answer_without_end_little_is_looked_at(begin: bytes, more: bytes) -> None:
+    sent = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal floods
-        floods += 1
-        await reader.readuntil(b"\r\n\r\n")
+        nonlocal sent
         writer.write(begin)
         with contextlib.suppress(ConnectionError):
-            for _ in range(200):
+            for _ in range(1000):
                 writer.write(more * (100_000 // len(more)))
                 await writer.drain()
+                sent += 100_000
         writer.close()
 
-    async def state(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"step": floods})
-
-    monkeypatch.setattr(ResponseHandler, "data_received", counted)
-    server = await asyncio.start_server(flood, ADDRESS, 0)
-    async with reading(state) as (store, changed):
-        store.put_job(job(server.sockets[0].getsockname()[1], "flood", "u2"))
-        store.put_pod(pod(0, ADDRESS, "flood", "u2"))
-        await until(lambda: floods >= 5)
-        already = len(changed)
-        await until(lambda: len(changed) > already)
-        assert store.feedback("u2").progress is None
-    server.close()
-    assert set(changed) == {("ns", "job")}, "others are read beside it"
-    assert looked < floods * 100_000
+    async with await asyncio.start_server(flood, ADDRESS, 0) as server:
+        with pytest.raises(ValueError, match="bytes that begin with"):
+            await progress._fetch(ADDRESS, server.sockets[0].getsockname()[1], "u2")
+    assert sent < 20_000_000, "what the sockets hold"
 
 
-@pytest.mark.parametrize("ip", ["127.0.0.1", "169.254.169.254", "::1", "224.0.0.1", "", "example"])
-def test_addresses_that_no_pod_has_are_not_asked(ip: str) -> None:
-    assert _url(ip, 9400) is None
-
-
-def test_addresses_of_pods() -> None:
-    assert _url("10.1.2.3", 9400) == "http://10.1.2.3:9400/state"
-    assert _url("fd00::7", 9400) == "http://[fd00::7]:9400/state"
+def test_addresses_that_no_pod_has_are_not_asked() -> None:
+    for ip in ("127.0.0.1", "169.254.169.254", "::1", "224.0.0.1", "", "example"):
+        assert not progress._is_of_a_pod(ip)
+    assert progress._is_of_a_pod("10.1.2.3")
+    assert progress._is_of_a_pod("fd00::7")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from ddpjob_operator.shell.api.client import Listing
@@ -29,23 +28,15 @@ class SlowApi:
         return Listing(items, "7")
 
 
-async def test_a_slow_list_is_no_gap_in_sight() -> None:
-    """Or the startup deadline would begin anew with each, and never pass."""
+async def test_a_slow_list_is_no_gap_in_sight_and_each_job_a_sign_of_life() -> None:
+    """Or the startup deadline would begin anew with each, and the loop seem stuck."""
     api: Any = SlowApi()
     clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
-    watcher: Any = SimpleNamespace(missed=lambda *_: None)
-    resync = Resync(api, Store(), None, lambda _: None, watcher, received=clock.received)
+    resync = Resync(api, Store(), None, lambda _: None, received=clock.received)
     for _ in range(3):
         await resync._list_all()
         api.passed += 30
     assert clock.seen_since() == START
-
-
-def test_each_job_of_a_list_is_a_sign_of_life() -> None:
-    """All of them may take longer than a loop may seem stuck."""
-    api: Any = SlowApi()
-    watcher: Any = SimpleNamespace(missed=lambda *_: None)
-    resync = Resync(api, Store(), None, lambda _: None, watcher)
     resync.alive_at = 0.0
     resync._take({}, job_object())
     assert resync.alive_at > 0.0

@@ -8,33 +8,21 @@ import pytest
 
 from ddpjob_operator.shell import settings
 
-LABELS = {"matchLabels": {"app": "prometheus"}}
-EXISTS = {"key": "team", "operator": "Exists"}
+PEER = {"podSelector": {"matchLabels": {"app": "prometheus"}}}
 
 
-@pytest.mark.parametrize(
-    ("given", "stored"),
-    [
-        ({"podSelector": LABELS}, {"podSelector": LABELS}),
-        ({"namespaceSelector": {}}, {"namespaceSelector": {}}),
-        ({"namespaceSelector": {"matchLabels": {}}}, {"namespaceSelector": {}}),
-        ({"podSelector": {"matchExpressions": [], **LABELS}}, {"podSelector": LABELS}),
-        (
-            {"podSelector": {"matchExpressions": [{**EXISTS, "values": []}]}},
-            {"podSelector": {"matchExpressions": [EXISTS]}},
-        ),
-        ({"podSelector": LABELS, "namespaceSelector": None}, {"podSelector": LABELS}),
-        ({"ipBlock": {"cidr": "10.0.0.0/8", "except": []}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}),
-    ],
-)
-def test_peers_are_as_the_api_server_stores_them(given: object, stored: object) -> None:
-    """Else each look at a NetworkPolicy finds it changed, writes it again and says so."""
-    found = settings.parse(["--metrics-from", json.dumps([given])], {})
-    assert found.metrics_from == (stored,)
+def test_flags_win_over_the_environment() -> None:
+    environ = {"POD_NAME": "a", "POD_NAMESPACE": "ns", "KUBECONFIG": "/k"}
+    found = settings.parse(["--namespaces", "b, c", "--kubeconfig", "/other"], environ)
+    wanted = settings.Settings(
+        namespaces=("b", "c"), kubeconfig="/other", lease_namespace="ns", identity="a"
+    )
+    assert found == wanted
+    assert settings.parse(["--metrics-from", json.dumps([PEER])], {}).metrics_from == (PEER,)
 
 
-@pytest.mark.parametrize("given", ["{}", "[{}]", '[{"ipBlock": {}}]', "[3]", "x"])
-def test_what_names_no_peer_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        settings.parse(["--metrics-from", given], {})
-    assert "argument --metrics-from: " in capsys.readouterr().err
+def test_what_names_no_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ("{}", "[{}]", "[3]", "x"):
+        with pytest.raises(SystemExit):
+            settings.parse(["--metrics-from", given], {})
+        assert "argument --metrics-from: " in capsys.readouterr().err

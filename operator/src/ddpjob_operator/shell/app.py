@@ -47,7 +47,6 @@ _LAST_TASKS = 1.0  # for cancelled tasks
 _RELEASED = 7.0  # after the signal: the lease is released by then, or left to expire
 _AWAY = 30.0  # a list of jobs late by so many seconds means that the API server is away
 _RELIST_FACTOR = 20  # pods are listed again once for so many resyncs of jobs
-_NO_WHOLE_SEARCH = 10**6  # threshold of the oldest generation
 
 
 class App:
@@ -104,7 +103,6 @@ class App:
                 self._store,
                 namespace,
                 self._queue.add,
-                self._watcher,
                 settings.resync_seconds,
                 partial(self._clock.received, namespace),
             )
@@ -181,18 +179,13 @@ class App:
 
     async def _work(self) -> None:
         """Wait until the caches are full, then work while this process leads."""
-        # Nearly all objects from before then stay: whole searches for cycles would find nothing,
-        # and the last of them holds the loop up for 70 ms and more.
-        usual = gc.get_threshold()
-        gc.set_threshold(*usual[:2], _NO_WHOLE_SEARCH)
         await self._fill()
         log.info(
             "caches are full: %d jobs, %d pods",
             len(self._store.keys_in(None)),
             self._store.pod_count(),
         )
-        gc.freeze()  # later searches skip these objects
-        gc.set_threshold(*usual)
+        gc.freeze()  # nearly all stay: later searches for cycles skip them
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
 
     async def _fill(self) -> None:

@@ -9,9 +9,10 @@ it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,8 +30,7 @@ class Elector:
 
     The holder renews every fifth of it and stops acting when two thirds have passed without a
     renewal, well before another operator may begin. ``on_change(True)`` is also called when a late
-    renewal ends such a pause, for the work left undone in it. ``clock`` and ``sleep`` are for
-    tests.
+    renewal ends such a pause, for the work left undone in it.
     """
 
     def __init__(
@@ -42,8 +42,6 @@ class Elector:
         identity: str,
         seconds: float = 15.0,
         on_change: Callable[[bool], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._api, self._namespace, self._name = api, namespace, name
         self.identity = identity
@@ -52,7 +50,6 @@ class Elector:
         self._call_limit = self._renew_deadline / 2
         self._period = seconds / 5
         self._on_change = on_change
-        self._clock, self._sleep = clock, sleep
         self._leading = False
         self._tried_at = self._renewed_at = 0.0
         self._written_at: float | None = None  # from then on it may be ours, even without an answer
@@ -61,7 +58,7 @@ class Elector:
 
     def leads(self) -> bool:
         """Tell whether this process may act now. Ask again right before each write."""
-        return self._leading and self._clock() - self._renewed_at < self._renew_deadline
+        return self._leading and time.monotonic() - self._renewed_at < self._renew_deadline
 
     async def run(self) -> None:
         """Take the lease as soon as possible and hold it; return when it is lost."""
@@ -91,15 +88,11 @@ class Elector:
         """
         if self._written_at is None:
             return
-        why = ""
-        try:
+        why = "no answer"
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while why := await self._return_lease():
-                    await self._sleep(_RELEASE_PAUSE)
-        except TimeoutError:
-            why = why or "no answer"
-        except errors.Forbidden as error:
-            why = str(error)
+                while why := await self._return_lease():  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(_RELEASE_PAUSE)
         if why:
             log.warning("cannot give the lease %s back: %s", self._where, why)
 
@@ -113,8 +106,6 @@ class Elector:
                 await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         except errors.NotFound:
             return ""  # somebody deleted it: nobody holds it
-        except errors.Forbidden:
-            raise
         # A conflict: a renewal of ours, cancelled on its way there, was stored meanwhile.
         except (errors.ApiError, TimeoutError) as error:
             return str(error) or "no answer"
@@ -127,7 +118,7 @@ class Elector:
 
     async def _pause(self) -> None:
         """Wait a period from the *beginning* of the last try, which may have hung."""
-        await self._sleep(max(0.0, self._tried_at + self._period - self._clock()))
+        await asyncio.sleep(max(0.0, self._tried_at + self._period - time.monotonic()))
 
     @property
     def _where(self) -> str:
@@ -135,7 +126,7 @@ class Elector:
 
     async def _try_once(self) -> bool | None:
         """Take or renew the lease: True if ours now, False if another's, None if unknown."""
-        self._tried_at = self._clock()
+        self._tried_at = time.monotonic()
         try:
             ours = await self._acquire()
         except errors.Conflict:
@@ -162,26 +153,21 @@ class Elector:
                 "metadata": {"name": self._name, "namespace": self._namespace},
                 "spec": self._spec({}),
             }
-            self._written_at = self._clock()
+            self._written_at = time.monotonic()
             await self._call(self._api.create(LEASES, self._namespace, body))
             return True
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
-        self._notice(spec)
-        if holder not in ("", self.identity) and not self._expired(spec):
+        if self._seen != spec:
+            self._seen, self._seen_at = spec, time.monotonic()
+        duration = float(spec.get("leaseDurationSeconds") or self._seconds)
+        expired = time.monotonic() - self._seen_at >= duration
+        if holder not in ("", self.identity) and not expired:
             return False
         lease["spec"] = self._spec(spec)
-        self._written_at = self._clock()
+        self._written_at = time.monotonic()
         await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         return True
-
-    def _notice(self, spec: Object) -> None:
-        if self._seen != spec:
-            self._seen, self._seen_at = spec, self._clock()
-
-    def _expired(self, spec: dict[str, Any]) -> bool:
-        duration = spec.get("leaseDurationSeconds") or self._seconds
-        return self._clock() - self._seen_at >= float(duration)
 
     def _spec(self, old: dict[str, Any]) -> dict[str, Any]:
         now = format_time(datetime.now(UTC))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from datetime import UTC, datetime
 
-_TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_TEXT = "%(asctime)s.%(msecs)03d+00:00 %(levelname)-7s %(name)s: %(message)s"
+_TIME = "%Y-%m-%dT%H:%M:%S"
 
 
 def configure(level: str, form: str) -> None:
     """Set up the root logger. ``level``: debug ... error; ``form``: text or json."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text(_TEXT))
+    text = _Text(_TEXT, _TIME)
+    text.converter = time.gmtime
+    handler.setFormatter(_Json() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         handler.addFilter(_quiet)
@@ -35,28 +39,17 @@ def _quiet(record: logging.LogRecord) -> bool:
     return not answered and "OS signals are ignored" not in record.getMessage()
 
 
-def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-
-
 class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         # Messages quote what users and servers wrote: a line break in them must not forge a line.
         record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
         return super().formatMessage(record)
 
-    def formatTime(  # noqa: N802 - the name is logging's
-        self,
-        record: logging.LogRecord,
-        datefmt: str | None = None,
-    ) -> str:
-        return _time(record)
-
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = {
-            "time": _time(record),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

@@ -42,37 +42,27 @@ class Metrics:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._counted: set[str] = (
-            set()
-        )  # namespaces of counters; their jobs may be gone by a scrape
-        # Half as many series.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        # Namespaces of counters; their jobs may be gone by a scrape.
+        self._counted = set[str]()
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # half as many series
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        self.restarts = Counter(
+        self.restarts = self._counter(
             "ddpjob_restarts",
             "Restarts of gangs, by the class of the failure as it was known then",
-            ["namespace", "class"],
-            registry=self.registry,
+            "class",
         )
-        self.rounds = Counter(
-            "ddpjob_rounds",
-            "Restarts of processes in place, by the class of the failure",
-            ["namespace", "class"],
-            registry=self.registry,
+        self.rounds = self._counter(
+            "ddpjob_rounds", "Restarts of processes in place, by the class of the failure", "class"
         )
-        self.finished = Counter(
-            "ddpjob_finished",
-            "DDPJobs that have ended, by how",
-            ["namespace", "result"],
-            registry=self.registry,
+        self.finished = self._counter(
+            "ddpjob_finished", "DDPJobs that have ended, by how", "result"
         )
-        self.refused = Counter(
+        self.refused = self._counter(
             "ddpjob_refused_creations",
             "Pods, Services and NetworkPolicies that the API server refused to create",
-            ["namespace", "code"],
-            registry=self.registry,
+            "code",
         )
         Info("ddpjob_build", "The operator's version", registry=self.registry).info(
             {"version": __version__, "python": platform.python_version()}
@@ -107,6 +97,9 @@ class Metrics:
         self.leader = Gauge(
             "ddpjob_leader", "1 if this operator holds the lease", registry=self.registry
         )
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, ["namespace", label], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self.registry)

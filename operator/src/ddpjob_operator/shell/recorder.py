@@ -10,9 +10,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,17 +24,10 @@ from ddpjob_operator.shell.api.client import EVENTS, Api
 log = logging.getLogger(__name__)
 
 _COMPONENT = "ddpjob-operator"
-_BURST = 40  # events that one job may send at once ...
-_REFILL = 20.0  # ... and one more every so many seconds
-_REMEMBERED = 4096
+_MOST = 40  # events of one job ...
+_PERIOD = 600.0  # ... in so many seconds
 _QUEUE = 1000
 _MESSAGE_MAX = 1024
-
-
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    at: float
 
 
 class Recorder:
@@ -49,7 +41,8 @@ class Recorder:
     ) -> None:
         self._api, self._instance, self._clock = api, instance, clock
         self._line: asyncio.Queue[tuple[observe.Job, Event]] = asyncio.Queue(_QUEUE)
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._begun = clock()
+        self._sent: Counter[str] = Counter()  # in this period, by job uid
 
     def send(self, job: observe.Job, events: Iterable[Event]) -> None:
         """Put the events in line; drop what exceeds the job's rate or a full line."""
@@ -80,21 +73,15 @@ class Recorder:
         await self._line.join()
 
     def _allows(self, uid: str) -> bool:
-        now = self._clock()
-        bucket = self._buckets.setdefault(uid, _Bucket(_BURST, now))
-        self._buckets.move_to_end(uid)
-        if len(self._buckets) > _REMEMBERED:
-            self._buckets.popitem(last=False)
-        bucket.tokens = min(_BURST, bucket.tokens + (now - bucket.at) / _REFILL)
-        bucket.at = now
-        if bucket.tokens < 1:
-            return False
-        bucket.tokens -= 1
-        return True
+        if self._clock() - self._begun > _PERIOD:
+            self._begun = self._clock()
+            self._sent.clear()
+        self._sent[uid] += 1
+        return self._sent[uid] <= _MOST
 
 
 def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
-    now = _stamp()
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -120,7 +107,3 @@ def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
         "lastTimestamp": now,
         "count": 1,
     }
-
-
-def _stamp() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

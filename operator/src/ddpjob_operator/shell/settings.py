@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddpjob_operator import __version__
@@ -42,8 +42,12 @@ class Settings:
 
 def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
     """Parse flags and environment; exit with status 2 and a message on a bad flag."""
-    given = vars(_parser(environ).parse_args(argv))
-    return Settings(**given, identity=_identity(environ))
+    defaults = Settings(
+        identity=_identity(environ),
+        lease_namespace=environ.get("POD_NAMESPACE", ""),
+        kubeconfig=environ.get("KUBECONFIG", ""),
+    )
+    return Settings(**vars(_parser(defaults).parse_args(argv)))
 
 
 def _identity(environ: Mapping[str, str]) -> str:
@@ -55,7 +59,7 @@ def _identity(environ: Mapping[str, str]) -> str:
     return environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(defaults: Settings) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ddpjob-operator",
         description="Runs DDPJob objects: gangs of pods that train with PyTorch DDP.",
@@ -66,64 +70,55 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     scope.add_argument(
         "--namespaces",
         type=_names,
-        default=(),
         metavar="A,B",
         help="serve only these namespaces; empty serves the whole cluster",
     )
-    scope.add_argument(
-        "--workers", type=_at_least_one, default=8, help="DDPJobs that are worked on at once"
-    )
+    scope.add_argument("--workers", type=_at_least_one, help="DDPJobs that are worked on at once")
     scope.add_argument(
         "--progress-seconds",
         type=_positive,
-        default=15.0,
         metavar="S",
         help="read each running job's progress at most every S seconds",
     )
     scope.add_argument(
         "--resync-seconds",
         type=_positive,
-        default=30.0,
         metavar="S",
         help="list all DDPJobs every S seconds, to find those that vanished while a watch was down",
     )
     scope.add_argument(
         "--metrics-from",
         type=_peers,
-        default=(),
         metavar="JSON",
         help="a list of NetworkPolicyPeers: only they, the operator must be one, and the gang may"
         " reach a gang's metrics port; empty lets everybody",
     )
-    _cluster_flags(parser, environ)
+    _cluster_flags(parser)
     _process_flags(parser)
+    parser.set_defaults(**asdict(defaults))
     return parser
 
 
-def _cluster_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("the cluster")
     cluster.add_argument(
         "--kubeconfig",
-        default=environ.get("KUBECONFIG", ""),
         metavar="FILE",
         help="credentials; without it those of the pod's ServiceAccount, else ~/.kube/config",
     )
-    cluster.add_argument("--context", default="", help="a context of the kubeconfig")
+    cluster.add_argument("--context", help="a context of the kubeconfig")
     cluster.add_argument(
         "--lease-name",
-        default="ddpjob-operator",
         help="of several operators with the same lease one acts and the others stand by",
     )
     cluster.add_argument(
         "--lease-namespace",
-        default=environ.get("POD_NAMESPACE", ""),
         metavar="NS",
         help="where the lease lies; empty takes the namespace of the credentials",
     )
     cluster.add_argument(
         "--lease-seconds",
         type=_positive,
-        default=15.0,
         metavar="S",
         help="how long a dead leader's lease holds the others back",
     )
@@ -131,20 +126,15 @@ def _cluster_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) 
 
 def _process_flags(parser: argparse.ArgumentParser) -> None:
     process = parser.add_argument_group("the process")
-    process.add_argument(
-        "--probe-host", default="", help="address of /healthz, /readyz and /metrics (all)"
-    )
-    process.add_argument(
-        "--probe-port", type=int, default=8080, help="their port; 0 takes any free one"
-    )
+    process.add_argument("--probe-host", help="address of /healthz, /readyz and /metrics (all)")
+    process.add_argument("--probe-port", type=int, help="their port; 0 takes any free one")
     process.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default="info",
         help="the least important lines to write",
     )
     process.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="for people or for machines"
+        "--log-format", choices=("text", "json"), help="for people or for machines"
     )
 
 
@@ -161,7 +151,7 @@ def _positive(text: str) -> float:
 
 def _peers(text: str) -> tuple[dict[str, Any], ...]:
     try:
-        found = _without_empty(json.loads(text))
+        found = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
     if not isinstance(found, list) or not all(isinstance(peer, dict) and peer for peer in found):
@@ -169,23 +159,6 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
             'not a list of NetworkPolicyPeers, as in [{"podSelector": {...}}]'
         )
     return tuple(found)
-
-
-def _without_empty(value: Any) -> Any:
-    """Drop members that the API server drops: each look would find them missing, and write.
-
-    An empty selector is kept, there and here: it selects everything.
-    """
-    if isinstance(value, list):
-        return [_without_empty(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    told = {name: _without_empty(member) for name, member in value.items()}
-    return {
-        name: member
-        for name, member in told.items()
-        if member not in (None, [], {}) or (member == {} and name.endswith("Selector"))
-    }
 
 
 def _at_least_one(text: str) -> int:

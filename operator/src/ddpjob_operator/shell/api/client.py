@@ -7,11 +7,10 @@ not know and cost five times as much.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -30,7 +29,6 @@ _THROTTLE_RETRIES = 3
 _PAGE = 500
 _PAGE_OF_JOBS = 100
 _CALLS = 128  # at once
-_ERROR_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +65,9 @@ class Listing:
 
 
 class Api:
-    """The session with the API server. Use it as an async context manager.
+    """The session with the API server, an async context manager.
 
-    ``count(verb, resource, code)`` is called once per finished call. ``watches``: so many hold a
-    connection each all the time.
+    ``count(verb, resource, code)`` is called once per finished call; ``watches`` stay open.
     """
 
     def __init__(
@@ -92,12 +89,7 @@ class Api:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session:
             await self._session.close()
 
@@ -214,7 +206,7 @@ class Api:
                 self._count("watch", resource.plural, response.status)
                 if response.status != 200:
                     raise await _error(response, what)
-                async for line in decode.lines(response.content.iter_any()):
+                async for line in response.content:
                     kind, obj = _event(line)
                     if kind == "ERROR":
                         raise errors.from_status(int(obj.get("code") or 0), obj, what=what)
@@ -235,15 +227,16 @@ class Api:
         read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None = None,
     ) -> Object:
         """Make one call; repeat a 429, which changed nothing, if the server's delay is short."""
+        call = partial(self._call_once, verb, resource, path, body, params, within, read)
         for _ in range(_THROTTLE_RETRIES):
             try:
-                return await self._call_once(verb, resource, path, body, params, within, read)
+                return await call()
             except errors.Throttled as error:
                 wait = error.retry_after if error.retry_after is not None else 1.0
                 if wait > _THROTTLE_PATIENCE:
                     raise
                 await asyncio.sleep(wait)
-        return await self._call_once(verb, resource, path, body, params, within, read)
+        return await call()
 
     async def _call_once(
         self,
@@ -304,6 +297,7 @@ class Api:
             data=data,
             headers=headers,
             timeout=timeout,
+            read_bufsize=decode.LINE,
             allow_redirects=False,
             server_hostname=self._credentials.server_name,
         )
@@ -344,16 +338,10 @@ def _event(line: bytes) -> tuple[str, Object]:
 
 
 async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
-    body = b""
-    with contextlib.suppress(aiohttp.ClientError, OSError):  # the code is enough without the rest
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) >= _ERROR_BYTES:
-                break
-    text = body.decode(errors="replace")
+    text = await response.text(errors="replace")
     try:
-        status = json.loads(text)
-    except (ValueError, RecursionError):
+        status = decode.loads(text)
+    except ValueError:
         status = None
     if not isinstance(status, dict) or status.get("kind") != "Status":
         # From a proxy or a filter in front. HTTP's own phrase ("Bad Gateway") is no reason.

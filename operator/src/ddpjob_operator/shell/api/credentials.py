@@ -7,6 +7,7 @@ about to expire.
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import threading
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import kubernetes.client
 import kubernetes.config
+from kubernetes.config import ConfigException
 
+_config: Any = kubernetes.config  # it has types for its generated client only
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -42,17 +45,15 @@ class Credentials:
         configuration = kubernetes.client.Configuration()
         try:
             if not kubeconfig:
-                try:
-                    _load_incluster(configuration)
-                except kubernetes.config.ConfigException:
-                    pass
-                else:
+                with contextlib.suppress(ConfigException):
+                    _config.load_incluster_config(configuration)
                     return cls(configuration, _NAMESPACE_FILE.read_text().strip() or "default")
-            _load_kubeconfig(kubeconfig, context, configuration)
-            contexts, current = _contexts(kubeconfig)
+            path = kubeconfig or None
+            _config.load_kube_config(path, context or None, configuration, persist_config=False)
+            contexts, current = _config.list_kube_config_contexts(path)
             chosen = next((c for c in contexts if c["name"] == context), current)
             return cls(configuration, chosen["context"].get("namespace") or "default")
-        except (kubernetes.config.ConfigException, OSError) as error:
+        except (ConfigException, OSError) as error:
             raise NoCredentialsError(
                 f"no credentials for a cluster: {error}. "
                 "Set --kubeconfig, or run in a pod that has a ServiceAccount."
@@ -64,10 +65,7 @@ class Credentials:
             found: str | None = self._configuration.get_api_key_with_prefix(
                 "BearerToken", alias="authorization"
             )
-        if not found:
-            return None
-        scheme, _, token = found.strip().partition(" ")
-        return f"{scheme.capitalize()} {token}"
+        return found.strip() if found else None
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Make the context for https; None for a plain http server (a local proxy)."""
@@ -81,25 +79,3 @@ class Credentials:
         if given.cert_file:
             context.load_cert_chain(given.cert_file, given.key_file)
         return context
-
-
-# The package has types for its generated client, but none for its configuration.
-
-
-def _load_incluster(configuration: Any) -> None:
-    kubernetes.config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
-
-
-def _load_kubeconfig(path: str, context: str, configuration: Any) -> None:
-    kubernetes.config.load_kube_config(  # type: ignore[no-untyped-call]
-        config_file=path or None,
-        context=context or None,
-        client_configuration=configuration,
-        persist_config=False,
-    )
-
-
-def _contexts(path: str) -> Any:
-    return kubernetes.config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
-        path or None
-    )

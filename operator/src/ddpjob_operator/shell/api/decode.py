@@ -13,11 +13,12 @@ import codecs
 import json
 import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 Object = dict[str, Any]
 
+LINE = 4 << 20  # bytes; a buffer of a watch, for aiohttp's own takes lines of 128 KiB only
 _DEEPEST = 60  # Kubernetes' own types need less than 20
 _SURELY_READ = 500  # brackets
 _TURN = 0.01  # seconds of decoding before other tasks run
@@ -168,17 +169,3 @@ def _cut(text: str, at: int) -> tuple[str, int]:
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
     return found.end() if found else at
-
-
-async def lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
-    pieces: list[bytes] = []
-    async for chunk in content:
-        *ended, rest = chunk.split(b"\n")
-        for line in ended:
-            pieces.append(line)
-            whole = b"".join(pieces)
-            pieces.clear()
-            if whole:
-                yield whole
-        pieces.append(rest)

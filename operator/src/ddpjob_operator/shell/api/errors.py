@@ -86,9 +86,5 @@ def from_status(
 ) -> ApiError:
     """Turn a metav1.Status (or another answer in its place) into an ApiError."""
     cls = _BY_CODE.get(code, Unavailable if code >= 500 or code == 0 else ApiError)
-    details = status.get("details")
-    if retry_after is None and isinstance(details, Mapping):
-        seconds = details.get("retryAfterSeconds")
-        retry_after = float(seconds) if isinstance(seconds, int) and seconds > 0 else None
     reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
     return cls(code, reason, message, retry_after=retry_after, what=what)

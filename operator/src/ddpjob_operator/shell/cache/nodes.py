@@ -17,8 +17,7 @@ from typing import Any
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, NodeRecord, Nodes, disrupted, record
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import NODES, Api
-
-_REMEMBERED = 1000  # nodes that are gone
+from ddpjob_operator.shell.cache.pods import number
 
 Slim = tuple[NodeRecord, int | None]  # with its resourceVersion
 
@@ -78,9 +77,6 @@ class NodeCache:
         since, read = (old.down_since, old.read_at) if old and old.record is None else (now, None)
         read_at = now if quorum else read
         self._keep(name, _Seen(None, None, since, read_at))
-        gone = [name for name, seen in self._nodes.items() if seen.record is None]
-        for forgotten in gone[:-_REMEMBERED]:
-            del self._nodes[forgotten]
         return old is None or old.record is not None or old.guessed
 
     def replace_all(self, items: Iterable[Slim]) -> list[str]:
@@ -150,8 +146,7 @@ async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
 
 def slim(obj: Mapping[str, Any]) -> Slim:
     """Keep the needed part of a Node object."""
-    version = obj["metadata"].get("resourceVersion", "")
-    return record(obj), int(version) if version.isdecimal() else None
+    return record(obj), number(obj["metadata"].get("resourceVersion"))
 
 
 def _shown(found: NodeRecord | None) -> tuple[bool, bool, bool] | None:

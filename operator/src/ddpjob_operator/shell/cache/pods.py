@@ -26,21 +26,15 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SlimPod:
-    """The kept part of a pod; ``pod`` None: it cannot be read."""
+    """The kept part of a pod, and its resourceVersion."""
 
-    uid: str
+    pod: observe.Pod
     version: int | None
-    pod: observe.Pod | None
 
 
 def slim_pod(obj: Object) -> SlimPod:
-    """Parse a Pod object; a malformed one must not hide all the others."""
-    pod: observe.Pod | None = None
-    try:
-        pod = observe.pod(obj)
-    except Exception:
-        log.exception("a pod that cannot be read is ignored")
-    return SlimPod(obj["metadata"]["uid"], _version(obj), pod)
+    """Keep the needed part of a Pod object."""
+    return SlimPod(observe.pod(obj), number(obj["metadata"].get("resourceVersion")))
 
 
 async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
@@ -62,10 +56,6 @@ async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
         log.warning("%s/%s: %s: %s (uid %s)", *job.key, what, error, job.uid)
         return ""
     return probe.words(found.items)
-
-
-def _version(obj: Object) -> int | None:
-    return number(obj["metadata"].get("resourceVersion"))
 
 
 def number(version: object) -> int | None:

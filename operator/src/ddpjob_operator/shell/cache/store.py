@@ -9,7 +9,7 @@ removed. Everything runs on one event loop; no method awaits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -22,6 +22,7 @@ from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.pods import SlimPod, number, slim_pod
 
 Key = tuple[str, str]  # namespace, name
+Owner = tuple[str, str]  # namespace of the pod, uid of the job: no pod of another namespace is its
 Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
@@ -39,19 +40,14 @@ class JobState:
 
 
 @dataclass(slots=True)
-class _PodRecord:
-    pod: observe.Pod
-    version: int | None
-
-
-@dataclass(slots=True)
 class _Gang:
-    """The pods of one job. ``floor``: watch events up to this version are history.
+    """The pods that name one job as their owner.
 
-    ``seen``: by attempt, the replicas that had a pod; only of the newest few attempts.
+    ``floor``: watch events up to this version are history. ``seen``: by attempt, the replicas that
+    had a pod; only of the newest few attempts.
     """
 
-    pods: dict[str, _PodRecord] = field(default_factory=dict)  # by uid
+    pods: dict[str, SlimPod] = field(default_factory=dict)  # by uid
     floor: int = 0
     seen: dict[int, set[int]] = field(default_factory=dict)
 
@@ -71,7 +67,7 @@ class RewoundError(Exception):
 
 
 class Store:
-    """Jobs by key and uid, pods by their controller's uid, feedback by job uid.
+    """Jobs by key and uid, pods by their owner, feedback by job uid.
 
     ``now()`` is UTC of the operator's clock.
     """
@@ -80,10 +76,9 @@ class Store:
         self._now = now
         self._jobs: dict[Key, observe.Job] = {}
         self._keys: dict[str, Key] = {}  # by job uid
-        self._gangs: dict[str, _Gang] = {}  # by job uid
-        self._owners: dict[str, str] = {}  # pod uid -> job uid
+        self._gangs: dict[Owner, _Gang] = {}
+        self._owners: dict[str, Owner] = {}  # by pod uid
         self._outcomes: dict[str, ApiFeedback] = {}
-        self._on: dict[str, set[str]] = {}  # node -> uids of the pods there
         self.nodes = NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
         self._newest: dict[str, int] = {}  # the newest version seen, by plural
@@ -117,9 +112,7 @@ class Store:
         if known is not None and known.uid != job.uid:
             self.forget_job(known.key, known.uid)
         self._jobs[job.key] = job
-        if job.uid not in self._keys:
-            self._keys[job.uid] = job.key
-            self._part_with_strangers(job)
+        self._keys[job.uid] = job.key
         return True
 
     def job_versions(self) -> dict[str, str]:
@@ -150,9 +143,8 @@ class Store:
         del self._keys[uid]
         self._jobs.pop(key, None)
         self._outcomes.pop(uid, None)
-        gang = self._gangs.get(uid)
-        if gang is not None and not gang.pods:
-            del self._gangs[uid]
+        if not self._gangs.get((key[0], uid), _Gang()).pods:
+            self._gangs.pop((key[0], uid), None)
         return True
 
     def drop_vanished_jobs(
@@ -214,14 +206,13 @@ class Store:
         """Take a pod; return the keys of its jobs, two if it changed its owner."""
         found = offered if isinstance(offered, SlimPod) else slim_pod(offered)
         pod, version = found.pod, found.version
-        if pod is None:
-            return set()
         self._saw("pods", version)
-        owner, former = self._owner(pod), self._owners.get(pod.uid)
         if pod.uid in self._buried:
             return set()
-        concerned = {uid for uid in (owner, former) if uid is not None}
-        if any(self._outdated(uid, pod.uid, version, from_watch) for uid in concerned):
+        owner = (pod.namespace, pod.owner_uid) if pod.owner_uid else None
+        former = self._owners.get(pod.uid)
+        concerned = {one for one in (owner, former) if one is not None}
+        if any(self._outdated(one, pod.uid, version, from_watch) for one in concerned):
             return set()
         if former not in (None, owner):
             self._disown(pod.uid)
@@ -230,12 +221,10 @@ class Store:
             if pod.trainer.state == "terminated":
                 known = gang.pods.get(pod.uid)
                 pod = replace(pod, told_at=(known and known.pod.told_at) or self._now())
-            gang.pods[pod.uid] = _PodRecord(pod, version)
+            gang.pods[pod.uid] = SlimPod(pod, version)
             gang.note(pod)
             self._owners[pod.uid] = owner
-            if pod.node:
-                self._on.setdefault(pod.node, set()).add(pod.uid)
-        return {self._keys[uid] for uid in concerned if uid in self._keys}
+        return self._keys_of(concerned)
 
     def remove_pod(self, uid: str) -> Key | None:
         """Forget the pod with that uid for good; return the key of its job."""
@@ -244,45 +233,44 @@ class Store:
         if len(self._buried) > _TOMBSTONES:
             self._buried.popitem(last=False)
         owner = self._disown(uid)
-        return None if owner is None else self._keys.get(owner)
+        return next(iter(self._keys_of([owner] if owner else [])), None)
 
     def replace_pods(self, job_uid: str, items: Iterable[SlimPod], version: str) -> None:
         """Replace a job's cached pods by a quorum list, read at ``version``."""
-        self._retain(job_uid, {item.uid for item in items}, version)
+        if job_uid not in self._keys:
+            return  # deleted meanwhile
+        gang = self._gangs.setdefault((self._keys[job_uid][0], job_uid), _Gang())
+        self._retain(gang, {item.pod.uid for item in items}, version)
         for item in items:
-            self._buried.pop(item.uid, None)
+            self._buried.pop(item.pod.uid, None)
             self.put_pod(item, from_watch=False)
-        if job_uid in self._keys or job_uid in self._gangs:
-            gang = self._gangs.setdefault(job_uid, _Gang())
-            gang.floor = max(gang.floor, number(version) or 0)
+        gang.floor = max(gang.floor, number(version) or 0)
 
     def drop_vanished_pods(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
     ) -> set[Key]:
         """Forget the pods that a full list does not show; return their jobs' keys."""
         listed = set(listed_uids)
-        changed: set[Key] = set()
-        for job_uid in list(self._gangs):
-            gone = self._retain(job_uid, listed, version, namespace)
-            if gone and job_uid in self._keys:
-                changed.add(self._keys[job_uid])
-        return changed
+        there = [(o, gang) for o, gang in self._gangs.items() if namespace in (None, o[0])]
+        return self._keys_of(owner for owner, gang in there if self._retain(gang, listed, version))
 
     def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
         """Return the pods whose controller is that job, by name."""
-        gang = self._gangs.get(job_uid)
-        pods = [record.pod for record in gang.pods.values()] if gang else []
+        pods = [known.pod for known in self._gang(job_uid).pods.values()]
         return tuple(sorted(pods, key=lambda pod: (pod.name, pod.uid)))
 
-    def keys_on(self, node: str) -> set[Key]:
-        """Return the jobs that have a pod on that node."""
-        owners = {self._owners[uid] for uid in self._on.get(node, ())}
-        return {self._keys[uid] for uid in owners if uid in self._keys}
+    def keys_on(self, nodes: Container[str]) -> set[Key]:
+        """Return the jobs that have a pod on one of these nodes."""
+        return self._keys_of(
+            owner
+            for owner, gang in self._gangs.items()
+            if any(known.pod.node in nodes for known in gang.pods.values())
+        )
 
     def seen(self, job_uid: str, attempt: object) -> frozenset[int]:
         """Return replicas of that attempt whose pods this process has seen, gone or not."""
-        gang = self._gangs.get(job_uid)
-        return frozenset(gang.seen.get(attempt, ()) if gang and isinstance(attempt, int) else ())
+        seen = self._gang(job_uid).seen
+        return frozenset(seen.get(attempt, ()) if isinstance(attempt, int) else ())
 
     def pod_count(self) -> int:
         """Count the cached pods."""
@@ -292,25 +280,15 @@ class Store:
         meta = obj["metadata"]
         return observe.job(obj, self._jobs.get((meta["namespace"], meta["name"])))
 
-    def _owner(self, pod: observe.Pod) -> str | None:
-        """Return the uid of the pod's job; a job of another namespace does not count."""
-        key = self._keys.get(pod.owner_uid or "")
-        return pod.owner_uid if key is None or key[0] == pod.namespace else None
+    def _keys_of(self, owners: Iterable[Owner]) -> set[Key]:
+        keys = {(one, self._keys.get(one[1])) for one in owners}
+        return {key for one, key in keys if key and key[0] == one[0]}
 
-    def _part_with_strangers(self, job: observe.Job) -> None:
-        """Drop pods that came before their job and only claim to be its own."""
-        gang = self._gangs.get(job.uid, _Gang())
-        records = list(gang.pods.values())
-        if all(record.pod.namespace == job.namespace for record in records):
-            return
-        gang.seen.clear()
-        for record in records:
-            if record.pod.namespace == job.namespace:
-                gang.note(record.pod)
-            else:
-                self._disown(record.pod.uid)
+    def _gang(self, job_uid: str) -> _Gang:
+        namespace, _ = self._keys.get(job_uid, ("", ""))
+        return self._gangs.get((namespace, job_uid), _Gang())
 
-    def _outdated(self, owner: str, uid: str, version: int | None, from_watch: bool) -> bool:
+    def _outdated(self, owner: Owner, uid: str, version: int | None, from_watch: bool) -> bool:
         """Tell whether that job's pods include a version of the pod as new or newer."""
         gang = self._gangs.get(owner)
         if gang is None or version is None:
@@ -319,36 +297,25 @@ class Store:
         seen = known.version if known and known.version is not None else -1
         return version <= max(seen, gang.floor if from_watch else -1)
 
-    def _disown(self, uid: str) -> str | None:
+    def _disown(self, uid: str) -> Owner | None:
         owner = self._owners.pop(uid, None)
-        if owner is None:
-            return None
-        gang = self._gangs[owner]
-        node = gang.pods.pop(uid).pod.node
-        there = self._on.get(node, set())
-        there.discard(uid)
-        if not there:
-            self._on.pop(node, None)
-        if not gang.pods and owner not in self._keys:
-            del self._gangs[owner]
+        if owner is not None:
+            gang = self._gangs[owner]
+            del gang.pods[uid]
+            if not gang.pods and not self._keys_of([owner]):
+                del self._gangs[owner]
         return owner
 
-    def _retain(
-        self, job_uid: str, listed: set[str], version: str, namespace: str | None = None
-    ) -> bool:
-        """Remove the job's pods that a list read at ``version`` does not show.
+    def _retain(self, gang: _Gang, listed: set[str], version: str) -> bool:
+        """Remove pods that a list read at ``version`` does not show; tell whether there were any.
 
-        ``namespace``: that of the list, for a pod of another may still name the job as its own.
+        A pod that we created after the list was read is not missing from it.
         """
         at = number(version)
-        gang = self._gangs.get(job_uid)
         gone = [
             uid
-            for uid, record in (gang.pods.items() if gang else ())
-            if uid not in listed
-            and namespace in (None, record.pod.namespace)
-            # A pod that we created after the list was read is not missing from it.
-            and (at is None or record.version is None or record.version <= at)
+            for uid, known in gang.pods.items()
+            if uid not in listed and (at is None or known.version is None or known.version <= at)
         ]
         for uid in gone:
             self.remove_pod(uid)

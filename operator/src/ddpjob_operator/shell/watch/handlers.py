@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -25,6 +25,8 @@ Deliver = Callable[[str | None, observe.Job], None]
 
 _LOGIN_LIFETIME = timedelta(minutes=5)  # tokens are rotated; kopf itself reads one only once
 _SLIM = "ddpjob"  # the field that holds a job's slim record
+#: More than one request waits for: kopf starts over for each, and JobWatcher if it gives up.
+_BACKOFFS = (1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 1000)
 
 
 def run_kopf(
@@ -72,6 +74,7 @@ def _connection(credentials: Credentials) -> kopf.AiohttpSession:
         headers={"Authorization": authorization} if authorization else {},
         proxy=credentials.proxy,
         response_class=_Response,
+        read_bufsize=decode.LINE,
     )
     return kopf.AiohttpSession(
         aiohttp_session=session,
@@ -107,8 +110,9 @@ class _Watch:
         return getattr(self._content, name)  # aiohttp's own business
 
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
-        async for line in decode.lines(self._content.iter_any()):
-            yield decode.shallow(line) + b"\n"
+        async for line in self._content:
+            if line.endswith(b"\n"):  # else it is broken off
+                yield decode.shallow(line[:-1]) + b"\n"
 
 
 def _slim(obj: decode.Object) -> decode.Object:
@@ -126,22 +130,11 @@ def _settings() -> kopf.OperatorSettings:
     settings.watching.reconnect_backoff = 1
     settings.networking.request_timeout = 300  # our decoding of a list counts as well
     settings.networking.enforce_retry_after = True
-    settings.networking.error_backoffs = _Backoffs()
+    settings.networking.error_backoffs = _BACKOFFS
     settings.queueing.exit_timeout = 1
     settings.queueing.idle_timeout = 0.2  # it keeps an object for so long
     settings.persistence.diffbase_storage = _NoDiffBase()
-    settings.persistence.progress_storage = _NoProgress()
     return settings
-
-
-class _Backoffs:
-    """Back-offs 1, 2, 4 ... 30, 30 ... without end: kopf starts over for each request."""
-
-    def __iter__(self) -> Iterator[float]:
-        delay = 1.0
-        while True:
-            yield delay
-            delay = min(delay * 2, 30.0)
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
@@ -155,22 +148,3 @@ class _NoDiffBase(kopf.DiffBaseStorage):
 
     def store(self, **_: Any) -> None:
         """Store nothing in the object."""
-
-
-class _NoProgress(kopf.ProgressStorage):
-    """Keeps no progress, as on.event has none."""
-
-    def fetch(self, **_: Any) -> Any:
-        return None
-
-    def store(self, **_: Any) -> None:
-        """Store nothing in the object."""
-
-    def purge(self, **_: Any) -> None:
-        """Purge nothing."""
-
-    def touch(self, **_: Any) -> None:
-        """Store nothing in the object."""
-
-    def clear(self, *, essence: Any) -> Any:
-        return essence

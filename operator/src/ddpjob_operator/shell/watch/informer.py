@@ -194,13 +194,12 @@ class NodeInformer(Informer):
         return nodes.slim(obj)
 
     def _replace(self, listing: Listing) -> Iterable[Key]:
-        names = self._store.nodes.replace_all(listing.items)
-        return {key for name in names for key in self._store.keys_on(name)}
+        return self._store.keys_on(set(self._store.nodes.replace_all(listing.items)))
 
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         cache, name = self._store.nodes, obj["metadata"]["name"]
         news = cache.remove(name) if kind == "DELETED" else cache.put(nodes.slim(obj))
-        return self._store.keys_on(name) if news else ()
+        return self._store.keys_on({name}) if news else ()
 
     def _refused(self, error: errors.ApiError) -> None:
         super()._refused(error)

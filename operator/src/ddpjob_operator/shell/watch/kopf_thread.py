@@ -37,8 +37,6 @@ class JobWatcher:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
         self.received_at = time.monotonic()  # of the last event
-        self._received: dict[str | None, float] = {}  # by namespace; None: of any
-        self._missed: dict[str | None, float] = {}
 
     async def run(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Run kopf for ever, each time after ``ready``: kopf looks for the CRD only once."""
@@ -47,36 +45,19 @@ class JobWatcher:
             while True:
                 await ready()
                 self._stop = threading.Event()
-                ended: asyncio.Future[str] = loop.create_future()
+                ended: asyncio.Queue[str] = asyncio.Queue()
                 body = (loop, ended, self._stop)
                 threading.Thread(target=self._thread, args=body, name="kopf", daemon=True).start()
-                reason = await ended
+                reason = await ended.get()
                 log.warning("the watch of DDPJobs ended (%s), starting it again", reason)
                 await asyncio.sleep(_PAUSE)
         finally:
             self._stop.set()
 
-    def missed(self, namespace: str | None, began: float) -> None:
-        """Note that a list, begun then, of one namespace or of all, has found news.
-
-        A watch without a word of it between two such lists counts as dead.
-        """
-        before = self._missed.get(namespace)
-        if before is None or self._received.get(namespace, 0.0) > before:
-            self._missed[namespace] = began
-            return
-        log.warning("the watch of DDPJobs misses events, starting it again")
-        self._missed.clear()
-        self.restart()
-
-    def restart(self) -> None:
-        """End kopf; ``run`` starts it again."""
-        self._stop.set()
-
     def _thread(
         self,
         loop: asyncio.AbstractEventLoop,
-        ended: asyncio.Future[str],
+        ended: asyncio.Queue[str],
         stop: threading.Event,
     ) -> None:
         def deliver(kind: str | None, job: observe.Job) -> None:
@@ -92,13 +73,8 @@ class JobWatcher:
             reason = f"{type(error).__name__}: {error}"
         # The loop is closed when the operator ended first: then nothing waits for the answer.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, ended, reason)
+            loop.call_soon_threadsafe(ended.put_nowait, reason)
 
     def _on_event(self, kind: str | None, job: observe.Job) -> None:
-        self.received_at = self._received[None] = self._received[job.namespace] = time.monotonic()
+        self.received_at = time.monotonic()
         self._deliver(kind, job)
-
-
-def _settle(ended: asyncio.Future[str], reason: str) -> None:
-    if not ended.done():
-        ended.set_result(reason)

@@ -4,7 +4,8 @@ app.py runs the reader; answers go into the store's ApiFeedback, and the planner
 they become a status write. It also learns of rounds (restarts in place) there; they are over when
 they show and decide nothing, so they are no reason to ask more often.
 
-The answer is a stranger's: bounded in time and size, no redirects, and no answer is no failure.
+The answer is a stranger's: bounded in time and size, whatever it is, with no redirects and no
+interim answers, for which aiohttp has no bound. No answer is no failure.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
-
-import aiohttp
-from aiohttp.client_proto import ResponseHandler
 
 import ddpjob_contract as contract
 from ddpjob_operator.core.objects import compact_spec, observe, ports
@@ -31,7 +28,7 @@ from ddpjob_operator.shell.cache.store import Key, Store
 log = logging.getLogger(__name__)
 
 _TIMEOUT = 2.0
-_MAX_ANSWER = contract.STATE_MAX_BYTES + 8 * 1024  # with its head
+_MOST = contract.STATE_MAX_BYTES + 8 * 1024  # with its head
 _IN_PARALLEL = 32  # of those that answered last time, and as many of the others
 
 
@@ -55,21 +52,11 @@ class ProgressReader:
 
     async def run(self) -> None:
         """Read until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT)
-        # The gates limit: a wait for one of the connector's would count against the timeout.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        kind: type[ResponseHandler] = _Bounded
-        connector._factory = partial(kind, loop=asyncio.get_running_loop())
-        async with (
-            aiohttp.ClientSession(
-                timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
-            ) as session,
-            asyncio.TaskGroup() as group,
-        ):
+        async with asyncio.TaskGroup() as group:
             while True:
                 if self._leads():
                     for job in self._take_due():
-                        group.create_task(self._ask(session, job))
+                        group.create_task(self._ask(job))
                 await asyncio.sleep(min(1.0, self._seconds / 2))
 
     def _take_due(self) -> list[observe.Job]:
@@ -85,25 +72,25 @@ class ProgressReader:
         self._silent &= self._due.keys()
         return due
 
-    async def _ask(self, session: aiohttp.ClientSession, job: observe.Job) -> None:
+    async def _ask(self, job: observe.Job) -> None:
         """Read one job's progress when it is its turn; never raise an Exception."""
         self._asking.add(job.uid)
         try:
             async with self._gates[job.uid in self._silent]:
-                await self._read(session, job)
+                await self._read(job)
         except Exception:
             log.exception("%s/%s: a bug in reading the progress (uid %s)", *job.key, job.uid)
         finally:
             self._asking.discard(job.uid)
 
-    async def _read(self, session: aiohttp.ClientSession, job: observe.Job) -> None:
+    async def _read(self, job: observe.Job) -> None:
         address = self._address(job)
         if address is None:
             return
         try:
-            raw = await _fetch(session, address, job.uid)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            log.debug("%s/%s: no progress from %s: %s", *job.key, address, error)
+            raw = await _fetch(*address, job.uid)
+        except (OSError, ValueError) as error:
+            log.debug("%s/%s: no progress from %s:%d: %s", *job.key, *address, error)
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
@@ -119,7 +106,7 @@ class ProgressReader:
         self._store.set_feedback(job.uid, replace(known, progress=found, rounds=rounds))
         self._changed(job.key)
 
-    def _address(self, job: observe.Job) -> str | None:
+    def _address(self, job: observe.Job) -> tuple[str, int] | None:
         attempt = job.status.get("attempt")
         for pod in self._store.pods_of(job.uid):
             if (pod.replica, pod.attempt) == (0, attempt) and pod.trainer.state == "running":
@@ -127,56 +114,40 @@ class ProgressReader:
                 metrics = integer(mapping(job.spec.get("metrics")).get("port"), ports.METRICS)
                 template = compact_spec.template(job.spec.get("template"))
                 found = ports.of(template, master, metrics, job.uid, pod.attempt or 0, 0)
-                return _url(pod.ip, found.metrics)
+                return (pod.ip, found.metrics) if _is_of_a_pod(pod.ip) else None
         return None
 
 
-def _url(ip: str, port: int) -> str | None:
-    """Build the URL; None for a forged address, so that it gets no request."""
+def _is_of_a_pod(ip: str) -> bool:
+    """Tell forged addresses apart, so that they get no request."""
     try:
         address = ipaddress.ip_address(ip)
     except ValueError:
-        return None
-    if address.is_loopback or address.is_link_local or address.is_multicast:
-        return None
-    host = f"[{address}]" if address.version == 6 else str(address)
-    return f"http://{host}:{port}/state"
+        return False
+    return not (address.is_loopback or address.is_link_local or address.is_multicast)
 
 
-class _Bounded(ResponseHandler):
-    """Bounds the bytes of an answer in all: interim answers have no other limit."""
-
-    _left = _MAX_ANSWER
-
-    def data_received(self, data: bytes) -> None:
-        """Take data from the transport, at most 256 KiB."""
-        self._left -= len(data)
-        if self._left >= 0:
-            super().data_received(data)
-            return
-        error = aiohttp.ClientPayloadError("the answer is too long")
-        self.set_exception(error)
-        if self._payload is not None:
-            self._payload.set_exception(error)
-        if self.transport is not None:
-            self.transport.abort()
-
-
-async def _fetch(session: aiohttp.ClientSession, url: str, uid: str) -> object:
-    headers, params = {"Accept-Encoding": "identity"}, {"uid": uid}
-    async with session.get(url, params=params, allow_redirects=False, headers=headers) as response:
-        if response.status != 200:
-            raise ValueError(f"status {response.status}")
-        body = b""
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > contract.STATE_MAX_BYTES:
-                raise ValueError("the answer is too long")
+async def _fetch(ip: str, port: int, uid: str) -> object:
+    """GET /state; raise OSError or ValueError for anything but a whole answer in time."""
+    host = f"[{ip}]" if ":" in ip else ip
+    request = f"GET /state?uid={uid} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
+    answer = b""
+    async with asyncio.timeout(_TIMEOUT):
+        reader, writer = await asyncio.open_connection(ip, port)
         try:
-            found: object = json.loads(body)
-        except RecursionError as error:
-            raise ValueError("the answer is too deep") from error
-        return found
+            writer.write(request.encode())
+            while len(answer) <= _MOST and (part := await reader.read(_MOST)):
+                answer += part
+        finally:
+            writer.transport.abort()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if not head.startswith((b"HTTP/1.1 200 ", b"HTTP/1.0 200 ")) or len(answer) > _MOST:
+        raise ValueError(f"{len(answer)} bytes that begin with {head[:40]!r}")
+    try:
+        found: object = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("the answer is too deep") from error
+    return found
 
 
 def _same(found: Progress, known: Progress | None) -> bool:

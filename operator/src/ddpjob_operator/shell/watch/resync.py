@@ -8,6 +8,7 @@ installed at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from ddpjob_contract import crd
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, Api, Object
 from ddpjob_operator.shell.cache.store import Key, Store
-from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +37,12 @@ class Resync:
         store: Store,
         namespace: str | None,
         changed: Callable[[Key], None],
-        watcher: JobWatcher,
         seconds: float = 30.0,
         received: Callable[[], None] = lambda: None,
     ) -> None:
         self._api, self._store = api, store
         self._namespace = namespace
-        self._changed, self._watcher, self._seconds = changed, watcher, seconds
+        self._changed, self._seconds = changed, seconds
         self._received = received
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.received_at = time.monotonic()
@@ -70,26 +69,24 @@ class Resync:
             await asyncio.sleep(delay)
 
     async def _list_all(self) -> None:
-        began = time.monotonic()
         newest = self._store.newest(JOBS.plural)
         take = partial(self._take, self._store.job_versions())
         listing = await self._api.list_all(JOBS, self._namespace, keep=take)
         self._received()
-        self._store.check_list(JOBS.plural, listing.resource_version, newest)
-        uids = [uid for uid, _ in listing.items]
-        gone = self._store.drop_vanished_jobs(self._namespace, uids, listing.resource_version)
+        uids, version = listing.items, listing.resource_version
+        self._store.check_list(JOBS.plural, version, newest)
+        gone = self._store.drop_vanished_jobs(self._namespace, uids, version)
         for key in gone:
             log.info("%s/%s: vanished without a word from the watch", *key)
         for key in (*gone, *self._store.keys_in(self._namespace)):
             self._changed(key)
-        if self.synced.is_set() and (gone or any(news for _, news in listing.items)):
-            self._watcher.missed(self._namespace, began)
 
-    def _take(self, before: Mapping[str, str], obj: Object) -> tuple[str, bool]:
-        """Take one job of a list; return its uid and whether it is news."""
+    def _take(self, before: Mapping[str, str], obj: Object) -> str:
+        """Take one job of a list; return its uid."""
         self.alive_at = time.monotonic()
         self._received()
-        return obj["metadata"]["uid"], self._store.put_read_job(obj, before)
+        self._store.put_read_job(obj, before)
+        return str(obj["metadata"]["uid"])
 
     def _tell(self, trouble: str) -> None:
         """Log each kind of trouble once, and its end once."""
@@ -121,17 +118,10 @@ class Resync:
 async def wait_for_crd(api: Api) -> None:
     """Return once the API server serves DDPJobs: kopf looks for them only once."""
     while True:
-        if await _served(api):
-            return
+        with contextlib.suppress(errors.ApiError):  # Resync.run() says why
+            groups = await api.discover("/apis")
+            kinds = await api.discover(f"/apis/{crd.GROUP}/{crd.VERSION}")
+            known = [*groups.get("groups", ()), *kinds.get("resources", ())]
+            if {crd.GROUP, crd.PLURAL} <= {one["name"] for one in known}:
+                return
         await asyncio.sleep(1.0)
-
-
-async def _served(api: Api) -> bool:
-    try:
-        groups = await api.discover("/apis")
-        kinds = await api.discover(f"/apis/{crd.GROUP}/{crd.VERSION}")
-    except errors.ApiError:
-        return False  # Resync.run() says why
-    return any(group["name"] == crd.GROUP for group in groups.get("groups", ())) and any(
-        kind["name"] == crd.PLURAL for kind in kinds.get("resources", ())
-    )
