@@ -19,7 +19,7 @@ from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.restore.load import Source, Span
 from ddpjob_trainer.snapshot.restore.resume import Retry
 from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
@@ -40,7 +40,7 @@ class Store:
 
     def __post_init__(self) -> None:
         self.nonce = f"{self.sequence:08x}"
-        self.files = SnapshotFiles(self.root, self.sequence, self.nonce, self.keep, lambda: None)
+        self.files = SnapshotFiles(self.root, self.sequence, self.keep)
 
     @property
     def directory(self) -> Path:
@@ -54,20 +54,18 @@ class Store:
             Captured(flat, shared, {f"rank/{rank}/own": torch.full((3,), rank)})
             for rank in range(self.ranks)
         ]
-        main = all_captured[0].main_bytes()
-        shares = Shares.plan(all_captured[0], self.ranks, main)
-        draft = Draft.of(step, all_captured[0], shares, config, self.nonce)
+        structure = all_captured[0].structure
+        draft = Draft(step, config, structure, self.nonce, flat.tree, flat.aliases)
         try:
-            reports = [self._part(step, captured, shares, rank)
-                       for rank, captured in enumerate(all_captured)]  # fmt: skip
+            reports = [self._part(step, one, rank) for rank, one in enumerate(all_captured)]
         except OSError:
             self.files.discard(step)
             raise
         self.files.commit(step, draft.manifest(reports).encode())
         self.files.retain()
 
-    def _part(self, step: int, captured: Captured, shares: Shares, rank: int) -> Report:
-        image = lay_out(captured, shares, rank)
+    def _part(self, step: int, captured: Captured, rank: int) -> Report:
+        image = lay_out(captured.structure, self.ranks, rank)
         buffer = Buffer.allocate(image.bytes, CPU)
         buffer.write(0, image.header)
         buffer.copy(sum(image.copies(captured), ()), CPU, None)
@@ -75,7 +73,7 @@ class Store:
             crc = self.files.write(data_name(step, self.nonce, rank), content)
         buffer.release(CPU)
         own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
-        return Report(rank, image.bytes, crc, own, captured.structure.fingerprint)
+        return Report(rank, image.bytes, crc, own, fingerprint(captured.structure))
 
 
 @dataclass

@@ -115,7 +115,7 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     buffer = tracker.pool.take(16)
     assert buffer is not None
     later = ((0, weight.detach()[2:]),)
-    part = Part(3, 0.0, "file", 16, buffer, later, "mark", versions_of(later), Report(1), None)
+    part = Part(3, 0.0, "file", buffer, later, "mark", versions_of(later), Report(1, 16), None)
     assert not part.changed()
     with torch.no_grad():
         weight.mul_(0.5)

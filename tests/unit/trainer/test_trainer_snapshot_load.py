@@ -96,19 +96,17 @@ def test_all_comes_back_and_trains_on_equally(monkeypatch, window):  # type: ign
     assert second.module.head.weight is second.module.embed.weight
 
 
-def test_nothing_that_comes_back_shares_memory():  # type: ignore[no-untyped-def]
+def test_what_comes_back_shares_memory_within_an_object_only():  # type: ignore[no-untyped-def]
     (first, *_), (second, model, _) = training(1, keeps=True), training(2, keeps=True)
-    source = memory_source(stored(first))
-    second.restore(source, 0)
-    live: list[torch.Tensor] = list(model.parameters())
-    for objects in (second.registered, second.per_rank):
-        for keeps in objects.values():
-            if isinstance(keeps, Keeps):
-                live += keeps.state.values()
-    places = [tensor.untyped_storage().data_ptr() for tensor in live]
-    assert len(set(places)) == len(places) == 4 + 2 * 3
-    assert torch.equal(live[-1], torch.arange(5.0))
-    assert torch.equal(second.registered["keeps"].state["weights"], first.module.embed.weight)  # type: ignore[attr-defined]
+    second.restore(memory_source(stored(first)), 0)
+    objects = (second.registered["keeps"], second.per_rank["own"])
+    for keeps in objects:
+        assert isinstance(keeps, Keeps)
+        assert keeps.state["a"] is keeps.state["b"]
+        assert torch.equal(keeps.state["a"], torch.arange(5.0))
+        assert torch.equal(keeps.state["weights"], first.module.embed.weight)  # type: ignore[arg-type]
+    live = [*model.parameters(), *(o.state[n] for o in objects for n in ("a", "weights"))]  # type: ignore[attr-defined]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in live}) == len(live) == 4 + 4
 
 
 def test_tied_in_the_snapshot_only_or_in_the_model_only():  # type: ignore[no-untyped-def]

@@ -21,6 +21,7 @@ from ddpjob_trainer.snapshot.reader import SnapshotToolError, read_snapshot
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.store import Store as Remote
 from ddpjob_trainer.snapshot.remote.upload import Uploader
+from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Store, open_snapshots
 
@@ -224,14 +225,14 @@ def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_pat
 def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys):  # type: ignore[no-untyped-def]
     store, _ = open_snapshots(tmp_path, keep=2)
     save(store, 1, 2)
-    check, read = manifest.verify, manifest.read
+    check, read = load.open_source, manifest.read
 
     def late(directory: Path, found: manifest.Manifest) -> None:
         if found.step == 1:
             save(store, 3)
         check(directory, found)
 
-    monkeypatch.setattr(manifest, "verify", late)
+    monkeypatch.setattr(load, "open_source", late)
     assert commands.verify(tmp_path) == 0
     out = capsys.readouterr().out
     assert f"{manifest.file_name(1)}: removed meanwhile" in out

@@ -24,19 +24,12 @@ from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.writer import (
-    END_SECONDS,
-    BackpressureLog,
-    Place,
-    SnapshotWriter,
-    failed,
-)
+from ddpjob_trainer.snapshot.save.writer import Place, SnapshotWriter
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 
-_FAILING_SECONDS = 0.5
 #: After the last step, which may be that of a SIGTERM with its grace period; and on the way out.
 _LAST_UPLOAD_SECONDS = 15.0
 _UPLOAD_SECONDS = 300.0
@@ -55,10 +48,7 @@ class Snapshots:
         self._hook: RemovableHandle | None = None
         self._place: Place | None = None
         self._unsettled = False
-        self._backpressure = BackpressureLog()
         self._free = True  # every rank has a buffer to save into
-        self._captured_bytes = 0  # main_bytes() of what this rank captured last
-        self._main_bytes = 0  # rank 0's
         self.newest = -1  # step of the newest snapshot
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
 
@@ -163,20 +153,16 @@ class Snapshots:
     def report(self) -> list[float]:
         """Return numbers to add up over all ranks, before each save() at least.
 
-        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into;
-        the bytes that rank 0 must write alone.
+        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into.
         """
         self._hear()
-        writer, main = self._writer, self._world.rank == 0
-        full = writer is not None and not writer.broken and not writer.pool.free()
-        newest, alone = (self.newest + 1, self._captured_bytes) if main else (0, 0)
-        return [float(newest), float(full), float(alone)]
+        newest = self.newest + 1 if self._world.rank == 0 else 0
+        return [float(newest), float(self._writer is not None and not self._writer.pool.free())]
 
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
-        newest, full, main_bytes = reported
+        newest, full = reported
         self._free = not full
-        self._main_bytes = int(main_bytes)
         self._durable(int(newest) - 1)
 
     def _durable(self, step: int) -> None:
@@ -202,20 +188,17 @@ class Snapshots:
             found = self._capture(state)
             self._agree()
             self._progress.at("snapshot")
-            writer = self._working()  # another one if that has broken meanwhile
         if self._free:
-            self._backpressure.over()
             failpoints.reach("snapshot")
             captured = found or self._capture(state)
             if self._writes:
-                writer.save(step, begun, captured, config, self._main_bytes)
+                writer.save(step, begun, captured, config)
             elif isinstance(captured, str):
                 say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
             self._unsettled = True
         else:
             self._progress.count("snapshots_skipped")
-            oldest = writer.oldest()
-            if self._world.rank == 0 and (why := self._backpressure.why(oldest, writer.reports)):
+            if self._world.rank == 0 and (why := writer.behind()):
                 say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
         if last:
@@ -231,11 +214,9 @@ class Snapshots:
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
         try:
-            captured = state.capture(self._world.rank, gathered=self._gathers)
+            return state.capture(self._world.rank, gathered=self._gathers)
         except UnstorableError as error:
             return str(error)
-        self._captured_bytes = captured.main_bytes()
-        return captured
 
     @property
     def _writes(self) -> bool:
@@ -251,10 +232,6 @@ class Snapshots:
         self.learn(self._world.sum(self.report()))
 
     def _working(self) -> SnapshotWriter:
-        if self._writer is not None and self._writer.broken:
-            self._hear()
-            self._writer.close()
-            self._writer = None
         if self._writer is None:
             assert self._place is not None, "restore() comes first"
             assert self._world.store is not None
@@ -293,11 +270,12 @@ class Snapshots:
     def mark(self, facts: Config) -> None:
         """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
         if self._place is not None and self._world.rank == 0:
-            writer = self._working()
-            writer.mark(self.newest, facts)
             with self._progress.under("snapshot"):
-                writer.wait_settled()
-            self._hear()
+                text = self._working().mark(self.newest, facts)
+            if text:
+                self._failed(self.newest, text)
+            elif self._uploads is not None:
+                self._uploads.committed(self.newest)
 
     def _upload_rest(self, seconds: float) -> None:
         """Wait so long for the upload of the newest snapshot, on rank 0."""
@@ -313,9 +291,8 @@ class Snapshots:
             return
         for outcome in self._writer.outcomes():
             if not outcome.text:
-                if outcome.step > self.newest:  # else it was marked
-                    self._durable(outcome.step)
-                    self._progress.save_took(outcome.seconds)
+                self._durable(outcome.step)
+                self._progress.save_took(outcome.seconds)
                 if self._uploads is not None:
                     self._uploads.committed(outcome.step)
             else:
@@ -324,20 +301,20 @@ class Snapshots:
     def _failed(self, step: int, text: str) -> None:
         """Count it and say it, on rank 0."""
         self._progress.count("snapshot_failures")
-        say(0, failed(step, text, self.newest))
+        newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
+        say(
+            0,
+            f"snapshot after step {step} failed: {text}; training goes on, the newest snapshot is"
+            f" {newest}",
+        )
 
-    def close(self, *, failing: bool = False) -> None:
-        """End its threads; a snapshot that is not durable yet is given up.
-
-        ``failing``: the others learn that this process fails only when it has ended. No longer
-        than a commit under way takes is waited then.
-        """
+    def close(self) -> None:
+        """End its threads and the upload; a snapshot that is not durable yet is given up."""
         if self._writer is not None:
-            self._writer.close(_FAILING_SECONDS if failing else END_SECONDS)
+            self._writer.close()
             self._writer = None
         if self._uploads is not None:
-            if not failing:
-                self._upload_rest(_UPLOAD_SECONDS)
+            self._upload_rest(_UPLOAD_SECONDS)
             self._uploads.close()
             self._uploads = None
         if self._hook is not None:

@@ -12,7 +12,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.restore.load import Source
-from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting, unshared
+from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import (
@@ -299,7 +299,7 @@ class TrainingState:
         }
 
     def _restore_own(self, flat: Flat) -> None:
-        own = unshared(unflatten(flat))
+        own = unflatten(flat)
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
                 give(obj, own["objects"][name])

@@ -13,6 +13,7 @@ import errno
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,12 +119,16 @@ def parse_start(body: Any) -> Start:
     return Start(**{**body, "predecessors": tuple(uids)})
 
 
-def read_starts(folders: Folders, unread: dict[int, Exception] | None = None) -> dict[int, Start]:
+def read_starts(
+    folders: Folders,
+    unread: dict[int, Exception] | None = None,
+    retry: Callable[[Callable[[], Start]], Start] = lambda read: read(),
+) -> dict[int, Start]:
     """Read every start record, by number. ``unread`` gets why one cannot be read."""
     starts = {}
     for number in folders.numbers():
         try:
-            start = read_start(folders, number)
+            start = retry(partial(read_start, folders, number))
         except FileNotFoundError:
             continue  # a claim that never started
         except (OSError, ValueError) as error:

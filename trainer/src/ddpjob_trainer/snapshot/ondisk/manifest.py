@@ -217,15 +217,6 @@ def _check_spans(name: str, parts: Sequence[tuple[int, int]], total: int) -> Non
         raise ValueError(f"{name} is incomplete")
 
 
-def verify(directory: Path, manifest: Manifest) -> None:
-    """Compare every data file's size and checksum. Raises InvalidSnapshotError, OSError."""
-    for file in manifest.files:
-        with opened(directory, file) as stream:
-            crc = checksum(stream, file)
-        if crc != file.crc32:
-            raise InvalidSnapshotError(f"{file.name} does not match its checksum")
-
-
 def checksum(stream: BinaryIO, file: DataFile) -> int:
     """Return the CRC-32 of a data file's bytes, and not of more. Raises InvalidSnapshotError."""
     buffer = memoryview(bytearray(min(_PIECE, file.bytes)))

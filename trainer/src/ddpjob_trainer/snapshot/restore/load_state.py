@@ -1,18 +1,16 @@
 """Put a snapshot back into live objects, one after the other, without a second copy of the whole.
 
 All is compared before anything is overwritten. The model's tensors are read in place; an object
-gets new tensors, its own from then on, since load_state_dict() may keep those that it is given.
+gets new tensors, since load_state_dict() may keep those that it is given: what shared memory within
+it does so again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ddpjob_trainer.errors import ConfigError
@@ -63,24 +61,22 @@ class Loader:
         """Overwrite tensors of the model; they have the stored shapes. Raises ConfigError."""
         nodes = member(self._source.manifest.tree, "model")
         into: dict[str, torch.Tensor] = {}
-        tied, conjugated = [], []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         for name, tensor in targets.items():
             target = tensor.detach()
             stored = self._stored(member(nodes, name))
             if target.is_conj():  # its memory holds the conjugate of what was stored
                 plain = torch.empty_like(target)
-                conjugated.append((target, plain))
+                copies.append((target, plain))
                 target = plain
             if target.is_complex():
                 target = torch.view_as_real(target)
             if stored in into:
-                tied.append((target, stored))
+                copies.insert(0, (target, into[stored]))
             into.setdefault(stored, target)
         self._read(lambda name: name.startswith("model/"), into)
-        for target, stored in tied:
-            target.copy_(into[stored])
-        for target, plain in conjugated:
-            target.copy_(plain)
+        for target, source in copies:
+            target.copy_(source)
 
     def _stored(self, node: Any) -> str:
         """Under which name a tensor of the model is stored."""
@@ -97,7 +93,7 @@ class Loader:
         device: torch.device | None = None,
         entries: Collection[int] | None = None,
     ) -> Any:
-        """Return the part of the state below a path, in memory that nobody else has.
+        """Return the part of the state below a path, in memory that no tensor of the model has.
 
         ``into``: tensors that may be overwritten at once, by their names below the path, where they
         have the stored shape. ``device``: where all others are to be that are more than a number.
@@ -120,8 +116,7 @@ class Loader:
                 tensors[prefix + name] = tensor
         self._read(lambda name: name.startswith(prefix), tensors)
         kept = {name: tensor for name, tensor in self._kept.items() if tensor is not None}
-        value = unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
-        return unshared(value, {_place(tensor) for tensor in kept.values()})
+        return unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
 
     def read_named(self, prefix: str, wanted: str) -> dict[str, torch.Tensor]:
         """Read all below a prefix; return what is below ``wanted``, the others' is passed over."""
@@ -179,35 +174,3 @@ def check_tensors(
                 f" {ANEW}"
             )
     return found
-
-
-def _place(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else int(value.ctypes.data)
-
-
-def unshared(value: Any, known: Iterable[int] = ()) -> Any:
-    """Copy every tensor that came before, so that no two places share memory.
-
-    ``known``: where memory begins that others hold already.
-    """
-    return _unshared(value, set(known))
-
-
-def _unshared(value: Any, seen: set[int]) -> Any:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        if _place(value) not in seen:
-            seen.add(_place(value))
-            return value
-        return value.clone() if isinstance(value, torch.Tensor) else value.copy()
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # a Counter stays one
-        for key, part in value.items():
-            copied[key] = _unshared(part, seen)
-        return copied
-    if isinstance(value, list):
-        return [_unshared(part, seen) for part in value]
-    if type(value) is tuple:  # a torch.Size holds no tensors
-        return tuple(_unshared(part, seen) for part in value)
-    if isinstance(value, deque):
-        return deque((_unshared(part, seen) for part in value), value.maxlen)
-    return value

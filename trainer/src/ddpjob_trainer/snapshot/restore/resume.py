@@ -125,19 +125,20 @@ def _open(
 ) -> tuple[Start, Source | None]:
     retry(lambda: _make_root(root))
     opening = _Opening(root, world, tell, retry)
-    for attempt in range(_ATTEMPTS):
+    left = _ATTEMPTS
+    while True:
         # A live zombie may remove what we are about to take: then look again.
         try:
             return opening.run(anew)
         except FileNotFoundError:
-            if attempt == _ATTEMPTS - 1:
+            left -= 1
+            if not left:
                 raise
         except OSError as error:
             if error.errno in _CURES:
                 error.strerror = f"{error.strerror}: {_CURES[error.errno]}"
                 error.filename = str(root)
             raise
-    raise AssertionError("unreachable")
 
 
 def _make_root(root: Path) -> None:
@@ -180,8 +181,6 @@ class _Opening:
     def run(self, anew: bool) -> tuple[Start, Source | None]:
         """Claim a number and begin there; a start that fails leaves nothing."""
         self._unreadable = None
-        known = self._retry(lambda: lineage.read_starts(self._folders))
-        lineage.refuse_if_stale(known, self._identity)
         try:
             sequence = self._retry(lambda: lineage.claim(self._root))
         except PermissionError as error:
@@ -224,20 +223,7 @@ class _Opening:
     def _starts(self) -> dict[int, Start]:
         """Read the start records, and keep why one of them cannot be read now."""
         unread: dict[int, Exception] = {}
-        starts: dict[int, Start] = {}
-
-        def read() -> None:
-            unread.clear()
-            starts.clear()
-            starts.update(lineage.read_starts(self._folders, unread))
-            if passing := next((e for e in unread.values() if _passes(e)), None):
-                raise passing
-
-        try:
-            self._retry(read)
-        except OSError as error:
-            if error not in unread.values():
-                raise
+        starts = self._retry(lambda: lineage.read_starts(self._folders, unread, self._retry))
         for number, why in unread.items():
             name = f"{number:08d}/{lineage.START}"
             self._tell(f"{name} is not usable, its snapshots are left out: {why}")
@@ -410,5 +396,5 @@ def _vote(
         return
     if world.rank == 0 and problem is None and damaged:
         # Perhaps it is damaged only as seen from there: rank 0 looks for itself.
-        manifest.verify(where, found)
+        load.open_source(where, found)
     raise problem or OSError(errno.EIO, "another rank cannot read it")
