@@ -118,8 +118,7 @@ def memory_source(flat: Flat) -> Source:
     def fetch(_: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
         for span in spans:
             content = accelerator.in_order(flat.tensors[span.chunk.tensor])
-            part = content[span.start : span.start + span.count]
-            buffer[span.at : span.at + span.bytes] = part.view(torch.uint8)
+            buffer[span.at : span.at + span.bytes] = content.view(torch.uint8)
 
     return Source(found, fetch)
 

@@ -284,11 +284,13 @@ def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers
     assert all(s.count * items[s.tensor] <= 1 << 10 for share in divided for s in share)
 
 
-def test_a_file_is_read_as_it_was_laid_out():  # type: ignore[no-untyped-def]
+def test_a_file_is_read_as_it_was_laid_out(tmp_path):  # type: ignore[no-untyped-def]
     pieces = data_file.order([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
     assert [piece.dtype for piece in pieces] == ["F64", "BF16", "U8"]
     head = data_file.header(pieces)
-    found = data_file.read_header(head, len(head) + sum(piece.bytes for piece in pieces))
+    (tmp_path / "head").write_bytes(head)
+    with (tmp_path / "head").open("rb") as file:
+        found = data_file.read_header(file, len(head) + sum(piece.bytes for piece in pieces))
     offsets = {key: offset - len(head) for key, (_, offset) in found.items()}
     assert offsets == {"a": 0, "c": 16, "b": 26}
     assert len(head) % 8 == 0

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 import torch
 
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
@@ -300,36 +300,40 @@ def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[
 # --- The process ------------------------------------------------------------------------------
 
 
+def settings(url: str, root: Path) -> SnapshotSettings:
+    return SnapshotSettings(root, 1, 2, resume=True, upload=url)
+
+
 @pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
-def test_beside_a_rank_and_for_its_successor(url, tmp_path):  # type: ignore[no-untyped-def]
-    told, counted = [], []
+def test_beside_a_rank_and_for_its_successor(url, tmp_path, capfd):  # type: ignore[no-untyped-def]
+    counted: list[int | None] = []
     disk, _ = open_snapshots(tmp_path / "a")
-    uploads = Uploads(url, tmp_path / "a", disk.sequence, 2, tell=told.append, count=counted.append)
+    capfd.readouterr()
+    uploads = Uploads(settings(url, tmp_path / "a"), disk.sequence, counted.append)
     for step in (1, 2, 3):
         save(disk, step)
         uploads.committed(step)
     uploads.wait(PATIENCE, lambda: None)
     uploads.close()
     assert counted[-1] == 3
-    assert told == []
+    assert capfd.readouterr().err == ""
     identity = Identity("u", 2, 0, unique=True)
-    fetch_if_newer(url, tmp_path / "b", identity, resume=True, tell=told.append)
-    assert told == [f"fetched the snapshot of step 3 from {url}"]
+    fetch_if_newer(settings(url, tmp_path / "b"), identity, lambda: None)
+    assert f"fetched the snapshot of step 3 from {url}" in capfd.readouterr().err
     assert loaded_step(tmp_path / "b", 2) == 3
     with pytest.raises(PeerLostError, match="has already started"):
         fetch_if_newer(
-            url, tmp_path / "c", Identity("u", 0, 0, unique=True), resume=True, tell=told.append
+            settings(url, tmp_path / "c"), Identity("u", 0, 0, unique=True), lambda: None
         )
 
 
-def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path, capfd):  # type: ignore[no-untyped-def]
     (tmp_path / "store").touch()  # a file, so no folder can be made in it
-    told, counted = [], []
+    counted: list[int | None] = []
     disk, _ = open_snapshots(tmp_path / "a")
     uploads = Uploads(
-        f"file://{tmp_path}/store", tmp_path / "a", disk.sequence, 2,
-        tell=told.append, count=counted.append,
-    )  # fmt: skip
+        settings(f"file://{tmp_path}/store", tmp_path / "a"), disk.sequence, counted.append
+    )
     save(disk, 1)
     uploads.committed(1)
     while not counted:
@@ -339,15 +343,14 @@ def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path):  # type: 
     uploads.close()
     assert counted[0] is None
     assert counted[-1] == 1
-    assert len(told) == 1
-    assert "the snapshot of step 1 was not uploaded: " in told[0]
+    assert capfd.readouterr().err.count("the snapshot of step 1 was not uploaded: ") == 1
 
 
 def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     open_snapshots(tmp_path / "a")
     monkeypatch.setattr(client, "RemoteProcess", None)
     identity = Identity("u", 1, 1, unique=True)
-    fetch_if_newer("s3://nowhere", tmp_path / "a", identity, resume=True, tell=print)
+    fetch_if_newer(settings("s3://nowhere", tmp_path / "a"), identity, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -365,28 +368,27 @@ def test_a_protocol_that_is_not_installed_is_named():  # type: ignore[no-untyped
     assert fsspec.__version__
 
 
-def test_a_fetch_that_stands_still_is_a_hang(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_fetch_that_stands_still_is_a_hang(tmp_path, monkeypatch, capfd):  # type: ignore[no-untyped-def]
     """The watchdog hears of bytes that come, not of a process that is merely there."""
 
     class Silent:
         ended = False
         said = iter([[], [], [{"alive": True}], [], [{"say": "x"}, {"step": 3}]])
 
-        def __init__(self, order: dict[str, Any]) -> None:
-            assert order["do"] == "fetch"
+        def __init__(self, do: str, *_: Any, **__: Any) -> None:
+            assert do == "fetch"
 
         def answers(self, seconds: float) -> list[dict[str, Any]]:
             return next(self.said)
 
         def close(self) -> None:
-            told.append("closed")
+            alive.append("closed")
 
-    told: list[str] = []
-    alive: list[int] = []
+    alive: list[str] = []
     monkeypatch.setattr(client, "RemoteProcess", Silent)
     fetch_if_newer(
-        "s3://b/job", tmp_path, Identity("u", 1, 0, unique=True),
-        resume=True, tell=told.append, alive=lambda: alive.append(1),
+        settings("s3://b/job", tmp_path), Identity("u", 1, 0, unique=True),
+        lambda: alive.append("alive"),
     )  # fmt: skip
-    assert len(alive) == 3
-    assert told == ["x", "fetched the snapshot of step 3 from s3://b/job", "closed"]
+    assert alive == ["alive"] * 3 + ["closed"]
+    assert "fetched the snapshot of step 3 from s3://b/job" in capfd.readouterr().err

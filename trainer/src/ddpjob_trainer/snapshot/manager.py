@@ -73,14 +73,7 @@ class Snapshots:
         if self._settings.directory is None:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
-            fetch_if_newer(
-                self._settings.upload,
-                self._settings.directory,
-                self._world.identity,
-                resume=self._settings.resume,
-                tell=lambda text: say(0, text),
-                alive=self._progress.alive,
-            )
+            fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
         resumed = resume(
             self._settings.directory,
             self._world,
@@ -118,14 +111,7 @@ class Snapshots:
                 what if self._settings.upload else f"warning: {what}. {cure}",
             )
         if self._settings.upload and self._world.rank == 0:
-            self._uploads = Uploads(
-                self._settings.upload,
-                self._settings.directory,
-                resumed.start.sequence,
-                self._settings.keep,
-                tell=lambda text: say(0, text),
-                count=self._progress.uploaded,
-            )
+            self._uploads = Uploads(self._settings, resumed.start.sequence, self._progress.uploaded)
 
     # --- Save ----------------------------------------------------------------------------
 

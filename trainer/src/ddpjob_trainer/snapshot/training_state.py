@@ -92,17 +92,12 @@ def flat_sha256(flat: Flat) -> str:
     return digest.hexdigest()
 
 
-def _own_prefix(rank: int) -> str:
-    """Return how the names of the tensors begin that only this rank has."""
-    return f"rank/{rank}/"
-
-
 def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
     """Name generators' and per-rank objects' states as no other rank does."""
     # The generators' state is JSON already, and its thousand numbers would take flatten() long.
     text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
     text += b" " * (-len(text) % _TREE_BYTES)
-    prefix = _own_prefix(rank)
+    prefix = f"rank/{rank}/"
     own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
     own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return own
@@ -110,12 +105,11 @@ def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
 
 def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
     """Return what _own() was made of. None: there are more ranks now than then."""
-    prefix = _own_prefix(rank)
-    tree = own.get(f"{prefix}tree")
+    tree = own.get(f"rank/{rank}/tree")
     if tree is None:
         return None
     node, aliases = json.loads(tree.numpy().tobytes())
-    inner = f"{prefix}tensor/"
+    inner = f"rank/{rank}/tensor/"
     tensors = {n.removeprefix(inner): t for n, t in own.items() if n.startswith(inner)}
     return Flat(node, tensors, aliases)
 
@@ -284,7 +278,7 @@ class TrainingState:
             )
             with fitting(repr(name)):
                 give(obj, value)
-        found = loader.read_named("rank/", _own_prefix(rank))
+        found = loader.read_named("rank/", f"rank/{rank}/")
         with fitting(f"rank {rank}'s own"):
             if (own := _flat_of(found, rank)) is not None:
                 self._restore_own(own)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
 )
 from ddpjob_trainer.state.codec import TORCH_DTYPES, Flat, unflatten
 
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 16 << 20  # a larger chunk, as older versions wrote, is read alone
 _ALIGN = 8
 
 Offsets = Mapping[str, int]  # key of a piece -> where it begins in its file
@@ -34,18 +34,11 @@ Offsets = Mapping[str, int]  # key of a piece -> where it begins in its file
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``count`` elements of a chunk from its element ``start`` on, to lie at ``at`` of a buffer."""
+    """A chunk of so many bytes, to lie at ``at`` of a buffer."""
 
     chunk: Chunk
-    start: int
-    count: int
-    item: int  # bytes of one element
+    bytes: int
     at: int
-
-    @property
-    def bytes(self) -> int:
-        """Return its size."""
-        return self.count * self.item
 
 
 #: Fills a buffer with spans of one data file. Raises OSError.
@@ -71,7 +64,7 @@ def verify_file(
     Raises InvalidSnapshotError, OSError.
     """
     with manifest.opened(directory, file) as stream:
-        pieces = data_file.read_header(_header(stream, file), file.bytes)
+        pieces = data_file.read_header(stream, file.bytes)
         if manifest.checksum(stream, file) != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
     for chunk in chunks:
@@ -82,11 +75,6 @@ def verify_file(
                 f"{file.name} does not hold {chunk.key} as the manifest says"
             )
     return {key: offset for key, (_, offset) in pieces.items()}
-
-
-def _header(stream: BinaryIO, file: DataFile) -> bytes:
-    size = data_file.header_bytes(os.pread(stream.fileno(), 8, 0), file.bytes)
-    return os.pread(stream.fileno(), size, 0)
 
 
 # --- Read -------------------------------------------------------------------------------------
@@ -149,7 +137,7 @@ class Source:
             chunks = [chunk for chunk in self._chunks[file.name] if chunk.tensor in wanted]
             for window, size in self._windows(chunks):
                 if len(self._buffer) < size:  # one for all, lest each leave a hole in memory
-                    self._buffer = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
+                    self._buffer = torch.empty(max(size, _WINDOW_BYTES), dtype=torch.uint8)
                 self._fetch(file, window, self._buffer[:size])
                 for span in window:
                     targets.put(span, self._buffer)
@@ -162,21 +150,16 @@ class Source:
 
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Span], int]]:
         window: list[Span] = []
-        at = 0
+        size = 0
         for chunk in chunks:
-            item = ITEM_BYTES[self.manifest.tensors[chunk.tensor][0]]
-            start = 0
-            while start < chunk.count:
-                count = min(chunk.count - start, (_WINDOW_BYTES - at) // item)
-                if count:
-                    window.append(Span(chunk, start, count, item, at))
-                    start += count
-                    at += -(-count * item // _ALIGN) * _ALIGN
-                if at + item > _WINDOW_BYTES:
-                    yield window, at
-                    window, at = [], 0
+            length = chunk.count * ITEM_BYTES[self.manifest.tensors[chunk.tensor][0]]
+            if window and size + length > _WINDOW_BYTES:
+                yield window, size
+                window, size = [], 0
+            window.append(Span(chunk, length, size))
+            size += -(-length // _ALIGN) * _ALIGN
         if window:
-            yield window, at
+            yield window, size
 
 
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -206,9 +189,9 @@ class _Targets:
             return
         tensor = tensor.detach()
         content = buffer[span.at : span.at + span.bytes].view(tensor.dtype)
-        first = span.chunk.start + span.start
+        first = span.chunk.start
         if tensor.is_contiguous():
-            tensor.view(-1)[first : first + span.count].copy_(content)
+            tensor.view(-1)[first : first + len(content)].copy_(content)
         else:
             self._gather(span.chunk.tensor, tensor, first, content)
 
@@ -233,7 +216,7 @@ def read_spans(
     view = memoryview(buffer.numpy().data)
     with manifest.opened(directory, file) as stream:
         for span in spans:
-            position = offsets[span.chunk.key] + span.start * span.item
+            position = offsets[span.chunk.key]
             left = view[span.at : span.at + span.bytes]
             while left:
                 count = os.preadv(stream.fileno(), [left], position)

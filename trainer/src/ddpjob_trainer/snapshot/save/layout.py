@@ -29,7 +29,7 @@ from ddpjob_trainer.snapshot.save.staging import Copy
 from ddpjob_trainer.state.codec import DTYPES, Flat, member
 
 #: Pieces are no larger, so that no reader needs much memory at once.
-MAX_PIECE_BYTES = 64 << 20
+MAX_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
