@@ -123,6 +123,13 @@ def memory_source(flat: Flat) -> Source:
     return Source(found, fetch)
 
 
+def whole(source: Source) -> Flat:
+    """Everything in it, in memory."""
+    tensors = source.empty(lambda name: True)
+    source.read(lambda name: True, tensors)
+    return Flat(source.manifest.tree, tensors, dict(source.manifest.aliases))
+
+
 def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -> None:
     store.save(step, flatten(state), config)
 

@@ -22,7 +22,7 @@ from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.state.codec import unflatten
-from support.snapshots import await_snapshot
+from support.snapshots import await_snapshot, whole
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
@@ -50,7 +50,7 @@ def stored(directory: Path) -> dict[int, Any]:
     found = {}
     for path in sorted(directory.glob("*/step-*.json")):
         content = manifest.read(path)
-        found[content.step] = unflatten(load.open_source(path.parent, content).flat())
+        found[content.step] = unflatten(whole(load.open_source(path.parent, content)))
     return found
 
 

@@ -34,7 +34,7 @@ from ddpjob_trainer.snapshot.save.writer import (
 )
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
-from support.snapshots import open_snapshots
+from support.snapshots import open_snapshots, whole
 
 RANKS = 3
 KEEP = 3
@@ -151,7 +151,7 @@ def open_ranks() -> Iterator[Any]:
 def check(loaded: Source | None, step: int) -> None:
     assert loaded is not None
     assert loaded.step == step
-    flat = loaded.flat()
+    flat = whole(loaded)
     found = unflatten(flat)
     assert torch.equal(found["w"], state(step)["w"])
     assert torch.equal(found["m"], state(step)["m"])

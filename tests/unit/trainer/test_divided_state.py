@@ -18,7 +18,7 @@ from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, la
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import Divided
-from support.snapshots import Store, open_snapshots
+from support.snapshots import Store, open_snapshots, whole
 
 RANKS = 3
 
@@ -96,9 +96,8 @@ def test_what_is_on_disk_is_what_an_undivided_optimizer_would_have_left(tmp_path
     store, _ = open_snapshots(tmp_path)
     save(store, 1, captured_by(model, optimizer, RANKS))
     plain = registered(model, optimizer).capture(0).flat
-    loaded = load.open_source(
-        store.directory, manifest.read(store.directory / manifest.file_name(1))
-    ).flat()
+    path = store.directory / manifest.file_name(1)
+    loaded = whole(load.open_source(store.directory, manifest.read(path)))
     assert loaded.tree == plain.tree
     assert loaded.aliases == plain.aliases
     for name, tensor in plain.tensors.items():

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.save import writer as module
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.save.writer import Place, SnapshotWriter, Unfinished
+from ddpjob_trainer.snapshot.save.writer import Place, SnapshotWriter
 
 
 def test_it_is_said_again_each_time_that_the_wait_has_doubled(
@@ -29,7 +29,7 @@ def test_it_is_said_again_each_time_that_the_wait_has_doubled(
         return writer.behind()
 
     assert at(100) == "", "nothing is being written"
-    writer._snapshots[8] = Unfinished(8, 0.0, None)
+    writer._snapshots[8] = 0.0, None
     told = [s for s in range(5, 1000, 5) if at(s)]
     assert told == [60, 120, 240, 480, 960]
     nothing: dict[str, Any] = {}

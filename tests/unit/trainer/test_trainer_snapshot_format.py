@@ -21,7 +21,7 @@ from ddpjob_trainer.state.codec import (
     unflatten,
     without_numpys,
 )
-from support.snapshots import open_snapshots
+from support.snapshots import open_snapshots, whole
 
 
 def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
@@ -45,7 +45,7 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
     store.save(1, flatten(value), {})
     loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
-    found = unflatten(loaded.flat())
+    found = unflatten(whole(loaded))
     for name in ("ints", "floats", "tuple", "bytes", "$odd"):
         assert found[name] == value[name]
     assert found["numpy"].dtype == np.float32

@@ -28,7 +28,7 @@ from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
-from support.snapshots import Clock, open_snapshots
+from support.snapshots import Clock, open_snapshots, whole
 from support.snapshots import Store as Disk
 
 
@@ -85,7 +85,7 @@ def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
     loaded = open_snapshots(root, attempt, uid=uid)[1]
     if loaded is None:
         return None
-    found = unflatten(loaded.flat())
+    found = unflatten(whole(loaded))
     assert torch.equal(found["w"], torch.full((64,), float(found["n"])))
     return int(found["n"])
 

@@ -22,7 +22,7 @@ from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.state.codec import flatten, unflatten
-from support.snapshots import Store, open_snapshots
+from support.snapshots import Store, open_snapshots, whole
 
 CONFIG = {"seed": 1}
 
@@ -39,7 +39,7 @@ def check(loaded: Source | None, step: int) -> None:
     assert loaded is not None
     assert loaded.step == step
     assert loaded.config == CONFIG
-    found = unflatten(loaded.flat())
+    found = unflatten(whole(loaded))
     assert found["n"] == step
     assert torch.equal(found["w"], state(step)["w"])
     assert torch.equal(found["nested"][0], torch.arange(step))
@@ -250,7 +250,7 @@ def _load_only(directory: Path) -> list[int]:
     for path in sorted(directory.glob("step-*.json")):
         try:
             found = manifest.read(path)
-            load.open_source(directory, found).flat()
+            whole(load.open_source(directory, found))
         except manifest.InvalidSnapshotError:
             continue
         good.append(found.step)

@@ -184,7 +184,6 @@ def test_nothing_outside_is_written_or_removed_through_a_linked_directory(root, 
     for action in (
         lambda: disk.write_new(mine / "new", [b""]),
         lambda: lineage.write_start(root, Start(3, "u", 9, 0)),
-        lambda: disk.publish(mine / names[0], mine / "other"),
         lambda: disk.remove(mine / names[0]),
         lambda: disk.link_or_copy(root / "00000001" / lineage.START, mine / "linked"),
         lambda: manifest.listed(mine),

@@ -40,6 +40,8 @@ class Snapshots:
 
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
         self._settings = settings
+        self.are_made = settings.directory is not None
+        self.every_steps = settings.every_steps
         self._world = world
         self._progress = progress
         queues = world.accelerator.queues
@@ -48,13 +50,13 @@ class Snapshots:
         self._hook: RemovableHandle | None = None
         self._place: Place | None = None
         self._unsettled = False
-        self._free = True  # every rank has a buffer to save into
+        self.has_room = True  # on all ranks alike: each has a buffer for save()
         self.newest = -1  # step of the newest snapshot
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        every = self._settings.every_steps if self.are_made else None
+        every = self.every_steps if self.are_made else None
         return {"snapshots": self.are_made, "snapshot_every": every}
 
     def check(self, state: TrainingState) -> None:
@@ -115,26 +117,9 @@ class Snapshots:
 
     # --- Save ----------------------------------------------------------------------------
 
-    @property
-    def are_made(self) -> bool:
-        """Tell whether there is a directory for them."""
-        return self._settings.directory is not None
-
     def due(self, step: int, *, last: bool) -> bool:
         """Tell whether a snapshot is due after this step."""
-        if self._settings.directory is None:
-            return False
-        return last or step % self._settings.every_steps == 0
-
-    @property
-    def every_steps(self) -> int:
-        """Steps between two of them."""
-        return self._settings.every_steps
-
-    @property
-    def has_room(self) -> bool:
-        """Tell whether save() has a buffer on every rank: equal on all of them."""
-        return self._free
+        return self.are_made and (last or step % self.every_steps == 0)
 
     def report(self) -> list[float]:
         """Return numbers to add up over all ranks, before each save() at least.
@@ -148,7 +133,7 @@ class Snapshots:
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
         newest, full = reported
-        self._free = not full
+        self.has_room = not full
         self._durable(int(newest) - 1)
 
     def _durable(self, step: int) -> None:
@@ -174,7 +159,7 @@ class Snapshots:
             found = self._capture(state)
             self._agree()
             self._progress.at("snapshot")
-        if self._free:
+        if self.has_room:
             failpoints.reach("snapshot")
             captured = found or self._capture(state)
             if self._writes:

@@ -50,7 +50,7 @@ def _operation(name: str, path: Path) -> Iterator[None]:
 def write_new(
     path: Path, chunks: Iterable[bytes | memoryview], *, past_cache: bool = False
 ) -> None:
-    """Write a file that must not exist yet, and make its content durable.
+    """Write a new file durably, or leave none. Raises OSError: FileExistsError if there is one.
 
     ``past_cache``: where the file system can (O_DIRECT), do not go by way of the page cache.
     """
@@ -68,6 +68,10 @@ def write_new(
                     view = view[_write(fd, view) :]
         with _operation("fsync", path):
             os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(path)
+        raise
     finally:
         os.close(fd)
 
@@ -123,9 +127,6 @@ def open_file(path: Path) -> BinaryIO:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # it has become another thing since
                 raise NotAFileError(path) from None
             raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise NotAFileError(path)
     return cast("BinaryIO", os.fdopen(fd, "rb", buffering=0))
 
 
@@ -164,19 +165,13 @@ def directories(root: Path) -> list[str]:
 # --- Names ------------------------------------------------------------------------------------
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a durable file its final name in the same directory, durably: the commit point."""
-    with _operation("rename", final), _folder(final) as folder:
-        os.rename(temporary.name, final.name, src_dir_fd=folder, dst_dir_fd=folder)
-    with _operation("fsync", final.parent), _folder(final) as folder:
-        os.fsync(folder)
-
-
 def commit(final: Path, content: bytes) -> None:
     """Write a small file whole or not at all, durably. Raises OSError."""
     temporary = final.with_name(f"{final.name}.tmp")
     write_new(temporary, [content])
-    publish(temporary, final)
+    with _operation("rename", final), _folder(final) as folder:
+        os.rename(temporary.name, final.name, src_dir_fd=folder, dst_dir_fd=folder)
+    sync_directory(final.parent)
 
 
 def set_aside(path: Path) -> None:
@@ -216,18 +211,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         except (FileNotFoundError, FileExistsError):
             raise
         except OSError:
-            _copy(file, target)
-
-
-def _copy(file: BinaryIO, target: Path) -> None:
-    try:
-        write_new(target, _pieces(file))
-    except FileExistsError:
-        raise
-    except OSError:
-        with contextlib.suppress(OSError):
-            remove(target)
-        raise
+            write_new(target, _pieces(file))
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

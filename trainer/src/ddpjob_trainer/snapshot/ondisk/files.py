@@ -57,13 +57,8 @@ class SnapshotFiles:
                 crc = zlib.crc32(piece, crc)
                 yield piece
 
-        path = self.directory / name
-        try:
-            disk.write_new(path, pieces(), past_cache=len(content) >= _PAST_CACHE_BYTES)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                disk.remove(path)
-            raise
+        large = len(content) >= _PAST_CACHE_BYTES
+        disk.write_new(self.directory / name, pieces(), past_cache=large)
         return crc
 
     def commit(self, step: int, content: bytes) -> None:

@@ -43,11 +43,6 @@ class Start:
     parent_step: int = -1
     predecessors: tuple[str, ...] = ()  # uids of earlier jobs, which must not come back
 
-    @property
-    def turn(self) -> tuple[int, int, int]:
-        """Return its order among the incarnations of one uid."""
-        return (self.attempt, self.round, self.sequence)
-
 
 class Folders(Protocol):
     """The folders of all incarnations by their numbers: Disk, and remote.store.Store."""
@@ -151,7 +146,8 @@ def newest(starts: dict[int, Start]) -> Start | None:
         return None
     over = {uid for start in starts.values() for uid in start.predecessors}
     uid = starts[max((n for n, s in starts.items() if s.uid not in over), default=max(starts))].uid
-    return max((s for s in starts.values() if s.uid == uid), key=lambda start: start.turn)
+    ours = (start for start in starts.values() if start.uid == uid)
+    return max(ours, key=lambda start: (start.attempt, start.round, start.sequence))
 
 
 def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.snapshot.ondisk import data_file, manifest
+from ddpjob_trainer.snapshot.ondisk.data_file import Piece
 from ddpjob_trainer.snapshot.ondisk.manifest import (
     ITEM_BYTES,
     Chunk,
@@ -68,9 +69,8 @@ def verify_file(
         if manifest.checksum(stream, file) != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
     for chunk in chunks:
-        piece, _ = pieces.get(chunk.key, (None, 0))
-        dtype = found.tensors[chunk.tensor][0]
-        if piece is None or piece.dtype != dtype or piece.count != chunk.count:
+        wanted = Piece(chunk.key, found.tensors[chunk.tensor][0], chunk.count)
+        if chunk.key not in pieces or pieces[chunk.key][0] != wanted:
             raise InvalidSnapshotError(
                 f"{file.name} does not hold {chunk.key} as the manifest says"
             )
@@ -141,12 +141,6 @@ class Source:
                 self._fetch(file, window, self._buffer[:size])
                 for span in window:
                     targets.put(span, self._buffer)
-
-    def flat(self) -> Flat:
-        """Read everything into memory. Raises OSError."""
-        tensors = self.empty(lambda name: True)
-        self.read(lambda name: True, tensors)
-        return Flat(self.manifest.tree, tensors, dict(self.manifest.aliases))
 
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Span], int]]:
         window: list[Span] = []

@@ -41,11 +41,6 @@ class Loader:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        aliases = source.manifest.aliases
-        # Read once, and needed again where another group's name stands for the same tensor.
-        self._kept: dict[str, torch.Tensor | None] = {
-            target: None for name, target in aliases.items() if _group(name) != _group(target)
-        }
 
     @property
     def outline(self) -> dict[str, Any]:
@@ -64,7 +59,8 @@ class Loader:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         for name, tensor in targets.items():
             target = tensor.detach()
-            stored = self._stored(member(nodes, name))
+            stored = next(iter(member(nodes, name).values()))
+            stored = self._source.manifest.aliases.get(stored, stored)
             if target.is_conj():  # its memory holds the conjugate of what was stored
                 plain = torch.empty_like(target)
                 copies.append((target, plain))
@@ -74,17 +70,15 @@ class Loader:
             if stored in into:
                 copies.insert(0, (target, into[stored]))
             into.setdefault(stored, target)
-        self._read(lambda name: name.startswith("model/"), into)
+        self._source.read(self._below("model/"), into)
         for target, source in copies:
             target.copy_(source)
 
-    def _stored(self, node: Any) -> str:
-        """Under which name a tensor of the model is stored."""
-        name = next(iter(node.values()))
-        name = self._source.manifest.aliases.get(name, name)
-        if not name.startswith("model/"):
-            raise ConfigError(f"the snapshot keeps a tensor of the model as {name!r}; {ANEW}")
-        return str(name)
+    def _below(self, prefix: str) -> Callable[[str], bool]:
+        """Tell of a stored name whether it, or one that stands for it, is below a prefix."""
+        aliases = self._source.manifest.aliases
+        elsewhere = {target for name, target in aliases.items() if name.startswith(prefix)}
+        return lambda name: name.startswith(prefix) or name in elsewhere
 
     def read_object(
         self,
@@ -107,30 +101,19 @@ class Loader:
         if entries is not None:
             node = _only(node, entries)
         wanted = {manifest.aliases.get(name, name) for name in tensor_names(node)}
-        tensors = self._source.empty(
-            lambda name: name in wanted and name.startswith(prefix), device
-        )
+        tensors = self._source.empty(wanted.__contains__, device)
         for name, tensor in (into or {}).items():
             found = tensors.get(prefix + name)
             if found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype):
                 tensors[prefix + name] = tensor
-        self._read(lambda name: name.startswith(prefix), tensors)
-        kept = {name: tensor for name, tensor in self._kept.items() if tensor is not None}
-        return unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
+        self._source.read(self._below(prefix), tensors)
+        return unflatten(Flat(node, tensors, dict(manifest.aliases)))
 
     def read_named(self, prefix: str, wanted: str) -> dict[str, torch.Tensor]:
         """Read all below a prefix; return what is below ``wanted``, the others' is passed over."""
         tensors = self._source.empty(lambda name: name.startswith(wanted))
-        self._read(lambda name: name.startswith(prefix), tensors)
+        self._source.read(lambda name: name.startswith(prefix), tensors)
         return tensors
-
-    def _read(self, names: Callable[[str], bool], into: dict[str, torch.Tensor]) -> None:
-        kept = self._source.empty(lambda name: name in self._kept and names(name))
-        self._source.read(names, {**into, **kept})
-        for name, tensor in kept.items():
-            self._kept[name] = tensor
-            if name in into:
-                into[name].detach().copy_(tensor)
 
 
 def _only(node: Any, entries: Collection[int]) -> Any:
@@ -140,12 +123,6 @@ def _only(node: Any, entries: Collection[int]) -> Any:
         return node
     found = [[n, one] for n, one in state["$dict"] if isinstance(n, int) and n in entries]
     return {**node, "state": {"$dict": found}}
-
-
-def _group(name: str) -> tuple[str, ...]:
-    """Name what is read together: the model, or one registered object."""
-    first, *rest = name.split("/")
-    return (first, *rest[:1]) if first == "registered" else (first,)
 
 
 def check_tensors(

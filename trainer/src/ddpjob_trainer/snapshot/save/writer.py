@@ -92,15 +92,6 @@ class Outcome:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """On rank 0: one that is not yet durable. ``draft`` None: it has failed here already."""
-
-    step: int
-    begun: float
-    draft: Draft | None
-
-
 class SnapshotWriter:
     """The threads, and what training may ask of them.
 
@@ -130,7 +121,8 @@ class SnapshotWriter:
         self._copies: SimpleQueue[Part | int | None] = SimpleQueue()  # a number: prepare buffers
         self._writes: SimpleQueue[Part | None] = SimpleQueue()  # None: look at what has changed
         self._parts: dict[int, Part] = {}  # by step: being copied or written
-        self._snapshots: dict[int, Unfinished] = {}
+        #: On rank 0, those not yet durable: when begun, and of what; None: it has failed here.
+        self._snapshots: dict[int, tuple[float, Draft | None]] = {}
         self._outcomes: deque[Outcome] = deque()
         self._copying = 0
         self._closing = False
@@ -218,7 +210,7 @@ class SnapshotWriter:
             self._parts[part.step] = part
             self._copying += bool(part.later)
             if part.draft is not None:
-                self._snapshots[part.step] = Unfinished(part.step, part.begun, part.draft)
+                self._snapshots[part.step] = part.begun, part.draft
         if part.later:
             self._copies.put(part)
         else:
@@ -228,7 +220,7 @@ class SnapshotWriter:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
         if self._rank == 0:
             with self._changed:
-                self._snapshots[step] = Unfinished(step, begun, None)
+                self._snapshots[step] = begun, None
         self.reports.post(step, Report(self._rank, text=text))
         self._writes.put(None)
 
@@ -280,14 +272,14 @@ class SnapshotWriter:
         doubled: quick steps are ahead of a busy disk by nature.
         """
         with self._changed:
-            oldest = next(iter(self._snapshots.values()), None)
-        seconds = time.perf_counter() - oldest.begun if oldest else 0.0
-        if oldest is None or seconds < max(_LONG_SECONDS, 2 * self._said_seconds):
+            step, (begun, _) = next(iter(self._snapshots.items()), (-1, (0.0, None)))
+        seconds = time.perf_counter() - begun
+        if step < 0 or seconds < max(_LONG_SECONDS, 2 * self._said_seconds):
             return ""
         self._said_seconds = seconds
-        rank = max(0, self.reports.first_missing(oldest.step))
+        rank = max(0, self.reports.first_missing(step))
         return (
-            f"older ones are still being written, that of step {oldest.step} for {seconds:.0f} s by"
+            f"older ones are still being written, that of step {step} for {seconds:.0f} s by"
             f" rank {rank}. Is its volume slow, or stuck?"
         )
 
@@ -374,30 +366,25 @@ class SnapshotWriter:
 
     def _commit_complete(self) -> None:
         """Commit what all ranks have made durable, one after the other, on rank 0."""
-        for snapshot in list(self._snapshots.values()):
-            reports = self.reports.complete(snapshot.step)
+        for step, (begun, draft) in list(self._snapshots.items()):
+            reports = self.reports.complete(step)
             if reports is None:
                 return  # nor can a later one be complete
             text = next((f"{_of(r.rank)}{r.text}" for r in reports if r.text), "")
             if not text:
-                assert snapshot.draft is not None, "it has reported that it failed here"
+                assert draft is not None, "it has reported that it failed here"
                 try:
-                    content = snapshot.draft.manifest(reports).encode()
-                    self._files.commit(snapshot.step, content)
+                    self._files.commit(step, draft.manifest(reports).encode())
                 except Exception as error:  # a manifest that nobody could read, for one
                     text = self._why(error)
-            self._settle(snapshot, text)
+            with self._changed:
+                del self._snapshots[step]
+                self._outcomes.append(Outcome(step, time.perf_counter() - begun, text))
+                self._changed.notify_all()
             if text:
-                self._files.discard(snapshot.step)
+                self._files.discard(step)
             else:
                 self._retain()
-
-    def _settle(self, snapshot: Unfinished, text: str) -> None:
-        with self._changed:
-            del self._snapshots[snapshot.step]
-            seconds = time.perf_counter() - snapshot.begun
-            self._outcomes.append(Outcome(snapshot.step, seconds, text))
-            self._changed.notify_all()
 
 
 def _of(rank: int) -> str:
