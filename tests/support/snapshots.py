@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
+from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.restore.load import Source, Span
 from ddpjob_trainer.snapshot.restore.resume import Retry
 from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
@@ -40,7 +41,7 @@ class Store:
 
     def __post_init__(self) -> None:
         self.nonce = f"{self.sequence:08x}"
-        self.files = SnapshotFiles(self.root, self.sequence, self.keep)
+        self.files = SnapshotFiles(self.root, self.sequence, self.nonce, self.keep)
 
     @property
     def directory(self) -> Path:
@@ -62,7 +63,7 @@ class Store:
             self.files.discard(step)
             raise
         self.files.commit(step, draft.manifest(reports).encode())
-        self.files.retain()
+        retain(self.root, self.sequence, self.keep)
 
     def _part(self, step: int, captured: Captured, rank: int) -> Report:
         image = lay_out(captured.structure, self.ranks, rank)
@@ -96,16 +97,15 @@ def open_snapshots(
     resume: bool = True,
     keep: int = 3,
     ranks: int = 3,
-    tell: Callable[[str], None] = print,
     clock: Clock | None = None,
 ) -> tuple[Store, Source | None]:
     """Start an incarnation, as rank 0 does."""
     world = World(0, 1, 0, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
     clock = clock or Clock()
-    retry = Retry(tell, now=lambda: clock.now, wait=clock.wait)
-    resumed = resume_from(root, world, anew=not resume, tell=tell, retry=retry)
+    retry = Retry(0, now=lambda: clock.now, wait=clock.wait)
+    resumed = resume_from(root, world, anew=not resume, retry=retry)
     store = Store(root, resumed.start.sequence, keep, ranks)
-    store.files.retain()
+    retain(root, store.sequence, keep)
     return store, resumed.source
 
 

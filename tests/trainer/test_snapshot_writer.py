@@ -29,7 +29,6 @@ from ddpjob_trainer.snapshot.save.part_reports import PartReports
 from ddpjob_trainer.snapshot.save.writer import (
     Outcome,
     Part,
-    Place,
     SnapshotWriter,
 )
 from ddpjob_trainer.state.codec import flatten, unflatten
@@ -82,16 +81,17 @@ def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((3000,), float(step)), "n": step, "m": torch.arange(step)}
 
 
-def place_of(root: Path, sequence: int, ranks: int = RANKS) -> Place:
-    return Place(root, sequence, f"{sequence:08x}", KEEP, tuple(range(ranks)))
+def files_of(root: Path, sequence: int) -> SnapshotFiles:
+    return SnapshotFiles(root, sequence, f"{sequence:08x}", KEEP)
 
 
 class Rank:
     """What a rank's training thread does, without training."""
 
-    def __init__(self, rank: int, place: Place, told: Store) -> None:
+    def __init__(self, rank: int, files: SnapshotFiles, told: Store) -> None:
         self._rank = rank
-        self.writer = SnapshotWriter(rank, place, PartReports(told, place.writers), CPU, later=True)
+        reports = PartReports(told, tuple(range(RANKS)))
+        self.writer = SnapshotWriter(rank, files, reports, CPU, later=True)
 
     def begin(self, step: int) -> None:
         own = {f"rank/{self._rank}/own": torch.full((3,), self._rank)}
@@ -104,10 +104,10 @@ class Ranks:
 
     def __init__(self, root: Path, attempt: int = 1) -> None:
         store, self.loaded = open_snapshots(root, attempt)
-        self.place = place_of(root, store.sequence)
+        self.files = files_of(root, store.sequence)
         self.directory = lineage.directory(root, store.sequence)
         self.told = HashStore()
-        self._ranks = [Rank(rank, self.place, self.told) for rank in range(RANKS)]
+        self._ranks = [Rank(rank, self.files, self.told) for rank in range(RANKS)]
 
     @property
     def writers(self) -> list[SnapshotWriter]:
@@ -209,7 +209,7 @@ def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> 
 
 
 def leftovers(ranks: Ranks, step: int) -> list[Path]:
-    return list(ranks.directory.glob(f"step-{step:012d}-{ranks.place.nonce}*"))
+    return list(ranks.directory.glob(f"step-{step:012d}-{ranks.files.nonce}*"))
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -224,7 +224,7 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
     """The one before is loaded, or this one if its manifest had its name."""
     points = points_of_a_save(saving, seam)
     saving.close()
-    root, newest, done = saving.place.root, 2, []
+    root, newest, done = saving.files.root, 2, []
     for attempt, (victim, point) in enumerate(points, 2):
         store, loaded = open_snapshots(root, attempt)
         check(loaded, newest)
@@ -232,7 +232,7 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
         def program(rank: int) -> None:
             seam.give(victim, point, kill)  # noqa: B023
             told = FileStore(str(tmp_path / f"told-{attempt}"), RANKS)  # noqa: B023
-            mine = Rank(rank, place_of(root, store.sequence), told)  # noqa: B023
+            mine = Rank(rank, files_of(root, store.sequence), told)  # noqa: B023
             mine.begin(newest + 1)  # noqa: B023
             mine.writer.wait_written()
             if rank == victim == 0:  # noqa: B023
@@ -258,7 +258,7 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  #
         fail_and_go_on(saving, step + 1, step, os.strerror(errno.EIO), rank)
         step += 2
     assert not list(saving.directory.glob("*.tmp"))
-    check(open_snapshots(saving.place.root, 2)[1], step)
+    check(open_snapshots(saving.files.root, 2)[1], step)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -306,7 +306,7 @@ def test_a_durable_one_is_marked(tmp_path, open_ranks):  # type: ignore[no-untyp
     assert f"{ranks.directory} is gone" in main.mark(9, {})
     loaded = open_snapshots(tmp_path, 2)[1]
     check(loaded, 8)
-    assert loaded.config["finished"] == 8
+    assert loaded.manifest.config["finished"] == 8
 
 
 def test_a_directory_that_is_gone_is_told(tmp_path, open_ranks):  # type: ignore[no-untyped-def]

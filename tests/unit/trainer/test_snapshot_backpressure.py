@@ -10,9 +10,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ddpjob_trainer.gpu import accelerator
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import writer as module
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.save.writer import Place, SnapshotWriter
+from ddpjob_trainer.snapshot.save.writer import SnapshotWriter
 
 
 def test_it_is_said_again_each_time_that_the_wait_has_doubled(
@@ -22,7 +23,7 @@ def test_it_is_said_again_each_time_that_the_wait_has_doubled(
     reports.post(8, Report(0))
     cpu = accelerator.of(torch.device("cpu"))
     monkeypatch.setattr(module.threading.Thread, "start", lambda _: None)
-    writer = SnapshotWriter(0, Place(tmp_path, 1, "n", 2, (0, 2)), reports, cpu)
+    writer = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, cpu)
 
     def at(seconds: float) -> str:
         monkeypatch.setattr(module.time, "perf_counter", lambda: seconds)

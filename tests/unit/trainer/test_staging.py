@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Pool
-from ddpjob_trainer.snapshot.save.writer import Part, Place, SnapshotWriter, versions_of
+from ddpjob_trainer.snapshot.save.writer import Part, SnapshotWriter, versions_of
 from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
 
@@ -76,8 +77,8 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
 def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_path: Path) -> None:
     """Else each rank's would make a context on the first."""
     device = Pins()
-    reports: Any = None
-    tracker = SnapshotWriter(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    reports: Any = SimpleNamespace(writers=(0,))
+    tracker = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
     tracker.prepare(Captured(Flat({}, {}), frozenset(), {}))
     deadline = time.monotonic() + PATIENCE
     while len(device.calls) < 3:
@@ -109,8 +110,8 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
     device = Pins()
     told: queue.Queue[tuple[int, Report]] = queue.Queue()
-    reports: Any = SimpleNamespace(post=lambda *found: told.put(found))
-    tracker = SnapshotWriter(1, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    reports: Any = SimpleNamespace(writers=(0,), post=lambda *found: told.put(found))
+    tracker = SnapshotWriter(1, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
     weight = torch.nn.Parameter(torch.ones(4))
     buffer = tracker.pool.take(16)
     assert buffer is not None

@@ -98,7 +98,7 @@ def test_a_file_system_that_cannot(tmp_path, monkeypatch, writes):  # type: igno
 
 def test_only_large_parts_go_past_the_cache(tmp_path: Path, monkeypatch, writes):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(files, "_PAST_CACHE_BYTES", 3 * BLOCK)
-    writer = files.SnapshotFiles(tmp_path, 1, 2)
+    writer = files.SnapshotFiles(tmp_path, 1, "n", 2)
     writer.directory.mkdir(parents=True)
     for blocks in (2, 3):
         writer.write(f"part-{blocks}", aligned(blocks * BLOCK))

@@ -23,6 +23,7 @@ from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.restore import resume
 from ddpjob_trainer.snapshot.save import layout
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
@@ -152,7 +153,8 @@ def check_older_is_taken(root: Path) -> None:
             limit = pages * resource.getpagesize() + ALLOWED_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             told: list[str] = []
-            loaded = open_snapshots(root, 2, tell=told.append)[1]
+            resume.say = lambda _, text: told.append(text)  # type: ignore[assignment]
+            loaded = open_snapshots(root, 2)[1]
             assert loaded is not None
             assert loaded.step == 1, loaded.step
             assert any("is not usable" in text for text in told), told

@@ -89,7 +89,7 @@ def test_only_what_is_asked_for_is_read(root, monkeypatch):  # type: ignore[no-u
 def test_where_there_is_none(root, tmp_path):  # type: ignore[no-untyped-def]
     with pytest.raises(SnapshotToolError, match="no valid snapshot of step 9; steps there: 1, 2"):
         ddp.read_snapshot(root, step=9)
-    with pytest.raises(SnapshotToolError, match="is no directory"):
+    with pytest.raises(SnapshotToolError, match="holds no snapshots"):
         ddp.read_snapshot(tmp_path / "absent")
 
 

@@ -110,7 +110,7 @@ def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_p
     path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
     uploader.upload(2)
     assert bring(store, tmp_path / "b", 2) == 2
-    found = open_snapshots(tmp_path / "b", 2)[1]
+    found = open_snapshots(tmp_path / "b", 2)[1].manifest
     assert (found.config["seed"], found.config["finished"]) == (1, 2)
 
 

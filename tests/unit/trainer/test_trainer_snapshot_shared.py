@@ -81,7 +81,7 @@ def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path
     assert step_of(open_snapshots(tmp_path, 2)) == 5
     assert (
         "000000000006.json is not usable, and left as it is: format version 3"
-        in capsys.readouterr().out
+        in capsys.readouterr().err
     )
     assert not list(tmp_path.glob("*/*.invalid"))
 
@@ -128,9 +128,9 @@ def test_two_that_began_in_one_moment_do_not_go_on_from_each_others(tmp_path, mo
 def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys):  # type: ignore[no-untyped-def]
     """The volume is another one than before, or somebody has emptied it."""
     open_snapshots(tmp_path, 1)
-    assert "begins anew" not in capsys.readouterr().out
+    assert "begins anew" not in capsys.readouterr().err
     open_snapshots(tmp_path, 2)
-    assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().out
+    assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().err
 
 
 # --- The directory ----------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def save(store: Store, step: int) -> None:
 def check(loaded: Source | None, step: int) -> None:
     assert loaded is not None
     assert loaded.step == step
-    assert loaded.config == CONFIG
+    assert loaded.manifest.config == CONFIG
     found = unflatten(whole(loaded))
     assert found["n"] == step
     assert torch.equal(found["w"], state(step)["w"])
@@ -350,7 +350,7 @@ def test_a_start_record_with_a_flipped_bit_is_not_believed(tmp_path, capsys):  #
     record.write_bytes(data.replace(b'"parent_step":10', b'"parent_step":30'))
     assert set(lineage.read_starts(lineage.Disk(tmp_path))) == {1}
     open_snapshots(tmp_path, 3)
-    assert "00000002/start.json is not usable" in capsys.readouterr().out
+    assert "00000002/start.json is not usable" in capsys.readouterr().err
 
 
 def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # type: ignore[no-untyped-def]
@@ -385,5 +385,5 @@ def test_an_invalid_snapshot_is_put_aside_and_the_older_taken(tmp_path, capsys):
     (data,) = tmp_path.glob("*/step-000000000002-*-1.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
     check(open_snapshots(tmp_path, 2)[1], 1)
-    assert "is not usable" in capsys.readouterr().out
+    assert "is not usable" in capsys.readouterr().err
     assert list(tmp_path.glob("*/*.invalid"))

@@ -157,7 +157,7 @@ def test_export_takes_the_newest_that_is_valid(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["ls", "{root}/absent"], "is no directory"),
+        (["ls", "{root}/absent"], "holds no snapshots"),
         (["verify", "{root}/.."], "holds no snapshots; give <spec.snapshot.path>/<job name>"),
         (["export", "{root}", "{root}/../x", "--step", "5"], "steps there: 10, 20, 30"),
         (["export", "{root}", "{root}/00000001/start.json"], "exists"),

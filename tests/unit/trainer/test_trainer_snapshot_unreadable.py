@@ -44,7 +44,7 @@ def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignor
     loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
     assert loaded.step == 5
-    assert f"cannot be read: [Errno {code}]" in capsys.readouterr().out
+    assert f"cannot be read: [Errno {code}]" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/*.invalid"))  # another node may be able to read it
 
 
@@ -78,7 +78,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untype
     loaded = open_snapshots(tmp_path, 2, clock=clock)[1]
     assert loaded is not None
     assert loaded.step == 10
-    assert capsys.readouterr().out.count("trying again for 15 s") == 1
+    assert capsys.readouterr().err.count("trying again for 15 s") == 1
     assert clock.pauses == [0.25, 0.5, 1.0, 2.0, 4.0]
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeyp
     found = manifest.read(store.directory / manifest.file_name(1))
     monkeypatch.setattr(disk, "exists", _closed)
     world: Any = Second()
-    resume._check_together(store.directory, found, world, print)
+    resume._check_together(store.directory, found, world)
     assert world.said == [b"0"]
 
 

@@ -110,7 +110,7 @@ def test_in_place_of_a_start_record(root, thing, capsys):  # type: ignore[no-unt
     (root / "00000007").mkdir()
     put(root / "00000007" / lineage.START, thing)
     assert loaded_step(root) == 2
-    assert "00000007/start.json is not usable" in capsys.readouterr().out
+    assert "00000007/start.json is not usable" in capsys.readouterr().err
     put(root / "00000001" / lineage.START, thing)
     assert loaded_step(root, 3) == 2  # attempt 2 has its own
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -19,12 +18,13 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.writer import Place, SnapshotWriter
+from ddpjob_trainer.snapshot.save.writer import SnapshotWriter
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
@@ -44,20 +44,14 @@ class Snapshots:
         self.every_steps = settings.every_steps
         self._world = world
         self._progress = progress
-        queues = world.accelerator.queues
-        self._later = settings.staging == "thread" or (settings.staging == "auto" and queues)
         self._writer: SnapshotWriter | None = None
         self._hook: RemovableHandle | None = None
-        self._place: Place | None = None
+        self._writers: tuple[int, ...] = ()  # ranks that see the directory
+        self._prepared = False
         self._unsettled = False
         self.has_room = True  # on all ranks alike: each has a buffer for save()
         self.newest = -1  # step of the newest snapshot
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
-
-    def facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
-        every = self.every_steps if self.are_made else None
-        return {"snapshots": self.are_made, "snapshot_every": every}
 
     def check(self, state: TrainingState) -> None:
         """Raise ConfigError now for what the first snapshot could not store."""
@@ -76,44 +70,46 @@ class Snapshots:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
             fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
-        resumed = resume(
-            self._settings.directory,
-            self._world,
-            anew=not self._settings.resume,
-            tell=lambda text: say(self._world.rank, text),
-        )
+        resumed = resume(self._settings.directory, self._world, anew=not self._settings.resume)
         failpoints.reach("load")
         self._open(resumed)
         if (source := resumed.source) is None:
             return 0, {}
         allowed = self._settings.allow_changes
-        compare(source.config, config, self._world.rank, allowed)
+        compare(source.manifest.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._durable(source.step)
         if self._world.rank == 0:
-            self._progress.began_from(origin.tell(source.step, source.config, config))
-        return source.step, source.config
+            self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
+        return source.step, source.manifest.config
 
     def _open(self, resumed: Resumed) -> None:
-        """Note where this incarnation's snapshots go, and who writes them."""
-        assert self._settings.directory is not None
-        nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
-        directory, keep, size = self._settings.directory, self._settings.keep, self._world.size
-        self._place = Place(directory, resumed.start.sequence, nonce, keep, resumed.writers)
+        """Start the threads that write this incarnation's snapshots."""
+        settings, world = self._settings, self._world
+        assert settings.directory is not None
+        assert world.store is not None
+        nonce = world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+        sequence, size = resumed.start.sequence, world.size
+        files = SnapshotFiles(settings.directory.absolute(), sequence, nonce, settings.keep)
+        reports = PartReports(world.store, resumed.writers)
+        later = settings.staging == "thread" or (
+            settings.staging == "auto" and world.accelerator.queues
+        )
+        self._writers = resumed.writers
+        self._writer = SnapshotWriter(world.rank, files, reports, world.accelerator, later=later)
+        if later:  # optimizers that the loop's body steps itself must wait as well
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         if blind := [rank for rank in range(size) if rank not in resumed.writers]:
             what = (
                 f"{len(blind)} of {size} ranks do not see rank 0's snapshot directory"
                 f" (rank {blind[0]} is the first), so they write no part of the snapshots"
             )
             cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
-            say(
-                self._world.rank,
-                what if self._settings.upload else f"warning: {what}. {cure}",
-            )
-        if self._settings.upload and self._world.rank == 0:
-            self._uploads = Uploads(self._settings, resumed.start.sequence, self._progress.uploaded)
+            say(world.rank, what if settings.upload else f"warning: {what}. {cure}")
+        if settings.upload and world.rank == 0:
+            self._uploads = Uploads(settings, sequence, self._progress.uploaded)
 
     # --- Save ----------------------------------------------------------------------------
 
@@ -150,7 +146,8 @@ class Snapshots:
         """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
         self._progress.phase("snapshot")
         begun = time.perf_counter()
-        writer, found = self._working(), None
+        writer, found = self._writer, None
+        assert writer is not None, "restore() comes first"
         if last:
             writer.wait_written()
             self._progress.at("agreement")  # lest others wait in here for a rank that waits above
@@ -162,7 +159,7 @@ class Snapshots:
         if self.has_room:
             failpoints.reach("snapshot")
             captured = found or self._capture(state)
-            if self._writes:
+            if self._world.rank in self._writers:
                 writer.save(step, begun, captured, config)
             elif isinstance(captured, str):
                 say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
@@ -184,45 +181,25 @@ class Snapshots:
 
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
+        # Where not every rank writes, what one alone holds must go to another.
+        gathered = len(self._writers) < self._world.size
         try:
-            return state.capture(self._world.rank, gathered=self._gathers)
+            return state.capture(self._world.rank, gathered=gathered)
         except UnstorableError as error:
             return str(error)
-
-    @property
-    def _writes(self) -> bool:
-        return self._place is not None and self._world.rank in self._place.writers
-
-    @property
-    def _gathers(self) -> bool:
-        """Tell whether not every rank writes: its own part must go to another then."""
-        return self._place is not None and len(self._place.writers) < self._world.size
 
     def _agree(self) -> None:
         self._progress.at("agreement")
         self.learn(self._world.sum(self.report()))
 
-    def _working(self) -> SnapshotWriter:
-        if self._writer is None:
-            assert self._place is not None, "restore() comes first"
-            assert self._world.store is not None
-            reports = PartReports(self._world.store, self._place.writers)
-            self._writer = SnapshotWriter(
-                self._world.rank, self._place, reports, self._world.accelerator, later=self._later
-            )
-        if self._later and self._hook is None:
-            # Optimizers that the loop's body steps itself must wait as well.
-            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
-        return self._writer
-
     def prepare(self, state: TrainingState) -> None:
-        """Between snapshots: start, once, what the first one needs, in the background."""
-        if self._settings.directory is None or self._writer is not None:
+        """Between snapshots: allocate, once, what the first one needs, in the background."""
+        if self._writer is None or self._prepared:
             return
-        writer = self._working()
+        self._prepared = True
         captured = self._capture(state)
-        if not isinstance(captured, str) and self._writes:
-            writer.prepare(captured)
+        if not isinstance(captured, str) and self._world.rank in self._writers:
+            self._writer.prepare(captured)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
@@ -240,9 +217,9 @@ class Snapshots:
 
     def mark(self, facts: Config) -> None:
         """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
-        if self._place is not None and self._world.rank == 0:
+        if self._writer is not None and self._world.rank == 0:
             with self._progress.under("snapshot"):
-                text = self._working().mark(self.newest, facts)
+                text = self._writer.mark(self.newest, facts)
             if text:
                 self._failed(self.newest, text)
             elif self._uploads is not None:

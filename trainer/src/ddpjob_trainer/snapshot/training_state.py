@@ -230,10 +230,7 @@ class TrainingState:
         return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
 
     def sha256(self, rank: int) -> str:
-        """Hash all that a snapshot would hold of this rank; equal states hash equally.
-
-        Collective.
-        """
+        """Hash all that a snapshot would hold of this rank. Collective."""
         captured = self.capture(rank, gathered=True)
         own = _flat_of(captured.own, rank) or Flat()
         return hashlib.sha256((flat_sha256(captured.flat) + flat_sha256(own)).encode()).hexdigest()
@@ -246,11 +243,11 @@ class TrainingState:
         anything is overwritten.
         """
         loader, model = Loader(source), _Inventory(self.module)
-        stored = loader.outline
+        stored = source.outline
         with fitting("the model"):
             caches = model.transient | set(stored.get("transient", ()))
             names = check_tensors(stored["model"], model.tensors, caches)
-        odd = stored["registered"].keys() ^ self.registered.keys()
+            odd = stored["registered"].keys() ^ self.registered.keys()
         if odd and not (ema_may_differ and all(map(_is_ema, odd))):
             cure = ", or start(allow_changes='ema')" if all(map(_is_ema, odd)) else ""
             raise ConfigError(

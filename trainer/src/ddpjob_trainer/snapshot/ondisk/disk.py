@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat
@@ -133,12 +134,8 @@ def open_file(path: Path) -> BinaryIO:
 def read_bounded(path: Path, most: int) -> bytes:
     """Return a file's bytes, of a longer file the first ``most + 1``. Raises OSError."""
     with open_file(path) as file:
-        left = min(os.fstat(file.fileno()).st_size, most) + 1
-        found = bytearray()
-        while left and (piece := file.read(left)):
-            found += piece
-            left -= len(piece)
-    return bytes(found)
+        size = min(os.fstat(file.fileno()).st_size, most) + 1
+        return io.BufferedReader(file).read(size)  # type: ignore[type-var]
 
 
 def exists(path: Path) -> bool:
@@ -197,10 +194,7 @@ def make_directory(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a regular file a second name, or copy it durably where there are no hard links.
-
-    Raises OSError.
-    """
+    """Give a regular file a second name, else a durable copy. Raises OSError."""
     with open_file(source) as file, _folder(source) as there, _folder(target) as here:
         try:
             with _operation("link", target):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.retention import retain
 
 #: Small enough that the checksum finds the bytes in cache.
 _PIECE = 4 << 20
@@ -32,13 +31,11 @@ def data_name(step: int, nonce: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFiles:
-    """One incarnation's directory.
-
-    After an error nothing of the file in question is left, and older snapshots stand.
-    """
+    """One incarnation's directory. After an error older snapshots stand."""
 
     root: Path
     sequence: int
+    nonce: str
     keep: int
 
     @property
@@ -82,7 +79,3 @@ class SnapshotFiles:
                 if name.startswith((f"step-{step:012d}-", f"{final}.")):
                     with contextlib.suppress(OSError):
                         disk.remove(self.directory / name)
-
-    def retain(self) -> None:
-        """Remove what is no longer needed."""
-        retain(self.root, self.sequence, self.keep)

@@ -60,10 +60,7 @@ def by_file(found: Manifest) -> dict[str, list[Chunk]]:
 def verify_file(
     directory: Path, found: Manifest, file: DataFile, chunks: Sequence[Chunk]
 ) -> Offsets:
-    """Compare a data file with its checksum and with what the manifest says is in it: ``chunks``.
-
-    Raises InvalidSnapshotError, OSError.
-    """
+    """Compare a file with checksum and ``chunks``. Raises InvalidSnapshotError, OSError."""
     with manifest.opened(directory, file) as stream:
         pieces = data_file.read_header(stream, file.bytes)
         if manifest.checksum(stream, file) != file.crc32:
@@ -94,17 +91,9 @@ class Source:
         """Return the step after which it was made."""
         return self.manifest.step
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Return the configuration of the run that wrote it."""
-        return self.manifest.config
-
     @cached_property
     def outline(self) -> Any:
-        """Return the state with tensors of shape and type, without content or memory.
-
-        Raises InvalidSnapshotError.
-        """
+        """Return the state, its tensors without content. Raises InvalidSnapshotError."""
         found = self.manifest
         try:
             tensors = {name: _placeholder(*shape) for name, shape in found.tensors.items()}

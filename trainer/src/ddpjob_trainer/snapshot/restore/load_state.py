@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
 
-ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
+_ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def fitting(what: str) -> Iterator[None]:
             raise  # of a module's load_state_dict() only
         raise ConfigError(
             f"what the snapshot holds as {what} does not fit ({type(error).__name__}: {error}): use"
-            f" the code that wrote it, or {ANEW}"
+            f" the code that wrote it, or {_ANEW}"
         ) from error
 
 
@@ -41,16 +41,6 @@ class Loader:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-
-    @property
-    def outline(self) -> dict[str, Any]:
-        """Return the stored state; its tensors have shapes and types only. Raises ConfigError."""
-        state = self._source.outline
-        if not isinstance(state, dict) or not all(
-            isinstance(state.get(name), dict) for name in ("model", "registered")
-        ):
-            raise ConfigError(f"the snapshot holds no training state; {ANEW}")
-        return state
 
     def read_model(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors of the model; they have the stored shapes. Raises ConfigError."""
@@ -137,7 +127,7 @@ def check_tensors(
     if odd:
         raise ConfigError(
             f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
-            f" ({len(odd)} such names). Restore the model's code, or {ANEW}"
+            f" ({len(odd)} such names). Restore the model's code, or {_ANEW}"
         )
     found = []
     for name, tensor in mine.items():
@@ -148,6 +138,6 @@ def check_tensors(
             raise ConfigError(
                 f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
                 f" model's is {tensor.dtype} {list(tensor.shape)}. Restore the model's code, or"
-                f" {ANEW}"
+                f" {_ANEW}"
             )
     return found

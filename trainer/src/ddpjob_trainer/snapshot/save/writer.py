@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
+from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
@@ -42,17 +42,6 @@ _CHANGED = (
     "a parameter, an average or an optimizer's state was changed before the next update while it"
     " was copied: change it after step.commit(), or use start(snapshot_staging='inline')"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where this incarnation's snapshots go. ``writers``: the ranks that see the directory."""
-
-    root: Path
-    sequence: int
-    nonce: str
-    keep: int
-    writers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,20 +91,19 @@ class SnapshotWriter:
     def __init__(
         self,
         rank: int,
-        place: Place,
+        files: SnapshotFiles,
         reports: PartReports,
         accelerator: Accelerator,
         *,
         later: bool = False,
     ) -> None:
         self._rank = rank
-        self._place = place
-        self._index = place.writers.index(rank) if rank in place.writers else -1
+        self._index = reports.writers.index(rank) if rank in reports.writers else -1
         self._later = later  # copy what no update changes in the thread
         self.reports = reports
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
-        self._files = SnapshotFiles(place.root.absolute(), place.sequence, place.keep)
+        self._files = files
         self._removing = threading.Lock()  # by retention, to which a manifest's draft is a leftover
         self._changed = threading.Condition()
         self._copies: SimpleQueue[Part | int | None] = SimpleQueue()  # a number: prepare buffers
@@ -143,7 +131,7 @@ class SnapshotWriter:
     def prepare(self, captured: Captured) -> None:
         """Allocate buffers in the background."""
         with contextlib.suppress(ValueError):  # the first snapshot will say it
-            size = lay_out(captured.structure, len(self._place.writers), self._index).bytes
+            size = lay_out(captured.structure, len(self.reports.writers), self._index).bytes
             self._copies.put(size + _SLACK_BYTES)
 
     def save(
@@ -170,9 +158,9 @@ class SnapshotWriter:
         self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]
     ) -> Part:
         """Lay out what this rank writes, in a buffer already but for what may be copied later."""
-        rank, nonce, accelerator = self._rank, self._place.nonce, self._accelerator
+        rank, nonce, accelerator = self._rank, self._files.nonce, self._accelerator
         flat, structure = captured.flat, captured.structure
-        layout = lay_out(structure, len(self._place.writers), self._index)
+        layout = lay_out(structure, len(self.reports.writers), self._index)
         now, later = layout.copies(captured)
         if not self._later:
             now, later = (*now, *later), ()
@@ -346,7 +334,7 @@ class SnapshotWriter:
     def _retain(self) -> None:
         if self._rank == 0:
             with self._removing:
-                self._files.retain()
+                retain(self._files.root, self._files.sequence, self._files.keep)
 
     def _write(self, part: Part) -> Report:
         try:
