@@ -76,6 +76,22 @@ def begin(
     return disk, Uploader(store, root, disk.sequence, keep)
 
 
+def uploaded(
+    root: Path, store: Store, attempt: int, *steps: int, **options: Any
+) -> tuple[Disk, Uploader]:
+    """An attempt that has saved these steps and uploaded each."""
+    disk, uploader = begin(root, store, attempt, **options)
+    for step in steps:
+        save(disk, step)
+        uploader.upload(step)
+    return disk, uploader
+
+
+def number_of(store: Store) -> int:
+    (number,) = store.numbers()
+    return number
+
+
 def bring(store: Store, root: Path, attempt: int, *, uid: str = "u", resume: bool = True) -> Any:
     identity = Identity(uid, attempt, 0, unique=True)
     return fetch(store, root, identity, resume=resume, tell=print)
@@ -91,9 +107,7 @@ def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
 
 
 def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1, 2)
-    uploader.upload(2)
+    uploaded(tmp_path / "a", store, 1, 1, 2)
     assert bring(store, tmp_path / "b", 2) == 2
     assert loaded_step(tmp_path / "b", 2) == 2
     assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
@@ -102,9 +116,7 @@ def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: igno
 
 
 def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1, 2)
-    uploader.upload(2)
+    disk, uploader = uploaded(tmp_path / "a", store, 1, 1, 2)
     path = disk.directory / manifest.file_name(2)
     found = manifest.read(path)
     path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
@@ -115,13 +127,9 @@ def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_p
 
 
 def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1)
-    uploader.upload(1)
+    uploaded(tmp_path / "a", store, 1, 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    later, second = begin(tmp_path / "a", store, 2)
-    save(later, 5)
-    second.upload(5)
+    uploaded(tmp_path / "a", store, 2, 5)
     assert bring(store, tmp_path / "b", 3) == 5
     assert loaded_step(tmp_path / "b", 3) == 5
 
@@ -129,13 +137,15 @@ def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, 
 @pytest.mark.parametrize("keep", [2, 9])
 def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type: ignore[no-untyped-def]
     """With 9 its folder stays, as its successor has not yet so many of its own."""
-    disk, zombie = begin(tmp_path / "a", store)
-    save(disk, 10)
-    zombie.upload(10)
+    disk, zombie = uploaded(tmp_path / "a", store, 1, 10)
+    late_disk, late = begin(tmp_path / "late", store)
+    save(late_disk, 10)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    live, uploader = begin(tmp_path / "b", store, 2, keep=keep)
-    save(live, 15)
-    uploader.upload(15)
+    uploaded(tmp_path / "b", store, 2, 15, keep=keep)
+    numbers = store.numbers()
+    with pytest.raises(PeerLostError, match="already started"):
+        late.upload(10)
+    assert store.numbers() == numbers, "one that begins late does not begin"
     for step in (20, 30, 40):
         save(disk, step)
         with pytest.raises(PeerLostError, match="a later incarnation uploads"):
@@ -148,38 +158,20 @@ def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type
         bring(store, tmp_path / "d", 1)
 
 
-def test_a_zombie_that_begins_late_does_not_begin(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, zombie = begin(tmp_path / "a", store)
-    save(disk, 10)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    live, uploader = begin(tmp_path / "b", store, 2)
-    save(live, 15)
-    uploader.upload(15)
-    with pytest.raises(PeerLostError, match="already started"):
-        zombie.upload(10)
-    assert len(store.numbers()) == 1
-
-
-def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-def]
-    drawn = {draw([1_500_000]) for _ in range(20)}
-    assert len(drawn) >= 19  # of a million numbers: two may be the same
-    assert all(number > 1_500_000 for number in drawn)
-
-
 def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-untyped-def]
-    step = 0
     for attempt in range(1, 6):
-        disk, uploader = begin(tmp_path / "a", store, attempt)
-        for _ in range(3):
-            step += 1
-            save(disk, step)
-            uploader.upload(step)
-    assert len(store.numbers()) == 1
-    (number,) = store.numbers()
-    assert lineage.steps(store, number, None) == [step - 1, step]
+        uploaded(tmp_path / "a", store, attempt, *range(3 * attempt - 2, 3 * attempt + 1))
+    number = number_of(store)
+    assert lineage.steps(store, number, None) == [14, 15]
     names = store.names(number)
     assert sum(name.endswith(".safetensors") for name in names) == 2 * 3
-    assert bring(store, tmp_path / "b", 9) == step
+    assert bring(store, tmp_path / "b", 9) == 15
+
+
+def test_numbers_are_drawn_above_all_others():  # type: ignore[no-untyped-def]
+    drawn = {draw([1_500_000]) for _ in range(20)}
+    assert len(drawn) >= 19  # of a million numbers: two may be the same
+    assert min(drawn) > 1_500_000
 
 
 def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):  # type: ignore[no-untyped-def]
@@ -194,11 +186,8 @@ def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
 def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    for step in (1, 2):
-        save(disk, step)
-        uploader.upload(step)
-    (number,) = store.numbers()
+    uploaded(tmp_path / "a", store, 1, 1, 2)
+    number = number_of(store)
     found = read(store, number, 2)
     name = manifest.file_name(2) if damage == "manifest" else found.files[1].name
     content = store.read(number, name, 1 << 20)
@@ -212,10 +201,8 @@ def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type:
 
 
 def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1)
-    uploader.upload(1)
-    (number,) = store.numbers()
+    uploaded(tmp_path / "a", store, 1, 1)
+    number = number_of(store)
     store._fs.makedirs(f"{store._root}/x")
     store._fs.pipe_file(f"{store._root}/x/y", b"")
     store.write(number + 5, lineage.START, b'{"a":1}')
@@ -229,14 +216,10 @@ def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # t
 
 
 def test_another_job_goes_on_unless_told_not_to(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 7)
-    uploader.upload(7)
+    uploaded(tmp_path / "a", store, 1, 7)
     assert bring(store, tmp_path / "b", 1, uid="new", resume=False) is None
     assert bring(store, tmp_path / "b", 1, uid="new") == 7
-    new, second = begin(tmp_path / "b", store, 1, uid="new")
-    save(new, 8)
-    second.upload(8)
+    uploaded(tmp_path / "b", store, 1, 8, uid="new")
     assert bring(store, tmp_path / "c", 2, uid="new", resume=False) == 8  # its own
     with pytest.raises(ConfigError, match="another job has taken over"):
         bring(store, tmp_path / "d", 2)
@@ -353,19 +336,14 @@ def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):  # ty
     fetch_if_newer(settings("s3://nowhere", tmp_path / "a"), identity, lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("url", "directory", "words"),
-    [("/srv/store", "/d", "must be a URL"), ("s3://b/job", None, "needs snapshot_dir")],
-)
-def test_what_cannot_be_is_refused_at_once(url, directory, words):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=words):
-        check_upload(url, directory)
-
-
-def test_a_protocol_that_is_not_installed_is_named():  # type: ignore[no-untyped-def]
+def test_what_cannot_be_is_refused_at_once():  # type: ignore[no-untyped-def]
+    for url, directory, words in (
+        ("/srv/store", "/d", "must be a URL"), ("s3://b/job", None, "needs snapshot_dir"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            check_upload(url, directory)
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")
-    assert fsspec.__version__
 
 
 def test_a_fetch_that_stands_still_is_a_hang(tmp_path, monkeypatch, capfd):  # type: ignore[no-untyped-def]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 
@@ -73,6 +72,8 @@ def test_what_a_newer_program_wrote_is_neither_put_aside_nor_forgotten(tmp_path,
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
     path.write_bytes(before)  # with the newer program all is there
     assert step_of(open_snapshots(tmp_path, 2)) == 5
+    make_newer(path)
+    assert step_of(open_snapshots(tmp_path, 1, uid="never", resume=False)) is None
 
 
 def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path, capsys):  # type: ignore[no-untyped-def]
@@ -86,12 +87,6 @@ def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path
     assert not list(tmp_path.glob("*/*.invalid"))
 
 
-def test_resume_never_does_not_need_to_read_it(tmp_path):  # type: ignore[no-untyped-def]
-    save(open_snapshots(tmp_path, 1)[0], 5)
-    make_newer(tmp_path / "00000001" / manifest.file_name(5))
-    assert step_of(open_snapshots(tmp_path, 1, uid="another", resume=False)) is None
-
-
 @pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
 def test_nor_does_a_fresh_disk_begin_anew_where_a_store_has_it(tmp_path, name):  # type: ignore[no-untyped-def]
     url = f"file://{tmp_path}/store"
@@ -100,14 +95,10 @@ def test_nor_does_a_fresh_disk_begin_anew_where_a_store_has_it(tmp_path, name): 
     Uploader(Remote(url), tmp_path / "a", local.sequence, 2).upload(5)
     (path,) = (tmp_path / "store").glob(f"*/{name}")
     make_newer(path)
-    assert fsspec.filesystem("file").exists(str(path))
-    for resume in (True, False):
-        identity = Identity("new", 1, 0, unique=True)
-        if not resume:
-            assert fetch(Remote(url), tmp_path / "b", identity, resume=False, tell=print) is None
-            continue
-        with pytest.raises(ConfigError, match="newer ddpjob-trainer"):
-            fetch(Remote(url), tmp_path / "b", identity, resume=True, tell=print)
+    new = Identity("new", 1, 0, unique=True)
+    assert fetch(Remote(url), tmp_path / "b", new, resume=False, tell=print) is None
+    with pytest.raises(ConfigError, match="newer ddpjob-trainer"):
+        fetch(Remote(url), tmp_path / "b", new, resume=True, tell=print)
 
 
 # --- Another job ------------------------------------------------------------------------------
@@ -159,27 +150,15 @@ def test_what_this_user_may_not_write_is_named_with_the_cure(tmp_path, monkeypat
         open_snapshots(tmp_path, 2)
 
 
-def test_a_start_that_fails_leaves_no_copies(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    """Where there are no hard links: else each try would leave less room for the next."""
-
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    def full(operation: str, path: Path) -> None:
-        if operation == "before write" and path.name.endswith("-2.safetensors"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    save(open_snapshots(tmp_path, 1)[0], 5)
     monkeypatch.setattr(os, "link", cannot)
-    disk.seam = full
-    for attempt in (2, 3):
-        with pytest.raises(OSError, match="No space left"):
-            open_snapshots(tmp_path, attempt)
-    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
-    disk.seam = None
-    assert step_of(open_snapshots(tmp_path, 4)) == 5
 
 
+@pytest.mark.usefixtures("no_links")
 @pytest.mark.parametrize(
     ("code", "cure"),
     [
@@ -189,26 +168,26 @@ def test_a_start_that_fails_leaves_no_copies(tmp_path, monkeypatch):  # type: ig
     ],
 )
 def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, code, cure):  # type: ignore[no-untyped-def]
+    """Nothing is left of it: else each try would leave less room for the next."""
+
     def full(operation: str, path: Path) -> None:
-        if operation == "before write":  # whose error knows no path
-            raise OSError(code, os.strerror(code))
+        if operation == "before write" and path.name.endswith("-2.safetensors"):
+            raise OSError(code, os.strerror(code))  # which knows no path
 
     save(open_snapshots(tmp_path, 1)[0], 5)
     disk.seam = full
-    with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
-        open_snapshots(tmp_path, 2)
-    assert found.value.errno == code
+    for attempt in (2, 3):
+        with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
+            open_snapshots(tmp_path, attempt)
+        assert found.value.errno == code
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
     disk.seam = None
-    assert step_of(open_snapshots(tmp_path, 3)) == 5
+    assert step_of(open_snapshots(tmp_path, 4)) == 5
 
 
-def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+@pytest.mark.usefixtures("no_links")
+def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_path):  # type: ignore[no-untyped-def]
     """Each has copied the same snapshot. Their records stay: the chain goes on to older ones."""
-
-    def cannot(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", cannot)
     save(open_snapshots(tmp_path, 1, keep=3)[0], 4, 5)
     for attempt in range(2, 12):
         assert step_of(open_snapshots(tmp_path, attempt, keep=3)) == 5
