@@ -33,27 +33,27 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     return make
 
 
+def save(root: Path, *steps: int) -> None:
+    store, _ = open_snapshots(root, 1)
+    for step in steps:
+        store.save(step, flatten({"n": step, "w": torch.ones(3)}), {})
+
+
+def step_of(root: Path, clock: Clock | None = None) -> int:
+    loaded = open_snapshots(root, 2, clock=clock)[1]
+    assert loaded is not None
+    return loaded.step
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
 def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignore[no-untyped-def]
-    tmp_path, unreadable, monkeypatch, capsys, code
+    tmp_path, unreadable, capsys, code
 ):
-    store, _ = open_snapshots(tmp_path, 1)
-    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
-    store.save(10, flatten({"n": 10, "w": torch.ones(3)}), {})
+    save(tmp_path, 5, 10)
     unreadable("-000000000010-", code)
-    loaded = open_snapshots(tmp_path, 2)[1]
-    assert loaded is not None
-    assert loaded.step == 5
+    assert step_of(tmp_path) == 5
     assert f"cannot be read: [Errno {code}]" in capsys.readouterr().err
     assert not list(tmp_path.glob("*/*.invalid"))  # another node may be able to read it
-
-
-def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreadable):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path, 1)
-    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
-    unreadable("-00000000000", errno.EIO)
-    with pytest.raises(OSError, match="Input/output error"):
-        open_snapshots(tmp_path, 2)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,7 @@ def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreada
 def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untyped-def]
     tmp_path, monkeypatch, capsys, words, code
 ):
-    store, _ = open_snapshots(tmp_path, 1)
-    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
-    store.save(10, flatten({"n": 10, "w": torch.ones(3)}), {})
+    save(tmp_path, 5, 10)
     opened, clock = disk.open_file, Clock()
 
     def fails(path: Path) -> BinaryIO:
@@ -75,29 +73,23 @@ def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untype
         return opened(path)
 
     monkeypatch.setattr(disk, "open_file", fails)
-    loaded = open_snapshots(tmp_path, 2, clock=clock)[1]
-    assert loaded is not None
-    assert loaded.step == 10
+    assert step_of(tmp_path, clock) == 10
     assert capsys.readouterr().err.count("trying again for 15 s") == 1
     assert clock.pauses == [0.25, 0.5, 1.0, 2.0, 4.0]
 
 
 def test_it_is_waited_for_so_long_in_all_and_no_longer(tmp_path, unreadable):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path, 1)
-    for step in (5, 10, 15):
-        store.save(step, flatten({"n": step, "w": torch.ones(3)}), {})
+    save(tmp_path, 5, 10, 15)
     unreadable("-00000000001", errno.EIO)  # 10 and 15
     clock = Clock()
-    loaded = open_snapshots(tmp_path, 2, clock=clock)[1]
-    assert loaded is not None
-    assert loaded.step == 5
+    assert step_of(tmp_path, clock) == 5
     assert clock.now == 15
 
 
-def test_a_start_record_that_stays_unreadable_is_no_reason_to_start_anew(tmp_path, unreadable):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path, 1)
-    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
-    unreadable("start.json", errno.EIO)
+@pytest.mark.parametrize("words", ["start.json", "-00000000000"])
+def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreadable, words):  # type: ignore[no-untyped-def]
+    save(tmp_path, 5)
+    unreadable(words, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         open_snapshots(tmp_path, 2)
     assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None  # asked for
@@ -106,8 +98,7 @@ def test_a_start_record_that_stays_unreadable_is_no_reason_to_start_anew(tmp_pat
 @pytest.mark.parametrize("words", ["start.json", ".safetensors", "step-"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
 def test_what_this_user_may_not_read_is_named_with_the_cure(tmp_path, unreadable, words, code):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path, 1)
-    store.save(5, flatten({"n": 5, "w": torch.ones(3)}), {})
+    save(tmp_path, 5)
     unreadable(words, code)
     with pytest.raises(ConfigError, match="there are snapshots, and none can be read") as found:
         open_snapshots(tmp_path, 2)
@@ -132,12 +123,12 @@ class Second:
 
 
 def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path)
-    store.save(1, flatten({"n": 1}), {})
-    found = manifest.read(store.directory / manifest.file_name(1))
+    save(tmp_path, 1)
+    path = tmp_path / "00000001" / manifest.file_name(1)
+    found = manifest.read(path)
     monkeypatch.setattr(disk, "exists", _closed)
     world: Any = Second()
-    resume._check_together(store.directory, found, world)
+    resume._check_together(path.parent, found, world)
     assert world.said == [b"0"]
 
 
