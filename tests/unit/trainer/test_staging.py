@@ -17,7 +17,7 @@ from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import Report
-from ddpjob_trainer.snapshot.save.staging import Buffer, Pool
+from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import Part, SnapshotWriter, versions_of
 from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
@@ -32,7 +32,12 @@ class Pins(Accelerator):
         super().__init__(torch.device("cpu"))
         self.full = full
         self.pinned: list[int] = []
+        self.waits: list[Any] = []
         self.calls: list[tuple[str, int]] = []
+
+    def saving(self, ready: Any) -> Any:
+        self.waits.append(ready)
+        return super().saving(ready)
 
     def enter(self) -> None:
         self.calls.append(("enter", threading.get_ident()))
@@ -48,12 +53,18 @@ class Pins(Accelerator):
         self.pinned.remove(memory.data_ptr())
 
 
-def test_what_is_pinned_is_unpinned() -> None:
+def test_memory_is_reused_and_what_is_pinned_is_unpinned() -> None:
     device = Pins()
-    pool = Pool(device)
-    pool.prepare(5000)
+    pool, seen = Pool(device), {}
+    pool.prepare(1 << 20)
     assert len(device.pinned) == 2
+    for turn in range(20):  # a state that grows a little gets no new memory each time
+        buffer = pool.take((1 << 20) + turn * 8192)
+        assert buffer is not None
+        seen[id(buffer.memory)] = buffer.memory
+        buffer.busy = False
     pool.close()
+    assert len(seen) <= 5
     assert device.pinned == []
 
 
@@ -66,8 +77,9 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     pool.prepare(5000)
     buffer = pool.take(5000)
     assert buffer is not None
-    buffer.copy([(8, torch.arange(4.0))], device, None)
+    buffer.copy([(8 + 4 * n, torch.tensor([float(n)])) for n in range(4)], device, "mark")
     assert buffer.memory[8:24].view(torch.float32).tolist() == [0, 1, 2, 3]
+    assert device.waits == ["mark"], "once for all"
     buffer.busy = False
     pool.close()
     words = capfd.readouterr().err
@@ -88,22 +100,6 @@ def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_pa
     assert [name for name, thread in device.calls if thread != threading.get_ident()] == [
         "enter", "pin", "pin",
     ]  # fmt: skip
-
-
-def test_copies_are_waited_for_once() -> None:
-    waits: list[Any] = []
-
-    class Counts(Pins):
-        def saving(self, ready: Any) -> Any:
-            waits.append(ready)
-            return super().saving(ready)
-
-    device = Counts()
-    buffer = Buffer.allocate(100, device)
-    buffer.copy([(n, torch.ones(1)) for n in range(0, 64, 4)], device, "mark")
-    assert waits == ["mark"]
-    assert buffer.memory[:64].view(torch.float32).tolist() == [1.0] * 16
-    buffer.release(device)
 
 
 def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
