@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -247,26 +248,18 @@ def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):
 # --- When it is tried again -------------------------------------------------------------------
 
 
-class Fails:
-    """An uploader that fails so often."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-        self.done: list[int] = []
-
-    def upload(self, step: int) -> None:
-        self.left -= 1
-        if self.left >= 0:
-            raise RuntimeError("the store's own\nexception")
-        self.done.append(step)
-
-
 def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[no-untyped-def]
-    clock, fails = Clock(), Fails(4)
-    retries = Retries(lambda: fails, lambda: clock.now)  # type: ignore[arg-type,return-value]
+    clock, done = Clock(), []
+
+    def upload(step: int) -> None:
+        if len(waited) < 4:
+            raise RuntimeError("the store's own\nexception")
+        done.append(step)
+
+    make: Any = lambda: SimpleNamespace(upload=upload)  # noqa: E731
+    retries, waited = Retries(make, lambda: clock.now), []
     assert retries.wait_seconds() is None
     retries.want(5)
-    waited = []
     for step in range(6, 10):
         told = retries.attempt()
         assert told is not None
@@ -277,7 +270,7 @@ def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[
         clock.wait(waited[-1] or 0)
     assert waited == [1, 2, 4, 8]
     assert retries.attempt() == {"uploaded": 9}
-    assert fails.done == [9]
+    assert done == [9]
 
 
 # --- The process ------------------------------------------------------------------------------
@@ -301,7 +294,9 @@ def test_beside_a_rank_and_for_its_successor(url, tmp_path, capfd):  # type: ign
     assert counted[-1] == 3
     assert capfd.readouterr().err == ""
     identity = Identity("u", 2, 0, unique=True)
-    fetch_if_newer(settings(url, tmp_path / "b"), identity, lambda: None)
+    alive: list[int] = []
+    fetch_if_newer(settings(url, tmp_path / "b"), identity, lambda: alive.append(1))
+    assert len(alive) > 3, "the watchdog hears of bytes that come, and is to find a standstill"
     assert f"fetched the snapshot of step 3 from {url}" in capfd.readouterr().err
     assert loaded_step(tmp_path / "b", 2) == 3
     with pytest.raises(PeerLostError, match="has already started"):
@@ -344,29 +339,3 @@ def test_what_cannot_be_is_refused_at_once():  # type: ignore[no-untyped-def]
             check_upload(url, directory)
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")
-
-
-def test_a_fetch_that_stands_still_is_a_hang(tmp_path, monkeypatch, capfd):  # type: ignore[no-untyped-def]
-    """The watchdog hears of bytes that come, not of a process that is merely there."""
-
-    class Silent:
-        ended = False
-        said = iter([[], [], [{"alive": True}], [], [{"say": "x"}, {"step": 3}]])
-
-        def __init__(self, do: str, *_: Any, **__: Any) -> None:
-            assert do == "fetch"
-
-        def answers(self, seconds: float) -> list[dict[str, Any]]:
-            return next(self.said)
-
-        def close(self) -> None:
-            alive.append("closed")
-
-    alive: list[str] = []
-    monkeypatch.setattr(client, "RemoteProcess", Silent)
-    fetch_if_newer(
-        settings("s3://b/job", tmp_path), Identity("u", 1, 0, unique=True),
-        lambda: alive.append("alive"),
-    )  # fmt: skip
-    assert alive == ["alive"] * 3 + ["closed"]
-    assert "fetched the snapshot of step 3 from s3://b/job" in capfd.readouterr().err

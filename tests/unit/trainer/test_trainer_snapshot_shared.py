@@ -20,7 +20,6 @@ from ddpjob_trainer.snapshot.reader import SnapshotToolError, read_snapshot
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.store import Store as Remote
 from ddpjob_trainer.snapshot.remote.upload import Uploader
-from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Store, open_snapshots
 
@@ -201,32 +200,31 @@ def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_pat
 # --- A reader ---------------------------------------------------------------------------------
 
 
-def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("command", [commands.verify, commands.ls])
+def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys, command):  # type: ignore[no-untyped-def]
     store, _ = open_snapshots(tmp_path, keep=2)
     save(store, 1, 2)
-    check, read = load.open_source, manifest.read
+    read = manifest.read
 
-    def late(directory: Path, found: manifest.Manifest) -> None:
-        if found.step == 1:
+    def late(path: Path) -> manifest.Manifest:
+        found = read(path)
+        if command is commands.verify and found.step == 1:
+            monkeypatch.undo()
             save(store, 3)
-        check(directory, found)
+        elif command is commands.ls:
+            monkeypatch.undo()
+            save(store, 3)
+            return read(path)
+        return found
 
-    monkeypatch.setattr(load, "open_source", late)
-    assert commands.verify(tmp_path) == 0
-    out = capsys.readouterr().out
-    assert f"{manifest.file_name(1)}: removed meanwhile" in out
-    assert f"{manifest.file_name(2)}: ok" in out
-
-    def later(path: Path) -> manifest.Manifest:
-        monkeypatch.setattr(manifest, "read", read)
-        save(store, 4)
-        return read(path)
-
-    monkeypatch.setattr(manifest, "read", later)
-    assert commands.ls(tmp_path) == 0
-    out = capsys.readouterr().out
-    assert "invalid" not in out
-    assert [line.split()[3] for line in out.splitlines()[1:]] == ["3"]
+    monkeypatch.setattr(manifest, "read", late)
+    assert command(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    name = f"00000001/{manifest.file_name(1)}"
+    if command is commands.verify:
+        assert lines == [f"{name}: removed meanwhile", f"{name[:-6]}2.json: ok"]
+    else:
+        assert [line.split()[3:4] + line.split()[5:] for line in lines[1:]] == [["2", "current"]]
 
 
 def test_a_reader_is_told_that_retention_was_faster(tmp_path):  # type: ignore[no-untyped-def]
