@@ -156,15 +156,6 @@ def check(loaded: Source | None, step: int) -> None:
         assert flat.tensors[f"rank/{rank}/own"].tolist() == [rank] * 3
 
 
-def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
-    ranks = open_ranks(tmp_path)
-    assert [ranks.save(step) for step in (1, 2, 3, 4)] == [""] * 4
-    check(open_snapshots(tmp_path, 2)[1], 4)
-    sizes = [f.stat().st_size for f in ranks.directory.glob("step-000000000004-*.safetensors")]
-    assert len(sizes) == RANKS
-    assert max(sizes) - min(sizes) < 400, "equal shares, but for the headers"
-
-
 @pytest.fixture
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     found = Seam()
@@ -291,13 +282,16 @@ def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # ty
     check(open_snapshots(tmp_path, 2)[1], 4)
 
 
-def test_a_durable_one_is_marked(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+def test_what_three_ranks_save_is_loaded_and_can_be_marked(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
     main = ranks.writers[0]
     for step in range(1, 9):  # after each commit older ones are removed
         assert ranks.save(step) == ""
         assert main.mark(step, {"finished": step}) == ""
     assert f"{ranks.directory} is gone" in main.mark(9, {})
+    sizes = [f.stat().st_size for f in ranks.directory.glob("step-000000000008-*.safetensors")]
+    assert len(sizes) == RANKS
+    assert max(sizes) - min(sizes) < 400, "equal shares, but for the headers and rank 0's own"
     loaded = open_snapshots(tmp_path, 2)[1]
     check(loaded, 8)
     assert loaded.manifest.config["finished"] == 8

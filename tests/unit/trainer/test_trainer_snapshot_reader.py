@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed import checkpoint
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot.reader import SnapshotToolError
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from support.snapshots import open_snapshots
 
@@ -81,13 +80,6 @@ def test_a_snapshot_is_read_tensor_by_tensor(root):  # type: ignore[no-untyped-d
         found.state("absent")
     with pytest.raises(KeyError):
         found.model["absent"]
-
-
-def test_where_there_is_none(root, tmp_path):  # type: ignore[no-untyped-def]
-    with pytest.raises(SnapshotToolError, match="no valid snapshot of step 9; steps there: 1, 2"):
-        ddp.read_snapshot(root, step=9)
-    with pytest.raises(SnapshotToolError, match="holds no snapshots"):
-        ddp.read_snapshot(tmp_path / "absent")
 
 
 def test_the_example_makes_a_dcp_checkpoint(root, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]

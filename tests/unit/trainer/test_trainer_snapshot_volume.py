@@ -47,10 +47,6 @@ def loaded_step(root: Path, attempt: int = 2) -> int | None:
 # --- Things that are no files ---------------------------------------------------------------
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def bound_socket(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # a socket's name must be short
@@ -66,25 +62,13 @@ def device(path: Path) -> None:
         pytest.skip("making devices needs root")
 
 
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def circle(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def nowhere(path: Path) -> None:
-    path.symlink_to(path.parent / "nowhere")
-
-
 THINGS: dict[str, Callable[[Path], None]] = {
-    "pipe": pipe,
+    "pipe": os.mkfifo,
     "socket": bound_socket,
     "device": device,
-    "link to a device": endless,
-    "link to itself": circle,
-    "link to nowhere": nowhere,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nowhere": lambda path: path.symlink_to(path.parent / "nowhere"),
     "directory": Path.mkdir,
     "empty": Path.touch,
     "huge": lambda path: path.touch() or os.truncate(path, 1 << 42),
@@ -114,14 +98,9 @@ def test_in_place_of_a_start_record(root, thing, capsys):  # type: ignore[no-unt
     assert loaded_step(root) == 2
     assert "00000007/start.json is not usable" in capsys.readouterr().err
     put(root / "00000001" / lineage.START, thing)
+    put(root / "00000003", thing)
     assert loaded_step(root, 3) == 2  # attempt 2 has its own
-
-
-@pytest.mark.parametrize("thing", THINGS)
-def test_in_place_of_an_incarnation(root, thing):  # type: ignore[no-untyped-def]
-    put(root / "00000002", thing)
-    assert loaded_step(root) == 2
-    retain(root, 3, 2)
+    retain(root, 8, 2)
 
 
 @pytest.mark.parametrize("thing", THINGS)
@@ -237,26 +216,21 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 RECORDS: dict[str, Any] = {
     "a list": b"[]",
-    "nothing": b"{}",
     "endless": b'{"a":' + b"[" * 30_000 + b"]" * 30_000 + b"}",
     "no number": b'{"sequence":NaN}',
-    "infinite": b'{"sequence":1e999}',
     "many digits": b'{"sequence":' + b"9" * 5000 + b"}",
     "half a letter": b'{"uid":"\\ud800"}',
     "no text": b"\xff\xfe",
     "empty": b"",
     "a field more": changed(more=1),
     "text for a number": changed(attempt="1"),
-    "a fraction": changed(attempt=1.5),
     "a bool": changed(round=True),
-    "none": changed(parent_step=None),
     "negative": changed(attempt=-1),
     "huge": changed(attempt=10**30),
     "no uid": changed(uid=None),
     "a long uid": changed(uid="x" * 10_000),
     "a number for a list": changed(predecessors=7),
     "a text for a list": changed(predecessors="ab"),
-    "numbers": changed(predecessors=[1]),
     "many": changed(predecessors=["x"] * 1000),
     "another number": changed(sequence=8),
     "deep": changed(predecessors=[json.loads("[" * 400 + "]" * 400)]),
@@ -280,18 +254,6 @@ def test_parents_in_a_circle(root):  # type: ignore[no-untyped-def]
         lineage.write_start(root, Start(number, "u", 1, number, parent, 5))
     loaded_step(root)
     assert cli.main(["snapshot", "ls", str(root)]) == 0
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800", "start.json", "step-1.json", "."])
-def test_a_data_file_of_an_odd_name(root, name):  # type: ignore[no-untyped-def]
-    path = root / "00000001" / manifest.file_name(2)
-    found = asdict(manifest.read(path))
-    body = {
-        "format": manifest.FORMAT, "version": manifest.VERSION, **found,
-        "files": [{"name": name, "bytes": 0, "crc32": 0}], "chunks": [], "tensors": {},
-    }  # fmt: skip
-    path.write_bytes(seal(body))
-    assert loaded_step(root) == 1
 
 
 def test_what_strangers_write_is_printed_on_one_line():  # type: ignore[no-untyped-def]
