@@ -95,6 +95,7 @@ FAILURES = [
     ("shape", 2, UNLIKE.format(2)),
     ("memory", 2, "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"),
     ("room", 1, ""),  # skipped, and no alarm yet
+    ("error", 1, "ValueError: odd"),  # others may wait for this rank in there: it must not train on
 ]
 
 
@@ -102,6 +103,9 @@ FAILURES = [
 def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, why):  # type: ignore[no-untyped-def]
     def full(*_: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def fails() -> dict[str, Any]:
+        raise ValueError("odd")
 
     def program(rank: int) -> None:
         run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
@@ -112,6 +116,8 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
         def each(step: int) -> None:
             notes.value, bad = step, rank == odd and step == 3
             calls.append(notes.calls)
+            if what == "error" and bad:
+                notes.state_dict = fails  # type: ignore[method-assign]
             if what == "room":
                 staging.Pool.free = (lambda _: False) if bad else free
             if what == "value":
@@ -131,7 +137,12 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
         assert collected[3] == (what != "room"), "ZeroRedundancyOptimizer's takes a while"
         run.finish()
 
-    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    codes = gang.run(program)
+    if what == "error":
+        assert codes == {0: 75, 1: 1, 2: 75}, gang.log(0)
+        assert why in gang.log(1)
+        return
+    assert codes == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert list(stored(tmp_path / "snapshots")) == [2, 6]
     assert (f"snapshot after step 4 failed: {why}" in gang.log(0)) == bool(why)
     assert "no snapshot after step 4" not in gang.log(0)
@@ -209,27 +220,6 @@ def test_what_a_rank_that_writes_nothing_holds_of_the_optimizer_is_stored_by_ran
     assert [sorted(entry) for entry in found.values()] == [["exp_avg", "exp_avg_sq", "step"]] * 4
     assert gang.run(shared_out(tmp_path, unseen=2)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert "resuming after step 8" in gang.log(0)
-
-
-def test_an_error_in_a_state_dict_is_the_scripts_own(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Others may wait for this rank in there: it must not train on."""
-
-    def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path / "snapshots")
-        notes = Notes()
-        run.register("notes", notes)
-
-        def each(step: int) -> None:
-            def fails() -> dict[str, Any]:
-                raise ValueError("odd")
-
-            if rank == 1 and step == 3:
-                notes.state_dict = fails  # type: ignore[method-assign]
-
-        train(run, wrapped, each)
-
-    assert gang.run(program) == {0: 75, 1: 1, 2: 75}, gang.log(0)
-    assert "ValueError: odd" in gang.log(1)
 
 
 @pytest.mark.fault("S5", "N7")

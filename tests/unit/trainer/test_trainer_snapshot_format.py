@@ -27,11 +27,7 @@ from support.snapshots import open_snapshots, whole
 def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
     shared = torch.arange(6.0).reshape(2, 3)
     value = {
-        "ints": {0: "zero", 1: [True, None]},
-        "floats": [0.1, float("inf"), float("-inf")],
-        "tuple": (1, (2, "x")),
-        "bytes": b"\x00\xff",
-        "$odd": 1,
+        "plain": {0: [True, None], "$odd": (1, (0.1, float("-inf"))), "bytes": b"\x00\xff"},
         "numpy": np.arange(3, dtype=np.float32),
         "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
         "bool": torch.tensor([True, False]),
@@ -46,8 +42,7 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
     loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
     found = unflatten(whole(loaded))
-    for name in ("ints", "floats", "tuple", "bytes", "$odd"):
-        assert found[name] == value[name]
+    assert found["plain"] == value["plain"]
     assert found["numpy"].dtype == np.float32
     assert found["numpy"].tolist() == [0, 1, 2]
     for name in ("scalar", "bool", "empty", "strided", "complex", "conjugate"):
@@ -85,31 +80,12 @@ def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
     assert type(found) is type(value)
 
 
-class Named(str):
-    __slots__ = ()
-
-
-class Number(float):
-    def __repr__(self) -> str:
-        return "no JSON"
-
-
-class Stack(list[Any]):
-    pass
-
-
-class Phase(enum.StrEnum):
-    WARM = "warm"
-
-
-class Level(enum.IntEnum):
-    LOW = 1
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
+Named = type("Named", (str,), {})
+Number = type("Number", (float,), {"__repr__": lambda _: "no JSON"})
+Stack = type("Stack", (list,), {})
+Phase = enum.StrEnum("Phase", {"WARM": "warm"})
+Level = enum.IntEnum("Level", "LOW")
+Colour = enum.Enum("Colour", "RED")
 Best = namedtuple("Best", "loss step")
 OTHER_TYPE = r"after a resume it would be of another type: keep what it is made of"
 INEXACT: list[tuple[Any, str]] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -24,12 +24,6 @@ from ddpjob_trainer.snapshot.remote.upload import Uploader
 from ddpjob_trainer.snapshot.restore import resume
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import Clock, Store, open_snapshots
-
-
-@pytest.fixture(autouse=True)
-def _no_seam() -> Iterator[None]:
-    yield
-    disk.seam = None
 
 
 def save(store: Store, *steps: int) -> None:
@@ -168,7 +162,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
         (errno.EROFS, "Read-only file system.*Mount the volume for writing; all snapshots"),
     ],
 )
-def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, code, cure):  # type: ignore[no-untyped-def]
+def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, monkeypatch, code, cure):  # type: ignore[no-untyped-def]
     """Nothing is left of it: else each try would leave less room for the next."""
 
     def full(operation: str, path: Path) -> None:
@@ -176,13 +170,13 @@ def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, code, cure)
             raise OSError(code, os.strerror(code))  # which knows no path
 
     save(open_snapshots(tmp_path, 1)[0], 5)
-    disk.seam = full
+    monkeypatch.setattr(disk, "seam", full)
     for attempt in (2, 3):
         with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
             open_snapshots(tmp_path, attempt)
         assert found.value.errno == code
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
-    disk.seam = None
+    monkeypatch.undo()
     assert step_of(open_snapshots(tmp_path, 4)) == 5
 
 
@@ -203,12 +197,13 @@ def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_pat
 
 
 @pytest.fixture
-def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    def make(words: str, code: int) -> None:
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def make(words: str, code: int, clock: Clock | None = None) -> None:
+        """For 4 seconds of a clock, else for good."""
         opened = disk.open_file
 
         def fails(path: Path) -> BinaryIO:
-            if words in path.name:
+            if words in path.name and (clock is None or clock.now < 4):
                 raise OSError(code, os.strerror(code))
             return opened(path)
 
@@ -239,17 +234,11 @@ def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignor
      ("start.json", errno.ETIMEDOUT)],
 )  # fmt: skip
 def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untyped-def]
-    tmp_path, monkeypatch, capsys, words, code
+    tmp_path, unreadable, capsys, words, code
 ):
     saved(tmp_path, 5, 10)
-    opened, clock = disk.open_file, Clock()
-
-    def fails(path: Path) -> BinaryIO:
-        if words in path.name and path.parent.name == "00000001" and clock.now < 4:
-            raise OSError(code, os.strerror(code))
-        return opened(path)
-
-    monkeypatch.setattr(disk, "open_file", fails)
+    clock = Clock()
+    unreadable(words, code, clock)
     assert step_of(open_snapshots(tmp_path, 2, clock=clock)) == 10
     assert capsys.readouterr().err.count("trying again for 15 s") == 1
     assert clock.pauses == [0.25, 0.5, 1.0, 2.0, 4.0]
