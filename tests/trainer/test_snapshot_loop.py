@@ -56,8 +56,6 @@ def stored(directory: Path) -> dict[int, Any]:
 
 
 def test_an_error_that_leaves_the_loop_is_watched_to_its_end(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """The generator is closed on the way out, as when training is done."""
-
     def program(rank: int) -> None:
         run, wrapped = begin(tmp_path)
         shutdown = run._process.shutdown
@@ -73,8 +71,6 @@ def test_an_error_that_leaves_the_loop_is_watched_to_its_end(gang, tmp_path):  #
 
 
 class Notes:
-    """A registered state that cannot be stored for a while."""
-
     def __init__(self) -> None:
         self.value: Any = 0
         self.calls = 0
@@ -150,10 +146,7 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
 
 
 def shared_out(directory: Path, unseen: int | None = None) -> Callable[[int], None]:
-    """A program whose optimizer's state is divided; it writes down the hashes that it ends with.
-
-    ``unseen``: the rank that does not see the others' snapshots.
-    """
+    """A program whose optimizer's state is divided. ``unseen``: the rank with a disk of its own."""
 
     def program(rank: int) -> None:
         place = directory / ("elsewhere" if rank == unseen else "snapshots")

@@ -26,11 +26,7 @@ from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.writer import (
-    Outcome,
-    Part,
-    SnapshotWriter,
-)
+from ddpjob_trainer.snapshot.save.writer import Outcome, Part, SnapshotWriter
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
 from support.snapshots import open_snapshots, whole
@@ -56,7 +52,6 @@ class Seam:
         self.counted: Counter[int] = Counter()  # by rank
 
     def give(self, rank: int, point: int, action: Callable[[], None]) -> None:
-        """At the ``point``th time from now on."""
         with self._lock:
             self.counted.clear()
             self._order, self._action = (rank, point), action
@@ -71,10 +66,6 @@ class Seam:
             self._order = None if due else self._order
         if due:
             self._action()
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state(step: int) -> dict[str, Any]:
@@ -100,8 +91,6 @@ class Rank:
 
 
 class Ranks:
-    """Three of them in this process."""
-
     def __init__(self, root: Path, attempt: int = 1) -> None:
         store, self.loaded = open_snapshots(root, attempt)
         self.files = files_of(root, store.sequence)
@@ -172,28 +161,12 @@ def saving(tmp_path, open_ranks, seam):  # type: ignore[no-untyped-def]
 
 
 def points_of_a_save(ranks: Ranks, seam: Seam) -> list[tuple[int, int]]:
-    """Rank and number of each time before and after an operation; what is removed left aside.
-
-    Rank 0's thread also makes the manifest, and the directory durable.
-    """
+    """Rank and number of each time before and after an operation; what is removed left aside."""
     seam.counted.clear()
     assert ranks.save(2) == ""
     counts = [seam.counted[rank] for rank in range(RANKS)]
     assert counts[0] > counts[1] == counts[2] >= 6, counts
     return [(rank, point) for rank in range(RANKS) for point in range(counts[rank])]
-
-
-def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> None:
-    """This save fails, what was there before stands, and the next save works."""
-    assert ranks.save(step) == (f"rank {rank}: " if rank else "") + why
-    # Perhaps the rename was done; that counts only because all was durable before it.
-    done = (ranks.directory / manifest.file_name(step)).exists()
-    newest = manifest.listed(ranks.directory)[-1]
-    found = manifest.read(newest)
-    check(load.open_source(newest.parent, found), step if done else older)
-    assert ranks.save(step + 1) == ""
-    if not done:
-        wait_for(lambda: not leftovers(ranks, step))
 
 
 def leftovers(ranks: Ranks, step: int) -> list[Path]:
@@ -218,7 +191,7 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
         check(loaded, newest)
 
         def program(rank: int) -> None:
-            seam.give(victim, point, kill)  # noqa: B023
+            seam.give(victim, point, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             told = FileStore(str(tmp_path / f"told-{attempt}"), RANKS)  # noqa: B023
             mine = Rank(rank, files_of(root, store.sequence), told)  # noqa: B023
             mine.begin(newest + 1)  # noqa: B023
@@ -243,38 +216,44 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  #
     step = 2
     for rank, point in points_of_a_save(saving, seam):
         seam.give(rank, point, fails)
-        fail_and_go_on(saving, step + 1, step, os.strerror(errno.EIO), rank)
+        why = f"rank {rank}: " * bool(rank) + os.strerror(errno.EIO)
+        assert saving.save(step + 1) == why
+        # Perhaps the rename was done; that counts only because all was durable before it.
+        done = (saving.directory / manifest.file_name(step + 1)).exists()
+        newest = manifest.listed(saving.directory)[-1]
+        check(load.open_source(newest.parent, manifest.read(newest)), step + done)
         step += 2
+        assert saving.save(step) == ""
+        if not done:
+            wait_for(lambda: not leftovers(saving, step - 1))  # noqa: B023
     assert not list(saving.directory.glob("*.tmp"))
     check(open_snapshots(saving.files.root, 2)[1], step)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("where", ["copy", "write", "post"])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(Part, "changed"), (SnapshotFiles, "write"), (SnapshotWriter, "_post")],
+)
 def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # type: ignore[no-untyped-def]
-    tmp_path, open_ranks, monkeypatch, where, odd
+    tmp_path, open_ranks, monkeypatch, place, name, odd
 ):
-    ranks = open_ranks(tmp_path)
-    assert ranks.save(1) == ""
-    writer = ranks.writers[odd]
-    place, name = {
-        "copy": (Part, "changed"), "write": (SnapshotFiles, "write"), "post": (writer, "_post"),
-    }[where]  # fmt: skip
     real = getattr(place, name)
 
     def fails(*args: Any) -> Any:
-        files = [getattr(one, "name", one) for one in args]
-        if any(isinstance(one, str) and one.endswith(f"-{odd}.safetensors") for one in files):
+        files = [one if isinstance(one, str) else getattr(one, "name", "") for one in args]
+        if any(file.endswith(f"-{odd}.safetensors") for file in files):
             raise RuntimeError("odd")
         return real(*args)
 
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
     monkeypatch.setattr(place, name, fails)
-    if where == "post":
+    if name == "_post":
         ranks.begin(2)
-        with pytest.raises(RuntimeError, match="odd"):
-            writer.wait_written()
-        with pytest.raises(RuntimeError, match="odd"):
-            writer.outcomes()
+        for call in (ranks.writers[odd].wait_written, ranks.writers[odd].outcomes):
+            with pytest.raises(RuntimeError, match="odd"):
+                call()
         return
     assert ranks.save(2) == "rank 1: " * odd + "RuntimeError: odd"
     monkeypatch.undo()

@@ -48,6 +48,9 @@ class Training:
     samples: int = 50
     die: tuple[int, int] | None = None  # rank, step
 
+    def __post_init__(self) -> None:
+        self.directory.mkdir(exist_ok=True)
+
     def __call__(self, rank: int) -> None:
         torch.manual_seed(11)
         data = TensorDataset(torch.randn(self.samples, 6))
@@ -85,7 +88,6 @@ class Training:
         return (self.directory / f"result-{rank}").read_text()
 
     def log(self, rank: int) -> dict[int, str]:
-        """By step, the last line of equal ones."""
         lines = (self.directory / f"log-{rank}").read_text().splitlines()
         return {int(line.split()[0]): line for line in lines}
 
@@ -98,21 +100,16 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def make(directory: Path, weights: Path, **options: Any) -> Training:
-    directory.mkdir()
-    return Training(directory, weights, **options)
-
-
 def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tmp_path):  # type: ignore[no-untyped-def]
     weights = tmp_path / "weights.pt"
     torch.save(net("of the file").state_dict(), weights)
-    undisturbed = make(tmp_path / "undisturbed", weights)
+    undisturbed = Training(tmp_path / "undisturbed", weights)
     assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert f"beginning with the weights of {weights}" in gang.log(0)
     assert same(undisturbed.file("first"), torch.load(weights, weights_only=True))
     assert same(undisturbed.file("best"), undisturbed.file("fifth"))
     assert not same(undisturbed.file("best"), undisturbed.file("last"))
-    disturbed = make(tmp_path / "disturbed", weights, die=(1, 5))
+    disturbed = Training(tmp_path / "disturbed", weights, die=(1, 5))
     assert gang.run(disturbed) == {0: 75, 1: -9, 2: 75}, gang.log(0)
     weights.unlink()  # needed no more
     disturbed.die = None
@@ -132,7 +129,7 @@ def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tm
 def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tmp_path):  # type: ignore[no-untyped-def]
     weights = tmp_path / "weights.pt"
     torch.save(net().state_dict(), weights)
-    training = make(tmp_path / "run", weights, start={"total_steps": 4})
+    training = Training(tmp_path / "run", weights, start={"total_steps": 4})
     assert gang.run(training) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     last = training.file("last")
     changes = {"total_steps": 6, "global_batch": 24, "micro_batches": 2}
@@ -152,7 +149,7 @@ def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tm
 def test_a_file_that_does_not_fit_is_refused_by_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
     weights = tmp_path / "weights.pt"
     torch.save({"0.weight": torch.zeros(300, 6)}, weights)
-    assert gang.run(make(tmp_path / "run", weights)) == {0: 64, 1: 64, 2: 64}
+    assert gang.run(Training(tmp_path / "run", weights)) == {0: 64, 1: 64, 2: 64}
     for rank in range(3):
         assert f"resume={weights} does not hold this model's weights" in gang.log(rank)
         assert '"3.bias"' in gang.log(rank)

@@ -32,8 +32,6 @@ ALLOWED_BYTES = 1 << 29  # more than any honest load needs here
 
 
 class Trap:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -52,7 +50,6 @@ def newest(root: Path) -> Path:
 
 
 def with_data(root: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the first data file of the newest snapshot, and its size and checksum with it."""
     path = newest(root)
     found = manifest.read(path)
     file = path.parent / found.files[0].name
@@ -82,7 +79,6 @@ def with_manifest(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def reseal(path: Path, body: bytes) -> None:
-    """Replace a manifest by anything, its checksum right."""
     digest = hashlib.sha256(body).hexdigest().encode()
     path.write_bytes(body[:-1] + b',"sha256":"' + digest + b'"}')
 
@@ -172,11 +168,6 @@ def as_its_manifest_says(root: Path) -> None:
     with_manifest(root, lambda m: m["files"][0].update(bytes=1 << 40))
 
 
-def of_endless_depth(root: Path) -> None:
-    deep = b"[" * 200_000 + b"]" * 200_000
-    reseal(newest(root), b'{"format":"ddpjob-snapshot","tree":' + deep + b"}")
-
-
 def much(text: str) -> Callable[[Path], None]:
     """Small in the file: empty lists and dicts; and letters, each as wide as the widest."""
 
@@ -189,7 +180,6 @@ def much(text: str) -> Callable[[Path], None]:
 
 
 def a_larger_header(root: Path) -> None:
-    """Than any that we write."""
     path = newest(root)
     found = manifest.read(path)
     file, size = path.parent / found.files[0].name, 200 << 20
@@ -213,7 +203,9 @@ LIES: dict[str, Callable[[Path], object]] = {
     **{f"much memory: {text}": much(text) for text in ("[],", "{},", "a")},
     "a terabyte of nothing": of_a_terabyte,
     "a terabyte, as its manifest says": as_its_manifest_says,
-    "a tree of endless depth": of_endless_depth,
+    "a tree of endless depth": lambda root: reseal(
+        newest(root), b'{"format":"ddpjob-snapshot","tree":%b}' % (b"[" * 200_000 + b"]" * 200_000)
+    ),
     "a larger header": a_larger_header,
 }
 

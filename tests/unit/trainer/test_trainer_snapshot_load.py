@@ -115,12 +115,8 @@ def test_tied_in_the_snapshot_only_or_in_the_model_only():  # type: ignore[no-un
     with torch.no_grad():
         apart.module.head.weight.copy_(apart.module.embed.weight)
     flat, other = stored(tied), stored(apart)
-    for holder in (
-        apart.registered,
-        tied.registered,
-        *(p.tree["registered"] for p in (flat, other)),
-    ):
-        del holder["optimizer"]
+    for one in (apart.registered, tied.registered, *(f.tree["registered"] for f in (flat, other))):
+        del one["optimizer"]
     apart.restore(memory_source(flat), 0)
     assert torch.equal(apart.module.head.weight, tied.module.embed.weight)
     assert torch.equal(apart.module.embed.weight, tied.module.embed.weight)

@@ -34,7 +34,6 @@ def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 1 and 2, of seeds 1 and 2."""
     where = tmp_path / "job"
     store, _ = open_snapshots(where)
     for step in (1, 2):

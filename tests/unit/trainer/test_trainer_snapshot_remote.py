@@ -35,7 +35,6 @@ from support.snapshots import Store as Disk
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """Of an S3 server in this process."""
     pytest.importorskip("s3fs", reason="s3fs is not installed: make foreign")
     moto = pytest.importorskip("moto.server", reason="moto is not installed: make foreign")
     server = moto.ThreadedMotoServer(port=0)
@@ -80,7 +79,6 @@ def begin(
 def uploaded(
     root: Path, store: Store, attempt: int, *steps: int, **options: Any
 ) -> tuple[Disk, Uploader]:
-    """An attempt that has saved these steps and uploaded each."""
     disk, uploader = begin(root, store, attempt, **options)
     for step in steps:
         save(disk, step)
@@ -108,23 +106,18 @@ def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
 
 
 def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: ignore[no-untyped-def]
-    uploaded(tmp_path / "a", store, 1, 1, 2)
-    assert bring(store, tmp_path / "b", 2) == 2
-    assert loaded_step(tmp_path / "b", 2) == 2
-    assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
-    assert bring(store, tmp_path / "a", 2) is None  # and so it was there
-    assert loaded_step(tmp_path / "a", 2) == 2
-
-
-def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
     disk, uploader = uploaded(tmp_path / "a", store, 1, 1, 2)
     path = disk.directory / manifest.file_name(2)
     found = manifest.read(path)
     path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
-    uploader.upload(2)
+    uploader.upload(2)  # marked since
     assert bring(store, tmp_path / "b", 2) == 2
-    found = open_snapshots(tmp_path / "b", 2)[1].manifest
-    assert (found.config["seed"], found.config["finished"]) == (1, 2)
+    source = open_snapshots(tmp_path / "b", 2)[1]
+    assert source is not None
+    assert source.manifest.config == {"seed": 1, "finished": 2}
+    assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
+    assert bring(store, tmp_path / "a", 2) is None  # and so it was there
+    assert loaded_step(tmp_path / "a", 2) == 2
 
 
 def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, tmp_path):  # type: ignore[no-untyped-def]

@@ -64,8 +64,6 @@ STEP = 4  # of the save that is disturbed
 
 @dataclass
 class At:
-    """A seam that acts once."""
-
     point: int
     action: Callable[[], object]
 
@@ -94,13 +92,11 @@ def begun(tmp_path: Path) -> Path:
 
 
 def again(begun: Path, root: Path) -> Store:
-    """The same, elsewhere, and the store of the second attempt."""
     shutil.copytree(begun, root)
     return Store(root, 2, 2, 3)
 
 
 def operations_of_a_save(begun: Path) -> int:
-    """How often the seam is called."""
     seen: list[str] = []
     store = again(begun, begun.with_name("probe"))
     disk.seam = lambda operation, path: seen.append(operation)
@@ -247,7 +243,6 @@ def test_any_flipped_or_missing_byte_gives_way_to_the_older(tmp_path, suffix, ca
 
 
 def _load_only(directory: Path) -> list[int]:
-    """Steps that load, without changing anything on disk."""
     good = []
     for path in sorted(directory.glob("step-*.json")):
         try:
@@ -264,7 +259,6 @@ def _load_only(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize("newest", [10, 15])
 def test_what_a_zombie_commits_and_removes_counts_for_nobody(tmp_path, newest):  # type: ignore[no-untyped-def]
-    """Its successor has saved already, or only what it took over."""
     zombie, _ = open_snapshots(tmp_path, 1)
     save(zombie, 10)
     live, loaded = open_snapshots(tmp_path, 2)

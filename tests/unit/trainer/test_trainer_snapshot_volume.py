@@ -31,7 +31,6 @@ SECRET = b"a secret of the trainer"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 1 and 2 by attempt 1."""
     where = tmp_path / "job"
     store, _ = open_snapshots(where)
     for step in (1, 2):
