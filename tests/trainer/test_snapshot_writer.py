@@ -261,7 +261,7 @@ def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # ty
     check(open_snapshots(tmp_path, 2)[1], 4)
 
 
-def test_what_three_ranks_save_is_loaded_and_can_be_marked(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
     main = ranks.writers[0]
     for step in range(1, 9):  # after each commit older ones are removed
