@@ -72,21 +72,22 @@ class Snapshots:
             fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
         resumed = resume(self._settings.directory, self._world, anew=not self._settings.resume)
         failpoints.reach("load")
-        self._open(resumed)
         if (source := resumed.source) is None:
+            self._open(resumed)
             return 0, {}
         allowed = self._settings.allow_changes
         compare(source.manifest.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(source, rank, ema_may_differ="ema" in allowed)
+        self._open(resumed)
         self._durable(source.step)
         if self._world.rank == 0:
             self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
         return source.step, source.manifest.config
 
     def _open(self, resumed: Resumed) -> None:
-        """Start the threads that write this incarnation's snapshots."""
+        """Start the threads that write this incarnation's snapshots, and clean up before."""
         settings, world = self._settings, self._world
         assert settings.directory is not None
         assert world.store is not None
