@@ -25,7 +25,7 @@ from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.telemetry import progress
 from ddpjob_trainer.training.leaving import shutdown
 from support.patience import PATIENCE
-from support.snapshots import await_snapshot, whole
+from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
