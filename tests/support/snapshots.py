@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
+from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.restore.load import Source, Span
 from ddpjob_trainer.snapshot.restore.resume import Retry
 from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
@@ -40,7 +41,7 @@ class Store:
 
     def __post_init__(self) -> None:
         self.nonce = f"{self.sequence:08x}"
-        self.files = SnapshotFiles(self.root, self.sequence, self.nonce, self.keep, lambda: None)
+        self.files = SnapshotFiles(self.root, self.sequence, self.nonce, self.keep)
 
     @property
     def directory(self) -> Path:
@@ -54,20 +55,18 @@ class Store:
             Captured(flat, shared, {f"rank/{rank}/own": torch.full((3,), rank)})
             for rank in range(self.ranks)
         ]
-        main = all_captured[0].main_bytes()
-        shares = Shares.plan(all_captured[0], self.ranks, main)
-        draft = Draft.of(step, all_captured[0], shares, config, self.nonce)
+        structure = all_captured[0].structure
+        draft = Draft(step, config, structure, self.nonce, flat.tree, flat.aliases)
         try:
-            reports = [self._part(step, captured, shares, rank)
-                       for rank, captured in enumerate(all_captured)]  # fmt: skip
+            reports = [self._part(step, one, rank) for rank, one in enumerate(all_captured)]
         except OSError:
             self.files.discard(step)
             raise
         self.files.commit(step, draft.manifest(reports).encode())
-        self.files.retain()
+        retain(self.root, self.sequence, self.keep)
 
-    def _part(self, step: int, captured: Captured, shares: Shares, rank: int) -> Report:
-        image = lay_out(captured, shares, rank)
+    def _part(self, step: int, captured: Captured, rank: int) -> Report:
+        image = lay_out(captured.structure, self.ranks, rank)
         buffer = Buffer.allocate(image.bytes, CPU)
         buffer.write(0, image.header)
         buffer.copy(sum(image.copies(captured), ()), CPU, None)
@@ -75,7 +74,7 @@ class Store:
             crc = self.files.write(data_name(step, self.nonce, rank), content)
         buffer.release(CPU)
         own = tuple((n, DTYPES[t.dtype], tuple(t.shape)) for n, t in captured.own.items())
-        return Report(rank, image.bytes, crc, own, captured.structure.fingerprint)
+        return Report(rank, image.bytes, crc, own, fingerprint(captured.structure))
 
 
 @dataclass
@@ -98,16 +97,15 @@ def open_snapshots(
     resume: bool = True,
     keep: int = 3,
     ranks: int = 3,
-    tell: Callable[[str], None] = print,
     clock: Clock | None = None,
 ) -> tuple[Store, Source | None]:
     """Start an incarnation, as rank 0 does."""
     world = World(0, 1, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
     clock = clock or Clock()
-    retry = Retry(tell, now=lambda: clock.now, wait=clock.wait)
-    resumed = resume_from(root, world, anew=not resume, tell=tell, retry=retry)
+    retry = Retry(0, now=lambda: clock.now, wait=clock.wait)
+    resumed = resume_from(root, world, anew=not resume, retry=retry)
     store = Store(root, resumed.start.sequence, keep, ranks)
-    store.files.retain()
+    retain(root, store.sequence, keep)
     return store, resumed.source
 
 
@@ -120,10 +118,16 @@ def memory_source(flat: Flat) -> Source:
     def fetch(_: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
         for span in spans:
             content = accelerator.in_order(flat.tensors[span.chunk.tensor])
-            part = content[span.start : span.start + span.count]
-            buffer[span.at : span.at + span.bytes] = part.view(torch.uint8)
+            buffer[span.at : span.at + span.bytes] = content.view(torch.uint8)
 
     return Source(found, fetch)
+
+
+def whole(source: Source) -> Flat:
+    """Everything in it, in memory."""
+    tensors = source.empty(lambda name: True)
+    source.read(lambda name: True, tensors)
+    return Flat(source.manifest.tree, tensors, dict(source.manifest.aliases))
 
 
 def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -> None:

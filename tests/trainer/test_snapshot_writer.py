@@ -26,16 +26,10 @@ from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.writer import (
-    BackpressureLog,
-    Outcome,
-    Part,
-    Place,
-    SnapshotWriter,
-)
+from ddpjob_trainer.snapshot.save.writer import Outcome, Part, SnapshotWriter
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
-from support.snapshots import open_snapshots
+from support.snapshots import open_snapshots, whole
 
 RANKS = 3
 KEEP = 3
@@ -58,7 +52,6 @@ class Seam:
         self.counted: Counter[int] = Counter()  # by rank
 
     def give(self, rank: int, point: int, action: Callable[[], None]) -> None:
-        """At the ``point``th time from now on."""
         with self._lock:
             self.counted.clear()
             self._order, self._action = (rank, point), action
@@ -75,49 +68,36 @@ class Seam:
             self._action()
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((3000,), float(step)), "n": step, "m": torch.arange(step)}
 
 
-def place_of(root: Path, sequence: int, ranks: int = RANKS) -> Place:
-    return Place(root, sequence, f"{sequence:08x}", KEEP, tuple(range(ranks)))
+def files_of(root: Path, sequence: int) -> SnapshotFiles:
+    return SnapshotFiles(root, sequence, f"{sequence:08x}", KEEP)
 
 
 class Rank:
     """What a rank's training thread does, without training."""
 
-    def __init__(self, rank: int, place: Place, told: Store) -> None:
+    def __init__(self, rank: int, files: SnapshotFiles, told: Store) -> None:
         self._rank = rank
-        self.writer = SnapshotWriter(rank, place, PartReports(told, place.writers), CPU, later=True)
+        reports = PartReports(told, tuple(range(RANKS)))
+        self.writer = SnapshotWriter(rank, files, reports, CPU, later=True)
 
     def begin(self, step: int) -> None:
         own = {f"rank/{self._rank}/own": torch.full((3,), self._rank)}
         captured = Captured(flatten(state(step)), frozenset({"w"}), own)
-        self.writer.save(step, time.perf_counter(), captured, {}, captured.main_bytes())
+        self.writer.save(step, time.perf_counter(), captured, {})
 
 
 class Ranks:
-    """Three of them in this process."""
-
     def __init__(self, root: Path, attempt: int = 1) -> None:
         store, self.loaded = open_snapshots(root, attempt)
-        self.place = place_of(root, store.sequence)
+        self.files = files_of(root, store.sequence)
         self.directory = lineage.directory(root, store.sequence)
-        self.told = HashStore()
-        self._ranks = [Rank(rank, self.place, self.told) for rank in range(RANKS)]
-
-    @property
-    def writers(self) -> list[SnapshotWriter]:
-        return [rank.writer for rank in self._ranks]
-
-    def renew(self, rank: int) -> None:
-        """As training does where one has broken."""
-        self.writers[rank].close()
-        self._ranks[rank] = Rank(rank, self.place, self.told)
+        told = HashStore()
+        self._ranks = [Rank(rank, self.files, told) for rank in range(RANKS)]
+        self.writers = [rank.writer for rank in self._ranks]
 
     def begin(self, step: int) -> None:
         for rank in self._ranks:
@@ -135,11 +115,6 @@ class Ranks:
         (outcome,) = self.settle()
         assert outcome.step == step
         return outcome.text
-
-    def why(self) -> str:
-        """What is said where a snapshot is skipped."""
-        reports = PartReports(self.told, self.place.writers)
-        return BackpressureLog().why(self.writers[0].oldest(), reports)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -162,21 +137,12 @@ def open_ranks() -> Iterator[Any]:
 def check(loaded: Source | None, step: int) -> None:
     assert loaded is not None
     assert loaded.step == step
-    flat = loaded.flat()
+    flat = whole(loaded)
     found = unflatten(flat)
     assert torch.equal(found["w"], state(step)["w"])
     assert torch.equal(found["m"], state(step)["m"])
     for rank in range(RANKS):
         assert flat.tensors[f"rank/{rank}/own"].tolist() == [rank] * 3
-
-
-def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
-    ranks = open_ranks(tmp_path)
-    assert [ranks.save(step) for step in (1, 2, 3, 4)] == [""] * 4
-    check(open_snapshots(tmp_path, 2)[1], 4)
-    sizes = [f.stat().st_size for f in ranks.directory.glob("step-000000000004-*.safetensors")]
-    assert len(sizes) == RANKS
-    assert max(sizes) - min(sizes) < 400, "equal shares, but for the headers"
 
 
 @pytest.fixture
@@ -195,10 +161,7 @@ def saving(tmp_path, open_ranks, seam):  # type: ignore[no-untyped-def]
 
 
 def points_of_a_save(ranks: Ranks, seam: Seam) -> list[tuple[int, int]]:
-    """Rank and number of each time before and after an operation; what is removed left aside.
-
-    Rank 0's thread also makes the manifest, and the directory durable.
-    """
+    """Rank and number of each time before and after an operation; what is removed left aside."""
     seam.counted.clear()
     assert ranks.save(2) == ""
     counts = [seam.counted[rank] for rank in range(RANKS)]
@@ -206,21 +169,8 @@ def points_of_a_save(ranks: Ranks, seam: Seam) -> list[tuple[int, int]]:
     return [(rank, point) for rank in range(RANKS) for point in range(counts[rank])]
 
 
-def fail_and_go_on(ranks: Ranks, step: int, older: int, why: str, rank: int) -> None:
-    """This save fails, what was there before stands, and the next save works."""
-    assert ranks.save(step) == (f"rank {rank}: " if rank else "") + why
-    # Perhaps the rename was done; that counts only because all was durable before it.
-    done = (ranks.directory / manifest.file_name(step)).exists()
-    newest = manifest.listed(ranks.directory)[-1]
-    found = manifest.read(newest)
-    check(load.open_source(newest.parent, found), step if done else older)
-    assert ranks.save(step + 1) == ""
-    if not done:
-        wait_for(lambda: not leftovers(ranks, step))
-
-
 def leftovers(ranks: Ranks, step: int) -> list[Path]:
-    return list(ranks.directory.glob(f"step-{step:012d}-{ranks.place.nonce}*"))
+    return list(ranks.directory.glob(f"step-{step:012d}-{ranks.files.nonce}*"))
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -235,15 +185,15 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
     """The one before is loaded, or this one if its manifest had its name."""
     points = points_of_a_save(saving, seam)
     saving.close()
-    root, newest, done = saving.place.root, 2, []
+    root, newest, done = saving.files.root, 2, []
     for attempt, (victim, point) in enumerate(points, 2):
         store, loaded = open_snapshots(root, attempt)
         check(loaded, newest)
 
         def program(rank: int) -> None:
-            seam.give(victim, point, kill)  # noqa: B023
+            seam.give(victim, point, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             told = FileStore(str(tmp_path / f"told-{attempt}"), RANKS)  # noqa: B023
-            mine = Rank(rank, place_of(root, store.sequence), told)  # noqa: B023
+            mine = Rank(rank, files_of(root, store.sequence), told)  # noqa: B023
             mine.begin(newest + 1)  # noqa: B023
             mine.writer.wait_written()
             if rank == victim == 0:  # noqa: B023
@@ -266,62 +216,69 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  #
     step = 2
     for rank, point in points_of_a_save(saving, seam):
         seam.give(rank, point, fails)
-        fail_and_go_on(saving, step + 1, step, os.strerror(errno.EIO), rank)
+        why = f"rank {rank}: " * bool(rank) + os.strerror(errno.EIO)
+        assert saving.save(step + 1) == why
+        # Perhaps the rename was done; that counts only because all was durable before it.
+        done = (saving.directory / manifest.file_name(step + 1)).exists()
+        newest = manifest.listed(saving.directory)[-1]
+        check(load.open_source(newest.parent, manifest.read(newest)), step + done)
         step += 2
-    assert not any(writer.broken for writer in saving.writers), "they work on"
+        assert saving.save(step) == ""
+        if not done:
+            wait_for(lambda: not leftovers(saving, step - 1))  # noqa: B023
     assert not list(saving.directory.glob("*.tmp"))
-    check(open_snapshots(saving.place.root, 2)[1], step)
+    check(open_snapshots(saving.files.root, 2)[1], step)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("where", ["copy", "write", "post"])
-def test_any_error_of_a_rank_beside_training_fails_the_save_alone(  # type: ignore[no-untyped-def]
-    tmp_path, open_ranks, monkeypatch, where, odd
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(Part, "changed"), (SnapshotFiles, "write"), (SnapshotWriter, "_post")],
+)
+def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # type: ignore[no-untyped-def]
+    tmp_path, open_ranks, monkeypatch, place, name, odd
 ):
-    ranks = open_ranks(tmp_path)
-    assert ranks.save(1) == ""
-    writer, why = ranks.writers[odd], "rank 1: " * odd + "RuntimeError: odd"
-    places = {
-        "copy": (Part, "changed"),
-        "write": (SnapshotFiles, "write"),
-        "post": (writer, "_post"),
-    }
-    place, name = places[where]
     real = getattr(place, name)
 
     def fails(*args: Any) -> Any:
-        files = [getattr(one, "name", one) for one in args]
-        if any(isinstance(one, str) and one.endswith(f"-{odd}.safetensors") for one in files):
+        files = [one if isinstance(one, str) else getattr(one, "name", "") for one in args]
+        if any(file.endswith(f"-{odd}.safetensors") for file in files):
             raise RuntimeError("odd")
         return real(*args)
 
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
     monkeypatch.setattr(place, name, fails)
-    assert ranks.save(2) == why
+    if name == "_post":
+        ranks.begin(2)
+        for call in (ranks.writers[odd].wait_written, ranks.writers[odd].outcomes):
+            with pytest.raises(RuntimeError, match="odd"):
+                call()
+        return
+    assert ranks.save(2) == "rank 1: " * odd + "RuntimeError: odd"
     monkeypatch.undo()
-    assert writer.broken == (where == "post"), "then training makes another"
-    if writer.broken:
-        assert ranks.save(3) == why, "it broke after it was asked"
-        ranks.renew(odd)
     assert ranks.save(4) == ""
     check(open_snapshots(tmp_path, 2)[1], 4)
 
 
-def test_a_durable_one_is_marked(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
     main = ranks.writers[0]
     for step in range(1, 9):  # after each commit older ones are removed
         assert ranks.save(step) == ""
-        main.mark(step, {"finished": step})
-        assert [(one.step, one.text) for one in ranks.settle()] == [(step, "")]
-    main.mark(9, {})
-    (absent,) = ranks.settle()
-    assert f"{ranks.directory} is gone" in absent.text
+        assert main.mark(step, {"finished": step}) == ""
+    assert f"{ranks.directory} is gone" in main.mark(9, {})
+    sizes = [f.stat().st_size for f in ranks.directory.glob("step-000000000008-*.safetensors")]
+    assert len(sizes) == RANKS
+    assert max(sizes) - min(sizes) < 400, "equal shares, but for the headers and rank 0's own"
     loaded = open_snapshots(tmp_path, 2)[1]
     check(loaded, 8)
-    assert loaded.config["finished"] == 8
+    assert loaded.manifest.config["finished"] == 8
 
 
-def test_a_directory_that_is_gone_is_told(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(  # type: ignore[no-untyped-def]
+    tmp_path, open_ranks, monkeypatch
+):
     """Removed by hand, or by the retention of another job that began in it later."""
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
@@ -332,46 +289,14 @@ def test_a_directory_that_is_gone_is_told(tmp_path, open_ranks):  # type: ignore
     assert ranks.save(3).startswith(why)
     ranks.directory.unlink()
     ranks.directory.mkdir()
-    assert ranks.save(4) == ""
-
-
-def test_a_snapshot_too_large_to_be_read_again_is_a_failed_one(  # type: ignore[no-untyped-def]
-    tmp_path, open_ranks, monkeypatch
-):
-    ranks = open_ranks(tmp_path)
-    assert [ranks.save(step) for step in (1, 2)] == ["", ""]
+    assert [ranks.save(step) for step in (4, 5)] == ["", ""]
     with monkeypatch.context() as patch:
         patch.setattr(checked_json, "MAX_BYTES", 1 << 10)
-        assert ranks.save(3).startswith("names and numbers take ")
-    wait_for(lambda: not leftovers(ranks, 3))
-    assert ranks.save(4) == ""
-    check(open_snapshots(tmp_path, 2)[1], 4)
-
-
-def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if "snapshot" in thread.name}
-
-
-@pytest.mark.parametrize("point", [0, 3, 5])
-def test_a_rank_that_ends_in_the_midst_of_a_write_removes_its_half_file(saving, seam, point):  # type: ignore[no-untyped-def]
-    """Before it is created, after it is written, after its fsync."""
-    there, go = threading.Event(), threading.Event()
-
-    def waits() -> None:
-        there.set()
-        assert go.wait(PATIENCE)
-
-    seam.give(1, point, waits)
-    saving.begin(2)
-    assert there.wait(PATIENCE)
-    saving.writers[1].close(0.0)
-    go.set()
-    for writer in saving.writers:
-        writer.close(PATIENCE)
-    assert not threads()
-    assert not list(saving.directory.glob("step-000000000002-*-1.safetensors"))
-    assert (saving.directory / manifest.file_name(1)).exists()
-    assert not (saving.directory / manifest.file_name(2)).exists()
+        assert ranks.save(6).startswith("names and numbers take "), "none could read it again"
+    wait_for(lambda: not leftovers(ranks, 6))
+    assert ranks.save(7) == ""
+    found = manifest.read(manifest.listed(ranks.directory)[-1])
+    check(load.open_source(ranks.directory, found), 7)
 
 
 def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
@@ -388,39 +313,11 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
     assert not any(writer.pool.free() for writer in ranks.writers)
     assert ranks.writers[0].pool.take(10) is None
     why = r"that of step 2 for \d+ s by rank 0\. Is its volume slow"
-    assert re.search(why, ranks.why()), ranks.why()
+    assert re.search(why, ranks.writers[0].behind()), ranks.writers[0].behind()
     disks[0].set()
-    wait_for(lambda: "s by rank 1. Is its volume" in ranks.why())
+    wait_for(lambda: "s by rank 1. Is its volume" in ranks.writers[0].behind())
     for one in disks:
         one.set()
     assert [(o.step, o.text) for o in ranks.settle()] == [(2, ""), (3, "")]
-    assert ranks.why() == ""
+    assert ranks.writers[0].behind() == ""
     assert all(writer.pool.free() for writer in ranks.writers)
-
-
-@pytest.mark.fault("S5")
-def test_writers_of_an_earlier_attempt_cannot_hurt_when_they_wake_up(  # type: ignore[no-untyped-def]
-    tmp_path, open_ranks, monkeypatch
-):
-    zombie, awake = open_ranks(tmp_path, 1), threading.Event()
-    assert zombie.save(10) == ""
-
-    def asleep(_: str, path: Path) -> None:
-        if zombie.directory in (path, path.parent):
-            assert awake.wait(PATIENCE)
-
-    monkeypatch.setattr(disk, "seam", asleep)
-    zombie.begin(20)  # unfinished while the next attempt runs
-    live = Ranks(tmp_path, 2)
-    check(live.loaded, 10)
-    assert live.save(15) == ""
-    awake.set()
-    outcomes = [(outcome.step, outcome.text) for outcome in zombie.settle()]
-    assert outcomes == [(20, "")]
-    for step in (30, 40, 50):
-        zombie.begin(step)
-        zombie.settle()
-    check(open_snapshots(tmp_path, 3)[1], 15)
-    assert live.save(18) == ""
-    live.close()
-    check(open_snapshots(tmp_path, 4)[1], 15), "attempt 3 took over from 15; 18 came too late"

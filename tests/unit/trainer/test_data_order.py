@@ -149,8 +149,6 @@ def test_steps_per_epoch_takes_a_dataset_or_its_length():
 def test_a_snapshot_of_another_order_is_refused():
     made: dict[str, Any] = dict.fromkeys(("seed", "global_batch", "samples", "tail", "level"), 1)
     mine = {**made, "order": Shuffled(7, 10).name}
-    with pytest.raises(ConfigError, match=r"older version.*finish the run with that version"):
-        compare(made, mine, 1, ())
     with pytest.raises(ConfigError, match=r"order=sequential, now it is shuffled/2.*data order"):
         compare({**made, "order": "sequential"}, mine, 1, ())
     compare(mine, mine, 1, ())

@@ -14,11 +14,11 @@ from torch.distributed import TCPStore
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.restore import load
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import Divided
-from support.snapshots import Store, open_snapshots
+from support.snapshots import Store, open_snapshots, whole
 
 RANKS = 3
 
@@ -67,10 +67,9 @@ def registered(model: nn.Module, optimizer: Any) -> TrainingState:
 
 def save(store: Store, step: int, every: list[Captured]) -> None:
     """What all ranks do, as support.snapshots does it for what all ranks hold."""
-    shares = Shares.plan(every[0], len(every), every[0].main_bytes())
     reports = []
     for rank, captured in enumerate(every):
-        image = lay_out(captured, shares, rank)
+        image = lay_out(captured.structure, len(every), rank)
         content = bytearray(image.bytes)
         content[: len(image.header)] = image.header
         for at, tensor in sum(image.copies(captured), ()):
@@ -80,8 +79,9 @@ def save(store: Store, step: int, every: list[Captured]) -> None:
         structure = captured.structure
         own = tuple((name, *shape) for name, shape in (*structure.own, *structure.part))
         parts = captured.part.tree
-        reports.append(Report(rank, image.bytes, crc, own, structure.fingerprint, parts=parts))
-    draft = Draft.of(step, every[0], shares, {}, store.nonce)
+        reports.append(Report(rank, image.bytes, crc, own, fingerprint(structure), parts=parts))
+    flat = every[0].flat
+    draft = Draft(step, {}, every[0].structure, store.nonce, flat.tree, flat.aliases)
     store.files.commit(step, draft.manifest(reports).encode())
 
 
@@ -96,9 +96,8 @@ def test_what_is_on_disk_is_what_an_undivided_optimizer_would_have_left(tmp_path
     store, _ = open_snapshots(tmp_path)
     save(store, 1, captured_by(model, optimizer, RANKS))
     plain = registered(model, optimizer).capture(0).flat
-    loaded = load.open_source(
-        store.directory, manifest.read(store.directory / manifest.file_name(1))
-    ).flat()
+    path = store.directory / manifest.file_name(1)
+    loaded = whole(load.open_source(store.directory, manifest.read(path)))
     assert loaded.tree == plain.tree
     assert loaded.aliases == plain.aliases
     for name, tensor in plain.tensors.items():
@@ -128,12 +127,11 @@ def test_each_rank_is_given_its_part_whatever_their_number_was(tmp_path: Path, r
 
 def test_a_part_is_written_once_and_by_who_holds_it_while_training_goes_on():  # type: ignore[no-untyped-def]
     every = captured_by(*trained(1), RANKS)
-    shares = Shares.plan(every[0], RANKS, every[0].main_bytes())
     names = [set(captured.part.tensors) for captured in every]
     assert sum(map(len, names)) == len(set().union(*names)) == 7 * 4
     for rank, captured in enumerate(every):
         assert not names[rank] & captured.flat.tensors.keys()
-        image = lay_out(captured, shares, rank)
+        image = lay_out(captured.structure, RANKS, rank)
         later = {content.data_ptr() for _, content in image.copies(captured)[1]}
         assert {t.data_ptr() for t in captured.part.tensors.values()} <= later
 

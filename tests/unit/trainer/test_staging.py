@@ -1,4 +1,4 @@
-"""Memory that snapshots are staged in, where a GPU copies into it."""
+"""Memory that snapshots are staged in, where a GPU copies into it; a volume that takes none."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
-from ddpjob_trainer.snapshot.save.part_reports import Report
-from ddpjob_trainer.snapshot.save.staging import Buffer, Pool
-from ddpjob_trainer.snapshot.save.writer import Part, Place, SnapshotWriter, versions_of
+from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.staging import Pool
+from ddpjob_trainer.snapshot.save.writer import Part, SnapshotWriter, versions_of
 from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
 
@@ -31,7 +34,12 @@ class Pins(Accelerator):
         super().__init__(torch.device("cpu"))
         self.full = full
         self.pinned: list[int] = []
+        self.waits: list[Any] = []
         self.calls: list[tuple[str, int]] = []
+
+    def saving(self, ready: Any) -> Any:
+        self.waits.append(ready)
+        return super().saving(ready)
 
     def enter(self) -> None:
         self.calls.append(("enter", threading.get_ident()))
@@ -47,12 +55,18 @@ class Pins(Accelerator):
         self.pinned.remove(memory.data_ptr())
 
 
-def test_what_is_pinned_is_unpinned() -> None:
+def test_memory_is_reused_and_what_is_pinned_is_unpinned() -> None:
     device = Pins()
-    pool = Pool(device)
-    pool.prepare(5000)
+    pool, seen = Pool(device), {}
+    pool.prepare(1 << 20)
     assert len(device.pinned) == 2
+    for turn in range(20):  # a state that grows a little gets no new memory each time
+        buffer = pool.take((1 << 20) + turn * 8192)
+        assert buffer is not None
+        seen[id(buffer.memory)] = buffer.memory
+        buffer.busy = False
     pool.close()
+    assert len(seen) <= 5
     assert device.pinned == []
 
 
@@ -65,8 +79,9 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     pool.prepare(5000)
     buffer = pool.take(5000)
     assert buffer is not None
-    buffer.copy([(8, torch.arange(4.0))], device, None)
+    buffer.copy([(8 + 4 * n, torch.tensor([float(n)])) for n in range(4)], device, "mark")
     assert buffer.memory[8:24].view(torch.float32).tolist() == [0, 1, 2, 3]
+    assert device.waits == ["mark"], "once for all"
     buffer.busy = False
     pool.close()
     words = capfd.readouterr().err
@@ -76,8 +91,8 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
 def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_path: Path) -> None:
     """Else each rank's would make a context on the first."""
     device = Pins()
-    reports: Any = None
-    tracker = SnapshotWriter(0, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    reports: Any = SimpleNamespace(writers=(0,))
+    tracker = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
     tracker.prepare(Captured(Flat({}, {}), frozenset(), {}))
     deadline = time.monotonic() + PATIENCE
     while len(device.calls) < 3:
@@ -89,33 +104,17 @@ def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_pa
     ]  # fmt: skip
 
 
-def test_copies_are_waited_for_once() -> None:
-    waits: list[Any] = []
-
-    class Counts(Pins):
-        def saving(self, ready: Any) -> Any:
-            waits.append(ready)
-            return super().saving(ready)
-
-    device = Counts()
-    buffer = Buffer.allocate(100, device)
-    buffer.copy([(n, torch.ones(1)) for n in range(0, 64, 4)], device, "mark")
-    assert waits == ["mark"]
-    assert buffer.memory[:64].view(torch.float32).tolist() == [1.0] * 16
-    buffer.release(device)
-
-
 def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
     device = Pins()
     told: queue.Queue[tuple[int, Report]] = queue.Queue()
-    reports: Any = SimpleNamespace(post=lambda *found: told.put(found))
-    tracker = SnapshotWriter(1, Place(tmp_path, 1, "n", 2, (0,)), reports, device)
+    reports: Any = SimpleNamespace(writers=(0,), post=lambda *found: told.put(found))
+    tracker = SnapshotWriter(1, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
     weight = torch.nn.Parameter(torch.ones(4))
     buffer = tracker.pool.take(16)
     assert buffer is not None
     later = ((0, weight.detach()[2:]),)
-    part = Part(3, 0.0, "file", 16, buffer, later, "mark", versions_of(later), Report(1), None)
+    part = Part(3, 0.0, "file", buffer, later, "mark", versions_of(later), Report(1, 16), None)
     assert not part.changed()
     with torch.no_grad():
         weight.mul_(0.5)
@@ -126,3 +125,28 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
         tracker.close()
     assert step == 3
     assert "was changed before the next update while it was copied" in report.text
+
+
+def test_it_is_said_again_each_time_that_the_wait_has_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = PartReports(HashStore(), (0, 2))
+    reports.post(8, Report(0))
+    cpu = Accelerator(torch.device("cpu"))
+    monkeypatch.setattr(writer_module.threading.Thread, "start", lambda _: None)
+    writer = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, cpu)
+
+    def at(seconds: float) -> str:
+        monkeypatch.setattr(writer_module.time, "perf_counter", lambda: seconds)
+        return writer.behind()
+
+    assert at(100) == "", "nothing is being written"
+    writer._snapshots[8] = 0.0, None
+    told = [s for s in range(5, 1000, 5) if at(s)]
+    assert told == [60, 120, 240, 480, 960]
+    nothing: dict[str, Any] = {}
+    writer.save(9, 0.0, "no state", nothing)  # there was room
+    assert "that of step 8 for 70 s by rank 2. Is its volume slow, or stuck?" in at(70)
+    reports.post(8, Report(2))
+    assert reports.complete(8)  # rank 0 is writing the manifest
+    assert "by rank 0." in at(140)

@@ -21,17 +21,13 @@ from ddpjob_trainer.state.codec import (
     unflatten,
     without_numpys,
 )
-from support.snapshots import open_snapshots
+from support.snapshots import open_snapshots, whole
 
 
 def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-untyped-def]
     shared = torch.arange(6.0).reshape(2, 3)
     value = {
-        "ints": {0: "zero", 1: [True, None]},
-        "floats": [0.1, float("inf"), float("-inf")],
-        "tuple": (1, (2, "x")),
-        "bytes": b"\x00\xff",
-        "$odd": 1,
+        "plain": {0: [True, None], "$odd": (1, (0.1, float("-inf"))), "bytes": b"\x00\xff"},
         "numpy": np.arange(3, dtype=np.float32),
         "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
         "bool": torch.tensor([True, False]),
@@ -45,9 +41,8 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
     store.save(1, flatten(value), {})
     loaded = open_snapshots(tmp_path, 2)[1]
     assert loaded is not None
-    found = unflatten(loaded.flat())
-    for name in ("ints", "floats", "tuple", "bytes", "$odd"):
-        assert found[name] == value[name]
+    found = unflatten(whole(loaded))
+    assert found["plain"] == value["plain"]
     assert found["numpy"].dtype == np.float32
     assert found["numpy"].tolist() == [0, 1, 2]
     for name in ("scalar", "bool", "empty", "strided", "complex", "conjugate"):
@@ -59,33 +54,6 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
     assert torch.equal(found["tied"][0], shared)
     nan = unflatten(flatten({"x": float("nan")}))["x"]
     assert nan != nan
-
-
-def test_what_cannot_be_stored_is_named():  # type: ignore[no-untyped-def]
-    with pytest.raises(TypeError, match=r"cannot store optimizer/0/fn: a function"):
-        flatten({"optimizer": [{"fn": lambda: None}]})
-
-
-@pytest.mark.parametrize(
-    "value",
-    [Counter({2: 1, 5: 3}), OrderedDict([("z", 1), ("a", 2)]), defaultdict(list, {"x": [1]})],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_mapping_keeps_its_type(value):  # type: ignore[no-untyped-def]
-    found = unflatten(flatten({"it": value}))["it"]
-    assert type(found) is type(value)
-    assert found == value
-    assert list(found) == list(value)
-    assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
-
-
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [(MappingProxyType({}), "mappingproxy"), (defaultdict(lambda: 1), "defaultdict")],
-)
-def test_a_mapping_that_would_come_back_as_another_is_refused(value, name):  # type: ignore[no-untyped-def]
-    with pytest.raises(TypeError, match=f"cannot store a/b: a {name}"):
-        flatten({"a": {"b": value}})
 
 
 def back(value: Any) -> Any:
@@ -100,6 +68,7 @@ EXACT: list[Any] = [
     np.uint8(255), np.uint64(2**64 - 1), np.bool_(True), np.str_("täxt"), np.bytes_(b"\x00a"),
     torch.Size([2, 3]), (np.float32(1), [np.int32(2)]),
     {np.int64(1): np.float64(2)}, {np.str_("a"): 1}, OrderedDict(a=np.float32(3)),
+    Counter({2: 1, 5: 3}), OrderedDict([("z", 1), ("a", 2)]), defaultdict(list, {"x": [1]}),
 ]  # fmt: skip
 
 
@@ -111,31 +80,12 @@ def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
     assert type(found) is type(value)
 
 
-class Named(str):
-    __slots__ = ()
-
-
-class Number(float):
-    def __repr__(self) -> str:
-        return "no JSON"
-
-
-class Stack(list[Any]):
-    pass
-
-
-class Phase(enum.StrEnum):
-    WARM = "warm"
-
-
-class Level(enum.IntEnum):
-    LOW = 1
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
+Named = type("Named", (str,), {})
+Number = type("Number", (float,), {"__repr__": lambda _: "no JSON"})
+Stack = type("Stack", (list,), {})
+Phase = enum.StrEnum("Phase", {"WARM": "warm"})
+Level = enum.IntEnum("Level", "LOW")
+Colour = enum.Enum("Colour", "RED")
 Best = namedtuple("Best", "loss step")
 OTHER_TYPE = r"after a resume it would be of another type: keep what it is made of"
 INEXACT: list[tuple[Any, str]] = [
@@ -152,6 +102,9 @@ INEXACT: list[tuple[Any, str]] = [
             torch.max(torch.ones(2, 2), 0),
         )
     ),
+    (MappingProxyType({}), "a mappingproxy"),
+    (defaultdict(lambda: 1), "a defaultdict"),
+    (lambda: None, "a function"),
     (np.longdouble(1), "a longdouble; state must consist of"),
     (np.complex64(1), "a complex64; state must"),
     (np.datetime64(5, "ns"), "a datetime64; state must"),
@@ -164,11 +117,12 @@ def test_one_that_would_come_back_as_another_is_refused_with_the_cure(
 ) -> None:
     with pytest.raises(UnstorableError, match=rf"cannot store a/b: {words}"):
         back(Exact({"b": value}))
-
-
-def test_a_key_is_no_less_exact() -> None:
-    with pytest.raises(UnstorableError, match=r"cannot store a/b \(a key\): a Phase"):
-        back(Exact({"b": {Phase.WARM: 1}}))
+    if value is Phase.WARM:
+        with pytest.raises(UnstorableError, match=r"cannot store a/b \(a key\): a Phase"):
+            back(Exact({"b": {value: 1}}))
+    if value is Colour.RED:  # elsewhere too
+        with pytest.raises(UnstorableError, match=rf"cannot store a: {words}"):
+            back(value)
 
 
 PLAIN: list[tuple[Any, Any]] = [
@@ -185,11 +139,6 @@ def test_elsewhere_a_subclass_is_stored_as_what_it_is_of(value: Any, plain: Any)
     found = back([value, Exact([])])[0]
     assert found == plain
     assert repr(found) == repr(plain)
-
-
-def test_elsewhere_too_what_is_of_no_type_that_is_stored_is_refused() -> None:
-    with pytest.raises(UnstorableError, match=rf"cannot store a: a Colour; .*{OTHER_TYPE}"):
-        back(Colour.RED)
 
 
 def test_an_export_needs_no_numpy() -> None:

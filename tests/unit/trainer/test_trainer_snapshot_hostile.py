@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ import torch
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
-from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
+from ddpjob_trainer.snapshot.restore import resume
 from ddpjob_trainer.snapshot.save import layout
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
@@ -31,8 +32,6 @@ ALLOWED_BYTES = 1 << 29  # more than any honest load needs here
 
 
 class Trap:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -51,7 +50,6 @@ def newest(root: Path) -> Path:
 
 
 def with_data(root: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the first data file of the newest snapshot, and its size and checksum with it."""
     path = newest(root)
     found = manifest.read(path)
     file = path.parent / found.files[0].name
@@ -81,7 +79,6 @@ def with_manifest(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def reseal(path: Path, body: bytes) -> None:
-    """Replace a manifest by anything, its checksum right."""
     digest = hashlib.sha256(body).hexdigest().encode()
     path.write_bytes(body[:-1] + b',"sha256":"' + digest + b'"}')
 
@@ -97,14 +94,12 @@ def each(header: dict[str, Any], **values: Any) -> None:
 
 HEADERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "a million dimensions": lambda h: first(h).update(shape=[1] * 10**6),
-    "huge sizes": lambda h: first(h).update(shape=[HUGE, HUGE, HUGE]),
     "a huge size": lambda h: first(h).update(shape=[HUGE**3]),
     "overlapping": lambda h: each(h, data_offsets=[0, 8]),
     "beyond the end": lambda h: first(h).update(data_offsets=[0, HUGE]),
     "negative": lambda h: first(h).update(shape=[-4], data_offsets=[0, -16]),
     "another type": lambda h: first(h).update(dtype="I32"),
     "an unknown type": lambda h: first(h).update(dtype="PICKLE"),
-    "a fraction": lambda h: first(h).update(shape=[1.5]),
     "text": lambda h: first(h).update(shape=["x"], data_offsets=["a", "b"]),
     "a key missing": lambda h: first(h).pop("shape") and None,
     "nothing": lambda h: h.clear(),
@@ -118,7 +113,6 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "huge count": lambda m: m["chunks"][0].update(count=HUGE**2),
     "the same chunk twice": lambda m: m["chunks"].append(m["chunks"][0]),
     "outside": lambda m: m["files"][0].update(name="../../secret"),
-    "absolute": lambda m: m["files"][0].update(name="/etc/passwd"),
     "no such file": lambda m: m["files"][0].update(name="other.safetensors"),
     "the same file twice": lambda m: m["files"].append(m["files"][0]),
     "huge file": lambda m: m["files"][0].update(bytes=HUGE**2),
@@ -131,13 +125,15 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "empty, with huge strides": lambda m: m["tensors"].update(w0=["F32", [0, 2**62, 2**62]]),
     "empty, and too many": lambda m: m["tensors"].update(w0=["F32", [2**62, 2**62, 0]]),
     "a number of no type": lambda m: m.update(tree={"$generic": ["O", "AAAAAAAAAAA="]}),
-    "a number cut off": lambda m: m.update(tree={"$generic": ["<f8", "AAAA"]}),
     "a number of nothing": lambda m: m.update(tree={"$generic": ["<f8", ""]}),
-    "a huge number": lambda m: m.update(tree={"$generic": ["(9999999,9999999)<f8", "AA=="]}),
     "a tree of another kind": lambda m: m.update(tree={"$mapping": 5}),
     "an alias of nothing": lambda m: m["aliases"].update(x="y"),
     "chunks of another kind": lambda m: m.update(chunks={"a": 1}),
     "step": lambda m: m.update(step=-1),
+    **{
+        f"a file named {name[:9]!a}": lambda m, name=name: m["files"][0].update(name=name)
+        for name in ("x" * 300, "a\0b", "\ud800", "start.json", "step-1.json", ".")
+    },
 }
 
 
@@ -151,7 +147,8 @@ def check_older_is_taken(root: Path) -> None:
             limit = pages * resource.getpagesize() + ALLOWED_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             told: list[str] = []
-            loaded = open_snapshots(root, 2, tell=told.append)[1]
+            resume.say = lambda _, text: told.append(text)  # type: ignore[assignment]
+            loaded = open_snapshots(root, 2)[1]
             assert loaded is not None
             assert loaded.step == 1, loaded.step
             assert any("is not usable" in text for text in told), told
@@ -171,11 +168,6 @@ def as_its_manifest_says(root: Path) -> None:
     with_manifest(root, lambda m: m["files"][0].update(bytes=1 << 40))
 
 
-def of_endless_depth(root: Path) -> None:
-    deep = b"[" * 200_000 + b"]" * 200_000
-    reseal(newest(root), b'{"format":"ddpjob-snapshot","tree":' + deep + b"}")
-
-
 def much(text: str) -> Callable[[Path], None]:
     """Small in the file: empty lists and dicts; and letters, each as wide as the widest."""
 
@@ -188,7 +180,6 @@ def much(text: str) -> Callable[[Path], None]:
 
 
 def a_larger_header(root: Path) -> None:
-    """Than any that we write."""
     path = newest(root)
     found = manifest.read(path)
     file, size = path.parent / found.files[0].name, 200 << 20
@@ -212,7 +203,9 @@ LIES: dict[str, Callable[[Path], object]] = {
     **{f"much memory: {text}": much(text) for text in ("[],", "{},", "a")},
     "a terabyte of nothing": of_a_terabyte,
     "a terabyte, as its manifest says": as_its_manifest_says,
-    "a tree of endless depth": of_endless_depth,
+    "a tree of endless depth": lambda root: reseal(
+        newest(root), b'{"format":"ddpjob-snapshot","tree":%b}' % (b"[" * 200_000 + b"]" * 200_000)
+    ),
     "a larger header": a_larger_header,
 }
 
@@ -255,43 +248,34 @@ def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no
     assert open_snapshots(tmp_path, 2)[1] is None
 
 
-def test_a_newer_format_says_what_to_do():  # type: ignore[no-untyped-def]
-    body = Manifest(1, {}, (), {}, (), {}, None).encode()
-    newer = unseal(body) | {"version": manifest.VERSION + 1}
-    with pytest.raises(InvalidSnapshotError, match=r"version 3 is not .* newer ddpjob-trainer"):
-        manifest.decode(seal(newer))
-
-
 # --- Who writes what --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])
-@pytest.mark.parametrize("alone", [0, 40, 4_000, 40_000])
-def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers, alone):  # type: ignore[no-untyped-def]
+def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(layout, "MAX_PIECE_BYTES", 1 << 10)
     tensors = {"a": ("F32", 1001), "b": ("BF16", 3), "c": ("F64", 0), "d": ("I64", 777)}
-    taken = [alone, *[0] * (writers - 1)]
-    divided = layout.divide(tensors, taken)
-    for name, (dtype, count) in tensors.items():
+    shapes = tuple((name, (dtype, (count,))) for name, (dtype, count) in tensors.items())
+    structure = layout.Structure((*shapes, ("m", ("F64", (500,)))), frozenset("abcd"), (), ())
+    divided = layout.divide(structure, writers)
+    for name, (_, count) in tensors.items():
         spans = sorted((s.start, s.count) for share in divided for s in share if s.tensor == name)
-        assert [start for start, _ in spans] == [
-            sum(n for _, n in spans[:i]) for i in range(len(spans))
-        ]
-        assert sum(n for _, n in spans) == count, dtype
-    sizes = [
-        n + sum(s.count * manifest.ITEM_BYTES[tensors[s.tensor][0]] for s in share)
-        for n, share in zip(taken, divided, strict=True)
-    ]
-    others = sizes[1:] if alone > sum(sizes) / writers else sizes
-    assert not others or max(others) - min(others) <= 16 + writers
-    assert all(s.count * 8 <= 1 << 11 for share in divided for s in share)
+        ends = [*itertools.accumulate(n for _, n in spans)]
+        assert [start for start, _ in spans] == [0, *ends][: len(spans)]
+        assert sum(n for _, n in spans) == count
+    items = {name: manifest.ITEM_BYTES[dtype] for name, (dtype, _) in tensors.items()}
+    sizes = [sum(s.count * items[s.tensor] for s in share) for share in divided]
+    assert max(sizes) - min(sizes) <= 16 + writers
+    assert all(s.count * items[s.tensor] <= 1 << 10 for share in divided for s in share)
 
 
-def test_a_file_is_read_as_it_was_laid_out():  # type: ignore[no-untyped-def]
+def test_a_file_is_read_as_it_was_laid_out(tmp_path):  # type: ignore[no-untyped-def]
     pieces = data_file.order([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
     assert [piece.dtype for piece in pieces] == ["F64", "BF16", "U8"]
     head = data_file.header(pieces)
-    found = data_file.read_header(head, len(head) + sum(piece.bytes for piece in pieces))
+    (tmp_path / "head").write_bytes(head)
+    with (tmp_path / "head").open("rb") as file:
+        found = data_file.read_header(file, len(head) + sum(piece.bytes for piece in pieces))
     offsets = {key: offset - len(head) for key, (_, offset) in found.items()}
     assert offsets == {"a": 0, "c": 16, "b": 26}
     assert len(head) % 8 == 0

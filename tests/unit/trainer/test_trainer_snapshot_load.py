@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,17 @@ def test_all_comes_back_and_trains_on_equally(monkeypatch, window):  # type: ign
     assert second.module.head.weight is second.module.embed.weight
 
 
-def test_nothing_that_comes_back_shares_memory():  # type: ignore[no-untyped-def]
+def test_what_comes_back_shares_memory_within_an_object_only():  # type: ignore[no-untyped-def]
     (first, *_), (second, model, _) = training(1, keeps=True), training(2, keeps=True)
-    source = memory_source(stored(first))
-    second.restore(source, 0)
-    live: list[torch.Tensor] = list(model.parameters())
-    for objects in (second.registered, second.per_rank):
-        for keeps in objects.values():
-            if isinstance(keeps, Keeps):
-                live += keeps.state.values()
-    places = [tensor.untyped_storage().data_ptr() for tensor in live]
-    assert len(set(places)) == len(places) == 4 + 2 * 3
-    assert torch.equal(live[-1], torch.arange(5.0))
-    assert torch.equal(second.registered["keeps"].state["weights"], first.module.embed.weight)  # type: ignore[attr-defined]
+    second.restore(memory_source(stored(first)), 0)
+    objects = (second.registered["keeps"], second.per_rank["own"])
+    for keeps in objects:
+        assert isinstance(keeps, Keeps)
+        assert keeps.state["a"] is keeps.state["b"]
+        assert torch.equal(keeps.state["a"], torch.arange(5.0))
+        assert torch.equal(keeps.state["weights"], first.module.embed.weight)  # type: ignore[arg-type]
+    live = [*model.parameters(), *(o.state[n] for o in objects for n in ("a", "weights"))]  # type: ignore[attr-defined]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in live}) == len(live) == 4 + 4
 
 
 def test_tied_in_the_snapshot_only_or_in_the_model_only():  # type: ignore[no-untyped-def]
@@ -116,12 +115,8 @@ def test_tied_in_the_snapshot_only_or_in_the_model_only():  # type: ignore[no-un
     with torch.no_grad():
         apart.module.head.weight.copy_(apart.module.embed.weight)
     flat, other = stored(tied), stored(apart)
-    for holder in (
-        apart.registered,
-        tied.registered,
-        *(p.tree["registered"] for p in (flat, other)),
-    ):
-        del holder["optimizer"]
+    for one in (apart.registered, tied.registered, *(f.tree["registered"] for f in (flat, other))):
+        del one["optimizer"]
     apart.restore(memory_source(flat), 0)
     assert torch.equal(apart.module.head.weight, tied.module.embed.weight)
     assert torch.equal(apart.module.embed.weight, tied.module.embed.weight)
@@ -129,21 +124,21 @@ def test_tied_in_the_snapshot_only_or_in_the_model_only():  # type: ignore[no-un
     assert torch.equal(tied.module.embed.weight, other.tensors["model/embed.weight"])
 
 
-@pytest.mark.parametrize("change", ["a name", "a shape", "a type", "an object", "no model"])
+CHANGES: dict[str, Callable[[Flat], object]] = {
+    "a name": lambda f: f.tree["model"].update(other=f.tree["model"].pop("conv.bias")),
+    "a shape": lambda f: f.tensors.update({"model/conv.bias": torch.zeros(6)}),
+    "a type": lambda f: f.tensors.update({"model/conv.bias": torch.zeros(5, dtype=torch.float64)}),
+    "an object": lambda f: f.tree["registered"].update(more={}),
+    "no model": lambda f: f.tree.update(model=[]),
+    "no objects": lambda f: f.tree.pop("registered"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_does_not_fit_overwrites_nothing(change):  # type: ignore[no-untyped-def]
     (first, *_), (second, *_) = training(1), training(2)
     flat, before = stored(first), second.sha256(0)
-    match change:
-        case "a name":
-            flat.tree["model"]["other"] = flat.tree["model"].pop("conv.bias")
-        case "a shape":
-            flat.tensors["model/conv.bias"] = torch.zeros(6)
-        case "a type":
-            flat.tensors["model/conv.bias"] = torch.zeros(5, dtype=torch.float64)
-        case "an object":
-            flat.tree["registered"]["more"] = {}
-        case "no model":
-            flat.tree["model"] = []
+    CHANGES[change](flat)
     with pytest.raises(ConfigError):
         second.restore(memory_source(flat), 0)
     assert second.sha256(0) == before
@@ -156,23 +151,21 @@ def test_an_optimizers_state_is_read_where_its_parameters_are(monkeypatch):  # t
     model.to("meta")
     model.head.weight = model.embed.weight
     optimizer.param_groups[0]["params"] = list(model.parameters())
-    asked: dict[str, torch.device] = {}
+    asked: dict[str, torch.Tensor] = {}
     empty = load.Source.empty
 
-    def seen(self: Any, names: Any, device: torch.device | None = None) -> Any:
-        found = empty(self, names, device)
-        asked.update({name: tensor.device for name, tensor in found.items()})
+    def seen(*args: Any) -> Any:
+        asked.update(found := empty(*args))
         return found
 
     monkeypatch.setattr(load.Source, "empty", seen)
     second.restore(memory_source(stored(first)), 0)
-    kinds = {
-        name.rpartition("/")[2]: device.type for name, device in asked.items() if "state" in name
-    }
+    states = {name: one for name, one in asked.items() if "state" in name}
+    kinds = {name.rpartition("/")[2]: one.device.type for name, one in states.items()}
     assert kinds == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
-def test_an_average_is_read_in_place():  # type: ignore[no-untyped-def]
+def test_an_average_is_divided_among_the_ranks_and_read_in_place():  # type: ignore[no-untyped-def]
     (first, one, _), (second, two, _) = training(1), training(2)
     averages = []
     for state, model in ((first, one), (second, two)):
@@ -180,8 +173,13 @@ def test_an_average_is_read_in_place():  # type: ignore[no-untyped-def]
         assert average is not None
         average.update_parameters(model)
         state.register("ema", average)
+        assert not {n for n in state.capture(0).shared if n.startswith("registered/ema/")}
         state.averages.add("ema")
         averages.append(average)
+    # Only updates change it, from parameters that are equal; its buffers are each rank's own.
+    shared = first.capture(0).shared
+    assert "registered/ema/module.conv.weight" in shared
+    assert not {"registered/ema/module.calls", "registered/ema/n_averaged"} & shared
     source = memory_source(stored(first))
     targets: dict[str, int] = {}
     read = source.read
@@ -198,20 +196,6 @@ def test_an_average_is_read_in_place():  # type: ignore[no-untyped-def]
             assert targets.get(f"registered/ema/{name}") == parameter.data_ptr(), name
 
 
-def test_an_average_is_divided_among_the_ranks_and_copied_beside_training():  # type: ignore[no-untyped-def]
-    """Only updates change it, from parameters that are equal; its buffers are each rank's own."""
-    state, model, _ = training(1)
-    average = make_ema(model, 0.9)
-    assert average is not None
-    state.register("ema", average)
-    assert not {n for n in state.capture(0).shared if n.startswith("registered/ema/")}, "a script's"
-    state.averages.add("ema")
-    shared = {n for n in state.capture(0).shared if n.startswith("registered/ema/")}
-    assert "registered/ema/module.conv.weight" in shared
-    assert "registered/ema/module.calls" not in shared
-    assert "registered/ema/n_averaged" not in shared
-
-
 def test_no_second_copy_is_held(tmp_path: Path):  # type: ignore[no-untyped-def]
     """What is read at a time is bounded, whatever the size of the state."""
     store, _ = open_snapshots(tmp_path)
@@ -221,12 +205,7 @@ def test_no_second_copy_is_held(tmp_path: Path):  # type: ignore[no-untyped-def]
     source = load.open_source(path.parent, manifest.read(path))
     sizes = []
     fetch = source._fetch
-
-    def seen(file: Any, spans: Any, buffer: torch.Tensor) -> None:
-        sizes.append(len(buffer))
-        fetch(file, spans, buffer)
-
-    source._fetch = seen
+    source._fetch = lambda *one: (sizes.append(len(one[2])), fetch(*one))[1]
     target = torch.empty(20 << 20)
     source.read(lambda name: name == "w", {"w": target})
     assert torch.equal(target, flat.tensors["w"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import nn
 from torch.distributed import checkpoint
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot.reader import SnapshotToolError
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from support.snapshots import open_snapshots
 
@@ -34,7 +34,6 @@ def trained(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 1 and 2, of seeds 1 and 2."""
     where = tmp_path / "job"
     store, _ = open_snapshots(where)
     for step in (1, 2):
@@ -66,31 +65,20 @@ def test_a_snapshot_is_read_tensor_by_tensor(root):  # type: ignore[no-untyped-d
     other.load_state_dict(state)
     theirs.load_state_dict(read)
     assert ddp.read_snapshot(root, step=1).step == 1
+    fetched: list[str] = []
+    fetch = found._source._fetch
+
+    def seen(file: Any, spans: Any, buffer: torch.Tensor) -> None:
+        fetched.extend(span.chunk.tensor for span in spans)
+        fetch(file, spans, buffer)
+
+    found._source._fetch = seen
+    assert found.model["2.weight"].shape == (3, 40)
+    assert set(fetched) == {"model/2.weight"}, "only what is asked for"
     with pytest.raises(KeyError):
         found.state("absent")
     with pytest.raises(KeyError):
         found.model["absent"]
-
-
-def test_only_what_is_asked_for_is_read(root, monkeypatch):  # type: ignore[no-untyped-def]
-    found = ddp.read_snapshot(root)
-    fetched: list[str] = []
-    fetch = found._source._fetch
-
-    def seen(file, spans, buffer):  # type: ignore[no-untyped-def]
-        fetched.extend(span.chunk.tensor for span in spans)
-        fetch(file, spans, buffer)
-
-    monkeypatch.setattr(found._source, "_fetch", seen)
-    assert found.model["2.weight"].shape == (3, 40)
-    assert set(fetched) == {"model/2.weight"}
-
-
-def test_where_there_is_none(root, tmp_path):  # type: ignore[no-untyped-def]
-    with pytest.raises(SnapshotToolError, match="no valid snapshot of step 9; steps there: 1, 2"):
-        ddp.read_snapshot(root, step=9)
-    with pytest.raises(SnapshotToolError, match="is no directory"):
-        ddp.read_snapshot(tmp_path / "absent")
 
 
 def test_the_example_makes_a_dcp_checkpoint(root, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
@@ -106,9 +94,4 @@ def test_the_example_makes_a_dcp_checkpoint(root, tmp_path, monkeypatch):  # typ
     ours = TrainingState(model), TrainingState(other)
     for one, opt in zip(ours, (optimizer, theirs), strict=True):
         one.register("optimizer", opt)
-    torch.manual_seed(0)
-    assert ours[0].capture(0).flat.tree == ours[1].capture(0).flat.tree
-    assert all(
-        torch.equal(value, ours[1].capture(0).flat.tensors[name])
-        for name, value in ours[0].capture(0).flat.tensors.items()
-    )
+    assert ours[0].sha256(0) == ours[1].sha256(0)

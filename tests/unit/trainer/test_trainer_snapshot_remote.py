@@ -10,13 +10,14 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 import torch
 
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
@@ -28,13 +29,12 @@ from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
-from support.snapshots import Clock, open_snapshots
+from support.snapshots import Clock, open_snapshots, whole
 from support.snapshots import Store as Disk
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """Of an S3 server in this process."""
     pytest.importorskip("s3fs", reason="s3fs is not installed: make foreign")
     moto = pytest.importorskip("moto.server", reason="moto is not installed: make foreign")
     server = moto.ThreadedMotoServer(port=0)
@@ -76,6 +76,21 @@ def begin(
     return disk, Uploader(store, root, disk.sequence, keep)
 
 
+def uploaded(
+    root: Path, store: Store, attempt: int, *steps: int, **options: Any
+) -> tuple[Disk, Uploader]:
+    disk, uploader = begin(root, store, attempt, **options)
+    for step in steps:
+        save(disk, step)
+        uploader.upload(step)
+    return disk, uploader
+
+
+def number_of(store: Store) -> int:
+    (number,) = store.numbers()
+    return number
+
+
 def bring(store: Store, root: Path, attempt: int, *, uid: str = "u", resume: bool = True) -> Any:
     identity = Identity(uid, attempt, 0, unique=True)
     return fetch(store, root, identity, resume=resume, tell=print)
@@ -85,43 +100,30 @@ def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
     loaded = open_snapshots(root, attempt, uid=uid)[1]
     if loaded is None:
         return None
-    found = unflatten(loaded.flat())
+    found = unflatten(whole(loaded))
     assert torch.equal(found["w"], torch.full((64,), float(found["n"])))
     return int(found["n"])
 
 
 def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1, 2)
-    uploader.upload(2)
+    disk, uploader = uploaded(tmp_path / "a", store, 1, 1, 2)
+    path = disk.directory / manifest.file_name(2)
+    found = manifest.read(path)
+    path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
+    uploader.upload(2)  # marked since
     assert bring(store, tmp_path / "b", 2) == 2
-    assert loaded_step(tmp_path / "b", 2) == 2
+    source = open_snapshots(tmp_path / "b", 2)[1]
+    assert source is not None
+    assert source.manifest.config == {"seed": 1, "finished": 2}
     assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
     assert bring(store, tmp_path / "a", 2) is None  # and so it was there
     assert loaded_step(tmp_path / "a", 2) == 2
 
 
-def test_one_that_is_marked_after_its_upload_is_marked_in_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1, 2)
-    uploader.upload(2)
-    path = disk.directory / manifest.file_name(2)
-    found = manifest.read(path)
-    path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
-    uploader.upload(2)
-    assert bring(store, tmp_path / "b", 2) == 2
-    found = open_snapshots(tmp_path / "b", 2)[1]
-    assert (found.config["seed"], found.config["finished"]) == (1, 2)
-
-
 def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1)
-    uploader.upload(1)
+    uploaded(tmp_path / "a", store, 1, 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    later, second = begin(tmp_path / "a", store, 2)
-    save(later, 5)
-    second.upload(5)
+    uploaded(tmp_path / "a", store, 2, 5)
     assert bring(store, tmp_path / "b", 3) == 5
     assert loaded_step(tmp_path / "b", 3) == 5
 
@@ -129,13 +131,15 @@ def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, 
 @pytest.mark.parametrize("keep", [2, 9])
 def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type: ignore[no-untyped-def]
     """With 9 its folder stays, as its successor has not yet so many of its own."""
-    disk, zombie = begin(tmp_path / "a", store)
-    save(disk, 10)
-    zombie.upload(10)
+    disk, zombie = uploaded(tmp_path / "a", store, 1, 10)
+    late_disk, late = begin(tmp_path / "late", store)
+    save(late_disk, 10)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    live, uploader = begin(tmp_path / "b", store, 2, keep=keep)
-    save(live, 15)
-    uploader.upload(15)
+    uploaded(tmp_path / "b", store, 2, 15, keep=keep)
+    numbers = store.numbers()
+    with pytest.raises(PeerLostError, match="already started"):
+        late.upload(10)
+    assert store.numbers() == numbers, "one that begins late does not begin"
     for step in (20, 30, 40):
         save(disk, step)
         with pytest.raises(PeerLostError, match="a later incarnation uploads"):
@@ -148,38 +152,20 @@ def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type
         bring(store, tmp_path / "d", 1)
 
 
-def test_a_zombie_that_begins_late_does_not_begin(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, zombie = begin(tmp_path / "a", store)
-    save(disk, 10)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    live, uploader = begin(tmp_path / "b", store, 2)
-    save(live, 15)
-    uploader.upload(15)
-    with pytest.raises(PeerLostError, match="already started"):
-        zombie.upload(10)
-    assert len(store.numbers()) == 1
-
-
-def test_two_that_begin_at_once_have_two_numbers():  # type: ignore[no-untyped-def]
-    drawn = {draw([1_500_000]) for _ in range(20)}
-    assert len(drawn) >= 19  # of a million numbers: two may be the same
-    assert all(number > 1_500_000 for number in drawn)
-
-
 def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-untyped-def]
-    step = 0
     for attempt in range(1, 6):
-        disk, uploader = begin(tmp_path / "a", store, attempt)
-        for _ in range(3):
-            step += 1
-            save(disk, step)
-            uploader.upload(step)
-    assert len(store.numbers()) == 1
-    (number,) = store.numbers()
-    assert lineage.steps(store, number, None) == [step - 1, step]
+        uploaded(tmp_path / "a", store, attempt, *range(3 * attempt - 2, 3 * attempt + 1))
+    number = number_of(store)
+    assert lineage.steps(store, number, None) == [14, 15]
     names = store.names(number)
     assert sum(name.endswith(".safetensors") for name in names) == 2 * 3
-    assert bring(store, tmp_path / "b", 9) == step
+    assert bring(store, tmp_path / "b", 9) == 15
+
+
+def test_numbers_are_drawn_above_all_others():  # type: ignore[no-untyped-def]
+    drawn = {draw([1_500_000]) for _ in range(20)}
+    assert len(drawn) >= 19  # of a million numbers: two may be the same
+    assert min(drawn) > 1_500_000
 
 
 def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):  # type: ignore[no-untyped-def]
@@ -194,11 +180,8 @@ def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
 def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    for step in (1, 2):
-        save(disk, step)
-        uploader.upload(step)
-    (number,) = store.numbers()
+    uploaded(tmp_path / "a", store, 1, 1, 2)
+    number = number_of(store)
     found = read(store, number, 2)
     name = manifest.file_name(2) if damage == "manifest" else found.files[1].name
     content = store.read(number, name, 1 << 20)
@@ -212,10 +195,8 @@ def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type:
 
 
 def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 1)
-    uploader.upload(1)
-    (number,) = store.numbers()
+    uploaded(tmp_path / "a", store, 1, 1)
+    number = number_of(store)
     store._fs.makedirs(f"{store._root}/x")
     store._fs.pipe_file(f"{store._root}/x/y", b"")
     store.write(number + 5, lineage.START, b'{"a":1}')
@@ -229,14 +210,10 @@ def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # t
 
 
 def test_another_job_goes_on_unless_told_not_to(store, tmp_path):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
-    save(disk, 7)
-    uploader.upload(7)
+    uploaded(tmp_path / "a", store, 1, 7)
     assert bring(store, tmp_path / "b", 1, uid="new", resume=False) is None
     assert bring(store, tmp_path / "b", 1, uid="new") == 7
-    new, second = begin(tmp_path / "b", store, 1, uid="new")
-    save(new, 8)
-    second.upload(8)
+    uploaded(tmp_path / "b", store, 1, 8, uid="new")
     assert bring(store, tmp_path / "c", 2, uid="new", resume=False) == 8  # its own
     with pytest.raises(ConfigError, match="another job has taken over"):
         bring(store, tmp_path / "d", 2)
@@ -264,26 +241,18 @@ def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):
 # --- When it is tried again -------------------------------------------------------------------
 
 
-class Fails:
-    """An uploader that fails so often."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-        self.done: list[int] = []
-
-    def upload(self, step: int) -> None:
-        self.left -= 1
-        if self.left >= 0:
-            raise RuntimeError("the store's own\nexception")
-        self.done.append(step)
-
-
 def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[no-untyped-def]
-    clock, fails = Clock(), Fails(4)
-    retries = Retries(lambda: fails, lambda: clock.now)  # type: ignore[arg-type,return-value]
+    clock, done = Clock(), []
+
+    def upload(step: int) -> None:
+        if len(waited) < 4:
+            raise RuntimeError("the store's own\nexception")
+        done.append(step)
+
+    make: Any = lambda: SimpleNamespace(upload=upload)  # noqa: E731
+    retries, waited = Retries(make, lambda: clock.now), []
     assert retries.wait_seconds() is None
     retries.want(5)
-    waited = []
     for step in range(6, 10):
         told = retries.attempt()
         assert told is not None
@@ -294,42 +263,48 @@ def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[
         clock.wait(waited[-1] or 0)
     assert waited == [1, 2, 4, 8]
     assert retries.attempt() == {"uploaded": 9}
-    assert fails.done == [9]
+    assert done == [9]
 
 
 # --- The process ------------------------------------------------------------------------------
 
 
+def settings(url: str, root: Path) -> SnapshotSettings:
+    return SnapshotSettings(root, 1, 2, resume=True, upload=url)
+
+
 @pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
-def test_beside_a_rank_and_for_its_successor(url, tmp_path):  # type: ignore[no-untyped-def]
-    told, counted = [], []
+def test_beside_a_rank_and_for_its_successor(url, tmp_path, capfd):  # type: ignore[no-untyped-def]
+    counted: list[int | None] = []
     disk, _ = open_snapshots(tmp_path / "a")
-    uploads = Uploads(url, tmp_path / "a", disk.sequence, 2, tell=told.append, count=counted.append)
+    capfd.readouterr()
+    uploads = Uploads(settings(url, tmp_path / "a"), disk.sequence, counted.append)
     for step in (1, 2, 3):
         save(disk, step)
         uploads.committed(step)
     uploads.wait(PATIENCE, lambda: None)
     uploads.close()
     assert counted[-1] == 3
-    assert told == []
+    assert capfd.readouterr().err == ""
     identity = Identity("u", 2, 0, unique=True)
-    fetch_if_newer(url, tmp_path / "b", identity, resume=True, tell=told.append)
-    assert told == [f"fetched the snapshot of step 3 from {url}"]
+    alive: list[int] = []
+    fetch_if_newer(settings(url, tmp_path / "b"), identity, lambda: alive.append(1))
+    assert len(alive) > 3, "the watchdog hears of bytes that come, and is to find a standstill"
+    assert f"fetched the snapshot of step 3 from {url}" in capfd.readouterr().err
     assert loaded_step(tmp_path / "b", 2) == 3
     with pytest.raises(PeerLostError, match="has already started"):
         fetch_if_newer(
-            url, tmp_path / "c", Identity("u", 0, 0, unique=True), resume=True, tell=told.append
+            settings(url, tmp_path / "c"), Identity("u", 0, 0, unique=True), lambda: None
         )
 
 
-def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path, capfd):  # type: ignore[no-untyped-def]
     (tmp_path / "store").touch()  # a file, so no folder can be made in it
-    told, counted = [], []
+    counted: list[int | None] = []
     disk, _ = open_snapshots(tmp_path / "a")
     uploads = Uploads(
-        f"file://{tmp_path}/store", tmp_path / "a", disk.sequence, 2,
-        tell=told.append, count=counted.append,
-    )  # fmt: skip
+        settings(f"file://{tmp_path}/store", tmp_path / "a"), disk.sequence, counted.append
+    )
     save(disk, 1)
     uploads.committed(1)
     while not counted:
@@ -339,54 +314,21 @@ def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path):  # type: 
     uploads.close()
     assert counted[0] is None
     assert counted[-1] == 1
-    assert len(told) == 1
-    assert "the snapshot of step 1 was not uploaded: " in told[0]
+    assert capfd.readouterr().err.count("the snapshot of step 1 was not uploaded: ") == 1
 
 
 def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     open_snapshots(tmp_path / "a")
     monkeypatch.setattr(client, "RemoteProcess", None)
     identity = Identity("u", 1, 1, unique=True)
-    fetch_if_newer("s3://nowhere", tmp_path / "a", identity, resume=True, tell=print)
+    fetch_if_newer(settings("s3://nowhere", tmp_path / "a"), identity, lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("url", "directory", "words"),
-    [("/srv/store", "/d", "must be a URL"), ("s3://b/job", None, "needs snapshot_dir")],
-)
-def test_what_cannot_be_is_refused_at_once(url, directory, words):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=words):
-        check_upload(url, directory)
-
-
-def test_a_protocol_that_is_not_installed_is_named():  # type: ignore[no-untyped-def]
+def test_what_cannot_be_is_refused_at_once():  # type: ignore[no-untyped-def]
+    for url, directory, words in (
+        ("/srv/store", "/d", "must be a URL"), ("s3://b/job", None, "needs snapshot_dir"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            check_upload(url, directory)
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")
-    assert fsspec.__version__
-
-
-def test_a_fetch_that_stands_still_is_a_hang(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    """The watchdog hears of bytes that come, not of a process that is merely there."""
-
-    class Silent:
-        ended = False
-        said = iter([[], [], [{"alive": True}], [], [{"say": "x"}, {"step": 3}]])
-
-        def __init__(self, order: dict[str, Any]) -> None:
-            assert order["do"] == "fetch"
-
-        def answers(self, seconds: float) -> list[dict[str, Any]]:
-            return next(self.said)
-
-        def close(self) -> None:
-            told.append("closed")
-
-    told: list[str] = []
-    alive: list[int] = []
-    monkeypatch.setattr(client, "RemoteProcess", Silent)
-    fetch_if_newer(
-        "s3://b/job", tmp_path, Identity("u", 1, 0, unique=True),
-        resume=True, tell=told.append, alive=lambda: alive.append(1),
-    )  # fmt: skip
-    assert len(alive) == 3
-    assert told == ["x", "fetched the snapshot of step 3 from s3://b/job", "closed"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import begin_ema, make_ema
-from ddpjob_trainer.snapshot.save.layout import Captured, Shares, lay_out
+from ddpjob_trainer.snapshot.save.layout import Captured, fingerprint, lay_out
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
 from ddpjob_trainer.state.modes import Modes
@@ -60,7 +60,7 @@ def resumed(before: Any, after: Any, *, per_rank: bool = False) -> list[Training
 
 
 def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignore[no-untyped-def]
-    def drawn(*sizes: int, own: int = 3, main: int = 0, names: str = "vw") -> object:
+    def drawn(*sizes: int, own: int = 3, names: str = "vw") -> object:
         pairs = zip(names, sizes, strict=False)
         tensors = {name: torch.arange(float(size)) for name, size in pairs}
         captured = Captured(
@@ -68,9 +68,8 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
             frozenset(tensors),
             {"rank/0/own": torch.zeros(own)},
         )
-        shares = Shares.plan(captured, 2, main)
-        images = [lay_out(captured, shares, writer) for writer in range(2)]
-        return captured.structure.fingerprint, [
+        images = [lay_out(captured.structure, 2, writer) for writer in range(2)]
+        return fingerprint(captured.structure), [
             (image.header, [(at, t.tolist()) for at, t in sum(image.copies(captured), ())])
             for image in images
         ]
@@ -78,8 +77,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
     first = drawn(10, 7)
     assert drawn(10, 7) == first
     others = [
-        drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(10, 7, main=8),
-        drawn(7, 10, names="wv"),
+        drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(7, 10, names="wv"),
     ]  # fmt: skip
     assert all(other != first for other in others)
     assert drawn(10, 7) == first

@@ -14,6 +14,7 @@ from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
 from ddpjob_trainer.snapshot.reader import SnapshotToolError, find, read_snapshot
+from ddpjob_trainer.snapshot.restore import load
 
 
 def ls(root: Path) -> int:
@@ -40,7 +41,7 @@ def verify(root: Path) -> int:
     for found in find(root):
         name = f"{found.path.parent.name}/{found.path.name}"
         try:
-            manifest.verify(found.path.parent, manifest.read(found.path))
+            load.open_source(found.path.parent, manifest.read(found.path))
         except (InvalidSnapshotError, OSError) as error:
             if _is_gone(found.path):
                 print(f"{name}: removed meanwhile")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -19,24 +18,18 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot import origin
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.writer import (
-    END_SECONDS,
-    BackpressureLog,
-    Place,
-    SnapshotWriter,
-    failed,
-)
+from ddpjob_trainer.snapshot.save.writer import SnapshotWriter
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
 
-_FAILING_SECONDS = 0.5
 #: After the last step, which may be that of a SIGTERM with its grace period; and on the way out.
 _LAST_UPLOAD_SECONDS = 15.0
 _UPLOAD_SECONDS = 300.0
@@ -47,25 +40,18 @@ class Snapshots:
 
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
         self._settings = settings
+        self.are_made = settings.directory is not None
+        self.every_steps = settings.every_steps
         self._world = world
         self._progress = progress
-        queues = world.accelerator.queues
-        self._later = settings.staging == "thread" or (settings.staging == "auto" and queues)
         self._writer: SnapshotWriter | None = None
         self._hook: RemovableHandle | None = None
-        self._place: Place | None = None
+        self._writers: tuple[int, ...] = ()  # ranks that see the directory
+        self._prepared = False
         self._unsettled = False
-        self._backpressure = BackpressureLog()
-        self._free = True  # every rank has a buffer to save into
-        self._captured_bytes = 0  # main_bytes() of what this rank captured last
-        self._main_bytes = 0  # rank 0's
+        self.has_room = True  # on all ranks alike: each has a buffer for save()
         self.newest = -1  # step of the newest snapshot
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
-
-    def facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
-        every = self._settings.every_steps if self.are_made else None
-        return {"snapshots": self.are_made, "snapshot_every": every}
 
     def check(self, state: TrainingState) -> None:
         """Raise ConfigError now for what the first snapshot could not store."""
@@ -83,100 +69,68 @@ class Snapshots:
         if self._settings.directory is None:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
-            fetch_if_newer(
-                self._settings.upload,
-                self._settings.directory,
-                self._world.identity,
-                resume=self._settings.resume,
-                tell=lambda text: say(0, text),
-                alive=self._progress.alive,
-            )
-        resumed = resume(
-            self._settings.directory,
-            self._world,
-            anew=not self._settings.resume,
-            tell=lambda text: say(self._world.rank, text),
-        )
+            fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
+        resumed = resume(self._settings.directory, self._world, anew=not self._settings.resume)
         failpoints.reach("load")
-        self._open(resumed)
         if (source := resumed.source) is None:
+            self._open(resumed)
             return 0, {}
         allowed = self._settings.allow_changes
-        compare(source.config, config, self._world.rank, allowed)
+        compare(source.manifest.config, config, self._world.rank, allowed)
         # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(source, rank, ema_may_differ="ema" in allowed)
+        self._open(resumed)
         self._durable(source.step)
         if self._world.rank == 0:
-            self._progress.began_from(origin.tell(source.step, source.config, config))
-        return source.step, source.config
+            self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
+        return source.step, source.manifest.config
 
     def _open(self, resumed: Resumed) -> None:
-        """Note where this incarnation's snapshots go, and who writes them."""
-        assert self._settings.directory is not None
-        nonce = self._world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
-        directory, keep, size = self._settings.directory, self._settings.keep, self._world.size
-        self._place = Place(directory, resumed.start.sequence, nonce, keep, resumed.writers)
+        """Start the threads that write this incarnation's snapshots, and clean up before."""
+        settings, world = self._settings, self._world
+        assert settings.directory is not None
+        assert world.store is not None
+        nonce = world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+        sequence, size = resumed.start.sequence, world.size
+        files = SnapshotFiles(settings.directory.absolute(), sequence, nonce, settings.keep)
+        reports = PartReports(world.store, resumed.writers)
+        later = settings.staging == "thread" or (
+            settings.staging == "auto" and world.accelerator.queues
+        )
+        self._writers = resumed.writers
+        self._writer = SnapshotWriter(world.rank, files, reports, world.accelerator, later=later)
+        if later:  # optimizers that the loop's body steps itself must wait as well
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         if blind := [rank for rank in range(size) if rank not in resumed.writers]:
             what = (
                 f"{len(blind)} of {size} ranks do not see rank 0's snapshot directory"
                 f" (rank {blind[0]} is the first), so they write no part of the snapshots"
             )
             cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
-            say(
-                self._world.rank,
-                what if self._settings.upload else f"warning: {what}. {cure}",
-            )
-        if self._settings.upload and self._world.rank == 0:
-            self._uploads = Uploads(
-                self._settings.upload,
-                self._settings.directory,
-                resumed.start.sequence,
-                self._settings.keep,
-                tell=lambda text: say(0, text),
-                count=self._progress.uploaded,
-            )
+            say(world.rank, what if settings.upload else f"warning: {what}. {cure}")
+        if settings.upload and world.rank == 0:
+            self._uploads = Uploads(settings, sequence, self._progress.uploaded)
 
     # --- Save ----------------------------------------------------------------------------
 
-    @property
-    def are_made(self) -> bool:
-        """Tell whether there is a directory for them."""
-        return self._settings.directory is not None
-
     def due(self, step: int, *, last: bool) -> bool:
         """Tell whether a snapshot is due after this step."""
-        if self._settings.directory is None:
-            return False
-        return last or step % self._settings.every_steps == 0
-
-    @property
-    def every_steps(self) -> int:
-        """Steps between two of them."""
-        return self._settings.every_steps
-
-    @property
-    def has_room(self) -> bool:
-        """Tell whether save() has a buffer on every rank: equal on all of them."""
-        return self._free
+        return self.are_made and (last or step % self.every_steps == 0)
 
     def report(self) -> list[float]:
         """Return numbers to add up over all ranks, before each save() at least.
 
-        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into;
-        the bytes that rank 0 must write alone.
+        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into.
         """
         self._hear()
-        writer, main = self._writer, self._world.rank == 0
-        full = writer is not None and not writer.broken and not writer.pool.free()
-        newest, alone = (self.newest + 1, self._captured_bytes) if main else (0, 0)
-        return [float(newest), float(full), float(alone)]
+        newest = self.newest + 1 if self._world.rank == 0 else 0
+        return [float(newest), float(self._writer is not None and not self._writer.pool.free())]
 
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
-        newest, full, main_bytes = reported
-        self._free = not full
-        self._main_bytes = int(main_bytes)
+        newest, full = reported
+        self.has_room = not full
         self._durable(int(newest) - 1)
 
     def _durable(self, step: int) -> None:
@@ -193,7 +147,8 @@ class Snapshots:
         """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
         self._progress.phase("snapshot")
         begun = time.perf_counter()
-        writer, found = self._working(), None
+        writer, found = self._writer, None
+        assert writer is not None, "restore() comes first"
         if last:
             writer.wait_written()
             self._progress.at("agreement")  # lest others wait in here for a rank that waits above
@@ -202,20 +157,17 @@ class Snapshots:
             found = self._capture(state)
             self._agree()
             self._progress.at("snapshot")
-            writer = self._working()  # another one if that has broken meanwhile
-        if self._free:
-            self._backpressure.over()
+        if self.has_room:
             failpoints.reach("snapshot")
             captured = found or self._capture(state)
-            if self._writes:
-                writer.save(step, begun, captured, config, self._main_bytes)
+            if self._world.rank in self._writers:
+                writer.save(step, begun, captured, config)
             elif isinstance(captured, str):
                 say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
             self._unsettled = True
         else:
             self._progress.count("snapshots_skipped")
-            oldest = writer.oldest()
-            if self._world.rank == 0 and (why := self._backpressure.why(oldest, writer.reports)):
+            if self._world.rank == 0 and (why := writer.behind()):
                 say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
         if last:
@@ -230,51 +182,25 @@ class Snapshots:
 
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
+        # Where not every rank writes, what one alone holds must go to another.
+        gathered = len(self._writers) < self._world.size
         try:
-            captured = state.capture(self._world.rank, gathered=self._gathers)
+            return state.capture(self._world.rank, gathered=gathered)
         except UnstorableError as error:
             return str(error)
-        self._captured_bytes = captured.main_bytes()
-        return captured
-
-    @property
-    def _writes(self) -> bool:
-        return self._place is not None and self._world.rank in self._place.writers
-
-    @property
-    def _gathers(self) -> bool:
-        """Tell whether not every rank writes: its own part must go to another then."""
-        return self._place is not None and len(self._place.writers) < self._world.size
 
     def _agree(self) -> None:
         self._progress.at("agreement")
         self.learn(self._world.sum(self.report()))
 
-    def _working(self) -> SnapshotWriter:
-        if self._writer is not None and self._writer.broken:
-            self._hear()
-            self._writer.close()
-            self._writer = None
-        if self._writer is None:
-            assert self._place is not None, "restore() comes first"
-            assert self._world.store is not None
-            reports = PartReports(self._world.store, self._place.writers)
-            self._writer = SnapshotWriter(
-                self._world.rank, self._place, reports, self._world.accelerator, later=self._later
-            )
-        if self._later and self._hook is None:
-            # Optimizers that the loop's body steps itself must wait as well.
-            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
-        return self._writer
-
     def prepare(self, state: TrainingState) -> None:
-        """Between snapshots: start, once, what the first one needs, in the background."""
-        if self._settings.directory is None or self._writer is not None:
+        """Between snapshots: allocate, once, what the first one needs, in the background."""
+        if self._writer is None or self._prepared:
             return
-        writer = self._working()
+        self._prepared = True
         captured = self._capture(state)
-        if not isinstance(captured, str) and self._writes:
-            writer.prepare(captured)
+        if not isinstance(captured, str) and self._world.rank in self._writers:
+            self._writer.prepare(captured)
 
     def settle(self) -> None:
         """Wait until every snapshot begun is durable, or has failed."""
@@ -292,12 +218,13 @@ class Snapshots:
 
     def mark(self, facts: Config) -> None:
         """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
-        if self._place is not None and self._world.rank == 0:
-            writer = self._working()
-            writer.mark(self.newest, facts)
+        if self._writer is not None and self._world.rank == 0:
             with self._progress.under("snapshot"):
-                writer.wait_settled()
-            self._hear()
+                text = self._writer.mark(self.newest, facts)
+            if text:
+                self._failed(self.newest, text)
+            elif self._uploads is not None:
+                self._uploads.committed(self.newest)
 
     def _upload_rest(self, seconds: float) -> None:
         """Wait so long for the upload of the newest snapshot, on rank 0."""
@@ -313,9 +240,8 @@ class Snapshots:
             return
         for outcome in self._writer.outcomes():
             if not outcome.text:
-                if outcome.step > self.newest:  # else it was marked
-                    self._durable(outcome.step)
-                    self._progress.save_took(outcome.seconds)
+                self._durable(outcome.step)
+                self._progress.save_took(outcome.seconds)
                 if self._uploads is not None:
                     self._uploads.committed(outcome.step)
             else:
@@ -324,20 +250,20 @@ class Snapshots:
     def _failed(self, step: int, text: str) -> None:
         """Count it and say it, on rank 0."""
         self._progress.count("snapshot_failures")
-        say(0, failed(step, text, self.newest))
+        newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
+        say(
+            0,
+            f"snapshot after step {step} failed: {text}; training goes on, the newest snapshot is"
+            f" {newest}",
+        )
 
-    def close(self, *, failing: bool = False) -> None:
-        """End its threads; a snapshot that is not durable yet is given up.
-
-        ``failing``: the others learn that this process fails only when it has ended. No longer
-        than a commit under way takes is waited then.
-        """
+    def close(self) -> None:
+        """End its threads and the upload; a snapshot that is not durable yet is given up."""
         if self._writer is not None:
-            self._writer.close(_FAILING_SECONDS if failing else END_SECONDS)
+            self._writer.close()
             self._writer = None
         if self._uploads is not None:
-            if not failing:
-                self._upload_rest(_UPLOAD_SECONDS)
+            self._upload_rest(_UPLOAD_SECONDS)
             self._uploads.close()
             self._uploads = None
         if self._hook is not None:

@@ -21,6 +21,7 @@ from ddpjob_trainer.telemetry.console import say
 Config = Mapping[str, Any]
 _CHANGED = {
     "samples": "the dataset is another one",
+    "shards": "the result would be another one",
     "world_size": "each has a stream of its own",
 }
 _WORDS = {"script": "another script", "arguments": "other arguments"}
@@ -28,6 +29,7 @@ _WORDS = {"script": "another script", "arguments": "other arguments"}
 
 def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -> None:
     """Refuse to continue another run; warn where only bitwise equality is lost."""
+    elastic = mine["level"] == "elastic"
     for name, change in (
         ("order", "data"),
         ("seed", ""),
@@ -36,6 +38,7 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
         ("tail", ""),
         # Each process has a stream of its own.
         *([("world_size", "")] if mine["order"] == "stream" else []),
+        *([("shards", "")] if elastic and stored.get("shards") is not None else []),
     ):
         if stored.get(name) == mine[name]:
             continue
@@ -43,24 +46,11 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
             if rank == 0:
                 say(0, f"{name} was {stored.get(name)} and is {mine[name]}, as allow_changes says")
             continue
-        if name == "order" and name not in stored:
-            raise ConfigError(
-                "the snapshot was made by an older version of ddpjob-trainer, which shuffled the"
-                " data in another order: finish the run with that version, or start anew with"
-                " snapshot.resume: Never"
-            )
         what = _CHANGED.get(name, "the data order would change")
         cure = f", go on with start(allow_changes={change!r})" if change else ""
         raise ConfigError(
             f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
             f" Use the old value{cure}, or start anew with snapshot.resume: Never"
-        )
-    elastic = mine["level"] == "elastic"
-    if elastic and stored.get("shards") not in (None, mine["shards"]):
-        raise ConfigError(
-            f"the snapshot was made with shards={stored['shards']}, now it is {mine['shards']}: the"
-            " result would be another one. Use the old value, or start anew with snapshot.resume:"
-            " Never"
         )
     if rank != 0 or mine["level"] == "off":
         return
@@ -68,7 +58,7 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
     names = exact if elastic else ("world_size", *exact)
     pairs = [(name, stored.get(name), mine[name]) for name in names]
     are = mine.get("accelerator", {})
-    were = stored.get("accelerator", are)  # older versions did not say
+    were = stored.get("accelerator", are)
     pairs += [(name, were.get(name), are.get(name)) for name in sorted(were.keys() | are.keys())]
     for name, was, now in pairs:
         if was != now:

@@ -52,9 +52,7 @@ def choose(root: Path, step: int | None) -> tuple[Path, Source]:
 
 def find(root: Path) -> Iterator[Found]:
     """Yield every manifest below root, by directory and step. Raises SnapshotToolError."""
-    if not root.is_dir():
-        raise SnapshotToolError(f"{root} is no directory; give <spec.snapshot.path>/<job name>")
-    if not lineage.sequences(root):
+    if not root.is_dir() or not lineage.sequences(root):
         raise SnapshotToolError(f"{root} holds no snapshots; give <spec.snapshot.path>/<job name>")
     starts = lineage.read_starts(lineage.Disk(root))
     limits = dict(lineage.chain(starts))
@@ -135,9 +133,6 @@ class _Tensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._snapshot.read("model", name)
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

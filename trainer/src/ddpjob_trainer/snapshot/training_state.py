@@ -12,7 +12,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.restore.load import Source
-from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting, unshared
+from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import (
@@ -92,17 +92,12 @@ def flat_sha256(flat: Flat) -> str:
     return digest.hexdigest()
 
 
-def _own_prefix(rank: int) -> str:
-    """Return how the names of the tensors begin that only this rank has."""
-    return f"rank/{rank}/"
-
-
 def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
     """Name generators' and per-rank objects' states as no other rank does."""
     # The generators' state is JSON already, and its thousand numbers would take flatten() long.
     text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
     text += b" " * (-len(text) % _TREE_BYTES)
-    prefix = _own_prefix(rank)
+    prefix = f"rank/{rank}/"
     own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
     own[f"{prefix}tree"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return own
@@ -110,12 +105,11 @@ def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
 
 def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
     """Return what _own() was made of. None: there are more ranks now than then."""
-    prefix = _own_prefix(rank)
-    tree = own.get(f"{prefix}tree")
+    tree = own.get(f"rank/{rank}/tree")
     if tree is None:
         return None
     node, aliases = json.loads(tree.numpy().tobytes())
-    inner = f"{prefix}tensor/"
+    inner = f"rank/{rank}/tensor/"
     tensors = {n.removeprefix(inner): t for n, t in own.items() if n.startswith(inner)}
     return Flat(node, tensors, aliases)
 
@@ -236,10 +230,7 @@ class TrainingState:
         return frozenset(n for n in flat.tensors if n in parameters or n.startswith(optimizers))
 
     def sha256(self, rank: int) -> str:
-        """Hash all that a snapshot would hold of this rank; equal states hash equally.
-
-        Collective.
-        """
+        """Hash all that a snapshot would hold of this rank. Collective."""
         captured = self.capture(rank, gathered=True)
         own = _flat_of(captured.own, rank) or Flat()
         return hashlib.sha256((flat_sha256(captured.flat) + flat_sha256(own)).encode()).hexdigest()
@@ -252,11 +243,11 @@ class TrainingState:
         anything is overwritten.
         """
         loader, model = Loader(source), _Inventory(self.module)
-        stored = loader.outline
+        stored = source.outline
         with fitting("the model"):
             caches = model.transient | set(stored.get("transient", ()))
             names = check_tensors(stored["model"], model.tensors, caches)
-        odd = stored["registered"].keys() ^ self.registered.keys()
+            odd = stored["registered"].keys() ^ self.registered.keys()
         if odd and not (ema_may_differ and all(map(_is_ema, odd))):
             cure = ", or start(allow_changes='ema')" if all(map(_is_ema, odd)) else ""
             raise ConfigError(
@@ -284,7 +275,7 @@ class TrainingState:
             )
             with fitting(repr(name)):
                 give(obj, value)
-        found = loader.read_named("rank/", _own_prefix(rank))
+        found = loader.read_named("rank/", f"rank/{rank}/")
         with fitting(f"rank {rank}'s own"):
             if (own := _flat_of(found, rank)) is not None:
                 self._restore_own(own)
@@ -299,7 +290,7 @@ class TrainingState:
         }
 
     def _restore_own(self, flat: Flat) -> None:
-        own = unshared(unflatten(flat))
+        own = unflatten(flat)
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
                 give(obj, own["objects"][name])

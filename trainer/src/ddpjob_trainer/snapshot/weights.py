@@ -10,6 +10,7 @@ import os
 import pickle
 import secrets
 import struct
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,13 @@ def read(path: Path) -> dict[str, Any]:
             " export` makes one of a snapshot"
         )
     try:
-        state: Any = load_file(path) if _is_safetensors(path) else _unpickled(path)
+        try:
+            state: Any = load_file(path)
+        except SafetensorError:
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"resume={path} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(
             f"resume={path} is neither a safetensors file nor a state_dict that torch.load() reads"
             f" with weights_only=True: {str(error).partition(chr(10))[0][:300]}"
@@ -125,23 +129,11 @@ def load(path: Path, module: torch.nn.Module) -> None:
     try:
         module.load_state_dict(read(path), strict=True)
     except RuntimeError as error:
-        text = " ".join(str(error).split())
-        text = text if len(text) < _TOLD else f"{text[:_TOLD]}..."
+        text = textwrap.shorten(str(error), _TOLD, placeholder="...")
         raise ConfigError(
             f"resume={path} does not hold this model's weights: {text} If only some are wanted,"
             " load them yourself before prepare(), with strict=False"
         ) from error
-
-
-def _is_safetensors(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(9)
-        size = os.fstat(file.fileno()).st_size
-    return len(head) == 9 and head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] <= size - 8
-
-
-def _unpickled(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _some(state: Mapping[Any, Any]) -> str:

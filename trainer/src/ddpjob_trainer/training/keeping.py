@@ -66,7 +66,9 @@ class Keeping:
         """
         state, config = self._trained.state, self._config
         decides = config.copy()
-        facts = {name: config[name] for name in run_config.OF_ALL} | self._snapshots.facts()
+        facts = {name: config[name] for name in run_config.OF_ALL}
+        made = self._snapshots.are_made
+        facts |= {"snapshots": made, "snapshot_every": made and self._snapshots.every_steps}
         self._input.compare(agree(self._process.world, facts, self._input.own))
         self._snapshots.check(state)
         built = run_config.Hyperparameters(self._trained)

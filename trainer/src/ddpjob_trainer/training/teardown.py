@@ -58,7 +58,8 @@ class Teardown:
         self._closed = True
         process, failing = self._process, self._process.shutdown.failing
         process.mismatch.close()
-        process.snapshots.close(failing=failing)
-        process.progress.close(hurry=failing)
         if not failing:  # else it ends at once, which closes all there is
+            process.snapshots.close()
+        process.progress.close(hurry=failing)
+        if not failing:
             leave_group(together=together)

@@ -6,10 +6,11 @@ it. Never imports torch.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddpjob_trainer.snapshot.ondisk import checked_json
 from ddpjob_trainer.snapshot.ondisk.checked_json import count
@@ -56,29 +57,17 @@ def header(pieces: Sequence[Piece]) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def header_bytes(beginning: bytes, size: int) -> int:
-    """Return how many bytes of a file of ``size`` bytes come before the first piece.
+def read_header(stream: BinaryIO, size: int) -> Mapping[str, tuple[Piece, int]]:
+    """Return each piece and its offset in a file of ``size`` bytes.
 
-    ``beginning``: its first 8 bytes. Raises InvalidSnapshotError.
+    Raises OSError, InvalidSnapshotError for everything that safetensors does not allow.
     """
-    if len(beginning) < _LENGTH.size:
-        raise InvalidSnapshotError("a data file's header is wrong: it is too short")
-    (length,) = _LENGTH.unpack(beginning[: _LENGTH.size])
-    if length > min(checked_json.MAX_BYTES, size - _LENGTH.size):
-        raise InvalidSnapshotError(
-            f"a data file's header is wrong: {length} bytes in a file of {size}"
-        )
-    return _LENGTH.size + int(length)
-
-
-def read_header(header: bytes, size: int) -> Mapping[str, tuple[Piece, int]]:
-    """Return each piece and its offset in the file of ``size`` bytes that begins with ``header``.
-
-    Raises InvalidSnapshotError for everything that safetensors does not allow.
-    """
-    begin = header_bytes(header, size)
     try:
-        entries = checked_json.loads(header[_LENGTH.size : begin])
+        (length,) = _LENGTH.unpack(os.pread(stream.fileno(), _LENGTH.size, 0))
+        begin = _LENGTH.size + length
+        if begin > min(checked_json.MAX_BYTES, size):
+            raise ValueError(f"{length} bytes in a file of {size}")
+        entries = checked_json.loads(os.pread(stream.fileno(), length, _LENGTH.size))
         entries.pop("__metadata__", None)  # AttributeError: not an object
         spans = sorted((tuple(entry["data_offsets"]), key) for key, entry in entries.items())
         found = {}
@@ -94,6 +83,6 @@ def read_header(header: bytes, size: int) -> Mapping[str, tuple[Piece, int]]:
             position = end
         if begin + position != size:
             raise ValueError("the pieces do not fill the file")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise InvalidSnapshotError(f"a data file's header is wrong: {error}") from error
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat
@@ -50,7 +51,7 @@ def _operation(name: str, path: Path) -> Iterator[None]:
 def write_new(
     path: Path, chunks: Iterable[bytes | memoryview], *, past_cache: bool = False
 ) -> None:
-    """Write a file that must not exist yet, and make its content durable.
+    """Write a new file durably, or leave none. Raises OSError: FileExistsError if there is one.
 
     ``past_cache``: where the file system can (O_DIRECT), do not go by way of the page cache.
     """
@@ -68,6 +69,10 @@ def write_new(
                     view = view[_write(fd, view) :]
         with _operation("fsync", path):
             os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(path)
+        raise
     finally:
         os.close(fd)
 
@@ -123,21 +128,14 @@ def open_file(path: Path) -> BinaryIO:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # it has become another thing since
                 raise NotAFileError(path) from None
             raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise NotAFileError(path)
     return cast("BinaryIO", os.fdopen(fd, "rb", buffering=0))
 
 
 def read_bounded(path: Path, most: int) -> bytes:
     """Return a file's bytes, of a longer file the first ``most + 1``. Raises OSError."""
     with open_file(path) as file:
-        left = min(os.fstat(file.fileno()).st_size, most) + 1
-        found = bytearray()
-        while left and (piece := file.read(left)):
-            found += piece
-            left -= len(piece)
-    return bytes(found)
+        size = min(os.fstat(file.fileno()).st_size, most) + 1
+        return io.BufferedReader(file).read(size)  # type: ignore[type-var]
 
 
 def exists(path: Path) -> bool:
@@ -164,19 +162,13 @@ def directories(root: Path) -> list[str]:
 # --- Names ------------------------------------------------------------------------------------
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a durable file its final name in the same directory, durably: the commit point."""
-    with _operation("rename", final), _folder(final) as folder:
-        os.rename(temporary.name, final.name, src_dir_fd=folder, dst_dir_fd=folder)
-    with _operation("fsync", final.parent), _folder(final) as folder:
-        os.fsync(folder)
-
-
 def commit(final: Path, content: bytes) -> None:
     """Write a small file whole or not at all, durably. Raises OSError."""
     temporary = final.with_name(f"{final.name}.tmp")
     write_new(temporary, [content])
-    publish(temporary, final)
+    with _operation("rename", final), _folder(final) as folder:
+        os.rename(temporary.name, final.name, src_dir_fd=folder, dst_dir_fd=folder)
+    sync_directory(final.parent)
 
 
 def set_aside(path: Path) -> None:
@@ -202,10 +194,7 @@ def make_directory(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a regular file a second name, or copy it durably where there are no hard links.
-
-    Raises OSError.
-    """
+    """Give a regular file a second name, else a durable copy. Raises OSError."""
     with open_file(source) as file, _folder(source) as there, _folder(target) as here:
         try:
             with _operation("link", target):
@@ -216,18 +205,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         except (FileNotFoundError, FileExistsError):
             raise
         except OSError:
-            _copy(file, target)
-
-
-def _copy(file: BinaryIO, target: Path) -> None:
-    try:
-        write_new(target, _pieces(file))
-    except FileExistsError:
-        raise
-    except OSError:
-        with contextlib.suppress(OSError):
-            remove(target)
-        raise
+            write_new(target, _pieces(file))
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

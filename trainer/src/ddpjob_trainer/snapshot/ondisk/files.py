@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.retention import retain
 
-#: Small enough that an abandoned write ends soon and that the checksum finds the bytes in cache.
+#: Small enough that the checksum finds the bytes in cache.
 _PIECE = 4 << 20
 #: A part of at least so many bytes is written past the page cache: copying it there and flushing
 #: it costs the cores that train more than all else, and it would push the data set out. Smaller
@@ -32,16 +31,12 @@ def data_name(step: int, nonce: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFiles:
-    """One incarnation's directory. ``check`` raises when a write is to be given up.
-
-    After an error nothing of the file in question is left, and older snapshots stand.
-    """
+    """One incarnation's directory. After an error older snapshots stand."""
 
     root: Path
     sequence: int
     nonce: str
     keep: int
-    check: Callable[[], None]
 
     @property
     def directory(self) -> Path:
@@ -55,30 +50,18 @@ class SnapshotFiles:
         def pieces() -> Iterator[memoryview]:
             nonlocal crc
             for start in range(0, len(content), _PIECE):
-                self.check()
                 piece = content[start : start + _PIECE]
                 crc = zlib.crc32(piece, crc)
                 yield piece
 
-        path = self.directory / name
-        try:
-            disk.write_new(path, pieces(), past_cache=len(content) >= _PAST_CACHE_BYTES)
-            self.check()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                disk.remove(path)
-            raise
+        large = len(content) >= _PAST_CACHE_BYTES
+        disk.write_new(self.directory / name, pieces(), past_cache=large)
         return crc
 
     def commit(self, step: int, content: bytes) -> None:
         """Publish the manifest of a step whose data files are durable. Raises OSError."""
-        final = self.directory / manifest.file_name(step)
-        temporary = self.directory / f"step-{step:012d}-{self.nonce}.json.tmp"
         try:
-            self.check()
-            disk.write_new(temporary, [content])
-            self.check()
-            disk.publish(temporary, final)
+            disk.commit(self.directory / manifest.file_name(step), content)
         except BaseException:
             self.discard(step)
             raise
@@ -89,13 +72,10 @@ class SnapshotFiles:
         They stay if the rename, though perhaps not yet durable, was done.
         """
         with contextlib.suppress(OSError):
-            if disk.exists(self.directory / manifest.file_name(step)):
+            final = manifest.file_name(step)
+            if disk.exists(self.directory / final):
                 return
             for name in disk.names(self.directory):
-                if name.startswith(f"step-{step:012d}-{self.nonce}"):
+                if name.startswith((f"step-{step:012d}-", f"{final}.")):
                     with contextlib.suppress(OSError):
                         disk.remove(self.directory / name)
-
-    def retain(self) -> None:
-        """Remove what is no longer needed."""
-        retain(self.root, self.sequence, self.keep)

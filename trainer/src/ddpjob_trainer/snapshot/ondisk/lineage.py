@@ -13,6 +13,7 @@ import errno
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,11 +42,6 @@ class Start:
     parent_sequence: int = 0
     parent_step: int = -1
     predecessors: tuple[str, ...] = ()  # uids of earlier jobs, which must not come back
-
-    @property
-    def turn(self) -> tuple[int, int, int]:
-        """Return its order among the incarnations of one uid."""
-        return (self.attempt, self.round, self.sequence)
 
 
 class Folders(Protocol):
@@ -118,12 +114,16 @@ def parse_start(body: Any) -> Start:
     return Start(**{**body, "predecessors": tuple(uids)})
 
 
-def read_starts(folders: Folders, unread: dict[int, Exception] | None = None) -> dict[int, Start]:
+def read_starts(
+    folders: Folders,
+    unread: dict[int, Exception] | None = None,
+    retry: Callable[[Callable[[], Start]], Start] = lambda read: read(),
+) -> dict[int, Start]:
     """Read every start record, by number. ``unread`` gets why one cannot be read."""
     starts = {}
     for number in folders.numbers():
         try:
-            start = read_start(folders, number)
+            start = retry(partial(read_start, folders, number))
         except FileNotFoundError:
             continue  # a claim that never started
         except (OSError, ValueError) as error:
@@ -146,7 +146,8 @@ def newest(starts: dict[int, Start]) -> Start | None:
         return None
     over = {uid for start in starts.values() for uid in start.predecessors}
     uid = starts[max((n for n, s in starts.items() if s.uid not in over), default=max(starts))].uid
-    return max((s for s in starts.values() if s.uid == uid), key=lambda start: start.turn)
+    ours = (start for start in starts.values() if start.uid == uid)
+    return max(ours, key=lambda start: (start.attempt, start.round, start.sequence))
 
 
 def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:

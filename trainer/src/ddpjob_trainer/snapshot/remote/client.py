@@ -16,17 +16,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.environment import Identity, source_folders
+from ddpjob_trainer.environment import Identity, SnapshotSettings, source_folders
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage
+from ddpjob_trainer.telemetry.console import say
 
 _MODULE = "ddpjob_trainer.snapshot.remote.process"
 _LOOK_SECONDS = 0.2
-
-Tell = Callable[[str], None]
 
 
 def check_upload(url: str, directory: object) -> None:
@@ -44,7 +42,8 @@ def check_upload(url: str, directory: object) -> None:
 class RemoteProcess:
     """One of them, and the lines that it says. Raises OSError where it cannot be started."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, do: str, settings: SnapshotSettings, **more: Any) -> None:
+        assert settings.directory is not None, "check_upload() said so"
         paths = [source_folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE],
@@ -58,6 +57,8 @@ class RemoteProcess:
         os.set_blocking(self._out, False)
         self._text = b""
         self.ended = False
+        root = str(settings.directory.absolute())
+        order = {"do": do, "url": settings.upload, "root": root, "keep": settings.keep, **more}
         self.tell(order)
 
     def tell(self, request: dict[str, Any]) -> None:
@@ -91,32 +92,26 @@ class RemoteProcess:
 
 
 def fetch_if_newer(
-    url: str,
-    root: Path,
-    identity: Identity,
-    *,
-    resume: bool,
-    tell: Tell,
-    alive: Callable[[], None] = lambda: None,
+    settings: SnapshotSettings, identity: Identity, alive: Callable[[], None]
 ) -> None:
-    """Bring to disk what only the store has. Raises OSError, PeerLostError, ConfigError."""
-    mine = (identity.uid, identity.attempt)
-    known = lineage.read_starts(lineage.Disk(root)).values() if root.is_dir() else ()
-    if any((start.uid, start.attempt) == mine for start in known):
+    """Bring to disk what only the store has; ``alive`` is called as long as bytes come.
+
+    Raises OSError, PeerLostError, ConfigError.
+    """
+    url, root = settings.upload, settings.directory
+    known = lineage.read_starts(lineage.Disk(root)).values() if root and root.is_dir() else ()
+    if any((start.uid, start.attempt) == (identity.uid, identity.attempt) for start in known):
         return  # a restart in place: the disk is that of the round before
-    process = RemoteProcess({
-        "do": "fetch", "url": url, "root": str(root.absolute()), "identity": asdict(identity),
-        "resume": resume,
-    })  # fmt: skip
+    process = RemoteProcess("fetch", settings, resume=settings.resume, identity=asdict(identity))
     with contextlib.closing(process):
         while not process.ended:
             for said in process.answers(_LOOK_SECONDS):
-                alive()  # it says something while bytes come; else the watchdog is to find it
+                alive()
                 if "say" in said:
-                    tell(said["say"])
+                    say(0, said["say"])
                 elif "step" in said:
                     if said["step"] is not None:
-                        tell(f"fetched the snapshot of step {said['step']} from {url}")
+                        say(0, f"fetched the snapshot of step {said['step']} from {url}")
                     return
                 elif "kind" in said:
                     kinds = {"PeerLostError": PeerLostError, "ConfigError": ConfigError}
@@ -128,20 +123,10 @@ class Uploads:
     """Rank 0's uploads. Nothing of it raises, and nothing but wait() waits."""
 
     def __init__(
-        self,
-        url: str,
-        root: Path,
-        sequence: int,
-        keep: int,
-        *,
-        tell: Tell,
-        count: Callable[[int | None], None],
+        self, settings: SnapshotSettings, sequence: int, count: Callable[[int | None], None]
     ) -> None:
-        self._order = {
-            "do": "upload", "url": url, "root": str(root.absolute()), "sequence": sequence,
-            "keep": keep,
-        }  # fmt: skip
-        self._tell = tell
+        self._settings = settings
+        self._sequence = sequence
         self._count = count
         self._process: RemoteProcess | None = None
         self._over = False
@@ -155,7 +140,7 @@ class Uploads:
         try:
             if self._process is None or self._process.ended:
                 self.close()
-                self._process = RemoteProcess(self._order)
+                self._process = RemoteProcess("upload", self._settings, sequence=self._sequence)
         except OSError as error:
             self._failed(step, f"no process for it: {error}")
             return
@@ -184,7 +169,7 @@ class Uploads:
         self._count(None)
         if not self._told:  # once for a series of failures
             again = "no more are uploaded" if self._over else "it is tried again"
-            self._tell(f"the snapshot of step {step} was not uploaded: {text}; {again}")
+            say(0, f"the snapshot of step {step} was not uploaded: {text}; {again}")
         self._told = True
 
     def wait(self, seconds: float, alive: Callable[[], None]) -> None:
@@ -198,7 +183,7 @@ class Uploads:
             self.hear(_LOOK_SECONDS)
             alive()
         if self._pending >= 0:
-            self._tell(f"the snapshot of step {self._pending} is on disk only so far")
+            say(0, f"the snapshot of step {self._pending} is on disk only so far")
 
     def close(self) -> None:
         """End the process; what is half uploaded counts for nobody."""

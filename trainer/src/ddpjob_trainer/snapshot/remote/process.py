@@ -10,8 +10,8 @@ import contextlib
 import json
 import os
 import queue
-import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +28,6 @@ _NICE = 10
 _FIRST_SECONDS = 1.0
 _MOST_SECONDS = 300.0
 _FETCH_ATTEMPTS = 5
-_ALIVE_SECONDS = 1.0
 
 
 def answer(**about: Any) -> None:
@@ -44,51 +43,31 @@ def why(error: BaseException) -> str:
 
 def listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     """Take in what the rank says; end this process when it is gone."""
-    parent = os.getppid()
-    poll = select.poll()
-    poll.register(0, select.POLLIN | select.POLLHUP)
-    text = b""
-    while os.getppid() == parent:
-        if not poll.poll(1000):
-            continue
-        data = os.read(0, 1 << 16)
-        if not data:
-            break
-        *lines, text = (text + data).split(b"\n")
-        for line in lines:
-            requests.put(json.loads(line))
+    for line in sys.stdin:
+        requests.put(json.loads(line))
     os._exit(0)
 
 
 def run_fetch(order: dict[str, Any]) -> None:
     """Answer {step}, or {text, kind} when it cannot be done."""
-    told = time.monotonic()
-
-    def alive() -> None:
-        nonlocal told
-        if time.monotonic() - told > _ALIVE_SECONDS:
-            told = time.monotonic()
-            answer(alive=True)
-
-    def attempt() -> int | None:
-        return fetch(
-            Store(order["url"]), Path(order["root"]), Identity(**order["identity"]),
-            resume=order["resume"], tell=lambda text: answer(say=text), alive=alive,
-        )  # fmt: skip
-
-    pause = _FIRST_SECONDS
+    url, pause = order["url"], _FIRST_SECONDS
     for left in reversed(range(_FETCH_ATTEMPTS)):
         try:
-            answer(step=attempt())
+            step = fetch(
+                Store(url), Path(order["root"]), Identity(**order["identity"]),
+                resume=order["resume"], tell=lambda text: answer(say=text),
+                alive=lambda: answer(alive=True),
+            )  # fmt: skip
+            answer(step=step)
         except (PeerLostError, ConfigError) as error:
             answer(kind=type(error).__name__, text=str(error))
         except Exception as error:  # libraries have exceptions of their own
             if left:
-                answer(say=f"{order['url']}: {why(error)}; trying again in {pause:.0f} s")
+                answer(say=f"{url}: {why(error)}; trying again in {pause:.0f} s")
                 time.sleep(pause)
                 pause *= 2
                 continue
-            answer(kind="OSError", text=f"{order['url']} cannot be read: {why(error)}")
+            answer(kind="OSError", text=f"{url} cannot be read: {why(error)}")
         return
 
 
@@ -129,7 +108,7 @@ class Uploads:
             self._failures += 1
             pause = min(_MOST_SECONDS, _FIRST_SECONDS * 2 ** (self._failures - 1))
             self._next = self._now() + pause
-            return {"failed": step, "text": why(error), "pause": pause}
+            return {"failed": step, "text": why(error)}
         self._failures, self._wanted = 0, -1
         return {"uploaded": step}
 

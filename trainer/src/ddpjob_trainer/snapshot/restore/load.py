@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from ddpjob_trainer.snapshot.ondisk import data_file, manifest
+from ddpjob_trainer.snapshot.ondisk.data_file import Piece
 from ddpjob_trainer.snapshot.ondisk.manifest import (
     ITEM_BYTES,
     Chunk,
@@ -26,7 +27,7 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
 )
 from ddpjob_trainer.state.codec import TORCH_DTYPES, Flat, unflatten
 
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 16 << 20  # a larger chunk, as older versions wrote, is read alone
 _ALIGN = 8
 
 Offsets = Mapping[str, int]  # key of a piece -> where it begins in its file
@@ -34,18 +35,11 @@ Offsets = Mapping[str, int]  # key of a piece -> where it begins in its file
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``count`` elements of a chunk from its element ``start`` on, to lie at ``at`` of a buffer."""
+    """A chunk of so many bytes, to lie at ``at`` of a buffer."""
 
     chunk: Chunk
-    start: int
-    count: int
-    item: int  # bytes of one element
+    bytes: int
     at: int
-
-    @property
-    def bytes(self) -> int:
-        """Return its size."""
-        return self.count * self.item
 
 
 #: Fills a buffer with spans of one data file. Raises OSError.
@@ -66,27 +60,18 @@ def by_file(found: Manifest) -> dict[str, list[Chunk]]:
 def verify_file(
     directory: Path, found: Manifest, file: DataFile, chunks: Sequence[Chunk]
 ) -> Offsets:
-    """Compare a data file with its checksum and with what the manifest says is in it: ``chunks``.
-
-    Raises InvalidSnapshotError, OSError.
-    """
+    """Compare a file with checksum and ``chunks``. Raises InvalidSnapshotError, OSError."""
     with manifest.opened(directory, file) as stream:
-        pieces = data_file.read_header(_header(stream, file), file.bytes)
+        pieces = data_file.read_header(stream, file.bytes)
         if manifest.checksum(stream, file) != file.crc32:
             raise InvalidSnapshotError(f"{file.name} does not match its checksum")
     for chunk in chunks:
-        piece, _ = pieces.get(chunk.key, (None, 0))
-        dtype = found.tensors[chunk.tensor][0]
-        if piece is None or piece.dtype != dtype or piece.count != chunk.count:
+        wanted = Piece(chunk.key, found.tensors[chunk.tensor][0], chunk.count)
+        if chunk.key not in pieces or pieces[chunk.key][0] != wanted:
             raise InvalidSnapshotError(
                 f"{file.name} does not hold {chunk.key} as the manifest says"
             )
     return {key: offset for key, (_, offset) in pieces.items()}
-
-
-def _header(stream: BinaryIO, file: DataFile) -> bytes:
-    size = data_file.header_bytes(os.pread(stream.fileno(), 8, 0), file.bytes)
-    return os.pread(stream.fileno(), size, 0)
 
 
 # --- Read -------------------------------------------------------------------------------------
@@ -106,17 +91,9 @@ class Source:
         """Return the step after which it was made."""
         return self.manifest.step
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Return the configuration of the run that wrote it."""
-        return self.manifest.config
-
     @cached_property
     def outline(self) -> Any:
-        """Return the state with tensors of shape and type, without content or memory.
-
-        Raises InvalidSnapshotError.
-        """
+        """Return the state, its tensors without content. Raises InvalidSnapshotError."""
         found = self.manifest
         try:
             tensors = {name: _placeholder(*shape) for name, shape in found.tensors.items()}
@@ -149,34 +126,23 @@ class Source:
             chunks = [chunk for chunk in self._chunks[file.name] if chunk.tensor in wanted]
             for window, size in self._windows(chunks):
                 if len(self._buffer) < size:  # one for all, lest each leave a hole in memory
-                    self._buffer = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
+                    self._buffer = torch.empty(max(size, _WINDOW_BYTES), dtype=torch.uint8)
                 self._fetch(file, window, self._buffer[:size])
                 for span in window:
                     targets.put(span, self._buffer)
 
-    def flat(self) -> Flat:
-        """Read everything into memory. Raises OSError."""
-        tensors = self.empty(lambda name: True)
-        self.read(lambda name: True, tensors)
-        return Flat(self.manifest.tree, tensors, dict(self.manifest.aliases))
-
     def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Span], int]]:
         window: list[Span] = []
-        at = 0
+        size = 0
         for chunk in chunks:
-            item = ITEM_BYTES[self.manifest.tensors[chunk.tensor][0]]
-            start = 0
-            while start < chunk.count:
-                count = min(chunk.count - start, (_WINDOW_BYTES - at) // item)
-                if count:
-                    window.append(Span(chunk, start, count, item, at))
-                    start += count
-                    at += -(-count * item // _ALIGN) * _ALIGN
-                if at + item > _WINDOW_BYTES:
-                    yield window, at
-                    window, at = [], 0
+            length = chunk.count * ITEM_BYTES[self.manifest.tensors[chunk.tensor][0]]
+            if window and size + length > _WINDOW_BYTES:
+                yield window, size
+                window, size = [], 0
+            window.append(Span(chunk, length, size))
+            size += -(-length // _ALIGN) * _ALIGN
         if window:
-            yield window, at
+            yield window, size
 
 
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -206,9 +172,9 @@ class _Targets:
             return
         tensor = tensor.detach()
         content = buffer[span.at : span.at + span.bytes].view(tensor.dtype)
-        first = span.chunk.start + span.start
+        first = span.chunk.start
         if tensor.is_contiguous():
-            tensor.view(-1)[first : first + span.count].copy_(content)
+            tensor.view(-1)[first : first + len(content)].copy_(content)
         else:
             self._gather(span.chunk.tensor, tensor, first, content)
 
@@ -233,7 +199,7 @@ def read_spans(
     view = memoryview(buffer.numpy().data)
     with manifest.opened(directory, file) as stream:
         for span in spans:
-            position = offsets[span.chunk.key] + span.start * span.item
+            position = offsets[span.chunk.key]
             left = view[span.at : span.at + span.bytes]
             while left:
                 count = os.preadv(stream.fileno(), [left], position)

@@ -1,25 +1,23 @@
 """Put a snapshot back into live objects, one after the other, without a second copy of the whole.
 
 All is compared before anything is overwritten. The model's tensors are read in place; an object
-gets new tensors, its own from then on, since load_state_dict() may keep those that it is given.
+gets new tensors, since load_state_dict() may keep those that it is given: what shared memory within
+it does so again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
 
-ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
+_ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
 
 
 @contextlib.contextmanager
@@ -34,7 +32,7 @@ def fitting(what: str) -> Iterator[None]:
             raise  # of a module's load_state_dict() only
         raise ConfigError(
             f"what the snapshot holds as {what} does not fit ({type(error).__name__}: {error}): use"
-            f" the code that wrote it, or {ANEW}"
+            f" the code that wrote it, or {_ANEW}"
         ) from error
 
 
@@ -43,52 +41,34 @@ class Loader:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        aliases = source.manifest.aliases
-        # Read once, and needed again where another group's name stands for the same tensor.
-        self._kept: dict[str, torch.Tensor | None] = {
-            target: None for name, target in aliases.items() if _group(name) != _group(target)
-        }
-
-    @property
-    def outline(self) -> dict[str, Any]:
-        """Return the stored state; its tensors have shapes and types only. Raises ConfigError."""
-        state = self._source.outline
-        if not isinstance(state, dict) or not all(
-            isinstance(state.get(name), dict) for name in ("model", "registered")
-        ):
-            raise ConfigError(f"the snapshot holds no training state; {ANEW}")
-        return state
 
     def read_model(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors of the model; they have the stored shapes. Raises ConfigError."""
         nodes = member(self._source.manifest.tree, "model")
         into: dict[str, torch.Tensor] = {}
-        tied, conjugated = [], []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
         for name, tensor in targets.items():
             target = tensor.detach()
-            stored = self._stored(member(nodes, name))
+            stored = next(iter(member(nodes, name).values()))
+            stored = self._source.manifest.aliases.get(stored, stored)
             if target.is_conj():  # its memory holds the conjugate of what was stored
                 plain = torch.empty_like(target)
-                conjugated.append((target, plain))
+                copies.append((target, plain))
                 target = plain
             if target.is_complex():
                 target = torch.view_as_real(target)
             if stored in into:
-                tied.append((target, stored))
+                copies.insert(0, (target, into[stored]))
             into.setdefault(stored, target)
-        self._read(lambda name: name.startswith("model/"), into)
-        for target, stored in tied:
-            target.copy_(into[stored])
-        for target, plain in conjugated:
-            target.copy_(plain)
+        self._source.read(self._below("model/"), into)
+        for target, source in copies:
+            target.copy_(source)
 
-    def _stored(self, node: Any) -> str:
-        """Under which name a tensor of the model is stored."""
-        name = next(iter(node.values()))
-        name = self._source.manifest.aliases.get(name, name)
-        if not name.startswith("model/"):
-            raise ConfigError(f"the snapshot keeps a tensor of the model as {name!r}; {ANEW}")
-        return str(name)
+    def _below(self, prefix: str) -> Callable[[str], bool]:
+        """Tell of a stored name whether it, or one that stands for it, is below a prefix."""
+        aliases = self._source.manifest.aliases
+        elsewhere = {target for name, target in aliases.items() if name.startswith(prefix)}
+        return lambda name: name.startswith(prefix) or name in elsewhere
 
     def read_object(
         self,
@@ -97,7 +77,7 @@ class Loader:
         device: torch.device | None = None,
         entries: Collection[int] | None = None,
     ) -> Any:
-        """Return the part of the state below a path, in memory that nobody else has.
+        """Return the part of the state below a path, in memory that no tensor of the model has.
 
         ``into``: tensors that may be overwritten at once, by their names below the path, where they
         have the stored shape. ``device``: where all others are to be that are more than a number.
@@ -111,31 +91,19 @@ class Loader:
         if entries is not None:
             node = _only(node, entries)
         wanted = {manifest.aliases.get(name, name) for name in tensor_names(node)}
-        tensors = self._source.empty(
-            lambda name: name in wanted and name.startswith(prefix), device
-        )
+        tensors = self._source.empty(wanted.__contains__, device)
         for name, tensor in (into or {}).items():
             found = tensors.get(prefix + name)
             if found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype):
                 tensors[prefix + name] = tensor
-        self._read(lambda name: name.startswith(prefix), tensors)
-        kept = {name: tensor for name, tensor in self._kept.items() if tensor is not None}
-        value = unflatten(Flat(node, {**kept, **tensors}, dict(manifest.aliases)))
-        return unshared(value, {_place(tensor) for tensor in kept.values()})
+        self._source.read(self._below(prefix), tensors)
+        return unflatten(Flat(node, tensors, dict(manifest.aliases)))
 
     def read_named(self, prefix: str, wanted: str) -> dict[str, torch.Tensor]:
         """Read all below a prefix; return what is below ``wanted``, the others' is passed over."""
         tensors = self._source.empty(lambda name: name.startswith(wanted))
-        self._read(lambda name: name.startswith(prefix), tensors)
+        self._source.read(lambda name: name.startswith(prefix), tensors)
         return tensors
-
-    def _read(self, names: Callable[[str], bool], into: dict[str, torch.Tensor]) -> None:
-        kept = self._source.empty(lambda name: name in self._kept and names(name))
-        self._source.read(names, {**into, **kept})
-        for name, tensor in kept.items():
-            self._kept[name] = tensor
-            if name in into:
-                into[name].detach().copy_(tensor)
 
 
 def _only(node: Any, entries: Collection[int]) -> Any:
@@ -145,12 +113,6 @@ def _only(node: Any, entries: Collection[int]) -> Any:
         return node
     found = [[n, one] for n, one in state["$dict"] if isinstance(n, int) and n in entries]
     return {**node, "state": {"$dict": found}}
-
-
-def _group(name: str) -> tuple[str, ...]:
-    """Name what is read together: the model, or one registered object."""
-    first, *rest = name.split("/")
-    return (first, *rest[:1]) if first == "registered" else (first,)
 
 
 def check_tensors(
@@ -165,7 +127,7 @@ def check_tensors(
     if odd:
         raise ConfigError(
             f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
-            f" ({len(odd)} such names). Restore the model's code, or {ANEW}"
+            f" ({len(odd)} such names). Restore the model's code, or {_ANEW}"
         )
     found = []
     for name, tensor in mine.items():
@@ -176,38 +138,6 @@ def check_tensors(
             raise ConfigError(
                 f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
                 f" model's is {tensor.dtype} {list(tensor.shape)}. Restore the model's code, or"
-                f" {ANEW}"
+                f" {_ANEW}"
             )
     return found
-
-
-def _place(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else int(value.ctypes.data)
-
-
-def unshared(value: Any, known: Iterable[int] = ()) -> Any:
-    """Copy every tensor that came before, so that no two places share memory.
-
-    ``known``: where memory begins that others hold already.
-    """
-    return _unshared(value, set(known))
-
-
-def _unshared(value: Any, seen: set[int]) -> Any:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        if _place(value) not in seen:
-            seen.add(_place(value))
-            return value
-        return value.clone() if isinstance(value, torch.Tensor) else value.copy()
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # a Counter stays one
-        for key, part in value.items():
-            copied[key] = _unshared(part, seen)
-        return copied
-    if isinstance(value, list):
-        return [_unshared(part, seen) for part in value]
-    if type(value) is tuple:  # a torch.Size holds no tensors
-        return tuple(_unshared(part, seen) for part in value)
-    if isinstance(value, deque):
-        return deque((_unshared(part, seen) for part in value), value.maxlen)
-    return value

@@ -34,10 +34,12 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
 )
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.restore.load import Source, Span
+from ddpjob_trainer.telemetry.console import say
 
 _PROPOSED = b"candidate "
 _ATTEMPTS = 20
 _FIRST_SECONDS = 0.25
+_RETRY_SECONDS = 15.0
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _DENIED = (errno.EACCES, errno.EPERM)
 _ROOM = (
@@ -50,7 +52,6 @@ _CURES = {
     errno.EROFS: "a start writes there too. Mount the volume for writing; all snapshots in it stay",
 }
 
-Tell = Callable[[str], None]
 Result = TypeVar("Result")
 _Unreadable = OSError | NewerFormatError
 
@@ -76,14 +77,13 @@ class Retry:
     older snapshot at once would throw away training that is all there. ``now``: a monotonic clock.
     """
 
-    tell: Tell
-    seconds: float = 15.0
+    rank: int
     now: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
     _deadline: float = 0.0
 
     def __post_init__(self) -> None:
-        self._deadline = self.now() + self.seconds
+        self._deadline = self.now() + _RETRY_SECONDS
 
     def __call__(self, action: Callable[[], Result]) -> Result:
         """Return the action's result, or raise its last error after the deadline."""
@@ -97,78 +97,68 @@ class Retry:
                     raise
                 if error.errno not in told:
                     told.add(error.errno)
-                    self.tell(f"{error}; trying again for {left:.0f} s")
+                    say(self.rank, f"{error}; trying again for {left:.0f} s")
             self.wait(min(pause, left))
             pause *= 2
 
 
-def resume(
-    root: Path, world: World, *, anew: bool, tell: Tell, retry: Retry | None = None
-) -> Resumed:
+def resume(root: Path, world: World, *, anew: bool, retry: Retry | None = None) -> Resumed:
     """Start this incarnation on all ranks, from the newest snapshot that all of them can read.
 
     ``anew``: only from what this job wrote itself. Raises OSError, PeerLostError, ConfigError.
     """
     if world.rank == 0:
-        start, source = _open(root, world, anew, tell, retry or Retry(tell))
+        start, source = _open(root, world, anew, retry or Retry(0))
         world.broadcast_bytes(json.dumps(asdict(start)).encode())
     else:
-        start, source = _follow(root, world, tell)
+        start, source = _follow(root, world)
     return Resumed(start, _who(world, _sees(root, start)), source)
 
 
 # --- Choose: rank 0 ---------------------------------------------------------------------------
 
 
-def _open(
-    root: Path, world: World, anew: bool, tell: Tell, retry: Retry
-) -> tuple[Start, Source | None]:
-    retry(lambda: _make_root(root))
-    opening = _Opening(root, world, tell, retry)
-    for attempt in range(_ATTEMPTS):
-        # A live zombie may remove what we are about to take: then look again.
+def _open(root: Path, world: World, anew: bool, retry: Retry) -> tuple[Start, Source | None]:
+    opening = _Opening(root, world, retry)
+    left = _ATTEMPTS
+    while True:
         try:
+            retry(lambda: root.mkdir(parents=True, exist_ok=True))
             return opening.run(anew)
-        except FileNotFoundError:
-            if attempt == _ATTEMPTS - 1:
+        except FileNotFoundError:  # a live zombie may remove what we are about to take
+            left -= 1
+            if not left:
                 raise
         except OSError as error:
-            if error.errno in _CURES:
-                error.strerror = f"{error.strerror}: {_CURES[error.errno]}"
-                error.filename = str(root)
-            raise
-    raise AssertionError("unreachable")
+            raise _with_cure(root, error) from None
 
 
-def _make_root(root: Path) -> None:
-    """Create it. Raises ConfigError for what trying again does not cure, OSError."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigError(
+def _with_cure(root: Path, error: OSError) -> Exception:
+    """Turn what trying again does not cure into ConfigError; say what frees a full disk."""
+    if isinstance(error, FileExistsError | NotADirectoryError) and not root.is_dir():
+        return ConfigError(
             f"no snapshot directory can be made at {root}: what lies there, or above, is no"
             " directory. Remove it, or choose another snapshot directory (snapshot.path)"
-        ) from None
-    except PermissionError as error:
-        raise _may_not_write(root, error) from None
-
-
-def _may_not_write(root: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"user {os.geteuid()} cannot write to the snapshot directory {root}: {error.strerror}:"
-        f" {error.filename}. Let that user write there (securityContext.runAsUser or fsGroup), or"
-        " choose another snapshot directory (snapshot.path)"
-    )
+        )
+    if isinstance(error, PermissionError):
+        return ConfigError(
+            f"user {os.geteuid()} cannot write to the snapshot directory {root}: {error.strerror}:"
+            f" {error.filename}. Let that user write there (securityContext.runAsUser or fsGroup),"
+            " or choose another snapshot directory (snapshot.path)"
+        )
+    if error.errno in _CURES:
+        error.strerror = f"{error.strerror}: {_CURES[error.errno]}"
+        error.filename = str(root)
+    return error
 
 
 class _Opening:
     """Rank 0's way from a claimed number to a start record."""
 
-    def __init__(self, root: Path, world: World, tell: Tell, retry: Retry) -> None:
+    def __init__(self, root: Path, world: World, retry: Retry) -> None:
         self._root = root
         self._folders = lineage.Disk(root)
         self._world = world
-        self._tell = tell
         self._retry = retry
         self._unreadable: _Unreadable | None = None
         self._identity = world.identity
@@ -180,12 +170,7 @@ class _Opening:
     def run(self, anew: bool) -> tuple[Start, Source | None]:
         """Claim a number and begin there; a start that fails leaves nothing."""
         self._unreadable = None
-        known = self._retry(lambda: lineage.read_starts(self._folders))
-        lineage.refuse_if_stale(known, self._identity)
-        try:
-            sequence = self._retry(lambda: lineage.claim(self._root))
-        except PermissionError as error:
-            raise _may_not_write(self._root, error) from None
+        sequence = self._retry(lambda: lineage.claim(self._root))
         try:
             return self._begin(sequence, anew)
         except BaseException:
@@ -208,7 +193,7 @@ class _Opening:
         if source is None and self._unreadable is not None and not (anew and first):
             raise _refusal(self._unreadable)  # rather than start from nothing
         if source is None and not first:
-            self._tell(f"{self._root} holds no snapshot to go on from: training begins anew")
+            say(0, f"{self._root} holds no snapshot to go on from: training begins anew")
         start = Start(
             sequence,
             identity.uid,
@@ -224,23 +209,10 @@ class _Opening:
     def _starts(self) -> dict[int, Start]:
         """Read the start records, and keep why one of them cannot be read now."""
         unread: dict[int, Exception] = {}
-        starts: dict[int, Start] = {}
-
-        def read() -> None:
-            unread.clear()
-            starts.clear()
-            starts.update(lineage.read_starts(self._folders, unread))
-            if passing := next((e for e in unread.values() if _passes(e)), None):
-                raise passing
-
-        try:
-            self._retry(read)
-        except OSError as error:
-            if error not in unread.values():
-                raise
+        starts = self._retry(lambda: lineage.read_starts(self._folders, unread, self._retry))
         for number, why in unread.items():
             name = f"{number:08d}/{lineage.START}"
-            self._tell(f"{name} is not usable, its snapshots are left out: {why}")
+            say(0, f"{name} is not usable, its snapshots are left out: {why}")
             if isinstance(why, OSError):
                 why.filename = str(self._root / name)
         self._unreadable = next((e for e in unread.values() if _is_unreadable(e)), None)
@@ -272,10 +244,10 @@ class _Opening:
         try:
             source = self._retry(lambda: self._bring(path, ours))
         except NewerFormatError as error:
-            self._tell(f"snapshot {name} is not usable, and left as it is: {error}")
+            say(0, f"snapshot {name} is not usable, and left as it is: {error}")
             self._unreadable = error
         except (InvalidSnapshotError, disk.NotAFileError) as problem:
-            self._tell(f"snapshot {name} is not usable: {problem}")
+            say(0, f"snapshot {name} is not usable: {problem}")
             with contextlib.suppress(OSError):
                 disk.set_aside(path)
         except OSError as error:
@@ -298,13 +270,13 @@ class _Opening:
             with contextlib.suppress(FileExistsError):
                 disk.link_or_copy(path.parent / file.name, ours / file.name)
         self._world.broadcast_bytes(_PROPOSED + ours.name.encode() + b" " + found.encode())
-        return _check_together(ours, found, self._world, self._tell)
+        return _check_together(ours, found, self._world)
 
     def _note(self, error: OSError, name: str) -> None:
         """Go on to an older one; if there is none, this error is raised."""
         if not _is_unreadable(error):
             raise error
-        self._tell(f"snapshot {name} cannot be read: {error}")
+        say(0, f"snapshot {name} cannot be read: {error}")
         error.filename = str(self._root / name)
         self._unreadable = error
 
@@ -336,14 +308,14 @@ def _refusal(error: _Unreadable) -> Exception:
 # --- Agree: all ranks -------------------------------------------------------------------------
 
 
-def _follow(root: Path, world: World, tell: Tell) -> tuple[Start, Source | None]:
+def _follow(root: Path, world: World) -> tuple[Start, Source | None]:
     """Check what rank 0 proposes until it has started."""
     source: Source | None = None
     while (message := world.broadcast_bytes(None)).startswith(_PROPOSED):
         name, _, content = message.removeprefix(_PROPOSED).partition(b" ")
         found, source = manifest.decode(content), None
         with contextlib.suppress(InvalidSnapshotError, OSError):
-            source = _check_together(root / name.decode(), found, world, tell)
+            source = _check_together(root / name.decode(), found, world)
     return lineage.parse_start(json.loads(message)), source
 
 
@@ -367,7 +339,7 @@ def _who(world: World, yes: bool) -> tuple[int, ...]:
     return tuple(rank for rank, answer in enumerate(said) if answer == b"1")
 
 
-def _check_together(where: Path, found: Manifest, world: World, tell: Tell) -> Source:
+def _check_together(where: Path, found: Manifest, world: World) -> Source:
     """Check an equal number of data files on each rank that sees them.
 
     Raises InvalidSnapshotError or OSError on all ranks when one of them meets it.
@@ -383,7 +355,7 @@ def _check_together(where: Path, found: Manifest, world: World, tell: Tell) -> S
         owner = owners[file.name]
         if owner == world.rank:
             read = load.read_spans
-            Retry(tell)(lambda: read(where, file, offsets[file.name], spans, buffer))
+            Retry(world.rank)(lambda: read(where, file, offsets[file.name], spans, buffer))
         world.broadcast_tensor(buffer, owner)
 
     source, chunks = Source(found, fetch), load.by_file(found)
@@ -394,21 +366,13 @@ def _check_together(where: Path, found: Manifest, world: World, tell: Tell) -> S
                 offsets[file.name] = load.verify_file(where, found, file, chunks[file.name])
     except (InvalidSnapshotError, OSError) as error:
         problem = error
-    _vote(world, where, found, problem, tell)
-    return source
-
-
-def _vote(
-    world: World, where: Path, found: Manifest, problem: Exception | None, tell: Tell
-) -> None:
-    """Raise on every rank when one of them has a problem."""
     invalid = isinstance(problem, InvalidSnapshotError)
     failed, damaged = world.sum([float(problem is not None), float(invalid)])
     if problem is not None and world.rank != 0:
-        tell(f"cannot read the snapshot of step {found.step}: {problem}")
+        say(world.rank, f"cannot read the snapshot of step {found.step}: {problem}")
     if not failed:
-        return
+        return source
     if world.rank == 0 and problem is None and damaged:
         # Perhaps it is damaged only as seen from there: rank 0 looks for itself.
-        manifest.verify(where, found)
+        load.open_source(where, found)
     raise problem or OSError(errno.EIO, "another rank cannot read it")

@@ -1,9 +1,9 @@
 """Lay a snapshot out: which rank writes what, and where in its file; then draft the manifest.
 
-manager.save() calls this on every rank at the same step, with what training_state has captured.
-All ranks hold equal parameters and optimizer state, so each writes another part of them; what only
-one rank has (its random numbers; rank 0's buffers and counters) that rank writes itself and gets
-less of the rest. Shapes alone decide: ranks with equal fingerprints come to equal results.
+The writer calls this on every rank at the same step, with what training_state has captured. All
+ranks hold equal parameters and optimizer state, so each writes another part of them; what only one
+rank has (its random numbers; rank 0's buffers and counters) that rank writes itself. Shapes alone
+decide: ranks with equal fingerprints come to equal results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ddpjob_trainer.snapshot.save.staging import Copy
 from ddpjob_trainer.state.codec import DTYPES, Flat, member
 
 #: Pieces are no larger, so that no reader needs much memory at once.
-MAX_PIECE_BYTES = 64 << 20
+MAX_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,6 @@ class Structure:
     shared: frozenset[str]
     own: tuple[tuple[str, Shape], ...]
     part: tuple[tuple[str, Shape], ...]
-
-    @property
-    def fingerprint(self) -> int:
-        """24 bits that stand for what must be equal on all ranks that divide the work."""
-        return _fingerprint(self)
 
 
 @dataclass(frozen=True)
@@ -86,40 +81,40 @@ class Captured:
         """Raise ValueError for more names and numbers than a manifest can hold."""
         checked_json.dumps([self.flat.tree, self.flat.aliases, dict(self.structure.shapes)])
 
-    def main_bytes(self) -> int:
-        """Count the bytes of which only rank 0's values count: it must write them."""
-        return sum(t.nbytes for n, t in self.flat.tensors.items() if n not in self.shared)
-
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, Shape], ...]:
     return tuple((name, (DTYPES[t.dtype], tuple(t.shape))) for name, t in tensors.items())
 
 
 @_remembered
-def _fingerprint(structure: Structure) -> int:
+def fingerprint(structure: Structure) -> int:
+    """Return 24 bits that stand for what must be equal on all ranks that divide the work."""
     facts = [[n, *shape] for n, shape in structure.shapes if n in structure.shared]
     return zlib.crc32(json.dumps(facts).encode()) >> 8
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Which spans of the shared tensors each writer writes."""
-
-    spans: tuple[tuple[Span, ...], ...]
-    main: frozenset[str]  # tensors that rank 0 writes whole
-
-    @staticmethod
-    def plan(captured: Captured, writers: int, main_bytes: int) -> Shares:
-        """Divide among writers. ``main_bytes``: what rank 0, the first of them, writes anyway."""
-        return _plan(captured.structure, writers, main_bytes)
-
-
 @_remembered
-def _plan(structure: Structure, writers: int, main_bytes: int) -> Shares:
-    shapes, shared = dict(structure.shapes), structure.shared
-    sizes = {n: (dtype, math.prod(dims)) for n, (dtype, dims) in shapes.items() if n in shared}
-    spans = divide(sizes, [main_bytes, *[0] * (writers - 1)])
-    return Shares(tuple(map(tuple, spans)), frozenset(shapes.keys() - shared))
+def divide(structure: Structure, writers: int) -> tuple[tuple[Span, ...], ...]:
+    """Divide the shared tensors: every element comes in exactly one span of one writer.
+
+    The writers' totals differ by less than two elements.
+    """
+    sizes = [(n, ITEM_BYTES[d], math.prod(dims)) for n, (d, dims) in structure.shapes]
+    sizes = [one for one in sizes if one[0] in structure.shared]
+    share = -(-sum(item * count for _, item, count in sizes) // writers)
+    shares: list[list[Span]] = [[] for _ in range(writers)]
+    writer = position = 0
+    for name, item, count in sizes:
+        start = 0
+        while start < count:
+            while position >= (writer + 1) * share:
+                writer += 1
+            room = min((writer + 1) * share - position, MAX_PIECE_BYTES)
+            length = min(count - start, max(1, room // item))
+            shares[writer].append(Span(name, start, length))
+            start += length
+            position += length * item
+    return tuple(map(tuple, shares))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +142,18 @@ class Layout:
         return tuple(now), tuple(later)
 
 
-def lay_out(captured: Captured, shares: Shares, writer: int) -> Layout:
+@_remembered
+def lay_out(structure: Structure, writers: int, writer: int) -> Layout:
     """Lay out the data file of a writer, writer 0 being rank 0.
 
     Raises ValueError when its header is too large to be read again.
     """
-    return _lay_out(captured.structure, shares, writer)
-
-
-@_remembered
-def _lay_out(structure: Structure, shares: Shares, writer: int) -> Layout:
     shapes = dict((*structure.shapes, *structure.own, *structure.part))
     sole = [name for name, _ in structure.own]
-    sole += [name for name, _ in structure.shapes if writer == 0 and name in shares.main]
+    sole += [n for n, _ in structure.shapes if writer == 0 and n not in structure.shared]
     spans = [(span, False) for name in sole for span in _whole(name, shapes[name])]
     spans += [(span, True) for name, shape in structure.part for span in _whole(name, shape)]
-    spans += [(span, True) for span in shares.spans[writer]]
+    spans += [(span, True) for span in divide(structure, writers)[writer]]
     known = {key_of(span): (span, late) for span, late in spans}
     pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
     pieces = data_file.order(pieces)
@@ -194,25 +185,14 @@ class Draft:
     step: int
     config: Mapping[str, Any]
     structure: Structure
-    shares: Shares
     nonce: str
     tree: Any
     aliases: Mapping[str, str]
 
-    @staticmethod
-    def of(
-        step: int, captured: Captured, shares: Shares, config: Mapping[str, Any], nonce: str
-    ) -> Draft:
-        """Keep what captured() says now."""
-        flat = captured.flat
-        aliases = dict(flat.aliases)
-        return Draft(step, dict(config), captured.structure, shares, nonce, flat.tree, aliases)
-
     def manifest(self, reports: Sequence[Report]) -> Manifest:
         """Put the parts together. Raises ValueError where they do not belong together."""
-        shares, shapes = self.shares, dict(self.structure.shapes)
-        fingerprint = self.structure.fingerprint
-        odd = next((r.rank for r in reports if r.fingerprint != fingerprint), None)
+        structure, shapes = self.structure, dict(self.structure.shapes)
+        odd = next((r.rank for r in reports if r.fingerprint != fingerprint(structure)), None)
         if odd is not None:
             raise ValueError(
                 f"rank {odd} holds parameters or optimizer state of other names or shapes than rank"
@@ -220,10 +200,14 @@ class Draft:
                 " one rank has"
             )
         tensors, files, chunks = dict(shapes), [], []
-        for report, shared in zip(reports, shares.spans, strict=True):
+        for report, shared in zip(reports, divide(structure, len(reports)), strict=True):
             name = data_name(self.step, self.nonce, report.rank)
             files.append(DataFile(name, report.bytes, report.crc32))
-            sole = [(n, shapes[n]) for n in shapes if n in shares.main and report.rank == 0]
+            sole = (
+                []
+                if report.rank
+                else [(n, shape) for n, shape in shapes.items() if n not in structure.shared]
+            )
             for own, dtype, dimensions in report.own:
                 if own in tensors:
                     raise ValueError(f"rank {report.rank} has {own!r}, as another rank has")
@@ -244,44 +228,3 @@ def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:
     for name in parts[0]:
         entries = sorted((e for part in parts for e in part[name]), key=lambda entry: entry[0])
         member(member(tree, "registered"), name)["state"] = {"$dict": entries} if entries else {}
-
-
-# --- Equal shares -----------------------------------------------------------------------------
-
-
-def divide(tensors: Mapping[str, tuple[str, int]], taken: Sequence[int]) -> list[list[Span]]:
-    """Divide tensors (name -> dtype, elements) among as many writers as ``taken`` has numbers.
-
-    ``taken``: bytes that each writer has to write anyway. Every element comes in exactly one
-    span; the writers' totals differ by less than one element where ``taken`` allows it.
-    """
-    total = sum(count * ITEM_BYTES[dtype] for dtype, count in tensors.values())
-    ends = list(accumulate(_quotas(total, taken)))
-    shares: list[list[Span]] = [[] for _ in taken]
-    writer, position, last = 0, 0, len(taken) - 1
-    for name, (dtype, count) in tensors.items():
-        item = ITEM_BYTES[dtype]
-        start = 0
-        while start < count:
-            while writer < last and ends[writer] <= position:
-                writer += 1
-            room = ends[writer] - position if writer < last else MAX_PIECE_BYTES
-            length = min(count - start, max(1, min(room, MAX_PIECE_BYTES) // item))
-            shares[writer].append(Span(name, start, length))
-            start += length
-            position += length * item
-    return shares
-
-
-def _quotas(total: int, taken: Sequence[int]) -> list[int]:
-    """Fill up the emptiest first, as water would, until all have the same level."""
-    level, left = 0, total
-    ordered = sorted(taken)
-    for filled, (lower, upper) in enumerate(zip(ordered, [*ordered[1:], None], strict=True), 1):
-        level = lower
-        need = None if upper is None else (upper - lower) * filled
-        if need is None or need >= left:
-            level = lower + -(-left // filled)
-            break
-        left -= need
-    return [max(0, level - n) for n in taken]

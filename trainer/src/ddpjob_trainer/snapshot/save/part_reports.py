@@ -41,7 +41,7 @@ class PartReports:
 
     def __init__(self, store: Store, writers: Sequence[int]) -> None:
         self._store = store
-        self._writers = writers
+        self.writers = writers
 
     def post(self, step: int, report: Report) -> None:
         """Tell rank 0. Called once per rank and step."""
@@ -57,17 +57,15 @@ class PartReports:
     def first_missing(self, step: int) -> int:
         """Return a writer that has not reported, -1 when all have, on rank 0."""
         with peer_loss():
-            for rank in self._writers:
-                if not self._store.check([f"snapshot/{step}/{rank}"]):
-                    return rank
-        return -1
+            told = (self._store.check([f"snapshot/{step}/{rank}"]) for rank in self.writers)
+            return next((r for r, one in zip(self.writers, told, strict=True) if not one), -1)
 
     def complete(self, step: int) -> list[Report] | None:
         """Return all writers' reports in their order, None while some are missing, on rank 0."""
         with peer_loss():
-            if self._store.add(f"snapshot/{step}", 0) < len(self._writers):
+            if self._store.add(f"snapshot/{step}", 0) < len(self.writers):
                 return None
-            keys = [f"snapshot/{step}/{rank}" for rank in self._writers]
+            keys = [f"snapshot/{step}/{rank}" for rank in self.writers]
             found = [json.loads(self._store.get(key)) for key in keys]
             for key in (*keys, f"snapshot/{step}"):
                 self._store.delete_key(key)

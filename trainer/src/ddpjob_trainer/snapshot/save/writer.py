@@ -3,8 +3,8 @@
 manager.py calls save() on each rank. One thread finishes the copy, for which an update may have to
 wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
 also commits the manifest when all parts are durable, and keeps the outcomes until the training
-thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that is killed
-leaves what was committed, and perhaps half a file that no manifest names.
+thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that ends leaves
+what was committed, and perhaps half a file that no manifest names.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
-from ddpjob_trainer.snapshot.ondisk.manifest import Manifest
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, Shares, lay_out
+from ddpjob_trainer.snapshot.ondisk.retention import retain
+from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
-from ddpjob_trainer.telemetry.console import say
 
-END_SECONDS = 5.0
-GONE = "it was removed, or another job has taken over this snapshot directory"
+_END_SECONDS = 5.0
+_GONE = (
+    "it was removed, or another job has taken over this snapshot directory, and this run's"
+    " snapshots may be gone with it"
+)
 _LOOK_SECONDS = 0.01  # how often rank 0 looks for the others' results
 _LONG_SECONDS = 60.0  # a wait that is told of
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
@@ -44,29 +44,17 @@ _CHANGED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where this incarnation's snapshots go. ``writers``: the ranks that see the directory."""
-
-    root: Path
-    sequence: int
-    nonce: str
-    keep: int
-    writers: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """A rank's part of one snapshot.
 
     ``versions``: those of the tensors that are copied later. ``report``: what is told once it is
-    durable, but for its size and checksum. ``draft``: on rank 0, of the manifest.
+    durable, but for its checksum. ``draft``: on rank 0, of the manifest.
     """
 
     step: int
     begun: float  # perf_counter
     name: str
-    bytes: int
     buffer: Buffer
     later: tuple[Copy, ...]
     ready: Any  # the accelerator's mark at which the state was complete
@@ -93,54 +81,41 @@ class Outcome:
     text: str = ""
 
 
-@dataclass(slots=True)
-class Unfinished:
-    """On rank 0: one that is not yet durable.
-
-    ``facts``: all parts are durable, and these are added to the manifest.
-    """
-
-    step: int
-    begun: float
-    draft: Draft | None = None  # None, and no facts: it has failed here already
-    facts: Mapping[str, Any] | None = None
-
-
-class _ClosingError(Exception):
-    """Nobody waits for this write any more."""
-
-
 class SnapshotWriter:
-    """The threads, and what training may ask of them. Its methods never raise OSError."""
+    """The threads, and what training may ask of them.
+
+    A failed save is an outcome. What else ends a thread, a lost peer for one, is raised by the next
+    call.
+    """
 
     def __init__(
         self,
         rank: int,
-        place: Place,
+        files: SnapshotFiles,
         reports: PartReports,
         accelerator: Accelerator,
         *,
         later: bool = False,
     ) -> None:
         self._rank = rank
-        self._place = place
-        self._index = place.writers.index(rank) if rank in place.writers else -1
+        self._index = reports.writers.index(rank) if rank in reports.writers else -1
         self._later = later  # copy what no update changes in the thread
         self.reports = reports
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
-        self._files = SnapshotFiles(
-            place.root.absolute(), place.sequence, place.nonce, place.keep, self._check
-        )
+        self._files = files
+        self._removing = threading.Lock()  # by retention, to which a manifest's draft is a leftover
         self._changed = threading.Condition()
         self._copies: SimpleQueue[Part | int | None] = SimpleQueue()  # a number: prepare buffers
         self._writes: SimpleQueue[Part | None] = SimpleQueue()  # None: look at what has changed
         self._parts: dict[int, Part] = {}  # by step: being copied or written
-        self._snapshots: dict[int, Unfinished] = {}
+        #: On rank 0, those not yet durable: when begun, and of what; None: it has failed here.
+        self._snapshots: dict[int, tuple[float, Draft | None]] = {}
         self._outcomes: deque[Outcome] = deque()
         self._copying = 0
         self._closing = False
-        self._broken = ""
+        self._error: Exception | None = None
+        self._said_seconds = 0.0
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
             for name, work in (
@@ -156,48 +131,36 @@ class SnapshotWriter:
     def prepare(self, captured: Captured) -> None:
         """Allocate buffers in the background."""
         with contextlib.suppress(ValueError):  # the first snapshot will say it
-            layout = lay_out(captured, self._shares(captured, captured.main_bytes()), self._index)
-            self._copies.put(layout.bytes + _SLACK_BYTES)
-
-    def _shares(self, captured: Captured, main_bytes: int) -> Shares:
-        return Shares.plan(captured, len(self._place.writers), main_bytes)
+            size = lay_out(captured.structure, len(self.reports.writers), self._index).bytes
+            self._copies.put(size + _SLACK_BYTES)
 
     def save(
-        self,
-        step: int,
-        begun: float,
-        captured: Captured | str,
-        config: Mapping[str, Any],
-        main_bytes: int,
+        self, step: int, begun: float, captured: Captured | str, config: Mapping[str, Any]
     ) -> None:
         """Stage this rank's part and have it written. Nobody waits for another.
 
-        ``captured``: or why there is nothing to save. ``main_bytes``: what rank 0 writes alone.
+        ``captured``: or why there is nothing to save. Raises PeerLostError.
         """
+        self._said_seconds = 0.0
         try:
             if isinstance(captured, str):
                 raise ValueError(captured)
-            part = self._stage(step, begun, captured, config, main_bytes)
+            part = self._stage(step, begun, captured, config)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
-            self.failed(step, begun, text)
+            self._failed(step, begun, text)
         except ValueError as error:
-            self.failed(step, begun, str(error))
+            self._failed(step, begun, str(error))
         else:
             self.submit(part)
 
     def _stage(
-        self,
-        step: int,
-        begun: float,
-        captured: Captured,
-        config: Mapping[str, Any],
-        main_bytes: int,
+        self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]
     ) -> Part:
         """Lay out what this rank writes, in a buffer already but for what may be copied later."""
-        rank, nonce, accelerator = self._rank, self._place.nonce, self._accelerator
-        shares = self._shares(captured, main_bytes)
-        layout = lay_out(captured, shares, self._index)
+        rank, nonce, accelerator = self._rank, self._files.nonce, self._accelerator
+        flat, structure = captured.flat, captured.structure
+        layout = lay_out(structure, len(self.reports.writers), self._index)
         now, later = layout.copies(captured)
         if not self._later:
             now, later = (*now, *later), ()
@@ -209,101 +172,111 @@ class SnapshotWriter:
         except BaseException:
             buffer.busy = False
             raise
-        structure = captured.structure
         report = Report(
             rank,
+            layout.bytes,
             own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
-            fingerprint=structure.fingerprint,
+            fingerprint=fingerprint(structure),
             parts=captured.part.tree,
         )
+        draft = Draft(step, dict(config), structure, nonce, flat.tree, dict(flat.aliases))
         return Part(
             step,
             begun,
             data_name(step, nonce, rank),
-            layout.bytes,
             buffer,
             later,
             accelerator.mark() if later else None,
             versions_of(later),
             report,
-            Draft.of(step, captured, shares, config, nonce) if rank == 0 else None,
+            draft if rank == 0 else None,
         )
 
     def submit(self, part: Part) -> None:
         """Have a part copied and written. What came of it is posted in any case."""
         with self._changed:
-            broken = self._broken
-            if not broken:
-                self._parts[part.step] = part
-                self._copying += bool(part.later)
-                if part.draft is not None:
-                    self._snapshots[part.step] = Unfinished(part.step, part.begun, part.draft)
-        if broken:  # since it was asked: nobody else would tell
-            self.failed(part.step, part.begun, broken)
-        elif part.later:
+            self._parts[part.step] = part
+            self._copying += bool(part.later)
+            if part.draft is not None:
+                self._snapshots[part.step] = part.begun, part.draft
+        if part.later:
             self._copies.put(part)
         else:
             self._writes.put(part)
 
-    def failed(self, step: int, begun: float, text: str) -> None:
+    def _failed(self, step: int, begun: float, text: str) -> None:
         """Post that this rank has no part of a snapshot. Raises PeerLostError."""
         if self._rank == 0:
             with self._changed:
-                if self._broken:
-                    self._outcomes.append(Outcome(step, text=text))
-                else:
-                    self._snapshots[step] = Unfinished(step, begun)
+                self._snapshots[step] = begun, None
         self.reports.post(step, Report(self._rank, text=text))
         self._writes.put(None)
 
-    def mark(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Add facts to the manifest of a durable snapshot, on rank 0."""
-        with self._changed:
-            self._snapshots[step] = Unfinished(step, time.perf_counter(), facts=facts)
-        self._writes.put(None)
+    def mark(self, step: int, facts: Mapping[str, Any]) -> str:
+        """Add facts to the manifest of a durable snapshot; return why it failed. On rank 0."""
+        path = self._files.directory / manifest.file_name(step)
+        try:
+            with self._removing:
+                found = manifest.read(path)
+                disk.commit(path, replace(found, config={**found.config, **facts}).encode())
+        except (OSError, ValueError, manifest.InvalidSnapshotError) as error:
+            return self._why(error)
+        return ""
 
     def wait_copied(self) -> None:
         """Wait until nothing reads the parameters any more."""
         if self._copying:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._copying or self._broken)
+            self._wait(lambda: not self._copying)
 
     def wait_written(self) -> None:
         """Wait until this rank's parts are written and posted."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._parts or self._broken)
+        self._wait(lambda: not self._parts)
 
     def wait_settled(self) -> None:
         """Wait until all is durable or given up, on rank 0, when all ranks have posted."""
+        self._wait(lambda: not self._snapshots)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._snapshots or self._broken)
+            self._changed.wait_for(lambda: done() or self._error)
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def outcomes(self) -> list[Outcome]:
         """Return what has been decided since the last call, on rank 0."""
+        self._raise()
         with self._changed:
             found = list(self._outcomes)
             self._outcomes.clear()
         return found
 
-    def oldest(self) -> Unfinished | None:
-        """Return the first that is not yet durable, on rank 0."""
-        with self._changed:
-            return next(iter(self._snapshots.values()), None)
+    def behind(self) -> str:
+        """Return what there is to say of a skipped snapshot, on rank 0. Raises PeerLostError.
 
-    @property
-    def broken(self) -> bool:
-        """Tell whether a thread has given up: nothing more can be saved with this one."""
-        return bool(self._broken)
-
-    def close(self, seconds: float = END_SECONDS) -> None:
-        """End the threads within so many seconds; what is not yet written is lost.
-
-        For the last call: it frees all that they used.
+        Nothing else shows a volume that is stuck. A long wait is said once, and again each time it
+        doubled: quick steps are ahead of a busy disk by nature.
         """
+        with self._changed:
+            step, (begun, _) = next(iter(self._snapshots.items()), (-1, (0.0, None)))
+        seconds = time.perf_counter() - begun
+        if step < 0 or seconds < max(_LONG_SECONDS, 2 * self._said_seconds):
+            return ""
+        self._said_seconds = seconds
+        rank = max(0, self.reports.first_missing(step))
+        return (
+            f"older ones are still being written, that of step {step} for {seconds:.0f} s by"
+            f" rank {rank}. Is its volume slow, or stuck?"
+        )
+
+    def close(self) -> None:
+        """End the threads; what is not yet written may be lost. For the last call."""
         self._closing = True
         self._copies.put(None)
         self._writes.put(None)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _END_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):  # else it uses a buffer
@@ -314,32 +287,14 @@ class SnapshotWriter:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except _ClosingError:
-            return
-        except Exception as error:
-            # A lost peer ends training by itself; anything else must not.
-            if not isinstance(error, PeerLostError):
-                say(self._rank, f"what writes snapshots failed: {self._why(error)}")
-            self._give_up(self._why(error))
-
-    def _give_up(self, text: str) -> None:
-        with self._changed:
-            self._broken = text
-            self._outcomes.extend(Outcome(step, text=text) for step in self._snapshots)
-            self._snapshots.clear()
-            parts = list(self._parts.values())
-            self._changed.notify_all()
-        for part in parts:
-            with contextlib.suppress(Exception):
-                self.reports.post(part.step, Report(self._rank, text=text))
-
-    def _check(self) -> None:
-        if self._closing:
-            raise _ClosingError
+        except Exception as error:  # training raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError | disk.NotAFileError):
-            return f"{self._files.directory} is gone: {GONE}"
+            return f"{self._files.directory} is gone: {_GONE}"
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -368,8 +323,7 @@ class SnapshotWriter:
         return True
 
     def _write_parts(self) -> None:
-        if self._rank == 0:
-            self._files.retain()  # what the start of this incarnation freed
+        self._retain()  # what the start of this incarnation freed
         while not self._closing:
             with contextlib.suppress(Empty):
                 part = self._writes.get(timeout=_LOOK_SECONDS if self._snapshots else None)
@@ -377,15 +331,18 @@ class SnapshotWriter:
                     self._post(part, self._write(part))
             self._commit_complete()
 
+    def _retain(self) -> None:
+        if self._rank == 0:
+            with self._removing:
+                retain(self._files.root, self._files.sequence, self._files.keep)
+
     def _write(self, part: Part) -> Report:
         try:
-            with part.buffer.content(part.bytes) as content:
+            with part.buffer.content(part.report.bytes) as content:
                 crc = self._files.write(part.name, content)
-        except _ClosingError:
-            raise
         except Exception as error:  # whatever it is, rank 0 waits for a report
             return Report(self._rank, text=self._why(error))
-        return replace(part.report, bytes=part.bytes, crc32=crc)
+        return replace(part.report, crc32=crc)
 
     def _post(self, part: Part, report: Report) -> None:
         """Tell what became of this rank's part, and free its buffer."""
@@ -397,80 +354,26 @@ class SnapshotWriter:
 
     def _commit_complete(self) -> None:
         """Commit what all ranks have made durable, one after the other, on rank 0."""
-        for snapshot in list(self._snapshots.values()):
-            reports = [] if snapshot.facts is not None else self.reports.complete(snapshot.step)
+        for step, (begun, draft) in list(self._snapshots.items()):
+            reports = self.reports.complete(step)
             if reports is None:
                 return  # nor can a later one be complete
             text = next((f"{_of(r.rank)}{r.text}" for r in reports if r.text), "")
-            try:
-                if not text:
-                    content = self._manifest(snapshot, reports).encode()
-                    self._files.commit(snapshot.step, content)
-            except _ClosingError:
-                raise
-            except Exception as error:  # a manifest that nobody could read, for one
-                text = self._why(error)
-            self._settle(snapshot, text)
+            if not text:
+                assert draft is not None, "it has reported that it failed here"
+                try:
+                    self._files.commit(step, draft.manifest(reports).encode())
+                except Exception as error:  # a manifest that nobody could read, for one
+                    text = self._why(error)
+            with self._changed:
+                del self._snapshots[step]
+                self._outcomes.append(Outcome(step, time.perf_counter() - begun, text))
+                self._changed.notify_all()
             if text:
-                self._files.discard(snapshot.step)
+                self._files.discard(step)
             else:
-                self._files.retain()
-
-    def _manifest(self, snapshot: Unfinished, reports: list[Report]) -> Manifest:
-        """Make it of all parts, or anew of a durable one. Raises ValueError, OSError."""
-        if snapshot.facts is None:
-            assert snapshot.draft is not None, "it has reported that it failed here"
-            return snapshot.draft.manifest(reports)
-        found = manifest.read(self._files.directory / manifest.file_name(snapshot.step))
-        return replace(found, config={**found.config, **snapshot.facts})
-
-    def _settle(self, snapshot: Unfinished, text: str) -> None:
-        with self._changed:
-            self._snapshots.pop(snapshot.step, None)  # None: the other thread has given up
-            seconds = time.perf_counter() - snapshot.begun
-            self._outcomes.append(Outcome(snapshot.step, seconds, text))
-            self._changed.notify_all()
+                self._retain()
 
 
 def _of(rank: int) -> str:
     return f"rank {rank}: " if rank else ""
-
-
-# --- What rank 0 says -------------------------------------------------------------------------
-
-
-def failed(step: int, why: str, newest: int) -> str:
-    """Tell of a snapshot that failed. ``newest``: step of the newest there is, -1: of none."""
-    if why.endswith(GONE):
-        left = "and this run's snapshots may be gone with it"
-    else:
-        left = f"the newest snapshot is {f'that of step {newest}' if newest >= 0 else 'none'}"
-    return f"snapshot after step {step} failed: {why}; training goes on, {left}"
-
-
-class BackpressureLog:
-    """On rank 0: tells that snapshots are left out since older ones are still being written.
-
-    Training goes on, and nothing else shows a volume that is stuck. A long wait is said once, and
-    again each time it doubled.
-    """
-
-    def __init__(self) -> None:
-        self._said = 0.0  # of how many seconds
-
-    def over(self) -> None:
-        """Begin anew: one can be made again."""
-        self._said = 0.0
-
-    def why(self, oldest: Unfinished | None, reports: PartReports) -> str:
-        """Return what there is to say now, if anything. Raises PeerLostError."""
-        seconds = time.perf_counter() - oldest.begun if oldest else 0.0
-        # Quick steps are ahead of a busy disk by nature.
-        if oldest is None or seconds < max(_LONG_SECONDS, 2 * self._said):
-            return ""
-        self._said = seconds
-        rank = max(0, reports.first_missing(oldest.step))
-        return (
-            f"older ones are still being written, that of step {oldest.step} for {seconds:.0f} s by"
-            f" rank {rank}. Is its volume slow, or stuck?"
-        )
