@@ -46,7 +46,6 @@ for step in run.steps(data):
 run.finish()
 """
 
-
 # Nothing is to be seen of it before the third epoch has ended.
 FORGETFUL = """
 seen = []
@@ -94,22 +93,6 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
     assert any(result["restarts"]), "one went on from a snapshot"
 
 
-#: An average whose decay grows with a counter that nobody keeps; only an evaluation would read it.
-AVERAGE = """
-class Average:
-    def __init__(self, net):
-        self.net, self.updates = net, 0
-        self.mean = [p.detach().clone() for p in net.parameters()]
-    def update(self):
-        self.updates += 1
-        for mean, p in zip(self.mean, self.net.parameters()):
-            mean.lerp_(p.detach(), 9 / (9 + self.updates))
-    def state_dict(self):
-        return {"mean": self.mean}
-    def load_state_dict(self, state):
-        self.mean = state["mean"]
-"""
-COUNTED = ('run.register("average", average := Average(net))', "average.update()")
 #: Early stopping whose patience is a variable: it ends the run at another step.
 PATIENT = ("bad = 0", "bad += step.index > 4\n    if bad == 25:\n        break")
 
@@ -120,14 +103,13 @@ PATIENT = ("bad = 0", "bad += step.index > 4\n    if bad == 25:\n        break")
     [
         # Nobody registered it: proves that the comparison can fail.
         (("", "pass"), "* grow()", "rank 0: parameters differ"),
-        (COUNTED, "", "rank 0: registered average differs"),
         (PATIENT, "", "losses differ, the first after step"),
     ],
-    ids=["state", "average", "patience"],
+    ids=["state", "patience"],
 )
 @pytest.mark.fault("T14")
 def test_the_scripts_own_mistake_is_a_difference(training, lines, factor, words):  # type: ignore[no-untyped-def]
-    path = training(before=FORGETFUL + AVERAGE, factor=factor)
+    path = training(before=FORGETFUL, factor=factor)
     before, after = lines
     text = path.read_text().replace("for step in", f"{before}\nfor step in")
     path.write_text(text.replace("    step.commit()\n", f"    step.commit()\n    {after}\n"))

@@ -98,13 +98,6 @@ def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(
         assert (late.point, late.restarting) == ("", False)
 
 
-def test_kills_read_well() -> None:
-    plain = replace(KILL, step=4, victim=2, signal=signal.SIGKILL)
-    assert str(plain) == "step 4            SIGKILL rank 2"
-    assert str(replace(plain, point="snapshot")).endswith("SIGKILL the writer at snapshot")
-    assert str(replace(plain, victim=LAUNCHER)).endswith("SIGKILL the launcher")
-
-
 # --- Fail points ------------------------------------------------------------------------------
 
 
