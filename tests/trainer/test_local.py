@@ -1,4 +1,4 @@
-"""`ddpjob-trainer local` with real processes: the same bits, restarts as written, no orphans."""
+"""`ddpjob-trainer local` and `make try` with real processes: the same bits, no orphans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from ddpjob_trainer import cli
-from support.launching import PATHS
+from support.launching import PATHS, ROOT, finished
 from support.manifest import changed, ddpjob
 from support.patience import WHOLE
 from support.rounds import EVERY, Training, alive
@@ -85,11 +85,6 @@ def launchers(driver: int) -> dict[str, int]:
     return found
 
 
-def snapshots(directory: Path) -> list[Path]:
-    """Manifests of those that are whole."""
-    return list(directory.glob("job-snapshots/job/*/step-*.json"))
-
-
 @pytest.mark.tier("all")
 def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     outcomes = []
@@ -102,7 +97,8 @@ def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # ty
         with local(training.directory, text) as process:
             if name == "disturbed":
                 training.at("1-0-step-9")
-                training.until(partial(snapshots, training.directory), "a snapshot")
+                find = partial(training.directory.glob, "job-snapshots/job/*/step-*.json")
+                training.until(lambda find=find: any(find()), "a whole snapshot")
                 os.kill(launchers(process.pid)["1"], signal.SIGKILL)
             out, _ = process.communicate(timeout=WHOLE)
         assert process.returncode == 0, out
@@ -151,3 +147,20 @@ def test_restarts_are_the_manifests(tmp_path: Path) -> None:
     ran = sorted(path.name[4:] for path in tmp_path.glob("ran-*"))
     assert ran == [f"{attempt}-{replica}" for attempt in (1, 2) for replica in range(3)]
     assert "restart.maxRestarts 1 is used up" in out
+
+
+@pytest.mark.tier("all")
+def test_make_try_kills_a_process_changes_no_bit_and_shows_it() -> None:
+    code, out = finished(ROOT / "demo/local.py")
+    assert code == 0, out
+    assert "--- kill -9 " in out
+    assert "restart proven: " in out
+    assert "  restarts in place          1 (a process was killed)\n" in out
+    assert "  the two are                identical\n" in out
+
+
+def test_make_try_needs_the_environment_only() -> None:
+    """Neither root nor Go: what `programs` and `images` of other targets build."""
+    text = (ROOT / "Makefile").read_text()
+    assert "\ntry: setup ##" in text
+    assert "\n\t@$(BIN)/python demo/local.py" in text

@@ -61,7 +61,8 @@ def files_of(objects: Objects) -> dict[str, Any]:
 def test_a_script_of_this_machine_travels_in_a_config_map(script: Path, manifest: Any) -> None:
     other = script.parent / "model.py"
     other.write_text("x = 1")
-    found = manifest(script, other, "--replicas", 3, "--", "--lr", "0.1", "--flag")
+    options = ("--replicas", 3, "--output", "results/")
+    found = manifest(script, other, *options, "--", "--lr", "0.1", "--flag")
     assert found["ConfigMap"]["data"] == {script.name: SCRIPT, "model.py": "x = 1"}
     assert found["ConfigMap"]["metadata"]["name"] == "my-train-v2-files"
     job = found["DDPJob"]
@@ -70,10 +71,10 @@ def test_a_script_of_this_machine_travels_in_a_config_map(script: Path, manifest
     command = container["command"]
     work, files = container["volumeMounts"]
     assert command == [
-        "ddpjob-trainer", "run", "--files", files["mountPath"], "--anew",
+        "ddpjob-trainer", "run", "--files", init.FILES, "--anew", "--output", "results/",
         "My_Train.v2.py", "--lr", "0.1", "--flag",
     ]  # fmt: skip
-    assert container["workingDir"] == work["mountPath"]
+    assert (work["mountPath"], files["mountPath"]) == (container["workingDir"], init.FILES)
     assert job["spec"]["template"]["spec"]["volumes"] == [
         {"name": work["name"], "emptyDir": {}},
         {"name": files["name"], "configMap": {"name": "my-train-v2-files"}},
@@ -85,10 +86,11 @@ def test_a_script_of_this_machine_travels_in_a_config_map(script: Path, manifest
 
 def test_a_script_of_an_image_needs_no_config_map(manifest: Any) -> None:
     words = "/app/train.py --image r/mine:1 --name n --gpus 8 --claim 10Gi --every-steps 7"
-    found = manifest(*words.split())
+    found = manifest(*words.split(), "--output", "results")
     assert found.keys() == {"PersistentVolumeClaim", "DDPJob"}
     container = trainer(found)
-    assert (container["image"], container["command"][-1]) == ("r/mine:1", "/app/train.py")
+    assert container["image"] == "r/mine:1"
+    assert container["command"][2:] == ["--output", "results", "/app/train.py"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     spec = found["DDPJob"]["spec"]
     assert (spec["nprocPerNode"], spec["snapshot"]["everySteps"]) == ("auto", 7)
@@ -184,13 +186,12 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
 
 
 def test_an_edited_file_is_another_template(script: Path, manifest: Any) -> None:
-    def template() -> dict[str, Any]:
-        return dict(manifest(script)["DDPJob"]["spec"]["template"])
-
-    before = template()
-    assert template() == before
-    script.write_text("print(2)\n")
-    after = template()
+    templates = []
+    for text in (SCRIPT, SCRIPT, "print(2)\n"):
+        script.write_text(text)
+        templates.append(manifest(script)["DDPJob"]["spec"]["template"])
+    before, same, after = templates
+    assert before == same
     assert (after["spec"], after["metadata"] != before["metadata"]) == (before["spec"], True)
 
 
@@ -213,9 +214,9 @@ def test_a_script_on_the_claim_needs_no_image_of_its_own(manifest: Any) -> None:
     assert trainer(found)["image"] == stock.IMAGE
     assert trainer(found)["workingDir"] == "/snapshots/code-1"
     assert trainer(found)["command"] == ["ddpjob-trainer", "run", "/snapshots/code-1/train.py"]
-    volume = {"persistentVolumeClaim": {"claimName": "shared"}}
-    assert job["spec"]["snapshot"]["path"] == "/snapshots"
-    assert job["spec"]["snapshot"]["volume"] == volume
+    snapshot = job["spec"]["snapshot"]
+    assert snapshot["path"] == "/snapshots"
+    assert snapshot["volume"] == {"persistentVolumeClaim": {"claimName": "shared"}}
     assert "volumes" not in job["spec"]["template"]["spec"]
 
 
@@ -282,13 +283,6 @@ def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory
     found = [str(here / names[w]) if w in names else w for w in words]
     assert cli.main(["init", *found]) == 64
     assert says in capsys.readouterr().err
-
-
-def test_what_is_kept_and_the_folder_for_it(script: Path, manifest: Any) -> None:
-    found = trainer(manifest(script.name, "--output", "results/"))["command"][2:]
-    assert found == ["--files", init.FILES, "--anew", "--output", "results/", script.name]
-    found = trainer(manifest("/app/train.py", "--image", "i", "--output", "results"))
-    assert found["command"][2:] == ["--output", "results", "/app/train.py"]
 
 
 @pytest.mark.parametrize(
