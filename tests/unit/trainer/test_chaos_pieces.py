@@ -371,6 +371,9 @@ def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, r
     driver._aftermath(Made(kill, 0.0, 1, (1, 0), [], 0), following)
     driver._limit(following)
     assert 10 + room <= gate(tmp_path) <= 10 + room + 4
+    driver.pace = replace(driver.pace, total_steps=10)
+    driver._limit(replace(KILL, step=10, point="barrier"))
+    assert gate(tmp_path) == 10, "held at the last step until the barrier is armed"
 
 
 def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path: Path) -> None:
@@ -423,8 +426,3 @@ def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path: Path) -> No
         story.step = 7
     driver._open(8)
     assert gate(tmp_path) == 8
-
-
-def test_the_gate_holds_the_last_step_until_the_barrier_is_armed(tmp_path: Path) -> None:
-    at_the_end(tmp_path)._limit(replace(KILL, step=10, point="barrier"))
-    assert gate(tmp_path) == 10

@@ -19,19 +19,15 @@ from ddpjob_trainer import cli
 #: The first training of check 5, which check 8 shares.
 FIRST = "both_resume_fp32"
 PAGE = Path(__file__).parents[3] / "docs/guides/gpus.md"
-FACTS = {
+FACTS: dict[str, Any] = {
     "torch": "2.9", "cuda": "13.0", "nccl": "2.27", "driver": "580", "shm_bytes": 1 << 31,
     "gpus": [{"name": "H200", "uuid": str(n), "bytes": 1} for n in range(2)], "error": "",
 }  # fmt: skip
 
 
-def facts(**more: Any) -> dict[str, Any]:
-    return {**FACTS, **more}
-
-
 @pytest.fixture(autouse=True)
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "environment", facts)
+    monkeypatch.setattr(command, "environment", lambda: FACTS)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +53,8 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):  # type: igno
     with pytest.raises(SystemExit):
         cli.main(["gpu-check", "--checks", "1,9"])
     assert "'9' is no check: 1 to 8" in capsys.readouterr().err
-    monkeypatch.setattr(command, "environment", lambda: facts(gpus=[], error="no NVIDIA driver"))
+    none = {**FACTS, "gpus": [], "error": "no NVIDIA driver"}
+    monkeypatch.setattr(command, "environment", lambda: none)
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == 64
     assert "no GPU: no NVIDIA driver" in capsys.readouterr().err
@@ -77,7 +74,7 @@ def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
 def setup(tmp_path: Path, *, cuda: bool = True, **ended: Launch) -> Setup:
     """``ended``: launches, by their names with _ for -."""
     launched = {name.replace("_", "-"): launch for name, launch in ended.items()}
-    return Setup(2, cuda, tmp_path, facts(), launched)
+    return Setup(2, cuda, tmp_path, FACTS, launched)
 
 
 def launch(

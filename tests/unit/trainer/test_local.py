@@ -176,27 +176,36 @@ def test_budgets_delays_and_what_heals_them() -> None:
         assert [budget.after(*failure)[0] for failure in failures] == delays
 
 
-def test_paths_of_the_pods_become_folders_here(tmp_path: Path) -> None:
-    code = tmp_path / "workspace"
+def test_paths_and_variables_of_the_pods_become_those_of_here(tmp_path: Path) -> None:
+    code, at = tmp_path / "workspace", "valueFrom"
     code.mkdir()
     (code / "x.py").touch()
-    text = body(
-        tmp_path,
-        **{
-            "T.command": ["python3", "$(CODE)/x.py", "--out=/snapshots/o"],
-            "T.args": ["/snapshots2", "http://h/snapshots", "$(NO)", "$$(CODE)"],
-            "T.env": [{"name": "CODE", "value": "/workspace"}],
-            "T.workingDir": "/workspace",
-            "spec.snapshot": {"path": "/snapshots", "volume": {"emptyDir": {}}},
-        },
-    )
-    job = plan(text, tmp_path, folders={"/workspace": code})
-    words = job.command(job.environment(1, 0, range(5)))
-    assert words[1:] == [
+    env: list[dict[str, Any]] = [
+        {"name": "CODE", "value": "/workspace"},
+        {"name": "POD", at: {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "IP", at: {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "X", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
+        {"name": "NONE", at: {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
+        {"name": "HF_TOKEN", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
+    ]
+    changes = {
+        "T.command": ["python3", "$(CODE)/x.py", "--out=/snapshots/o"],
+        "T.args": ["/snapshots2", "http://h/snapshots", "$(NO)", "$$(CODE)"],
+        "T.env": env,
+        "T.workingDir": "/workspace",
+        "spec.snapshot": {"path": "/snapshots", "volume": {"emptyDir": {}}},
+    }
+    job = plan(with_map(body(tmp_path, **changes)), tmp_path, folders={"/workspace": code})
+    found = job.environment(1, 2, range(job.ports()))
+    assert job.command(found)[1:] == [
         f"{code}/x.py", f"--out={tmp_path}/snapshots/o",
         "/snapshots2", "http://h/snapshots", "$(NO)", "$(CODE)",
     ]  # fmt: skip
     assert job.directory == str(code)
+    assert {n: found.get(n) for n in ("POD", "IP", "X", "NONE", "HF_TOKEN")} == {
+        "POD": f"{job.manifest.name}-2", "IP": "127.0.0.1", "X": "1", "NONE": None,
+        "HF_TOKEN": "s$e",  # what is exported comes first
+    }  # fmt: skip
 
 
 def test_words_and_values_are_those_of_the_pods(tmp_path: Path) -> None:
@@ -308,23 +317,6 @@ def mounted(**source: Any) -> dict[str, Any]:
 def test_refusals_name_field_and_cure(changes: Any, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
         plan(with_map(body(tmp_path, **changes)), tmp_path, folders={})
-
-
-def test_a_variable_is_what_the_pod_or_the_files_config_map_says(tmp_path: Path) -> None:
-    at = "valueFrom"
-    env: list[dict[str, Any]] = [
-        {"name": "POD", at: {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "IP", at: {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "X", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
-        {"name": "NONE", at: {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
-        {"name": "HF_TOKEN", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
-    ]
-    job = plan(with_map(body(tmp_path, **{"T.env": env})), tmp_path)
-    found = job.environment(1, 2, range(job.ports()))
-    assert {n: found.get(n) for n in ("POD", "IP", "X", "NONE", "HF_TOKEN")} == {
-        "POD": f"{job.manifest.name}-2", "IP": "127.0.0.1", "X": "1", "NONE": None,
-        "HF_TOKEN": "s$e",  # what is exported comes first
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
