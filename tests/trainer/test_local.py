@@ -1,4 +1,4 @@
-"""`ddpjob-trainer local` with real processes: the same bits, restarts as written, no orphans."""
+"""`ddpjob-trainer local` and `make try` with real processes: the same bits, no orphans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from ddpjob_trainer import cli
-from support.launching import PATHS
+from support.launching import PATHS, ROOT, finished
 from support.manifest import changed, ddpjob
 from support.patience import WHOLE
 from support.rounds import EVERY, Training, alive
@@ -32,17 +32,14 @@ with open(sys.argv[1] + "/at-stay-" + os.environ["RANK"], "w") as out:
 while True:
     time.sleep(60)
 """
-#: Each says in which attempt it ran; once all three have, replica 1 fails in the first attempts.
+#: Each says in which attempt it ran; once all three have, replica 1 fails.
 FAIL = """
 import glob, os, sys, time
 attempt, replica = os.environ["DDPJOB_ATTEMPT"], os.environ["DDPJOB_REPLICA"]
 open(f"{sys.argv[1]}/ran-{attempt}-{replica}", "w").close()
-while len(glob.glob(f"{sys.argv[1]}/ran-{attempt}-*")) < 3:
+while replica != "1" or len(glob.glob(f"{sys.argv[1]}/ran-{attempt}-*")) < 3:
     time.sleep(0.01)
-if replica == "1" and int(attempt) <= int(sys.argv[2]):
-    sys.exit(3)
-while int(attempt) <= int(sys.argv[2]):
-    time.sleep(60)
+sys.exit(3)
 """
 
 
@@ -88,11 +85,6 @@ def launchers(driver: int) -> dict[str, int]:
     return found
 
 
-def snapshots(directory: Path) -> list[Path]:
-    """Manifests of those that are whole."""
-    return list(directory.glob("job-snapshots/job/*/step-*.json"))
-
-
 @pytest.mark.tier("all")
 def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     outcomes = []
@@ -105,7 +97,8 @@ def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # ty
         with local(training.directory, text) as process:
             if name == "disturbed":
                 training.at("1-0-step-9")
-                training.until(partial(snapshots, training.directory), "a snapshot")
+                find = partial(training.directory.glob, "job-snapshots/job/*/step-*.json")
+                training.until(lambda find=find: any(find()), "a whole snapshot")
                 os.kill(launchers(process.pid)["1"], signal.SIGKILL)
             out, _ = process.communicate(timeout=WHOLE)
         assert process.returncode == 0, out
@@ -143,15 +136,31 @@ def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys) -> 
     assert process.returncode == expected, out
 
 
-@pytest.mark.parametrize(("failures", "code"), [(1, 0), (2, 3)])
-def test_restarts_are_the_manifests(failures: int, code: int, tmp_path: Path) -> None:
+def test_restarts_are_the_manifests(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
-    body: Mapping[str, Any] = ddpjob(restart={"maxRestarts": 1})
-    command = ["python", "-u", str(tmp_path / "fail.py"), str(tmp_path), str(failures)]
-    body = changed(body, "spec.template.spec.containers.0.command", command)
+    command = ["python", "-u", str(tmp_path / "fail.py"), str(tmp_path)]
+    place = "spec.template.spec.containers.0.command"
+    body = changed(ddpjob(restart={"maxRestarts": 1}), place, command)
     with local(tmp_path, json.dumps(body)) as process:
         out, _ = process.communicate(timeout=WHOLE)
-    assert process.returncode == code, out
+    assert process.returncode == 3, out
     ran = sorted(path.name[4:] for path in tmp_path.glob("ran-*"))
     assert ran == [f"{attempt}-{replica}" for attempt in (1, 2) for replica in range(3)]
-    assert ("restart.maxRestarts 1 is used up" in out) == bool(code)
+    assert "restart.maxRestarts 1 is used up" in out
+
+
+@pytest.mark.tier("all")
+def test_make_try_kills_a_process_changes_no_bit_and_shows_it() -> None:
+    code, out = finished(ROOT / "demo/local.py")
+    assert code == 0, out
+    assert "--- kill -9 " in out
+    assert "restart proven: " in out
+    assert "  restarts in place          1 (a process was killed)\n" in out
+    assert "  the two are                identical\n" in out
+
+
+def test_make_try_needs_the_environment_only() -> None:
+    """Neither root nor Go: what `programs` and `images` of other targets build."""
+    text = (ROOT / "Makefile").read_text()
+    assert "\ntry: setup ##" in text
+    assert "\n\t@$(BIN)/python demo/local.py" in text

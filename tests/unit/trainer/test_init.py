@@ -6,6 +6,7 @@ import base64
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.launching import PATHS
 from support.world import crd_schema
 
 SCRIPT = "import torch\n\nprint('Grüße', torch.ones(2))\n"
+Objects = dict[str, dict[str, Any]]  # by kind
 
 
 @pytest.fixture
@@ -32,23 +34,35 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def manifest(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, dict[str, Any]]:
-    """Objects by kind of what the command prints."""
-    assert cli.main(["init", *map(str, words)]) == 0
-    return {body["kind"]: body for body in yaml.safe_load_all(capsys.readouterr().out)}
+@pytest.fixture
+def manifest(capsys: pytest.CaptureFixture[str]) -> Callable[..., Objects]:
+    """Return what the command prints; the job is one for the CRD."""
+
+    def printed(*words: object) -> Objects:
+        assert cli.main(["init", *map(str, words)]) == 0
+        found = {body["kind"]: body for body in yaml.safe_load_all(capsys.readouterr().out)}
+        jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
+        return found
+
+    return printed
 
 
-def trainer(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def trainer(objects: Objects) -> dict[str, Any]:
     (found,) = objects["DDPJob"]["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
 
-def test_a_script_of_this_machine_travels_in_a_config_map(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def files_of(objects: Objects) -> dict[str, Any]:
+    """Return the ConfigMap's volume."""
+    _, volume = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
+    return dict(volume["configMap"])
+
+
+def test_a_script_of_this_machine_travels_in_a_config_map(script: Path, manifest: Any) -> None:
     other = script.parent / "model.py"
     other.write_text("x = 1")
-    found = manifest(capsys, script, other, "--replicas", 3, "--", "--lr", "0.1", "--flag")
+    options = ("--replicas", 3, "--output", "results/")
+    found = manifest(script, other, *options, "--", "--lr", "0.1", "--flag")
     assert found["ConfigMap"]["data"] == {script.name: SCRIPT, "model.py": "x = 1"}
     assert found["ConfigMap"]["metadata"]["name"] == "my-train-v2-files"
     job = found["DDPJob"]
@@ -57,10 +71,10 @@ def test_a_script_of_this_machine_travels_in_a_config_map(
     command = container["command"]
     work, files = container["volumeMounts"]
     assert command == [
-        "ddpjob-trainer", "run", "--files", files["mountPath"], "--anew",
+        "ddpjob-trainer", "run", "--files", init.FILES, "--anew", "--output", "results/",
         "My_Train.v2.py", "--lr", "0.1", "--flag",
     ]  # fmt: skip
-    assert container["workingDir"] == work["mountPath"]
+    assert (work["mountPath"], files["mountPath"]) == (container["workingDir"], init.FILES)
     assert job["spec"]["template"]["spec"]["volumes"] == [
         {"name": work["name"], "emptyDir": {}},
         {"name": files["name"], "configMap": {"name": "my-train-v2-files"}},
@@ -68,38 +82,34 @@ def test_a_script_of_this_machine_travels_in_a_config_map(
     assert "limits" not in container["resources"]
     claim = job["spec"]["snapshot"]["volume"]["persistentVolumeClaim"]
     assert claim == {"claimName": "my-train-v2-snapshots"}
-    jsonschema.Draft202012Validator(crd_schema()).validate(job)
 
 
-def test_a_script_of_an_image_needs_no_config_map(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--image r/mine:1 --name n --gpus 8 --claim 10Gi --every-steps 7"
-    found = manifest(capsys, "/app/train.py", *words.split())
+def test_a_script_of_an_image_needs_no_config_map(manifest: Any) -> None:
+    words = "/app/train.py --image r/mine:1 --name n --gpus 8 --claim 10Gi --every-steps 7"
+    found = manifest(*words.split(), "--output", "results")
     assert found.keys() == {"PersistentVolumeClaim", "DDPJob"}
     container = trainer(found)
-    assert (container["image"], container["command"][-1]) == ("r/mine:1", "/app/train.py")
+    assert container["image"] == "r/mine:1"
+    assert container["command"][2:] == ["--output", "results", "/app/train.py"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     spec = found["DDPJob"]["spec"]
     assert (spec["nprocPerNode"], spec["snapshot"]["everySteps"]) == ("auto", 7)
     volume = found["PersistentVolumeClaim"]
     assert volume["metadata"]["name"] == "n-snapshots"
     assert volume["spec"]["resources"]["requests"]["storage"] == "10Gi"
-    jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
 
 
-def placed(objects: dict[str, dict[str, Any]]) -> dict[str, bytes]:
+def placed(objects: Objects) -> dict[str, bytes]:
     """What the pods find in their working directory."""
-    _, volume = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
     held = {key: text.encode() for key, text in objects["ConfigMap"].get("data", {}).items()}
     binary = objects["ConfigMap"].get("binaryData", {})
     held |= {key: base64.b64decode(text) for key, text in binary.items()}
     assert all(re.fullmatch(r"[-._a-zA-Z0-9]+", key) for key in held)
-    items = volume["configMap"].get("items")
+    items = files_of(objects).get("items")
     return {one["path"]: held[one["key"]] for one in items} if items else held
 
 
-def test_files_lie_in_the_pods_as_they_do_here(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_lie_in_the_pods_as_they_do_here(script: Path, manifest: Any) -> None:
     """Flattened, `from models.net import make` would find nothing there."""
     here = script.parent
     expected = {
@@ -116,43 +126,49 @@ def test_files_lie_in_the_pods_as_they_do_here(
         (here / name).write_bytes(content)
     (here.parent / "shared.txt").write_text("s")
     (here / "linked.txt").symlink_to(here.parent / "shared.txt")
-    found = manifest(capsys, script, here, here / "models", "models/../weights.npy")
+    found = manifest(script, here, here / "models", "models/../weights.npy")
     assert placed(found) == {**expected, "linked.txt": b"s"}
     assert trainer(found)["command"][-1] == script.name
-    jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
-    found = manifest(capsys, "models/net.py", "models/data")
+    found = manifest("models/net.py", "models/data")
     assert placed(found) == {k: expected[k] for k in ("models/net.py", "models/data/net.py")}
     assert trainer(found)["command"][-1] == "models/net.py", "the folder stays"
-    found = manifest(capsys, "-m", "models.net", "--", "--lr", "1")
+    found = manifest("-m", "models.net", "--", "--lr", "1")
     assert placed(found) == {k: v for k, v in expected.items() if k.startswith("models/")}
     assert trainer(found)["command"][5:] == ["-m", "models.net", "--lr", "1"]
     assert trainer(found)["workingDir"] == "/workspace/job"
     assert found["DDPJob"]["metadata"]["name"] == "models-net"
-    found = manifest(capsys, "-m", "models.net", "--image", "r/mine:1")
+    found = manifest("-m", "models.net", "--image", "r/mine:1")
     assert placed(found), "what is here travels"
-    found = manifest(capsys, "-m", "theirs.train", "--image", "r/mine:1")
+    found = manifest("-m", "theirs.train", "--image", "r/mine:1")
     assert found.keys() == {"DDPJob"}
     assert "workingDir" not in trainer(found)
 
 
-def test_a_module_that_does_not_travel_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path.parent)
-    for name in ("model.py", "data/load.py", "given.py", "notes/a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("import yet")
-    (tmp_path / "yet.py").touch()
-    script = tmp_path / "train.py"
+def test_what_does_not_travel_is_told(script: Path, capsys: Any, monkeypatch: Any) -> None:
+    here = script.parent
+    for name in ("model.py", "data/load.py", "given.py", "notes/a.txt", "behind/held.txt"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text("import yet")
+    (here / "yet.py").touch()
+    (here / "data/link").symlink_to(here / "behind")
+
+    def said(*words: object) -> str:
+        assert cli.main(["init", *map(str, words)]) == 0
+        out, err = capsys.readouterr()
+        assert ("data/link/held.txt" in out) == ("data/link" in words)
+        return str(err)
+
+    told = said(script.name, "data")
+    assert "data/link: a linked folder, does not travel: name it too" in told
+    said(script.name, "data", "data/link")
+    monkeypatch.chdir(here.parent)
     script.write_text("import torch, notes, given\nfrom model import x\nimport data.load\n")
-    assert cli.main(["init", str(script), str(tmp_path / "given.py")]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1].strip() for line in told] == [
-        f"{tmp_path.name}/{name}" for name in ("data", "model.py", "yet.py")
+    told = said(script, here / "given.py")
+    assert [line.split(":")[1].strip() for line in told.splitlines()] == [
+        f"{here.name}/{name}" for name in ("data", "model.py", "yet.py")
     ]
     script.write_text("broken(")
-    assert cli.main(["init", str(script)]) == 0
-    assert capsys.readouterr().err == ""
+    assert said(script) == ""
 
 
 def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
@@ -169,77 +185,45 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     assert b"2 objects of kind DDPJob in the file" in told
 
 
-def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["init"])
-    assert capsys.readouterr().err.endswith("are required: SCRIPT\n")
-
-
-def test_an_edited_file_is_another_template(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def template() -> dict[str, Any]:
-        return dict(manifest(capsys, script)["DDPJob"]["spec"]["template"])
-
-    before = template()
-    assert template() == before
-    script.write_text("print(2)\n")
-    after = template()
+def test_an_edited_file_is_another_template(script: Path, manifest: Any) -> None:
+    templates = []
+    for text in (SCRIPT, SCRIPT, "print(2)\n"):
+        script.write_text(text)
+        templates.append(manifest(script)["DDPJob"]["spec"]["template"])
+    before, same, after = templates
+    assert before == same
     assert (after["spec"], after["metadata"] != before["metadata"]) == (before["spec"], True)
 
 
-def test_a_linked_folder_that_does_not_travel_is_told(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, behind = script.parent / "data", script.parent / "behind"
-    data.mkdir()
-    behind.mkdir()
-    (behind / "held.txt").touch()
-    (data / "link").symlink_to(behind)
-    assert cli.main(["init", script.name, "data"]) == 0
-    said = capsys.readouterr()
-    assert "data/link: a linked folder, does not travel: name it too" in said.err
-    assert cli.main(["init", script.name, "data", "data/link"]) == 0
-    assert "data/link/held.txt" in capsys.readouterr().out
-
-
-def test_an_executable_can_be_executed(
-    script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (script.parent / "train").write_text("#!/bin/sh\n")
-    for path, mode in ((script, None), (script.parent / "train", 0o755)):
-        found = manifest(capsys, path)
-        _, volume = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
-        assert volume["configMap"].get("defaultMode") == mode
+def test_an_executable_can_be_executed(script: Path, manifest: Any) -> None:
+    other = script.parent / "train"
+    other.write_text("#!/bin/sh\n")
+    found = manifest(other)
+    assert files_of(found).get("defaultMode") == 0o755
     assert trainer(found)["command"][-1] == "./train", "no PATH leads to it"
-    (script.parent / "prepare.sh").write_text("#!/bin/sh\n")
-    for mode in (0o644, 0o755):
-        (script.parent / "prepare.sh").chmod(mode)
-        found = manifest(capsys, script, script.parent / "prepare.sh")
-        _, volume = found["DDPJob"]["spec"]["template"]["spec"]["volumes"]
-        assert volume["configMap"].get("defaultMode") == (mode if mode & 0o100 else None)
+    for words in ([script], [script, other]):
+        assert "defaultMode" not in files_of(manifest(*words))
+    other.chmod(0o755)
+    assert files_of(manifest(script, other))["defaultMode"] == 0o755
 
 
-def test_a_script_on_the_claim_needs_no_image_of_its_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = manifest(capsys, "/snapshots/code-1/train.py", "--snapshots", "shared")
+def test_a_script_on_the_claim_needs_no_image_of_its_own(manifest: Any) -> None:
+    found = manifest("/snapshots/code-1/train.py", "--snapshots", "shared")
     assert found.keys() == {"DDPJob"}
     job = found["DDPJob"]
-    jsonschema.Draft202012Validator(crd_schema()).validate(job)
     assert trainer(found)["image"] == stock.IMAGE
     assert trainer(found)["workingDir"] == "/snapshots/code-1"
     assert trainer(found)["command"] == ["ddpjob-trainer", "run", "/snapshots/code-1/train.py"]
-    volume = {"persistentVolumeClaim": {"claimName": "shared"}}
-    assert job["spec"]["snapshot"]["path"] == "/snapshots"
-    assert job["spec"]["snapshot"]["volume"] == volume
+    snapshot = job["spec"]["snapshot"]
+    assert snapshot["path"] == "/snapshots"
+    assert snapshot["volume"] == {"persistentVolumeClaim": {"claimName": "shared"}}
     assert "volumes" not in job["spec"]["template"]["spec"]
 
 
 def test_kubernetes_puts_no_variables_into_arguments(
-    script: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, manifest: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = manifest(capsys, script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
+    found = manifest(script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
     assert trainer(found)["command"][6:] == ["$$(RANK)", "a$$$$b", "\x7f"]
     assert cli.main(["init", str(script), "--", "--lr", "1e-3"]) == 0
     assert '- "1e-3"\n' in capsys.readouterr().out, "a number to kubectl, not to PyYAML"
@@ -288,55 +272,36 @@ def test_any_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "HUGE"], "huge.txt: a ConfigMap holds"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    script: Path,
-    words: list[str],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    (script.parent / "huge.txt").write_text("x" * 1_000_001)
+def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    here, outside = script.parent, tmp_path_factory.mktemp("elsewhere") / script.name
+    (here / "folder").mkdir()
+    for path in (outside, here / "..x", here / "folder/held.txt"):
+        path.touch()
+    (here / "huge.txt").write_text("x" * 1_000_001)
     names = {"SCRIPT": script, "MISSING": "missing", "HUGE": "huge.txt", "FOLDER": "folder"}
-    (script.parent / "..x").write_text("")
-    (script.parent / "folder").mkdir()
-    (script.parent / "folder/held.txt").touch()
-    outside = tmp_path_factory.mktemp("elsewhere") / script.name
-    outside.write_text("")
     names |= {"DOTS": "..x", "OUTSIDE": outside, "HELD": "folder/held.txt"}
-    found = [str(script.parent / names[w]) if w in names else w for w in words]
+    found = [str(here / names[w]) if w in names else w for w in words]
     assert cli.main(["init", *found]) == 64
     assert says in capsys.readouterr().err
 
 
-def test_what_is_kept_and_the_folder_for_it(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = manifest(capsys, script.name, "--output", "results/")
-    assert trainer(found)["command"][2:] == [
-        "--files", init.FILES, "--anew", "--output", "results/", script.name,
-    ]  # fmt: skip
-    found = manifest(capsys, "/app/train.py", "--image", "i", "--output", "results")
-    assert trainer(found)["command"][2:] == ["--output", "results", "/app/train.py"]
-
-
 @pytest.mark.parametrize(
-    ("words", "cure"),
+    ("words", "says"),
     [
-        (["init", "a.py", "--lr", "0.1"], "ddpjob-trainer init a.py -- --lr 0.1"),
+        ("init", "are required: SCRIPT\n"),
+        ("init a.py --lr 0.1", "ddpjob-trainer init a.py -- --lr 0.1"),
         # No short form of --output, which would take it.
-        (["init", "a.py", "--out=x", "--", "y"], "ddpjob-trainer init a.py -- --out=x y"),
-        (["local", "x.yaml", "--lr", "0.1"], ""),
+        ("init a.py --out=x -- y", "ddpjob-trainer init a.py -- --out=x y"),
+        ("local x.yaml --lr 0.1", ""),
     ],
 )
-def test_an_unknown_option_is_the_scripts(
-    words: list[str], cure: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option_is_the_scripts(words: str, says: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        cli.main(words)
+        cli.main(words.split())
     said = capsys.readouterr().err
-    assert "unrecognized arguments" in said
-    assert ("follow --" in said) == bool(cure)
-    assert cure in said
+    assert ("unrecognized arguments" in said) == (words != "init")
+    assert ("follow --" in said) == (" -- " in says)
+    assert says in said
 
 
 def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from support.world import job_object
 
 ROOT = Path(__file__).parents[3]
 SHELL = {"PATH": "/usr/bin:/bin", "RANK": "9", "DDPJOB_UID": "another", "HF_TOKEN": "s$e"}
-TRAINER = "spec.template.spec.containers.0"
+TRAINER = "spec.template.spec.containers.0"  # "T" in these tests
 #: What differs from pod to pod, and from a cluster to this machine.
 OWN = {"MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ID"}
 ITEMS = [{"key": "x", "path": "../../x"}]
@@ -44,7 +45,7 @@ def plan(text: str, tmp_path: Path, **more: Any) -> Job:
 def body(tmp_path: Path, **changes: Any) -> str:
     found = changed(ddpjob(), f"{TRAINER}.command", ["true"])
     for path, value in changes.items():
-        found = changed(found, path.replace("__", "."), value)
+        found = changed(found, re.sub("^T", TRAINER, path).replace("__", "."), value)
     return json.dumps(found)
 
 
@@ -61,16 +62,14 @@ def test_each_example_becomes_a_plan(name: str, tmp_path: Path) -> None:
     assert job.nproc == {"ladder/2-processes.yaml": 3, "ladder/3-faults.yaml": 3}.get(name, 1)
 
 
-def initialised(tmp_path: Path, capsys, monkeypatch) -> str:  # type: ignore[no-untyped-def]
+def test_what_init_prints_becomes_a_plan_with_a_copy_to_work_in(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src/train.py").write_text("print(1)\n")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "src/train.py", "--", "--cost", "$(NAME)", "/workspace/job/x"]) == 0
-    return str(capsys.readouterr().out)
-
-
-def test_what_init_prints_becomes_a_plan(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    text = initialised(tmp_path, capsys, monkeypatch)
+    text = capsys.readouterr().out
     job = plan(text, tmp_path, folders={})
     [(path, content)] = job.files.items()
     assert content.content == b"print(1)\n"
@@ -79,24 +78,13 @@ def test_what_init_prints_becomes_a_plan(tmp_path: Path, capsys, monkeypatch) ->
     expected = ["src/train.py", "--cost", "$(NAME)", f"{own}/x"]
     assert words[-8:] == ["run", "--files", str(files), "--anew", *expected]
     assert job.snapshots == tmp_path / "snapshots/train"
-    mapped = plan(text, tmp_path, folders={"/workspace/job": tmp_path})
-    assert "--anew" not in mapped.words  # somebody's folder
-
-
-def test_a_working_directory_of_the_pods_is_a_copy_here_which_ends(
-    tmp_path: Path,
-    capsys,  # type: ignore[no-untyped-def]
-    monkeypatch,  # type: ignore[no-untyped-def]
-) -> None:
-    text = initialised(tmp_path, capsys, monkeypatch)
-    job = plan(text, tmp_path, folders={})
     job.write()
     assert job.work is not None
     for replica in range(2):
         folder = job.work.enter(replica)
-        for name, content in {"src/train.py": "print(1)\n", "model.pt": "", "logs/a": ""}.items():
+        for name, written in {"src/train.py": "print(1)\n", "model.pt": "", "logs/a": ""}.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(content)
+            (folder / name).write_text(written)
     (folder / "src/__pycache__").mkdir()
     (folder / "src/__pycache__/x.pyc").touch()
     (folder / "results").symlink_to(tmp_path)
@@ -108,6 +96,7 @@ def test_a_working_directory_of_the_pods_is_a_copy_here_which_ends(
         plan(text.replace("- src/train.py\n", "- src/other.py\n"), tmp_path, folders={})
     mine = plan(text, tmp_path, folders={"/workspace/job": tmp_path})
     assert (mine.work, mine.directory) == (None, str(tmp_path)), "--map says what is used instead"
+    assert "--anew" not in mine.words, "somebody's folder"
 
 
 @pytest.mark.parametrize(
@@ -118,22 +107,17 @@ def test_a_working_directory_of_the_pods_is_a_copy_here_which_ends(
         ("registry/mine:1", "2.12.1", ""),
     ],
 )
-def test_another_torch_than_the_images_is_told(
-    image: str, here: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_torch_than_the_images_is_told(image, here, says, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(local_job.metadata, "version", lambda name: here)
-    told = [
-        note
-        for note in plan(body(tmp_path, **{f"{TRAINER}.image": image}), tmp_path).notes
-        if note.startswith("torch")
-    ]
+    notes = plan(body(tmp_path, **{"T.image": image}), tmp_path).notes
+    told = [note for note in notes if note.startswith("torch")]
     assert [says in note for note in told] == [True] * bool(says)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("more", ["full", "bare"])
 def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"nprocPerNode": nproc}
+    changes: dict[str, Any] = {}
     if more == "full":
         rules = [
             {"exitCodes": [7, 137], "action": "Fail"},
@@ -141,12 +125,12 @@ def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) 
             {"reasons": ["Error"], "action": "Restart"},
         ]
         path = str(tmp_path / "snapshots")  # the same here as in the pods
-        changes |= {
+        changes = {
             "restart": {"rules": rules, "progressPath": "/data/x", "inPlace": {"enabled": False}},
             "snapshot": {"path": path, "volume": {"emptyDir": {}}, "keep": 5, "resume": "Never"},
             "hang": {"stepSeconds": 7},
         }
-    found = job_object(**changes)
+    found = job_object(nprocPerNode=nproc, **changes)
     container = found["spec"]["template"]["spec"]["containers"][0]
     container["command"] = ["true"]
     container["env"] = [{"name": "A", "value": "$(RANK) $(DDPJOB_REPLICA) $$(B)"}]
@@ -178,43 +162,50 @@ def test_the_operators_answer_to_each_exit_code(tmp_path: Path) -> None:
 
 def test_budgets_delays_and_what_heals_them() -> None:
     limits = restarts.Limits(2, 1, 1, 3, 0, 100, ())
-    budget = restarts.Budget(limits)
-    assert [budget.after(1, 0, (4, -1))[0] for _ in range(3)] == [0, 1, -1]
-    healed = restarts.Budget(limits)
-    for step in (1, 2, 3):
-        assert healed.after(1, 0, (step, -1))[0] == 0
-    assert healed.after(1, 0, (3, -1))[0] == 1
-    assert healed.after(1, 0, (3, 5))[0] == 0  # progressPath
-    assert healed.after(1, 99, (3, 5))[0] == 0  # longer than the longest delay: no crash loop
-    assert healed.after(1, 100, (3, 5))[0] == 0
-    free = restarts.Budget(limits)
-    assert [free.after(75, 0, (0, 0))[0] for _ in range(2)] == [0, -1]
-    assert free.after(64, 0, (0, 0))[0] < 0
-    many = restarts.Budget(replace(limits, max_restarts=9))
-    assert [many.after(1, 0, (0, 0))[0] for _ in range(5)] == [0, 1, 2, 3, 3]
+    many = replace(limits, max_restarts=9)
+    steps = [(1, 0, at) for at in ((1, -1), (2, -1), (3, -1), (3, -1), (3, 5))]  # progressPath
+    for given, failures, delays in (
+        (limits, [(1, 0, (4, -1))] * 3, [0, 1, -1]),
+        # Longer than the longest delay: no crash loop.
+        (limits, [*steps, (1, 99, (3, 5)), (1, 100, (3, 5))], [0, 0, 0, 1, 0, 0, 0]),
+        (limits, [(75, 0, (0, 0))] * 2, [0, -1]),
+        (limits, [(64, 0, (0, 0))], [-1]),
+        (many, [(1, 0, (0, 0))] * 5, [0, 1, 2, 3, 3]),
+    ):
+        budget = restarts.Budget(given)
+        assert [budget.after(*failure)[0] for failure in failures] == delays
 
 
-def test_paths_of_the_pods_become_folders_here(tmp_path: Path) -> None:
-    code = tmp_path / "workspace"
+def test_paths_and_variables_of_the_pods_become_those_of_here(tmp_path: Path) -> None:
+    code, at = tmp_path / "workspace", "valueFrom"
     code.mkdir()
     (code / "x.py").touch()
-    text = body(
-        tmp_path,
-        **{
-            f"{TRAINER}.command": ["python3", "$(CODE)/x.py", "--out=/snapshots/o"],
-            f"{TRAINER}.args": ["/snapshots2", "http://h/snapshots", "$(NO)", "$$(CODE)"],
-            f"{TRAINER}.env": [{"name": "CODE", "value": "/workspace"}],
-            f"{TRAINER}.workingDir": "/workspace",
-            "spec.snapshot": {"path": "/snapshots", "volume": {"emptyDir": {}}},
-        },
-    )
-    job = plan(text, tmp_path, folders={"/workspace": code})
-    words = job.command(job.environment(1, 0, range(5)))
-    assert words[1:] == [
+    env: list[dict[str, Any]] = [
+        {"name": "CODE", "value": "/workspace"},
+        {"name": "POD", at: {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "IP", at: {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "X", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
+        {"name": "NONE", at: {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
+        {"name": "HF_TOKEN", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
+    ]
+    changes = {
+        "T.command": ["python3", "$(CODE)/x.py", "--out=/snapshots/o"],
+        "T.args": ["/snapshots2", "http://h/snapshots", "$(NO)", "$$(CODE)"],
+        "T.env": env,
+        "T.workingDir": "/workspace",
+        "spec.snapshot": {"path": "/snapshots", "volume": {"emptyDir": {}}},
+    }
+    job = plan(with_map(body(tmp_path, **changes)), tmp_path, folders={"/workspace": code})
+    found = job.environment(1, 2, range(job.ports()))
+    assert job.command(found)[1:] == [
         f"{code}/x.py", f"--out={tmp_path}/snapshots/o",
         "/snapshots2", "http://h/snapshots", "$(NO)", "$(CODE)",
     ]  # fmt: skip
     assert job.directory == str(code)
+    assert {n: found.get(n) for n in ("POD", "IP", "X", "NONE", "HF_TOKEN")} == {
+        "POD": f"{job.manifest.name}-2", "IP": "127.0.0.1", "X": "1", "NONE": None,
+        "HF_TOKEN": "s$e",  # what is exported comes first
+    }  # fmt: skip
 
 
 def test_words_and_values_are_those_of_the_pods(tmp_path: Path) -> None:
@@ -262,9 +253,9 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
         spec__restart={"maxRestart": 0, "backoff": {"maxSecond": 1}},
         spec__template__spec__nodeSelector={"gpu": "yes"},
         **{
-            f"{TRAINER}.resources": {"limits": {"nvidia.com/gpu": "2"}},
-            f"{TRAINER}.volumeMounts": [{"name": "data", "mountPath": "/data"}],
-            f"{TRAINER}.env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {}}}],
+            "T.resources": {"limits": {"nvidia.com/gpu": "2"}},
+            "T.volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            "T.env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {}}}],
             "spec.template.spec.containers.1": {"name": "sidecar"},
         },
     )
@@ -272,102 +263,73 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
     assert (job.replicas, job.nproc) == (3, 2)
     assert job.environment(1, 0, range(5))["HF_TOKEN"] == "s$e"
     first, second = job.notes
-    for name in ("container sidecar", "nodeSelector", "spec.suspend", "resources", "image"):
+    for name in (
+        "container sidecar", "nodeSelector", "spec.suspend", "resources", "image", ", spce, ",
+        ", spec.template.metdata", "spec.restart.backoff.maxSecond, spec.restart.maxRestart, ",
+    ):  # fmt: skip
         assert name in first
-    assert ", spce, " in first
-    assert ", spec.template.metdata" in first
-    assert "spec.restart.backoff.maxSecond, spec.restart.maxRestart, " in first
     assert "spec.restart.backoff," not in first
     assert "--map /data=DIR" in second
     fewer = plan(text, tmp_path, replicas=1, nproc=1)
     assert fewer.environment(1, 0, range(3))["WORLD_SIZE"] == "1"
 
 
-#: A ConfigMap "m" of test_refusals at /app.
-MOUNT = {f"{TRAINER}.volumeMounts": [{"name": "files", "mountPath": "/app"}]}
-
-
 def mounted(**source: Any) -> dict[str, Any]:
+    """The ConfigMap of with_map() at /app."""
+    mount = {"name": "files", "mountPath": "/app"}
     volume = {"name": "files", "configMap": {"name": "m", **source}}
-    return {**MOUNT, "spec.template.spec.volumes": [volume]}
+    return {"T.volumeMounts": [mount], "spec.template.spec.volumes": [volume]}
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({f"{TRAINER}.command": ["python3", "/app/no.py"]}, "command: /app/no.py.*--map /app=DIR"),
-        ({f"{TRAINER}.command": ["/opt/no"]}, "command: /opt/no: not found.*--map /opt=DIR"),
-        ({f"{TRAINER}.command": []}, "command: must be there"),
-        ({f"{TRAINER}.workingDir": "/app"}, "workingDir: /app.*--map /app=DIR"),
-        ({f"{TRAINER}.env": [{"name": "T", "valueFrom": {}}]}, "valueFrom of T.*export T="),
-        ({f"{TRAINER}.env": [{"name": "RANK", "value": "1"}]}, "RANK is the operator's"),
-        ({f"{TRAINER}.env": [{"value": "x"}]}, r"env\[0\].name: None must be a string"),
-        ({f"{TRAINER}.env": [{"name": "A", "valeu": "x"}]}, "env: A: no field valeu"),
-        ({f"{TRAINER}.envFrom": [None]}, r"envFrom\[0\]: is empty"),
-        ({f"{TRAINER}.args": ["--lr", None]}, r"args\[1\]: is empty: leave it out"),
+        ({"T.command": ["python3", "/app/no.py"]}, "command: /app/no.py.*--map /app=DIR"),
+        ({"T.command": ["/opt/no"]}, "command: /opt/no: not found.*--map /opt=DIR"),
+        ({"T.command": []}, "command: must be there"),
+        ({"T.workingDir": "/app"}, "workingDir: /app.*--map /app=DIR"),
+        ({"T.env": [{"name": "T", "valueFrom": {}}]}, "valueFrom of T.*export T="),
+        ({"T.env": [{"name": "RANK", "value": "1"}]}, "RANK is the operator's"),
+        ({"T.env": [{"value": "x"}]}, r"env\[0\].name: None must be a string"),
+        ({"T.env": [{"name": "A", "valeu": "x"}]}, "env: A: no field valeu"),
+        ({"T.envFrom": [None]}, r"envFrom\[0\]: is empty"),
+        ({"T.args": ["--lr", None]}, r"args\[1\]: is empty: leave it out"),
         ({"spec.replicas": 0}, "replicas: 0 must be"),
         ({"spec.nprocPerNode": "2"}, "nprocPerNode: '2' must be"),
         ({"spec.hang": {"stepSeconds": "x"}}, r"spec.hang.stepSeconds: 'x'"),
         ({"spec.snapshot": {}}, "spec.snapshot.path"),
         ({"spec.restart": {"rules": [{"action": "Frail"}]}}, r"rules\[0\].action: 'Frail' must be"),
-        (
-            {"spec.restart": {"rules": [{"action": "Fail", "exitCodes": ["3"]}]}},
-            "'3' must be a whol",
-        ),
+        ({"spec.restart.rules": [{"action": "Fail", "exitCodes": ["3"]}]}, "'3' must be a whol"),
         ({"spec.restart": {"maxRestarts": -1}}, "maxRestarts: -1 must be a whole number"),
         ({"spec.restart": 3}, "spec.restart: 3 must be an object"),
-        ({f"{TRAINER}.command": "true x"}, "command: 'true x' must be a list"),
-        ({f"{TRAINER}.args": ["--lr", 0.1]}, r"args\[1\]: 0.1 must be a string: put it in quotes"),
+        ({"T.command": "true x"}, "command: 'true x' must be a list"),
+        ({"T.args": ["--lr", 0.1]}, r"args\[1\]: 0.1 must be a string: put it in quotes"),
         ({"spec.template": {"spec": {"containers": []}}}, "at least one container"),
         (mounted(items=ITEMS), r"items: path '../../x' must stay in the folder"),
         (mounted(items=[{"key": "y", "path": "y"}]), r"key 'y': the ConfigMap has no such one"),
-        (
-            {**mounted(), f"{TRAINER}.volumeMounts": [{"name": "files"}]},
-            "mountPath: None must be below /",
-        ),
+        ({**mounted(), "T.volumeMounts": [{"name": "files"}]}, "mountPath: None must be below /"),
         ({"spec.replicas": 9999}, "9999 replicas of 1 processes: .* --replicas 9999 --nproc 1, or"),
         ({"metadata": {"name": "../x"}}, "metadata.name: '../x' must be"),
         ({"kind": "Job"}, "0 objects of kind DDPJob in the file, which has ConfigMap, Job"),
         ({"apiVersion": "ddpjob.dev/v1beta1"}, "apiVersion: 'ddpjob.dev/v1beta1' must be"),
     ],
 )
-def test_refusals_name_field_and_cure(
-    changes: dict[str, Any], complaint: str, tmp_path: Path
-) -> None:
+def test_refusals_name_field_and_cure(changes: Any, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
         plan(with_map(body(tmp_path, **changes)), tmp_path, folders={})
 
 
-def test_a_variable_is_what_the_pod_or_the_files_config_map_says(tmp_path: Path) -> None:
-    at = "valueFrom"
-    env: list[dict[str, Any]] = [
-        {"name": "POD", at: {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "IP", at: {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "X", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
-        {"name": "NONE", at: {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}},
-        {"name": "HF_TOKEN", at: {"configMapKeyRef": {"name": "m", "key": "x"}}},
-    ]
-    job = plan(with_map(body(tmp_path, **{f"{TRAINER}.env": env})), tmp_path)
-    found = job.environment(1, 2, range(job.ports()))
-    assert {n: found.get(n) for n in ("POD", "IP", "X", "NONE", "HF_TOKEN")} == {
-        "POD": f"{job.manifest.name}-2", "IP": "127.0.0.1", "X": "1", "NONE": None,
-        "HF_TOKEN": "s$e",  # what is exported comes first
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", [{"defaultMode": 0o755}, {"items": [{"mode": 0o500}]}])
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [
+        ({"defaultMode": 0o755}, "/app/x"),
+        ({"items": [{"key": "x", "path": "bin/x", "mode": 0o500}]}, "/app/bin/x"),
+    ],
+)
 def test_a_file_of_a_config_map_may_be_executed_where_its_mode_says_so(
-    mode: dict[str, Any], tmp_path: Path
+    mode: dict[str, Any], first: str, tmp_path: Path
 ) -> None:
-    for item in mode.get("items", []):
-        item |= {"key": "x", "path": "bin/x"}
-    text = body(
-        tmp_path,
-        **{
-            f"{TRAINER}.command": ["/app/bin/x" if "items" in mode else "/app/x"],
-            **mounted(**mode),
-        },
-    )
+    text = body(tmp_path, **{"T.command": [first]}, **mounted(**mode))
     job = plan(with_map(text), tmp_path)
     job.write()
     assert os.access(job.command(job.variables(1, 0, range(5)))[0], os.X_OK)
@@ -379,21 +341,17 @@ def with_map(job: str, key: str = "x") -> str:
 
 
 @pytest.mark.parametrize(
-    ("config_map", "complaint"),
+    ("objects", "complaint"),
     [
-        ("data: {../x: a}", r"ConfigMap data: '../x' must be a file's name"),
-        ("data: {x: 1}", r"ConfigMap.data.x: 1 must be a string"),
-        ("binaryData: {k: x}", "ConfigMap.binaryData.k: 'x' must be base64"),
+        ("ConfigMap\ndata: {../x: a}", r"ConfigMap data: '../x' must be a file's name"),
+        ("ConfigMap\ndata: {x: 1}", r"ConfigMap.data.x: 1 must be a string"),
+        ("ConfigMap\nbinaryData: {k: x}", "ConfigMap.binaryData.k: 'x' must be base64"),
+        ("DDPJob\nspec: {replicas: 1, replicas: 2}", "line 2: replicas is there already"),
     ],
 )
-def test_a_config_map_that_is_none_is_refused(config_map: str, complaint: str) -> None:
+def test_yaml_that_holds_no_such_objects_is_refused(objects: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        read(f"kind: ConfigMap\n{config_map}\n---\n{json.dumps(ddpjob())}")
-
-
-def test_a_key_that_comes_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="line 2: replicas is there already"):
-        read("kind: DDPJob\nspec: {replicas: 1, replicas: 2}")
+        read(f"kind: {objects}\n---\n{json.dumps(ddpjob())}")
 
 
 @pytest.mark.parametrize(
