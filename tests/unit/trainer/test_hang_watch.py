@@ -113,7 +113,7 @@ def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
 
 
 def _hang(rank: int) -> Hang:
-    return Hang(rank, "step", "data", 1, 11.0, 10.0, stopped=False)
+    return Hang(Sign(RankState(rank, "step", activity="data"), 11.0), 10.0)
 
 
 def _answered(request: StackRequest) -> str:
