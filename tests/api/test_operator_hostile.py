@@ -57,3 +57,22 @@ def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, stage: Ar
     assert operator.process.poll() is None
     assert "Traceback" not in operator.log(), operator.log()
     assert "the watch of DDPJobs ended" not in operator.log()
+
+
+def test_a_policy_that_was_changed_or_deleted_is_put_right(stage: Arena) -> None:
+    stage.start_operator("--metrics-from", '[{"namespaceSelector": {"matchLabels": {}}}]')
+    stage.apply("gang", restart={"backoff": {"maxSeconds": 1}})
+    stage.wait_phase("gang", "Running", 1)
+    path = stage.path("networkpolicies", "gang", "/apis/networking.k8s.io/v1")
+    ours, events = stage.rest.get(path), stage.path("events")
+    stage.kubelet.finish("gang-1", 1)
+    stage.wait_phase("gang", "Running", 2)
+    assert stage.rest.get(path) == ours, "there was nothing to write"
+    opened = {"spec": {"ingress": [{}]}}
+    changes = (lambda: stage.rest.merge(path, opened), lambda: stage.rest.delete(path))
+    for attempt, change in enumerate(changes, 3):
+        change()
+        stage.kubelet.finish("gang-1", 1)
+        stage.wait_phase("gang", "Running", attempt)
+        assert stage.rest.get(path)["spec"] == ours["spec"]
+    eventually("an event tells of it", lambda: "NetworkRepaired" in str(stage.rest.get(events)))

@@ -96,7 +96,7 @@ MUTATIONS = (
              "cause is not None and cause.code == ExitCode.HARDWARE", "False",
              TRAINER_TESTS + "test_rounds_decide.py"),
     Mutation("pods go back to the node of a GPU that failed", CORE + "plan.py",
-             "status.attempt, replica, status.avoided_nodes)", "status.attempt, replica, ())",
+             "avoided = view.status.avoided_nodes", "avoided = ()",
              CORE_TESTS + "test_plan_hardware.py"),
     Mutation("a zombie's chain is followed", SNAPSHOT + "lineage.py",
              "key=lambda start: (start.attempt,", "key=lambda start: (-start.attempt,",

@@ -6,15 +6,17 @@ import ast
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kubectl_ddp import __main__, cli, text
+from kubectl_ddp import __main__, cli, podproxy, text
 from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.kubectl import Kubectl, explained
 from support.cluster import wait_for
@@ -136,6 +138,9 @@ def test_what_is_nested_too_deep_is_told_with_the_cure(
     monkeypatch.setattr(Kubectl, "read", lambda *_: "[" * 100_000)
     with pytest.raises(Failure, match="name a job, or a --namespace without it"):
         Kubectl().items("ddpjobs")
+    deep = '{"a":' * 9_900 + "1" + "}" * 9_900
+    monkeypatch.setattr(Kubectl, "read", lambda *_: f'{{"items": [{deep}, {{}}]}}')
+    assert Kubectl().items("ddpjobs")[1] == {}, "the API server takes what is so deep"
 
 
 @pytest.mark.parametrize("deaf", ["", "trap '' TERM; "])
@@ -224,6 +229,15 @@ def test_an_answer_that_is_no_job_is_told_in_a_line(
     assert (out, err.count("\n")) == ("", 1)
     told = "" if answer == "\\377" else f"but {answer or 'nothing'!r}"  # no byte of a text
     assert f"{told}: is the kubectl on PATH the real one?" in err
+
+
+def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 100)))
+    monkeypatch.setenv("PATH", fake_kubectl(tmp_path, "echo serves; exec sleep 300")["PATH"])
+    with podproxy._serving(Kubectl()) as path, socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(path)
 
 
 def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:

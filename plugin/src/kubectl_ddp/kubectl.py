@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ Object = dict[str, Any]
 DDPJOBS = f"{crd.PLURAL}.{crd.GROUP}"
 
 _END_SECONDS = 5.0  # after SIGTERM; kubectl takes milliseconds
+#: The API server takes objects of up to 10,000 levels.
+_DEEPEST = 12_000
 _FORBIDDEN = re.compile(
     r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)")?'
@@ -122,7 +125,9 @@ def _put_off(number: signal.Signals) -> Iterator[None]:
 
 
 def _decoded(text: str) -> Object:
-    """Parse JSON."""
+    """Parse JSON; one user's job of 1,500 levels must not hide all others."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _DEEPEST))
     try:
         found = json.loads(text)
     except RecursionError:
@@ -130,6 +135,8 @@ def _decoded(text: str) -> Object:
         raise Failure(what) from None
     except ValueError:
         raise _unlike("JSON", text) from None
+    finally:
+        sys.setrecursionlimit(limit)
     return found if isinstance(found, dict) else {}
 
 

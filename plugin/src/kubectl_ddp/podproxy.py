@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -28,6 +29,8 @@ _SECONDS = 3.0  # for one page ...
 _SECONDS_ALL = 12.0  # ... and for all of them
 _AT_ONCE = 32
 _MAX_BYTES = 4 << 20
+#: The path of a socket has 104 bytes on macOS, 108 on Linux, the last of them 0.
+_SHORT = 104 - len("/ddp-xxxxxxxx/s") - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,9 @@ def _serving(kubectl: Kubectl) -> Iterator[str]:
     """Run kubectl proxy; yield the path of its socket."""
     if not hasattr(socket, "AF_UNIX"):
         raise Failure("steps are read through a Unix socket: run this in Linux, macOS or WSL")
-    with tempfile.TemporaryDirectory(prefix="ddp-") as directory:
+    usual = tempfile.gettempdir()
+    where = usual if len(os.fsencode(usual)) <= _SHORT else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="ddp-", dir=where) as directory:
         path = str(Path(directory, "s"))
         limits = (f"--accept-paths={_ACCEPTED}", "--reject-methods=^(POST|PUT|PATCH|DELETE)$")
         with kubectl.running(

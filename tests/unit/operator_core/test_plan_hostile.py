@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from copy import deepcopy
+from datetime import timedelta
 
 import pytest
 
 from ddpjob_contract import crd
+from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions as act
-from support.world import World, job_object, refusal, running, started
+from support.world import JOB_UID, World, job_object, refusal, running, started
 
 
 @pytest.mark.parametrize("reason", ["Bad Gateway", "Too Many Requests", "", "503", "Überlast"])
@@ -34,6 +36,22 @@ def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str
 def test_nothing_that_a_trainer_tells_spoils_the_status(state: dict[str, object]):
     world = running().poll(**state).wait(60).end(1, 1, message=json.dumps({"version": 1, **state}))
     assert world.run().status["attempt"] == 2
+
+
+@pytest.mark.fault("N11")
+def test_a_pod_without_its_labels_that_keeps_the_name_is_deleted():
+    world = running()
+    del world.pods["job-1"]
+    old = act.Existing("Pod", "job-1", JOB_UID, 1, False, "DDPJob job", "its uid")
+    world.refuse = lambda action: refusal(world, 409, existing=old) if action.replica == 1 else None
+    world.settle().now += timedelta(seconds=2)
+    while isinstance((todo := world.plan().actions)[0], act.WriteStatus):
+        world.carry_out(todo[0])
+    deletion, creation = todo
+    assert deletion == act.DeletePod("job-1", "its uid", DEAD_GANG_SECONDS)
+    world.refuse = lambda _: None
+    world.carry_out(creation)
+    assert world.settle().attempts() == {2}
 
 
 @pytest.mark.fault("N11")
@@ -89,6 +107,13 @@ def test_rules_match_every_reason_that_kubernetes_gives(reason: str):
     assert world.loss["reason"] == "Evicted"
 
 
+def test_what_refuses_one_pod_is_not_asked_again_for_each_other():
+    world, asked = World(job_object(replicas=2000)), []
+    world.refuse = lambda action: asked.append(action) or refusal(world, 403)
+    world.settle()
+    assert len(asked) <= 500
+
+
 def test_waiting_for_quota_does_not_delay_a_later_restart():
     world = World()
     world.refuse = lambda _: refusal(world, 403, "exceeded quota: pods")
@@ -98,6 +123,14 @@ def test_waiting_for_quota_does_not_delay_a_later_restart():
     world.refuse = lambda _: None
     world.wait(300).run()
     assert world.end(0, 1).phase == "Starting"
+
+
+def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
+    world = running().terminate(1)
+    world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()
+    assert world.wait(2).wait(3).plan().requeue_after == 15
+    assert world.wait(16).stalled == "WaitingForDeletion"
+    assert "out-of-service" in world.condition("Stalled")["message"]
 
 
 @pytest.mark.fault("U7")

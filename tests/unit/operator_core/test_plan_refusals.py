@@ -12,7 +12,7 @@ import pytest
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import ownership
 from ddpjob_operator.core.policy.reporting import report
-from support.world import START, World, job_object, running
+from support.world import START, World, job_object, refusal, running
 
 DAY = 24 * 3600
 DENIED = 'pods "job-0" is forbidden: violates PodSecurity "restricted:latest"'
@@ -107,6 +107,19 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
     assert len(told) == 1 + world.status["restarts"]["released"], "once, and at each release"
     world.refuse = lambda _: None
     assert live(world, 600).run().phase == "Running"
+
+
+def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
+    world, asked = World(job_object(startupDeadlineSeconds=DAY)), []
+    found = act.Existing("Pod", "job-0", "old", 1, True, "DDPJob job")
+    world.refuse = lambda action: (
+        None if action.replica else asked.append(0) or refusal(world, 409, existing=found)
+    )
+    world.settle()
+    for seconds, times in ((20, 10), (3600, 0), (3600, 120)):
+        del asked[:]
+        live(world, seconds)
+        assert not times or len(asked) == times
 
 
 @pytest.mark.fault("N10")

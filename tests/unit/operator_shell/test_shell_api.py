@@ -111,6 +111,18 @@ async def test_errors_carry_the_servers_words(
     assert calls == {("get", "pods", code): 1}
 
 
+async def test_an_error_without_an_end_is_one(api: Api, server: Server) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=409)
+        await response.prepare(request)
+        while True:
+            await response.write(b"taken" * 10_000)
+
+    server.handle = refuse
+    with pytest.raises(errors.Conflict, match="taken"):
+        await api.get(PODS, "ns", "x")
+
+
 async def test_no_answer_may_mean_done(api: Api, server: Server, calls: Counter[Any]) -> None:
     async def hang(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(30)
@@ -215,15 +227,15 @@ async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api: Api, serv
 async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
     api: Api, server: Server
 ) -> None:
-    meta = {"resourceVersion": "7", "note": "x" * 700_000}
+    meta = {"resourceVersion": "7", "note": "x" * (9 << 20)}
     long = {"type": "ADDED", "object": {"metadata": meta}}
 
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        data = b"".join(json.dumps(event).encode() + b"\n" for event in (long, long))
-        for start in range(0, len(data), 100_001):
-            await response.write(data[start : start + 100_001])
+        data = b"\n".join([json.dumps(long).encode()] * 2 + [b"broken off"])
+        for start in range(0, len(data), 1_000_001):
+            await response.write(data[start : start + 1_000_001])
         return response
 
     server.handle = stream
@@ -235,7 +247,8 @@ async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
 
 
 async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> None:
-    server.says({"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+    event = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
+    server.says(json.dumps(event) + "\n")
     with pytest.raises(errors.Gone, match="too old"):
         async for _ in api.watch(JOBS, "ns", "5"):
             pass

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node
+from ddpjob_operator.shell.cache import nodes as cached
 from ddpjob_operator.shell.cache.nodes import NodeCache, slim
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -109,7 +110,7 @@ def test_an_older_event_changes_nothing_but_an_older_read_does(cache: NodeCache)
 
 
 def test_a_node_that_is_gone_counts_from_then_and_may_come_back(
-    cache: NodeCache, clock: Clock
+    cache: NodeCache, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.replace_all([node(3, "Unknown", since=-100)])
     assert cache.remove("a")
@@ -118,6 +119,8 @@ def test_a_node_that_is_gone_counts_from_then_and_may_come_back(
     assert look(cache) == Node("a", exists=False, ready=False, down_seconds=7, read_seconds=0)
     assert cache.put(node(5))
     assert look(cache).ready
+    monkeypatch.setattr(cached, "_REMEMBERED", 2)
+    assert [cache.remove(name) for name in "bcddcb"] == [True] * 3 + [False] * 2 + [True]
 
 
 def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from ddpjob_operator.shell import settings
 
-PEER = {"podSelector": {"matchLabels": {"app": "prometheus"}}}
+LABELS = {"matchLabels": {"app": "prometheus"}}
+PEER = {"podSelector": LABELS}
 
 
 def test_flags_win_over_the_environment() -> None:
@@ -21,8 +22,19 @@ def test_flags_win_over_the_environment() -> None:
     assert settings.parse(["--metrics-from", json.dumps([PEER])], {}).metrics_from == (PEER,)
 
 
+def test_peers_are_as_the_api_server_stores_them() -> None:
+    """Else each look at a NetworkPolicy finds it changed, writes it again and says so."""
+    for given, stored in (
+        ({"namespaceSelector": {"matchLabels": {}}}, {"namespaceSelector": {}}),
+        ({"podSelector": {"matchExpressions": [], **LABELS}, "namespaceSelector": None}, PEER),
+        ({"ipBlock": {"cidr": "10.0.0.0/8", "except": []}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}),
+    ):
+        found = settings.parse(["--metrics-from", json.dumps([given])], {})
+        assert found.metrics_from == (stored,)
+
+
 def test_what_names_no_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in ("{}", "[{}]", "[3]", "x"):
+    for given in ("{}", "[{}]", '[{"ipBlock": {}}]', "[3]", "x"):
         with pytest.raises(SystemExit):
             settings.parse(["--metrics-from", given], {})
         assert "argument --metrics-from: " in capsys.readouterr().err

@@ -161,6 +161,9 @@ def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
     assert store.put_pod(pod(12, "never-seen")) == set(), "history: gone again by 20"
     assert store.put_pod(pod(19, "kept", phase="Failed")) == set()
     assert store.put_pod(pod(21, "kept", phase="Failed")) == {KEY}
+    broken = {**(whole := pod(22, "kept")), "metadata": {**whole["metadata"], "ownerReferences": 3}}
+    assert store.put_pod(broken) == set()
+    store.replace_pods("u1", list(map(slim_pod, [broken, pod(18, "new")])), "22")
     assert phases(store) == {"kept": "Failed", "new": "Pending", "young": "Pending"}
 
 

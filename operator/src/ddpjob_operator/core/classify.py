@@ -241,7 +241,6 @@ def _evicted(pod: Pod) -> Verdict | None:
 
 
 def _probed(pod: Pod) -> Verdict | None:
-    """Blame a probe of the template, if the kubelet said so in an Event."""
     return ("User", PROBE_FAILED) if pod.probed else None
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import render
@@ -89,10 +89,7 @@ def plan(
         seen = Change(replace(status, observed_generation=job.generation))
         return _write(view, seen) or finish.clean_up(view)
     change = report.fill(view, _decide(view))
-    write = _write(view, change)
-    if write is not None:
-        return write
-    return _act(view)
+    return _write(view, change) or _act(view)
 
 
 # --- The status that should be stored -----------------------------------------------------
@@ -328,9 +325,11 @@ def _creations(view: View) -> tuple[Action, ...]:
         return (EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
+    avoided = view.status.avoided_nodes
+    pods = ((r, render.pod(view.job, view.spec, attempt, r, avoided)) for r in due_now)
     return (
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
-        *(CreatePod(r, attempt, _pod(view, r)) for r in due_now),
+        *(CreatePod(r, attempt, body) for r, body in pods),
     )
 
 
@@ -338,11 +337,6 @@ def _batch(view: View) -> int:
     volume = view.spec.snapshot.volume.size if view.spec.snapshot else 0
     size = view.spec.template.packed.size + volume
     return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
-
-
-def _pod(view: View, replica: int) -> dict[str, Any]:
-    status = view.status
-    return render.pod(view.job, view.spec, status.attempt, replica, status.avoided_nodes)
 
 
 def _unlabelled(view: View, refusal: Refusal | None) -> tuple[DeletePod, ...]:
@@ -368,7 +362,6 @@ def _wake(view: View) -> float | None:
     times += [retry.due(view), *retry.waits(view)]
     if view.feedback.status_written_at:
         times.append(view.feedback.status_written_at + REPORT_INTERVAL)
-    pods = (*view.members.values(), *view.others)
-    times += [pod.deletion_at + report.PATIENCE for pod in pods if pod.deletion_at]
+    times += [pod.deletion_at + report.PATIENCE for pod in view.pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
     return min([*left, *fence.waits(view), *root_cause.waits(view)], default=None)

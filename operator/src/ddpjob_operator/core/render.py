@@ -85,7 +85,12 @@ def pod(
         "metadata": {
             "name": name,
             "namespace": job.namespace,
-            "labels": {**mapping(meta.get("labels")), **pod_labels(job, attempt, replica)},
+            "labels": {
+                **mapping(meta.get("labels")),
+                **_labels(job),
+                crd.LABEL_ATTEMPT: str(attempt),
+                crd.LABEL_REPLICA: str(replica),
+            },
             "annotations": {
                 "kubectl.kubernetes.io/default-container": trainer.get("name"),
                 **mapping(meta.get("annotations")),
@@ -94,15 +99,6 @@ def pod(
             "ownerReferences": [_owner(job)],
         },
         "spec": body,
-    }
-
-
-def pod_labels(job: Job, attempt: int, replica: int) -> dict[str, str]:
-    """Return the labels that make a pod a member, and those that common tools know."""
-    return {
-        **_labels(job),
-        crd.LABEL_ATTEMPT: str(attempt),
-        crd.LABEL_REPLICA: str(replica),
     }
 
 
@@ -181,7 +177,6 @@ def _network_policy(
 
 
 def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[str, str]:
-    """Return the variables that the contract promises to one replica."""
     found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, attempt, replica)
     snapshots = None
     if given := spec.snapshot:

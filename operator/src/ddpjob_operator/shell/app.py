@@ -249,10 +249,9 @@ class App:
 
     def _unready(self) -> list[str]:
         """List the parts without an answer yet; one namespace without rights is only logged."""
-        jobs, pods = self._resyncs.values(), self._informers.values()
         lists: dict[str, list[Resync | PodInformer]] = {
-            f"list of {crd.PLURAL}": [*jobs],
-            "list of pods": [*pods],
+            f"list of {crd.PLURAL}": [*self._resyncs.values()],
+            "list of pods": [*self._informers.values()],
         }
         return [
             name

@@ -47,7 +47,6 @@ class Elector:
         self.identity = identity
         self._seconds = seconds
         self._renew_deadline = seconds * 2 / 3
-        self._call_limit = self._renew_deadline / 2
         self._period = seconds / 5
         self._on_change = on_change
         self._leading = False
@@ -113,7 +112,7 @@ class Elector:
 
     async def _call(self, call: Coroutine[Any, Any, Object]) -> Object:
         """Give the call half of the time until we stop acting, in case it hangs."""
-        async with asyncio.timeout(self._call_limit):
+        async with asyncio.timeout(self._renew_deadline / 2):
             return await call
 
     async def _pause(self) -> None:

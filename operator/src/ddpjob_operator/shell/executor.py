@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -212,10 +213,9 @@ class Executor:
             log.info("%s/%s: %s: %s (uid %s)", *job.key, event.reason, event.message, job.uid)
 
     async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
-        version = job.resource_version
         try:
             left = await self._api.delete(
-                JOBS, job.namespace, job.name, uid=action.uid, version=version
+                JOBS, job.namespace, job.name, uid=action.uid, version=job.resource_version
             )
         except errors.NotFound as error:
             raise JobGoneError from error
@@ -234,14 +234,12 @@ class Executor:
                 PODS, job.namespace, action.name, uid=action.uid, grace=action.grace_seconds
             )
         except errors.NotFound:
-            self._store.remove_pod(action.uid)
-            return
+            left = {}
         except errors.Conflict:
             found = await self._read_back(PODS, job, action.name)
             if found is not None and found["metadata"]["uid"] == action.uid:
                 raise  # not about the uid: another client wrote to the pod at that moment
-            self._store.remove_pod(action.uid)
-            return
+            left = {}
         meta = left.get("metadata") or {}
         stays = meta.get("deletionGracePeriodSeconds") or meta.get("finalizers")
         if left.get("kind") == "Pod" and stays:
@@ -312,10 +310,8 @@ class Executor:
         for body in action.bodies:
             refusal = await self._ensure(job, action.attempt, body)
             if refusal is not None:
-                known = self._store.feedback(job.uid)
-                before = known.network_refusal
-                known = replace(known, network_refusal=refusal)
-                self._store.set_feedback(job.uid, known)
+                before = self._store.feedback(job.uid).network_refusal
+                self._learn(job.uid, partial(replace, network_refusal=refusal))
                 if refusal.code != 409:
                     self._back_off(job, refusal)
                 elif not retry.same(before, refusal):
@@ -351,9 +347,8 @@ class Executor:
         if mended is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
-        resource = _NETWORK[kind]
         try:
-            await self._api.replace(resource, job.namespace, name, mended)
+            await self._api.replace(_NETWORK[kind], job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
         self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])

@@ -139,8 +139,7 @@ class Metrics:
 
         ``jobs()``: the jobs that this operator reports, none while another one leads.
         """
-        counted = self._counted
-        self.registry.register(_Jobs(jobs, self._begin, self._forget, counted, self._clock))
+        self.registry.register(_Jobs(jobs, self._begin, self._forget, self._counted, self._clock))
 
     def _begin(self, namespace: str) -> None:
         """Begin a namespace's counters at 0: Prometheus sees no increase from nothing to 1."""

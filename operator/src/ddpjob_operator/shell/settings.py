@@ -151,7 +151,7 @@ def _positive(text: str) -> float:
 
 def _peers(text: str) -> tuple[dict[str, Any], ...]:
     try:
-        found = json.loads(text)
+        found = _without_empty(json.loads(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
     if not isinstance(found, list) or not all(isinstance(peer, dict) and peer for peer in found):
@@ -159,6 +159,23 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
             'not a list of NetworkPolicyPeers, as in [{"podSelector": {...}}]'
         )
     return tuple(found)
+
+
+def _without_empty(value: Any) -> Any:
+    """Drop members that the API server drops: each look would find them missing, and write.
+
+    An empty selector is kept, there and here: it selects everything.
+    """
+    if isinstance(value, list):
+        return [_without_empty(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    told = {name: _without_empty(member) for name, member in value.items()}
+    return {
+        name: member
+        for name, member in told.items()
+        if member not in (None, [], {}) or (member == {} and name.endswith("Selector"))
+    }
 
 
 def _at_least_one(text: str) -> int:

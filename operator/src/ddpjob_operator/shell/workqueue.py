@@ -84,8 +84,7 @@ class WorkQueue(Generic[K]):
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         delay = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 20))
-        delay *= random.uniform(0.8, 1.2)
-        delay = max(delay, at_least or 0.0)
+        delay = max(delay * random.uniform(0.8, 1.2), at_least or 0.0)
         self.add_after(key, delay)
         return delay
 

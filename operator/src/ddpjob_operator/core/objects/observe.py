@@ -334,7 +334,6 @@ def _round_records(items: object) -> tuple[Round, ...]:
 
 
 def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the fields of a Round."""
     return {
         "number": opt_count(raw.get("round"), _ROUNDS),
         "replica": opt_count(raw.get("replica"), _INT32),

@@ -283,10 +283,6 @@ def _progress_to_dict(progress: Progress) -> dict[str, Any]:
     return found
 
 
-def _not_negative(value: object) -> int:
-    return max(0, integer(value))
-
-
 #: Records in the API: a field's name there, its name here, and its reader.
 Fields = Mapping[str, tuple[str, Callable[[object], Any]]]
 
@@ -315,7 +311,7 @@ _RESTARTS: Final[Fields] = {
     "released": ("released", counter),
     "inPlace": ("in_place", counter),
     "round": ("round", counter),
-    "snapshotStep": ("snapshot_step", _not_negative),
+    "snapshotStep": ("snapshot_step", lambda value: max(0, integer(value))),
     "fileModifiedAt": ("file_at", parse_time),
 }
 _PROGRESS: Final[Fields] = {

@@ -78,9 +78,8 @@ def clean_up(view: View) -> Plan:
     loss = view.status.last_loss
     dead = loss is not None and loss.attempt == view.status.attempt
     grace = DEAD_GANG_SECONDS if dead else None
-    for pod in (*view.members.values(), *view.others):
-        ended = pod.stopped or pod.phase in ("Succeeded", "Failed")
-        keep = view.spec.clean_pod_policy == "Running" and ended
+    for pod in view.pods:
+        keep = view.spec.clean_pod_policy == "Running" and pod.ended
         if fence.lost(view, pod):
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:

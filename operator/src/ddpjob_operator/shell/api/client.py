@@ -7,6 +7,7 @@ not know and cost five times as much.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _THROTTLE_RETRIES = 3
 _PAGE = 500
 _PAGE_OF_JOBS = 100
 _CALLS = 128  # at once
+_ERROR_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Api:
                 self._count("watch", resource.plural, response.status)
                 if response.status != 200:
                     raise await _error(response, what)
-                async for line in response.content:
+                async for line in decode.lines(response.content.iter_any()):
                     kind, obj = _event(line)
                     if kind == "ERROR":
                         raise errors.from_status(int(obj.get("code") or 0), obj, what=what)
@@ -297,7 +299,6 @@ class Api:
             data=data,
             headers=headers,
             timeout=timeout,
-            read_bufsize=decode.LINE,
             allow_redirects=False,
             server_hostname=self._credentials.server_name,
         )
@@ -338,10 +339,16 @@ def _event(line: bytes) -> tuple[str, Object]:
 
 
 async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
-    text = await response.text(errors="replace")
+    body = b""
+    with contextlib.suppress(aiohttp.ClientError, OSError):  # the code is enough without the rest
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) >= _ERROR_BYTES:
+                break
+    text = body.decode(errors="replace")
     try:
-        status = decode.loads(text)
-    except ValueError:
+        status = json.loads(text)
+    except (ValueError, RecursionError):
         status = None
     if not isinstance(status, dict) or status.get("kind") != "Status":
         # From a proxy or a filter in front. HTTP's own phrase ("Bad Gateway") is no reason.

@@ -13,12 +13,11 @@ import codecs
 import json
 import re
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
 Object = dict[str, Any]
 
-LINE = 4 << 20  # bytes; a buffer of a watch, for aiohttp's own takes lines of 128 KiB only
 _DEEPEST = 60  # Kubernetes' own types need less than 20
 _SURELY_READ = 500  # brackets
 _TURN = 0.01  # seconds of decoding before other tasks run
@@ -91,7 +90,8 @@ class _Text:
     async def peek(self) -> str:
         """Return the next character that is no space."""
         while True:
-            self._at = _end(_SPACE, self._text, self._at)
+            spaces = _SPACE.match(self._text, self._at)
+            self._at = spaces.end() if spaces else self._at
             if self._at < len(self._text):
                 return self._text[self._at]
             await self._more(1)
@@ -166,6 +166,14 @@ def _cut(text: str, at: int) -> tuple[str, int]:
     raise _IncompleteError
 
 
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
+async def lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield whole lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
+    pieces: list[bytes] = []
+    async for chunk in content:
+        *ended, rest = chunk.split(b"\n")
+        for line in ended:
+            whole = b"".join([*pieces, line])
+            pieces.clear()
+            if whole:
+                yield whole
+        pieces.append(rest)

@@ -19,6 +19,8 @@ from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import NODES, Api
 from ddpjob_operator.shell.cache.pods import number
 
+_REMEMBERED = 1000  # nodes that are gone
+
 Slim = tuple[NodeRecord, int | None]  # with its resourceVersion
 
 
@@ -77,6 +79,9 @@ class NodeCache:
         since, read = (old.down_since, old.read_at) if old and old.record is None else (now, None)
         read_at = now if quorum else read
         self._keep(name, _Seen(None, None, since, read_at))
+        gone = [name for name, seen in self._nodes.items() if seen.record is None]
+        for forgotten in gone[:-_REMEMBERED]:
+            del self._nodes[forgotten]
         return old is None or old.record is not None or old.guessed
 
     def replace_all(self, items: Iterable[Slim]) -> list[str]:

@@ -30,11 +30,19 @@ class SlimPod:
 
     pod: observe.Pod
     version: int | None
+    readable: bool = True
 
 
 def slim_pod(obj: Object) -> SlimPod:
-    """Keep the needed part of a Pod object."""
-    return SlimPod(observe.pod(obj), number(obj["metadata"].get("resourceVersion")))
+    """Keep the needed part of a Pod object; a malformed one must not hide all the others."""
+    meta, readable = obj["metadata"], True
+    try:
+        pod = observe.pod(obj)
+    except Exception:
+        log.exception("a pod that cannot be read is ignored")
+        named = {field: meta[field] for field in ("namespace", "name", "uid")}
+        pod, readable = observe.pod({"metadata": named}), False
+    return SlimPod(pod, number(meta.get("resourceVersion")), readable)
 
 
 async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:

@@ -207,7 +207,7 @@ class Store:
         found = offered if isinstance(offered, SlimPod) else slim_pod(offered)
         pod, version = found.pod, found.version
         self._saw("pods", version)
-        if pod.uid in self._buried:
+        if pod.uid in self._buried or not found.readable:
             return set()
         owner = (pod.namespace, pod.owner_uid) if pod.owner_uid else None
         former = self._owners.get(pod.uid)

@@ -74,7 +74,6 @@ def _connection(credentials: Credentials) -> kopf.AiohttpSession:
         headers={"Authorization": authorization} if authorization else {},
         proxy=credentials.proxy,
         response_class=_Response,
-        read_bufsize=decode.LINE,
     )
     return kopf.AiohttpSession(
         aiohttp_session=session,
@@ -110,9 +109,8 @@ class _Watch:
         return getattr(self._content, name)  # aiohttp's own business
 
     async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
-        async for line in self._content:
-            if line.endswith(b"\n"):  # else it is broken off
-                yield decode.shallow(line[:-1]) + b"\n"
+        async for line in decode.lines(self._content.iter_any()):
+            yield decode.shallow(line) + b"\n"
 
 
 def _slim(obj: decode.Object) -> decode.Object:

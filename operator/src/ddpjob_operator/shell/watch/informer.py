@@ -68,7 +68,7 @@ class Informer(ABC):
 
     def _refused(self, error: errors.ApiError) -> None:
         """Handle a refused list: the server's trouble, none of ours."""
-        self._mark_alive()
+        self.alive_at = time.monotonic()
         self.answered.set()
 
     def _tell(self, error: errors.ApiError) -> None:
@@ -98,10 +98,9 @@ class Informer(ABC):
                     await asyncio.sleep(_backoff(self._gone - 1))
             except errors.ApiError as error:
                 failures += 1
-                delay = _delay(failures, error)
                 self._tell(error)
                 self._refused(error)
-                await asyncio.sleep(delay)
+                await asyncio.sleep(_delay(failures, error))
 
     async def _list(self) -> str:
         newest = self._store.newest(self.resource.plural)
@@ -119,7 +118,7 @@ class Informer(ABC):
         return listing.resource_version
 
     def _take(self, obj: Object) -> Any:
-        self._mark_alive()  # a whole list may take longer than we may seem stuck
+        self.alive_at = time.monotonic()  # a whole list may take longer than we may seem stuck
         return self._keep(obj)
 
     async def _watch_from(self, version: str) -> None:
@@ -153,10 +152,7 @@ class Informer(ABC):
                 if time.monotonic() - began < _BRIEF:
                     failures += 1  # the server refuses watches just now
                     await asyncio.sleep(_backoff(failures))
-            self._mark_alive()
-
-    def _mark_alive(self) -> None:
-        self.alive_at = time.monotonic()
+            self.alive_at = time.monotonic()
 
     def _mark_received(self) -> None:
         self.received_at = self.alive_at = time.monotonic()

@@ -82,7 +82,6 @@ class Resync:
             self._changed(key)
 
     def _take(self, before: Mapping[str, str], obj: Object) -> str:
-        """Take one job of a list; return its uid."""
         self.alive_at = time.monotonic()
         self._received()
         self._store.put_read_job(obj, before)

@@ -231,9 +231,9 @@ def _refusals(view: View) -> Iterator[tuple[str, str]]:
 
 def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
     """Report pods that outlive their grace period, and old pods that hold up this attempt."""
-    for pod in (*view.members.values(), *view.others):
+    for pod in view.pods:
         if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
-            if not pod.node or pod.stopped or pod.phase in ("Succeeded", "Failed"):
+            if not pod.node or pod.ended:
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
                 yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
             else:

@@ -44,8 +44,10 @@ def lost(view: View, pod: Pod) -> bool:
 
 def suspect(view: View, *, late: bool = False) -> Pod | None:
     """Find a member on a silent node, which its peers may die of; ``late``: not running yet."""
-    found = (pod for pod in _needed(view) if not (late and classify.running(pod)))
-    return next((pod for pod in found if _known(view, pod)), None)
+    found = [pod for pod in _needed(view) if not (late and classify.running(pod))]
+    nodes = ((pod, _node(view, pod)) for pod in found)
+    # A new node may be reported later than its pod.
+    return next((pod for pod, node in nodes if node and not node.guessed), None)
 
 
 def guessed(view: View) -> bool:
@@ -115,7 +117,7 @@ def _needed(view: View) -> list[Pod]:
 
 def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
     """List pods not known to have ended, on nodes that are not ready or gone."""
-    for pod in (*view.members.values(), *view.others):
+    for pod in view.pods:
         node = _node(view, pod)
         if node is not None:
             yield pod, node
@@ -128,16 +130,10 @@ def _node(view: View, pod: Pod) -> Node | None:
     """
     if view.nodes is None or not pod.node or pod.deletion_grace == 0:
         return None
-    if not pod.deleting and (pod.stopped or pod.phase in ("Succeeded", "Failed")):
+    if not pod.deleting and pod.ended:
         return None
     node = view.nodes.known.get(pod.node)
     return None if node is None or (node.exists and node.ready) else node
-
-
-def _known(view: View, pod: Pod) -> bool:
-    """Tell whether its node is reported silent: a new one may be reported later."""
-    node = _node(view, pod)
-    return node is not None and not node.guessed
 
 
 def _given_up(view: View, node: Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from ddpjob_contract import LEFT_EARLY, ExitCode
@@ -163,16 +163,12 @@ def _left(view: View, wait: timedelta) -> float:
     """
     if all(_ended(view, pod) for pod in view.members.values()):
         return 0.0
-    first = _first_end(view)
+    lost = [pod for pod in view.needed.values() if not classify.succeeded(pod)]
+    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
+    first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
         return 0.0
     return (first + wait - view.now).total_seconds()
-
-
-def _first_end(view: View) -> datetime | None:
-    lost = [pod for pod in view.needed.values() if not classify.succeeded(pod)]
-    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
-    return min((end for end in ends if end is not None), default=None)
 
 
 def _ended(view: View, pod: Pod) -> bool:

@@ -63,10 +63,9 @@ def count(view: View, change: Change) -> Change:
 def _told(view: View) -> list[Rounds]:
     """Collect the reports: replica 0's /state, and the last words of ended launchers."""
     polled = [view.feedback.rounds] if view.feedback.rounds else []
-    pods = (*view.members.values(), *view.others)
     reported = [
         Rounds(pod.attempt or 0, pod.trainer.report.number or 0, pod.trainer.report.rounds)
-        for pod in pods
+        for pod in view.pods
         if pod.trainer.report
     ]
     return polled + reported

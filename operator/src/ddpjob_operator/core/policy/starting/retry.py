@@ -21,6 +21,8 @@ from ddpjob_operator.core.view import View
 #: For a taken name: its object is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
 _FOREIGN: Final = timedelta(seconds=10)
+#: A name taken for long frees no sooner for being asked: wait a tenth of that time, at most this.
+_TAKEN_LONG: Final = timedelta(seconds=30)
 #: For any other refusal, in seconds.
 _FIRST: Final = 2.0
 _MOST: Final = 300.0
@@ -132,4 +134,5 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 def rests_until(view: View, refusal: Refusal) -> datetime:
     """Return when an object whose name was taken may be tried again."""
     foreign = refusal.existing is not None and not report.passes(view, refusal)
-    return refusal.at + (_FOREIGN if foreign else _OURS)
+    stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
+    return refusal.at + max(_FOREIGN if foreign else _OURS, stood)

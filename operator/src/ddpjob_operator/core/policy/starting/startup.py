@@ -108,7 +108,6 @@ def all_running(view: View) -> bool:
 
 def _run(view: View, change: Change) -> Change:
     timings, loss = view.status.timings, recovers_from(view.status)
-    recovered = loss is not None
     since = _last_sign(view, loss) if loss else timings.started_at or view.now
     seconds = max(0.0, (view.now - since).total_seconds())
     change = change.with_status(
@@ -117,9 +116,7 @@ def _run(view: View, change: Change) -> Change:
         timings=replace(
             timings,
             running_at=view.now,
-            last_recovery_seconds=(
-                round(seconds, 3) if recovered else timings.last_recovery_seconds
-            ),
+            last_recovery_seconds=round(seconds, 3) if loss else timings.last_recovery_seconds,
         ),
     )
     who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
@@ -128,7 +125,7 @@ def _run(view: View, change: Change) -> Change:
     if stalled and stalled.reason != repeat.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
-    measured = Measurement("recovery_seconds" if recovered else "time_to_running_seconds", seconds)
+    measured = Measurement("recovery_seconds" if loss else "time_to_running_seconds", seconds)
     return change.tell("Normal", "Running", message).measure(measured)
 
 
