@@ -14,8 +14,8 @@ import pytest
 from ddpjob_trainer.launcher.watch import hangs
 from ddpjob_trainer.launcher.watch.hangs import HangWatch, StackRequest
 from ddpjob_trainer.liveness import stacks as stacks_module
-from ddpjob_trainer.liveness.hang import Deadlines, Hang
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
+from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter
 from support.launching import PATHS
 from support.patience import PATIENCE
 
