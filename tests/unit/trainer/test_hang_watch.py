@@ -14,8 +14,8 @@ import pytest
 from ddpjob_trainer.launcher.watch import hangs
 from ddpjob_trainer.launcher.watch.hangs import HangWatch, StackRequest
 from ddpjob_trainer.liveness import stacks as stacks_module
-from ddpjob_trainer.liveness.hang import Deadlines, Hang
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
+from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter
 from support.launching import PATHS
 from support.patience import PATIENCE
 
@@ -113,7 +113,7 @@ def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
 
 
 def _hang(rank: int) -> Hang:
-    return Hang(rank, "step", "data", 1, 11.0, 10.0, stopped=False)
+    return Hang(Sign(RankState(rank, "step", activity="data"), 11.0), 10.0)
 
 
 def _answered(request: StackRequest) -> str:
@@ -170,4 +170,4 @@ def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untype
         request = StackRequest(_hang(1), tmp_path, {1: process.pid})
         told, brief, code = request.text(), request.brief(), process.poll()
         process.kill()
-    assert (told, brief, code) == ("--- rank 1\nno answer: it is stopped\n", [], None)
+    assert (told, brief, code) == ("--- rank 1\nno answer\n", [], None)
