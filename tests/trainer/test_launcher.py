@@ -185,8 +185,9 @@ def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_
     assert json.loads(report.read_bytes())["kind"] == "sigterm"
 
 
-def test_behind_a_shell_the_one_that_trains_is_told_to_end(script, tmp_path):  # type: ignore[no-untyped-def]
-    """Else the shell ends at once, and the other is killed."""
+@pytest.mark.parametrize("trap", [False, True])
+def test_behind_a_shell_the_one_that_trains_is_told_to_end(script, tmp_path, trap):  # type: ignore[no-untyped-def]
+    """Else the shell ends at once, and the other is killed. One that has a trap is told itself."""
     program = script(
         """
 from pathlib import Path
@@ -202,11 +203,15 @@ print("ready", flush=True)
         + HANDLES
     )
     shell = tmp_path / "train.sh"
-    shell.write_text(f"#!/bin/sh\n{sys.executable} {program}\necho the shell goes on\n")
+    trapped = "trap 'echo trapped; kill -TERM $!; wait' TERM\n"
+    python = f"{sys.executable} {program}"
+    body = f"{trapped}{python} &\nwait $!\nwait" if trap else f"{python}\necho the shell goes on"
+    shell.write_text(f"#!/bin/sh\n{body}\n")
     shell.chmod(0o755)
     process = launch(str(shell))
     out, err = ended_by(process, signal.SIGTERM, "ready\n")
-    assert (out, process.returncode) == ("saved\nthe shell goes on\n", 143), err
+    assert out == ("trapped\nsaved\n" if trap else "saved\nthe shell goes on\n"), err
+    assert process.returncode == 143, err
 
 
 def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-untyped-def]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -38,6 +39,16 @@ def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ig
     assert (code, "Exec format error" in err) == (126, True)
     code, _, err = run("true", env=_seam(tmp_path, "subprocess.Popen", "raise BlockingIOError(11)"))
     assert (code, "cannot start" in err) == (1, True)
+
+
+def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ignore[no-untyped-def]
+    events = tmp_path / "events"
+    command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
+    closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
+    env = {**os.environ, **patched(tmp_path, {"launcher.reports.events._END_SECONDS": PATIENCE})}
+    done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
+    assert done.returncode == 0
+    assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
 
 
 def test_sigterm_while_the_launcher_imports_ends_it_even_as_pid_1(tmp_path):  # type: ignore[no-untyped-def]
@@ -266,3 +277,23 @@ def test_ranks_that_do_not_talk_hear_of_one_that_ended_long_before():
         words = next(line for line in process.stderr if "more than 0.2 s ago" in line)
     assert "rank 1 ended with exit code 0" in words
     assert "2 of the others have not ended" in words
+
+
+def test_the_rate_of_the_last_minute_is_told_whatever_library_tells_of_steps(script, wait_until):  # type: ignore[no-untyped-def]
+    program = script("""
+from pathlib import Path
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+for step in range(1, 10**9):
+    writer.update(phase="step", step=step)
+    time.sleep(0.02)
+""")
+    (port,) = free_ports(1)
+
+    def told() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/state") as answer:
+            return bool(json.load(answer).get("stepsPerSecond", 0) > 0)
+        return False
+
+    with launched("--metrics-port", str(port), program):
+        wait_until(told, "steps per second in /state")

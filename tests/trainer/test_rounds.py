@@ -25,6 +25,7 @@ from support.rounds import (
     Training,
     alive,
     children,
+    free_ports,
     kill,
     patched,
     two_launchers,
@@ -288,3 +289,29 @@ def test_the_hub_stays_until_all_others_are_done(script, tmp_path, taken):  # ty
             errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
     assert (f"no restart in place: port {hub} of the hub: Address already" in errors[0]) is taken
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("constant", ["_SUCCESS_SECONDS", "_ANSWER_SECONDS"])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_hub_that_cannot_be_is_not_waited_for(script, tmp_path, constant, taken):  # type: ignore[no-untyped-def]
+    """Its port is another's, or launcher 0 is gone: with training under way that is known."""
+    code = 3 if constant == "_ANSWER_SECONDS" else 0
+    program = script(
+        f"""
+from pathlib import Path
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
+writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+writer.update(phase="step", step=1)
+sys.exit({code} if rank == 2 else 0)
+"""
+    )
+    [nobody] = free_ports(1)
+    other = Forwarder(nobody)  # takes connections, and closes them
+    hub, replicas = (other.port, (0, 1)) if taken else (nobody, (1,))
+    env = patched(tmp_path, {f"launcher.supervisor.{constant}": 10 * PATIENCE})
+    with two_launchers(tmp_path, program, nproc=2, hub=hub, replicas=replicas, **env) as launchers:
+        errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
+    other.cut()
+    assert launchers[-1].returncode == code, errors
+    assert ("no further round: the hub was lost" in errors[-1]) == (code == 3)

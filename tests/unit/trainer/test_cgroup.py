@@ -38,11 +38,14 @@ def write(place: Path, names: tuple[str, ...], kills: int, *sizes: object) -> No
         ("9:name=systemd:/x\n4:memory:/kubepods/pod1/c1\n3:cpu,cpuacct:/x\n0::/x", "memory", V1),
         ("4:memory:/pods/c1\n0::/pods/c1", "memory/pods/c1", V1),
         ("0::/../c2", ".", V2),  # another namespace's
+        ("0::/slice/job", "slice", V2),  # the limit is that of the cgroup above
+        ("4:memory:/slice/job", "memory/slice", V1),
     ],
 )
 def test_kills_limit_and_peak_are_read(own, base, names, tmp_path):  # type: ignore[no-untyped-def]
     (tmp_path / "own").write_text(own)
     write(tmp_path / "cgroup" / base, names, 2, 2 * GIB, GIB)
+    write(tmp_path / "cgroup" / base / "job", names, 2, NONE_V1, 7)
     write(tmp_path / "c2", V2, 9, 9, 9)
     assert read(tmp_path / "cgroup", tmp_path / "own") == Memory(2, 2 * GIB, GIB)
 

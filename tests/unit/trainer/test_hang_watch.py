@@ -170,4 +170,4 @@ def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untype
         request = StackRequest(_hang(1), tmp_path, {1: process.pid})
         told, brief, code = request.text(), request.brief(), process.poll()
         process.kill()
-    assert (told, brief, code) == ("--- rank 1\nno answer: it is stopped\n", [], None)
+    assert (told, brief, code) == ("--- rank 1\nno answer\n", [], None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.state import Results
+from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
 from support.worker_group import NEVER, config_of_three, make_group
@@ -186,20 +189,26 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ign
     assert reaped == [(NEVER, -9)]
 
 
-def test_without_descriptors_a_worker_cannot_start(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """A failure like any other: the next round may have some."""
     pump, said = OutputPump(Log(), prefixed=True), list[str]()
     workers = WorkerGroup(config_of_three(), 0, tmp_path, pump, said.append)
+    real, made = os.pipe2, list[tuple[int, int]]()
 
-    def none_left(flags: int) -> NoReturn:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    def second_fails(flags: int) -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(real(flags))
+        return made[0]
 
-    monkeypatch.setattr(os, "pipe2", none_left)
+    monkeypatch.setattr(os, "pipe2", second_fails)
     workers.start(lambda *_: pytest.fail("it cannot"), 0.0)
     assert workers.failed
     assert len(said) == 1
     assert said[0].endswith("sh: Too many open files")
     assert said[0] in workers.exits[0].exception
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0][1])
 
 
 @pytest.mark.parametrize("how", ["signal", "stop", "grace"])
@@ -232,3 +241,33 @@ def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, 
         record.write(pid.to_bytes(4, "little"))
     workers.signal(15, 1.0)
     assert sent == [(NEVER, 15), (NEVER + 1, 15), (NEVER + 2, 15)]
+
+
+def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]
+    """Else a victim here would be the first, and blamed."""
+    heard, seen = list[float](), list[float]()
+
+    def ended(pid: int, status: int, at: float) -> None:
+        seen.append(at)
+        raise StopIteration  # so far
+
+    supervisor = object.__new__(Supervisor)
+    supervisor._sleep = lambda seconds: heard.append(time.monotonic())  # type: ignore[method-assign]
+    supervisor._workers = SimpleNamespace(ended=ended)  # type: ignore[assignment]
+    monkeypatch.setattr(children, "reap", lambda: [(NEVER, 1)])
+    with pytest.raises(StopIteration):
+        supervisor._watch()
+    assert heard[0] <= seen[0]
+
+
+def test_who_loses_its_peers_after_an_end_elsewhere_does_not_wait_out_the_grace_period(  # type: ignore[no-untyped-def]
+    tmp_path, sent
+):
+    supervisor = object.__new__(Supervisor)
+    workers = supervisor._workers = make_group(tmp_path)[0]
+    supervisor._ended = termination.Ended(end=End(-1, "replica 1 leaves", graceful=True))
+    supervisor._stop_the_rest(1.0)
+    assert not workers.stopping
+    workers.ended(NEVER, 75, 2.0)
+    supervisor._stop_the_rest(2.0)
+    assert (workers.stopping, workers.kill_at) == (True, 3.0)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpjob_contract import State
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.reports import endpoints
 from ddpjob_trainer.launcher.reports.endpoints import Server
-from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics
+from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text
 from ddpjob_trainer.launcher.reports.state import answer
+from support.descriptors import none_left
 from support.patience import PATIENCE
 
 
@@ -78,6 +83,42 @@ def test_a_request_that_does_not_end_is_answered_and_closed_before_it_fills_the_
         with stranger.makefile("rb") as reply:
             assert reply.readline() == b"HTTP/1.1 200 OK\r\n"
             assert reply.read().endswith(b"ok\n")
+
+
+def test_without_descriptors_it_waits_instead_of_trying_all_the_time(serve, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sockets, "FULL_SECONDS", 600.0)
+    tries: list[float] = []
+
+    class Counted(Server):
+        def get_request(self) -> Any:
+            tries.append(time.monotonic())
+            return super().get_request()
+
+    monkeypatch.setattr(endpoints, "Server", Counted)
+    server = serve()
+    with socket.socket() as client:
+        with none_left():
+            client.connect(("127.0.0.1", port_of(server)))
+            while not tries:
+                time.sleep(0.01)
+            time.sleep(0.1)  # enough for thousands of tries
+        assert len(tries) == 1
+    server.end()
+    server.thread.join(PATIENCE)
+    assert not server.thread.is_alive()
+
+
+def test_a_file_that_vanishes_meanwhile_hides_no_metrics(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """That of a rank which ends; or it is half written as yet."""
+    (tmp_path / "gauge_1.db").touch()
+    real, looks = Path.stat, list[Path]()
+
+    def stat(path: Path, **how: bool) -> os.stat_result:
+        looks.extend([path] * (path.suffix == ".db"))
+        return real(path / "gone" if path in looks[:2] and len(looks) < 3 else path, **how)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert b"ddpjob_trainer_round 3.0" in as_text(tmp_path, LauncherMetrics(round=3))
 
 
 STATE: State = {

@@ -186,11 +186,19 @@ def _snapshot(options: argparse.Namespace) -> int:
         return 1
 
 
+def _hold_standard_files() -> None:
+    """Open /dev/null for closed descriptors 0 to 2, else our other files get them."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def _run(options: argparse.Namespace) -> int:
     from ddpjob_trainer.launcher.launch_config import CannotStartError, make_launch_config
     from ddpjob_trainer.launcher.processes.fork_server import Program
     from ddpjob_trainer.launcher.supervisor import Supervisor
 
+    _hold_standard_files()
     try:
         env = read_launcher(os.environ)
         given = vars(options)

@@ -59,7 +59,12 @@ class OutputPump:
         with self._lock:
             streams = self._streams[rank] = []
             for target in (1, 2):
-                read, write = os.pipe2(os.O_CLOEXEC)
+                try:
+                    read, write = os.pipe2(os.O_CLOEXEC)
+                except OSError:
+                    for end in ends:
+                        os.close(end)
+                    raise
                 os.set_blocking(read, False)
                 ends.append(write)
                 stream = _Stream(read, target, prefix, tail)

@@ -211,9 +211,9 @@ class Supervisor:
             self._report(now)
             self._warn_of_early_ends(now)
             self._pace.poll(self._workers.state(0), now)
-            self._progress.tick(now)
             member_due = self._member.tick(now)
             self._take_messages(now)
+            self._stop_the_rest(now)
             kill_due = self._workers.kill_when_due(now)
             self._report_stopped(now)
             if self._is_finished(now):
@@ -336,6 +336,11 @@ class Supervisor:
         """Stop the workers after short last words: no round follows."""
         trace.mark("ended")
         if not self._workers.stopping and not self._ended.signal:
+            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
+
+    def _stop_the_rest(self, now: float) -> None:
+        """Stop workers that lost their peers after another launcher's end."""
+        if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
             self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _report_stopped(self, now: float) -> None:

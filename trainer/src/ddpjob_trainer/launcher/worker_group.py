@@ -188,17 +188,22 @@ class WorkerGroup:
     def signal(self, signum: int, now: float) -> None:
         """Forward a signal to all workers; an ending one also cancels those still starting."""
         for pid, local_rank in self._pids.items():
-            children.send(self._listener(pid, local_rank), signum)
+            children.send(self._listener(pid, local_rank, signum), signum)
         if signum in ENDING:
             self._recall(signum, now)
 
-    def _listener(self, pid: int, local_rank: int) -> int:
-        """Choose the process to signal: the trainer, where the worker is a shell around it.
+    def _listener(self, pid: int, local_rank: int, signum: int) -> int:
+        """Choose the process to signal: the worker, or the trainer in its process group.
 
-        The shell would die of the signal, and leave the trainer to be killed without a snapshot.
+        The latter where the worker is a shell that would die of the signal and leave the trainer to
+        be killed without a snapshot. A worker that catches the signal has a trap, or passes it on;
+        SIGINT is an exception, since bash and Python catch it by default: at a terminal every
+        process gets it.
         """
         state = self.state(local_rank)
-        return state.pid if state and children.group_of(state.pid) == pid else pid
+        if state is None or (signum != signal.SIGINT and children.catches(pid, signum)):
+            return pid
+        return state.pid if children.group_of(state.pid) == pid else pid
 
     def _recall(self, signum: int, now: float) -> None:
         for local_rank in self.recall():

@@ -27,7 +27,8 @@ _AT_LIMIT: Final = 0.9
 class Memory:
     """``kills``: processes that the kernel has OOM-killed here. Sizes in bytes.
 
-    ``limit`` None: there is none. ``peak``: the most that was in use, None: unknown.
+    ``limit``: the lowest of this cgroup and those above it that can be seen, None: there is none.
+    ``peak``: the most that was in use under that limit, None: unknown.
     """
 
     kills: int
@@ -52,7 +53,10 @@ def read(root: Path = _ROOT, own: Path = _OWN) -> Memory | None:
     kills = _kills(place / files[0])
     if kills is None:
         return None
-    return Memory(kills, _number(place / files[1]), _number(place / files[2]))
+    around = [place, *(above for above in place.parents if above.is_relative_to(base))]
+    limits = [(limit, one) for one in around if (limit := _number(one / files[1])) is not None]
+    limit, place = min(limits, key=lambda found: found[0], default=(None, place))
+    return Memory(kills, limit, _number(place / files[2]))
 
 
 def killed(before: Memory | None, now: Memory | None) -> str:

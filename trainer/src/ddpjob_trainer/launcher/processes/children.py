@@ -126,6 +126,16 @@ def group_of(pid: int) -> int:
         return 0
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = status.partition("\nSigCgt:")[2].partition("\n")[0]
+    return bool(int(mask or "0", 16) >> (signum - 1) & 1)
+
+
 def send(pid: int, signum: int) -> None:
     """Send a signal to one process, which may be gone."""
     with contextlib.suppress(ProcessLookupError):

@@ -17,6 +17,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from ddpjob_contract import State
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text
 from ddpjob_trainer.launcher.reports.state import answer
 
@@ -26,8 +27,6 @@ _MAX_CONNECTIONS = 32
 _MAX_HEAD = 16 * 1024
 #: A client may send nothing, or read nothing, for so long.
 _IDLE_SECONDS = 5.0
-#: Between two connections: without free descriptors each accept() fails at once.
-_PAUSE_SECONDS = 0.005
 
 
 class Server(ThreadingHTTPServer):
@@ -58,9 +57,18 @@ class Server(ThreadingHTTPServer):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     def _serve(self) -> None:
-        while not self._ended.wait(_PAUSE_SECONDS):
+        while not self._ended.is_set():
             self.handle_request()
         self.socket.close()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; without free descriptors pause first, to spare the processor."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in sockets.FULL:
+                self._ended.wait(sockets.FULL_SECONDS)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Handle a request; when there are too many, drop the oldest connection."""

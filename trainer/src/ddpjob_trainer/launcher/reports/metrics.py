@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _OF_A_RANK = re.compile(r"_rank\d+\.db$")
 _OF_A_PROCESS = re.compile(r"(\d+)\.db$")
+_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -48,6 +51,10 @@ def as_text(directory: Path, counted: LauncherMetrics) -> bytes:
 
     registry = CollectorRegistry()
     registry.register(_Metrics(directory, counted))
+    for _ in range(_ATTEMPTS - 1):
+        # A file may have vanished, or be half written.
+        with contextlib.suppress(OSError, ValueError, RuntimeError, struct.error):
+            return generate_latest(registry)
     return generate_latest(registry)
 
 

@@ -7,15 +7,13 @@ server's clock is unknown.
 
 from __future__ import annotations
 
-import glob
-import math
 import os
+import re
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -35,37 +33,38 @@ class ProgressPath:
     It only grows. ``path`` None: nothing is declared, and no thread runs.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, every: float = _EVERY_SECONDS) -> None:
         self.newest = NEVER
         self._path = path
-        self._look: threading.Thread | None = None
-        self._due = 0.0  # when to look again without being asked
-
-    def tick(self, now: float) -> None:
-        """Look now and then."""
-        if now >= self._due:
-            self.poll(0)
+        self._every = every
+        self._wanted = threading.Event()
+        self._read = threading.Condition()
+        self._begun = 0
+        self._done = 0
+        if path is not None:
+            threading.Thread(target=self._run, name="progress", daemon=True).start()
 
     def poll(self, seconds: float) -> None:
-        """Read the path now; wait for the result, at most about so long."""
+        """Read the path now; wait for the result, at most so long."""
         if self._path is None:
             return
-        if self._look is not None:
-            self._look.join(seconds)
-            if self._look.is_alive():
-                return  # it may have passed the newest file, but a dead file server has one look
-        self._due = math.inf
-        self._look = threading.Thread(
-            target=self._read, args=(self._path,), name="progress", daemon=True
-        )
-        self._look.start()
-        self._look.join(seconds)
+        with self._read:
+            wanted = self._begun + 1  # a look that has begun may have passed the newest file
+            self._wanted.set()
+            self._read.wait_for(lambda: self._done >= wanted, seconds)
 
-    def _read(self, path: Path) -> None:
-        since = time.monotonic()
-        self.newest = max(self.newest, newest_mtime(path))
-        now = time.monotonic()
-        self._due = now + max(_EVERY_SECONDS, (now - since) / _SHARE)
+    def _run(self) -> None:
+        assert self._path is not None
+        while True:
+            with self._read:
+                self._wanted.clear()
+                self._begun += 1
+            since = time.monotonic()
+            self.newest = max(self.newest, newest_mtime(self._path))
+            with self._read:
+                self._done = self._begun
+                self._read.notify_all()
+            self._wanted.wait(max(self._every, (time.monotonic() - since) / _SHARE))
 
 
 def newest_mtime(path: Path) -> int:
@@ -76,9 +75,7 @@ def newest_mtime(path: Path) -> int:
     """
     budget = iter(range(MOST_ENTRIES))
     newest, directories = NEVER, []
-    name = glob.escape(path.name).replace("[*]", "*")
-    matches = glob.iglob(f"{glob.escape(str(path.parent))}/{name}")  # noqa: PTH207  lazy
-    for found in islice(matches, MOST_ENTRIES):
+    for found in _declared(path, budget):
         try:
             about = Path(found).stat()
         except OSError:
@@ -108,6 +105,15 @@ def as_text(mtime: int) -> str:
 def _sane(mtime: int) -> int:
     """Drop a time that the operator cannot write down."""
     return mtime if mtime < 2**63 else NEVER
+
+
+def _declared(path: Path, budget: Iterator[int]) -> list[str]:
+    if "*" not in path.name:
+        return [str(path)]
+    matches: Callable[[str], object] = re.compile(
+        ".*".join(map(re.escape, path.name.split("*"))), re.DOTALL
+    ).fullmatch
+    return [entry.path for entry, _ in _entries(str(path.parent), budget) if matches(entry.name)]
 
 
 def _entries(

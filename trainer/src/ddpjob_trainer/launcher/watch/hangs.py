@@ -84,11 +84,10 @@ class StackRequest:
 
     def text(self) -> str:
         """Return all stacks by rank, that of the hanging rank first."""
-        ranks = dict.fromkeys((self.hang.rank, *self._asked))
-        parts = [
-            f"--- rank {rank}\n{self._answer(rank) or 'no answer: it is stopped'}\n"
-            for rank in ranks
-        ]
+        parts = []
+        for rank in dict.fromkeys((self.hang.rank, *self._asked)):
+            none = "no answer: it is stopped" if rank in self._asked else "no answer"
+            parts.append(f"--- rank {rank}\n{self._answer(rank) or none}\n")
         return "".join(parts).encode()[:STATE_MAX_STACKS_BYTES].decode(errors="ignore")
 
     def _answer(self, rank: int) -> str:
