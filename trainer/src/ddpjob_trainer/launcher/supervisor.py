@@ -7,6 +7,7 @@ descendant of the launcher is alive.
 
 from __future__ import annotations
 
+import os
 import selectors
 import shutil
 import signal
@@ -121,7 +122,9 @@ class Supervisor:
         children.adopt_orphans()
         try:
             with self._signals.collected(self._selector):
-                self._pump = OutputPump(self._log, prefixed=config.nproc > 1)
+                # On a terminal several launchers may write; a pod's name tells whose line it is.
+                several = config.nproc > 1 or (config.world_size > 1 and os.isatty(1))
+                self._pump = OutputPump(self._log, prefixed=several)
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest
                 )
