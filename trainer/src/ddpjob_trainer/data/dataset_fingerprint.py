@@ -72,7 +72,8 @@ def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int]
 
 def _collect(value: Any, found: list[float]) -> None:
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and value.numel():
+        dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if dense and value.numel():
             few = value.detach().flatten()[:_READ]
             real = torch.view_as_real(few.resolve_conj()) if few.is_complex() else few
             found.append(float(real.double().abs().mean()))
