@@ -23,6 +23,7 @@ _ROWS = 64
 _OF_PARAMETER = 64
 _PARTS = 64  # of a list
 _CHARACTERS = 256
+_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8}
 #: Of a generator's words all change when the position comes to their end, so some will do.
 _WORDS_BYTES = 128
 
@@ -60,7 +61,11 @@ class Digest:
         self._note(tensor.dtype, tensor.shape)
         if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
             return
-        thin = in_order(tensor.detach()[_thinned(tensor.shape, elements, rows)])
+        places = _thinned(tensor.shape, elements, rows)
+        if tensor.device.type == "cpu" and tensor.dtype in _OF_NUMPY and not tensor.is_neg():
+            self._hash.update(tensor.detach().numpy()[places].tobytes())  # a third of torch's time
+            return
+        thin = in_order(tensor.detach()[places])
         if thin.device.type == "cpu":
             self._hash.update(thin.view(torch.uint8).numpy().tobytes())
         else:
