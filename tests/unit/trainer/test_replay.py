@@ -139,6 +139,7 @@ def of(value: Any) -> int:
         torch.randn(4).to(torch.bfloat16), torch.randn(4, dtype=torch.complex64).conj(),
         torch.arange(7), torch.zeros(0, 3), torch.tensor(2.5), torch.eye(3).to_sparse(),
         torch.randn(3, 4, requires_grad=True).t(), np.arange(12.0).reshape(3, 4)[:, ::-1],
+        torch.nested.nested_tensor([torch.ones(2)]),
         {"x": torch.ones(2), "name": ["a", None, 3, 2.5, b"z", True]}, (), object,
     ],
 )  # fmt: skip

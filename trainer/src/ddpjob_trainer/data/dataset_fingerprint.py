@@ -64,8 +64,7 @@ def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int]
     """
     for rank, theirs in enumerate(every):
         for place, (one, other) in enumerate(zip(every[0], theirs, strict=True)):
-            alike = len(one) == len(other) and np.allclose(one, other, _CLOSE, _CLOSE**3)
-            if not alike:
+            if len(one) != len(other) or not np.allclose(one, other, _CLOSE, _CLOSE**3):
                 return rank, place
     return None
 

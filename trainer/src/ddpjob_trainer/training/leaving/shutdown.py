@@ -34,8 +34,7 @@ _CALLS = 8  # a call may be over on one rank before another that differs waits f
 class Shutdown:
     """Owns SIGTERM, SIGINT and sys.excepthook of a training process.
 
-    ``reached``: how often peers() was entered, on every rank alike. ``calls``: the last times, and
-    what for.
+    ``reached``: how often peers() was entered, on every rank alike. ``calls``: for what, lately.
     """
 
     def __init__(self, rank: int, state: RankStateWriter) -> None:

@@ -23,7 +23,7 @@ _ROWS = 64
 _OF_PARAMETER = 64
 _PARTS = 64  # of a list
 _CHARACTERS = 256
-_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8}
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 #: Of a generator's words all change when the position comes to their end, so some will do.
 _WORDS_BYTES = 128
 
@@ -37,7 +37,7 @@ class Digest:
 
     def add(self, value: Any) -> None:
         """Add a batch: tensors, arrays and plain values in nested lists, tuples and mappings."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not value.is_nested:  # which may have no shape
             self.sample(value, _ELEMENTS, _ROWS)
         elif isinstance(value, list | tuple):
             self._note("list", len(value))
@@ -82,12 +82,11 @@ class Digest:
 
 
 @functools.lru_cache(maxsize=256)
-def _thinned(shape: Iterable[int], elements: int, rows: int) -> tuple[slice, ...]:
+def _thinned(sizes: tuple[int, ...], elements: int, rows: int) -> tuple[slice, ...]:
     """Index a view of about so many elements, from the midst of equal parts of each dimension.
 
     Of a batch's samples as many as there are, up to ``rows``, and a few elements of each.
     """
-    sizes = tuple(shape)
     places = []
     for dimension, size in enumerate(sizes):
         last = dimension == len(sizes) - 1
@@ -106,6 +105,5 @@ def of_generators(device: torch.device) -> int:
     torchs = torch.get_rng_state().numpy()
     found = blake2b(torchs[:_WORDS_BYTES].tobytes() + torchs[-_WORDS_BYTES:].tobytes())
     if device.type == "cuda":
-        # The host has it: nothing waits.
-        found.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+        found.update(torch.cuda.get_rng_state(device).numpy().tobytes())  # the host has it
     return int.from_bytes(found.digest()[:8], "little") or 1
