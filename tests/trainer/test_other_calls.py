@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
 
 DATA = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
 
@@ -93,3 +96,11 @@ def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  #
     assert 64 in codes.values(), logs
     assert "in the end of the loop, left in step 1, after its commit()" in logs
     assert "nor an error that one rank's script catches" in logs
+
+
+def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
+    """torchrun's agent keeps one store for all of them."""
+    store = HashStore()
+    for calls in ([(1, "step 0")], [(1, "step 1")]):
+        run = CallMismatch(SimpleNamespace(rank=0, size=1), SimpleNamespace(calls=calls))  # type: ignore[arg-type]
+        run._look(store)  # refuses by what SimpleNamespace lacks

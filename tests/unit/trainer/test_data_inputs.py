@@ -177,6 +177,12 @@ def test_weights_are_changed_by_the_epoch_only():
     sampler.weights = sampler.weights * 2
     with pytest.raises(ConfigError, match=r"weights were changed before epoch 2, .*a dict"):
         order.samples(2, np.arange(9))
+    of_numpy: Any = Epochs()
+    of_numpy.weights = np.ones(2)
+    order = Sampled(5, of_numpy, 9)
+    of_numpy.weights *= 2
+    with pytest.raises(ConfigError, match="weights were changed before epoch 1"):
+        order.samples(1, np.arange(2))
 
 
 class Epochs:
@@ -210,6 +216,7 @@ def test_orders_that_cannot_be_are_refused():
         (BatchSampler(range(SAMPLES), 4, False), "a batch sampler has no place here"),
         ([0.5, 1.5], "must give the index of one sample after another"),
         (iter([1, 2]), "list_iterator has no length"),
+        (Epochs, "is the class Epochs: give an object of it"),
         (DistributedSampler(list(range(SAMPLES)), 2, 0), "give a sampler of the whole dataset"),
         ([], "the dataset is empty"),
         (lambda epoch: None, "gave a NoneType for epoch 0: let it give the indices"),

@@ -77,6 +77,8 @@ EQUAL: list[Callable[[], Any]] = [
     lambda: [{"a": object(), "b": torch.zeros(4, dtype=torch.complex64), "c": np.array("d")}] * 20,
     lambda: TensorDataset(torch.full((20, 1), torch.nan)),
     lambda: [torch.eye(3).to_sparse()] * 20,
+    lambda: [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])] * 20,
+    lambda: [torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)] * 20,
 ]
 
 

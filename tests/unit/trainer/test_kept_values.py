@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.snapshot.restore.load_state import fitting
 from ddpjob_trainer.snapshot.training_state import TrainingState, weights_sha256
 from ddpjob_trainer.state.codec import UnstorableError, flatten
+from ddpjob_trainer.state.stateful import GeneratorState
 from support.snapshots import memory_source
 
 KINDS: dict[str, Any] = {
@@ -63,6 +65,8 @@ def test_a_generator_of_numpys_or_pythons_goes_on_where_it_was(kind: str) -> Non
 def test_a_generator_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="as 'draws' does not fit"):
         resumed("draws", KINDS["MT19937"](1), KINDS["default_rng"](1))
+    with pytest.raises(ConfigError, match="of another kind then"), fitting("draws"):
+        GeneratorState(torch.Generator()).load_state_dict({"state": torch.zeros(16).byte()})
     with pytest.raises(ConfigError, match=r"has no state_dict\(\)"):
         TrainingState(nn.Linear(2, 2)).register("draws", random.SystemRandom())  # type: ignore[arg-type]
 

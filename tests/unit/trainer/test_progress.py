@@ -186,11 +186,13 @@ def test_what_is_no_number_cannot_be_logged():  # type: ignore[no-untyped-def]
 
 def test_numbers_of_all_kinds_can_be_logged():  # type: ignore[no-untyped-def]
     total = torch.tensor([1.0])
-    found = checked({"a": 1, "b": np.float32(0.5), "c": total, "d": True, "e": 10**30})
+    found = checked(
+        {"a": 1, "b": np.float32(0.5), "c": total, "d": True, "e": 10**30, "f": 10**400}
+    )
     total += 1
     pending = Pending()
     pending.begin(0)
     pending.add(1, found)
-    wanted = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0, "e": 1e30}
+    wanted = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0, "e": 1e30, "f": float("inf")}
     assert list(pending.take()) == [(1, wanted)]
     assert not list(pending.take())

@@ -64,15 +64,15 @@ def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int]
     """
     for rank, theirs in enumerate(every):
         for place, (one, other) in enumerate(zip(every[0], theirs, strict=True)):
-            alike = len(one) == len(other) and np.allclose(one, other, _CLOSE, _CLOSE**3)
-            if not alike:
+            if len(one) != len(other) or not np.allclose(one, other, _CLOSE, _CLOSE**3):
                 return rank, place
     return None
 
 
 def _collect(value: Any, found: list[float]) -> None:
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and value.numel():
+        dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if dense and value.numel():
             few = value.detach().flatten()[:_READ]
             real = torch.view_as_real(few.resolve_conj()) if few.is_complex() else few
             found.append(float(real.double().abs().mean()))

@@ -48,6 +48,8 @@ class Sampled:
                 "sampler is a DistributedSampler, but run.steps() shares each global batch among"
                 " the processes itself: give a sampler of the whole dataset, or only shuffle"
             )
+        if isinstance(sampler, type):
+            raise ConfigError(f"sampler is the class {sampler.__name__}: give an object of it")
         if not callable(sampler) and not hasattr(sampler, "__len__"):
             raise ConfigError(f"sampler={type(sampler).__name__} has no length: add __len__()")
         self._seed = seed
@@ -103,10 +105,11 @@ class Sampled:
 
     def _hash_of_weights(self) -> str:
         """Hash those of a WeightedRandomSampler or the like; a function keeps its own orders."""
-        found = getattr(self._sampler, "weights", None)
-        if not isinstance(found, torch.Tensor) or not hasattr(self._sampler, "__iter__"):
+        sampler, of = self._sampler, torch.Tensor | np.ndarray
+        found = getattr(sampler, "weights", None)
+        if not isinstance(found, of) or not hasattr(sampler, "__iter__"):
             return ""
-        return digest(found.numpy(force=True))
+        return digest(torch.as_tensor(found).numpy(force=True))
 
     def _read_once(self, epoch: int) -> Indices:
         sampler = self._sampler

@@ -65,7 +65,10 @@ class GeneratorState:
         if isinstance(of, np.random.Generator):
             of.bit_generator.state = value
         elif isinstance(of, torch.Generator | np.random.RandomState):
-            of.set_state(value)
+            try:
+                of.set_state(value)
+            except RuntimeError as error:  # torch's, by the size
+                raise ValueError(f"a generator was of another kind then: {error}") from error
         else:
             of.setstate(value)
 

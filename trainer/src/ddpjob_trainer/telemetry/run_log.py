@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -40,7 +41,10 @@ def number_of(what: str, value: object, keep: Keep = torch.Tensor.item) -> Numbe
             )
         return keep(value.detach())
     if isinstance(value, Real):  # numpy's numbers, too
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number that no float can hold
+            return -math.inf if value < 0 else math.inf
     raise ConfigError(
         f"{what} is a {type(value).__name__}; give a number or a tensor of one element"
     )

@@ -31,8 +31,10 @@ def tensorboard(directory: str, step: int) -> Log:
 
     Raises ImportError, OSError.
     """
-    from torch.utils.tensorboard import SummaryWriter
-
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("the package is missing; pip install tensorboard") from error
     writer = SummaryWriter(directory, purge_step=step + 1)
 
     def log(step: int, values: dict[str, float]) -> None:
@@ -79,10 +81,13 @@ class Sink:
 
     def _work(self, step: int) -> None:
         log: Log | None = None
+        openers = [self._opener]  # tried once
         while (row := self._rows.get()) is not None:
             try:
-                log = log or self._opener(step)
-                log(*row)
+                if openers:
+                    log = openers.pop()(step)
+                if log is not None:
+                    log(*row)
             except Exception as error:  # a service's client may raise anything
                 text = str(error).strip().partition("\n")[0] or type(error).__name__
                 self._warn("takes no values", f"{text}; training goes on")

@@ -1,12 +1,13 @@
 """Refuse a run whose ranks make different calls, or leave the loop in different places.
 
 A rank that makes another call than the rest cannot say so by a collective: the others wait in
-another one, for gradients say. So a rank that waits and gets no further writes its last calls into
-the store, from a thread, and compares them with those that another rank has written.
+another one, for gradients say. So a rank that gets no further writes its last calls into the store,
+from a thread, and compares them with those that another rank has written.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 
@@ -17,6 +18,7 @@ from ddpjob_trainer.training.leaving.shutdown import Shutdown
 
 _FIRST_LOOK_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 8.0
+_RUNS = itertools.count()  # of this process: torchrun's store has the calls of those before
 
 
 class CallMismatch:
@@ -25,6 +27,7 @@ class CallMismatch:
     def __init__(self, world: World, shutdown: Shutdown) -> None:
         self._world = world
         self._shutdown = shutdown
+        self._run = next(_RUNS)
         self._over = threading.Event()
         if world.size > 1:
             threading.Thread(target=self._watch, name="call mismatch", daemon=True).start()
@@ -42,16 +45,16 @@ class CallMismatch:
                 continue
             pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
             try:
-                if store is not None and self._shutdown.waits:
+                if store is not None:
                     self._look(store)
             except RuntimeError:  # the store is gone; the main thread hears of it too
                 return
 
     def _look(self, store: Store) -> None:
-        """End this process if it waits for what will not come."""
+        """End this process if another makes other calls: one waits for what will not come."""
         rank = self._world.rank
         for number, what in list(self._shutdown.calls):
             mine = json.dumps([rank, what])
-            other, there = json.loads(store.compare_set(f"call {number}", "", mine))
+            other, there = json.loads(store.compare_set(f"call {self._run}/{number}", "", mine))
             if there != what:
                 self._shutdown.refuse(other_call((other, there), (rank, what)))

@@ -34,8 +34,7 @@ _CALLS = 8  # a call may be over on one rank before another that differs waits f
 class Shutdown:
     """Owns SIGTERM, SIGINT and sys.excepthook of a training process.
 
-    ``reached``: how often peers() was entered, on every rank alike. ``calls``: the last times, and
-    what for. ``waits``: more than 0 within.
+    ``reached``: how often peers() was entered, on every rank alike. ``calls``: for what, lately.
     """
 
     def __init__(self, rank: int, state: RankStateWriter) -> None:
@@ -45,7 +44,6 @@ class Shutdown:
         self.signal = 0  # the one that asked us to stop, 0: none
         self.failing = False  # an exception ends this process
         self.reached = 0
-        self.waits = 0
         self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
         self._hook = sys.excepthook
         self.watch_exceptions()
@@ -103,13 +101,9 @@ class Shutdown:
     def peers(self, what: str) -> Iterator[None]:
         """Wait for the others in this block. ``what``: the call, as a script's author knows it."""
         self.reached += 1
-        self.waits += 1
         self.calls.append((self.reached, what))
-        try:
-            with self.listening():
-                yield
-        finally:
-            self.waits -= 1
+        with self.listening():
+            yield
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ _ROWS = 64
 _OF_PARAMETER = 64
 _PARTS = 64  # of a list
 _CHARACTERS = 256
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 #: Of a generator's words all change when the position comes to their end, so some will do.
 _WORDS_BYTES = 128
 
@@ -36,7 +37,7 @@ class Digest:
 
     def add(self, value: Any) -> None:
         """Add a batch: tensors, arrays and plain values in nested lists, tuples and mappings."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not value.is_nested:  # which may have no shape
             self.sample(value, _ELEMENTS, _ROWS)
         elif isinstance(value, list | tuple):
             self._note("list", len(value))
@@ -60,7 +61,11 @@ class Digest:
         self._note(tensor.dtype, tensor.shape)
         if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
             return
-        thin = in_order(tensor.detach()[_thinned(tensor.shape, elements, rows)])
+        places = _thinned(tensor.shape, elements, rows)
+        if tensor.device.type == "cpu" and tensor.dtype in _OF_NUMPY and not tensor.is_neg():
+            self._hash.update(tensor.detach().numpy()[places].tobytes())  # a third of torch's time
+            return
+        thin = in_order(tensor.detach()[places])
         if thin.device.type == "cpu":
             self._hash.update(thin.view(torch.uint8).numpy().tobytes())
         else:
@@ -77,12 +82,11 @@ class Digest:
 
 
 @functools.lru_cache(maxsize=256)
-def _thinned(shape: Iterable[int], elements: int, rows: int) -> tuple[slice, ...]:
+def _thinned(sizes: tuple[int, ...], elements: int, rows: int) -> tuple[slice, ...]:
     """Index a view of about so many elements, from the midst of equal parts of each dimension.
 
     Of a batch's samples as many as there are, up to ``rows``, and a few elements of each.
     """
-    sizes = tuple(shape)
     places = []
     for dimension, size in enumerate(sizes):
         last = dimension == len(sizes) - 1
@@ -101,6 +105,5 @@ def of_generators(device: torch.device) -> int:
     torchs = torch.get_rng_state().numpy()
     found = blake2b(torchs[:_WORDS_BYTES].tobytes() + torchs[-_WORDS_BYTES:].tobytes())
     if device.type == "cuda":
-        # The host has it: nothing waits.
-        found.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+        found.update(torch.cuda.get_rng_state(device).numpy().tobytes())  # the host has it
     return int.from_bytes(found.digest()[:8], "little") or 1
