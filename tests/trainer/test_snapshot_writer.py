@@ -26,6 +26,7 @@ from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
+from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import Outcome, Part, SnapshotWriter
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
@@ -259,6 +260,20 @@ def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # ty
     monkeypatch.undo()
     assert ranks.save(4) == ""
     check(open_snapshots(tmp_path, 2)[1], 4)
+
+
+def test_neither_retention_nor_a_buffer_made_ahead_ends_a_thread(  # type: ignore[no-untyped-def]
+    tmp_path, open_ranks, monkeypatch, capfd
+):
+    def fails(*_: Any) -> None:
+        raise LookupError("odd")
+
+    monkeypatch.setattr(writer_module, "retain", fails)
+    monkeypatch.setattr(Pool, "prepare", fails)
+    ranks = open_ranks(tmp_path)
+    ranks.writers[0].prepare(Captured(flatten(state(1)), frozenset(), {}))
+    assert [ranks.save(step) for step in (1, 2)] == ["", ""]
+    assert "older snapshots were not removed: LookupError: odd" in capfd.readouterr().err
 
 
 def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]

@@ -27,6 +27,7 @@ from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
+from ddpjob_trainer.telemetry.console import say
 
 _END_SECONDS = 5.0
 _GONE = (
@@ -303,7 +304,7 @@ class SnapshotWriter:
         self._accelerator.enter()
         while (task := self._copies.get()) is not None and not self._closing:
             if isinstance(task, int):
-                with contextlib.suppress(OSError, RuntimeError):  # who needs it tries again
+                with contextlib.suppress(Exception):  # who needs it tries again
                     self.pool.prepare(task)
             else:
                 self._writes.put(task if self._copy(task) else None)
@@ -333,8 +334,11 @@ class SnapshotWriter:
 
     def _retain(self) -> None:
         if self._rank == 0:
-            with self._removing:
-                retain(self._files.root, self._files.sequence, self._files.keep)
+            try:
+                with self._removing:
+                    retain(self._files.root, self._files.sequence, self._files.keep)
+            except Exception as error:  # no reason to end training
+                say(0, f"older snapshots were not removed: {self._why(error)}")
 
     def _write(self, part: Part) -> Report:
         try:
