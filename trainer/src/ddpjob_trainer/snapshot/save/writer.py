@@ -30,7 +30,7 @@ from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
 from ddpjob_trainer.telemetry.console import say
 
 _END_SECONDS = 5.0
-_GONE = (
+GONE = (
     "it was removed, or another job has taken over this snapshot directory, and this run's"
     " snapshots may be gone with it"
 )
@@ -295,7 +295,7 @@ class SnapshotWriter:
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError | disk.NotAFileError):
-            return f"{self._files.directory} is gone: {_GONE}"
+            return f"{self._files.directory} is gone: {GONE}"
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
