@@ -362,7 +362,7 @@ class SnapshotWriter:
             reports = self.reports.complete(step)
             if reports is None:
                 return  # nor can a later one be complete
-            text = next((f"{_of(r.rank)}{r.text}" for r in reports if r.text), "")
+            text = next((f"rank {r.rank}: " * bool(r.rank) + r.text for r in reports if r.text), "")
             if not text:
                 assert draft is not None, "it has reported that it failed here"
                 try:
@@ -377,7 +377,3 @@ class SnapshotWriter:
                 self._files.discard(step)
             else:
                 self._retain()
-
-
-def _of(rank: int) -> str:
-    return f"rank {rank}: " if rank else ""
