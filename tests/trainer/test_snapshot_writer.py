@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from ddpjob_trainer.gpu import accelerator
+from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.ondisk import checked_json, disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.restore import load
@@ -26,6 +28,7 @@ from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
+from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import Outcome, Part, SnapshotWriter
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
@@ -261,6 +264,15 @@ def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # ty
     check(open_snapshots(tmp_path, 2)[1], 4)
 
 
+def test_neither_retention_nor_a_buffer_ends_a_thread(tmp_path, open_ranks, monkeypatch, capfd):  # type: ignore[no-untyped-def]
+    for place, name in ((writer_module, "retain"), (Pool, "prepare")):
+        monkeypatch.setattr(place, name, Mock(side_effect=LookupError("odd")))
+    ranks = open_ranks(tmp_path)
+    ranks.writers[0].prepare(Captured(flatten(state(1)), frozenset(), {}))
+    assert [ranks.save(step) for step in (1, 2)] == ["", ""]
+    assert "older snapshots were not removed: LookupError: odd" in capfd.readouterr().err
+
+
 def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
     ranks = open_ranks(tmp_path)
     main = ranks.writers[0]
@@ -277,7 +289,7 @@ def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[
 
 
 def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(  # type: ignore[no-untyped-def]
-    tmp_path, open_ranks, monkeypatch
+    tmp_path, open_ranks, monkeypatch, capfd
 ):
     """Removed by hand, or by the retention of another job that began in it later."""
     ranks = open_ranks(tmp_path)
@@ -285,6 +297,8 @@ def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(  # type: ig
     shutil.rmtree(ranks.directory)
     why = f"{ranks.directory} is gone: it was removed, or another job"
     assert ranks.save(2).startswith(why)
+    Snapshots._failed(Mock(newest=1), 2, ranks.save(2))
+    assert capfd.readouterr().err.endswith("gone with it; training goes on\n")
     ranks.directory.touch()
     assert ranks.save(3).startswith(why)
     ranks.directory.unlink()

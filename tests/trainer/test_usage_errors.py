@@ -8,7 +8,7 @@ from support.launching import run
 from support.tiers import some_in_gate
 
 IMPORTS = """
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.distributed.optim
 import ddpjob_trainer as ddp
 from torch.utils.data import DataLoader, TensorDataset
 """
@@ -34,6 +34,14 @@ def slip(**changed: str) -> str:
 GUARD = 'put what trains below `if __name__ == "__main__":`'
 SLIPS = {
     "group": ("dist.init_process_group('gloo')" + slip(), "leave dist.init_process_group() out"),
+    "subgroup": (
+        slip().replace(
+            "torch.optim.SGD(model.parameters()",
+            "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD,"
+            " process_group=dist.new_subgroups(1)[0]",
+        ),
+        "leave process_group out",
+    ),
     "DataLoader": (slip(data=SPAWN), GUARD),
     "spawn": (
         "ddp.start(total_steps=3, global_batch=6)\ntorch.multiprocessing.spawn(print, nprocs=1)\n",

@@ -51,3 +51,15 @@ def test_a_cache_that_has_grown_is_not_put_back(length: int, left: float):
     backup.put_back()
     assert found[1].other.tolist() == [left] * length
     assert not found[0].num_batches_tracked
+
+
+def test_a_persistent_buffer_is_put_back_whatever_is_there_now():
+    found = nn.Module()
+    for name, value in (("grown", torch.ones(2)), ("gone", torch.ones(2)), ("made", None)):
+        found.register_buffer(name, value)
+    backup = Backup(found)
+    backup.take(0)
+    found.grown, found.gone, found.made = torch.ones(3), None, torch.ones(2)
+    backup.put_back()
+    assert found.grown.tolist() == found.gone.tolist() == [1.0, 1.0]
+    assert found.made is None

@@ -74,6 +74,7 @@ def test_a_snapshot_is_read_tensor_by_tensor(root):  # type: ignore[no-untyped-d
 
     found._source._fetch = seen
     assert found.model["2.weight"].shape == (3, 40)
+    assert "0.weight" in found.model
     assert set(fetched) == {"model/2.weight"}, "only what is asked for"
     with pytest.raises(KeyError):
         found.state("absent")

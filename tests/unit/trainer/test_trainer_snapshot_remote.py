@@ -5,7 +5,11 @@ The cases of S3 run where s3fs and moto are installed: in the environment of `ma
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +32,7 @@ from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
 from ddpjob_trainer.state.codec import flatten, unflatten
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 from support.snapshots import Clock, open_snapshots, whole
 from support.snapshots import Store as Disk
 
@@ -296,6 +300,18 @@ def test_beside_a_rank_and_for_its_successor(url, tmp_path, capfd):  # type: ign
         fetch_if_newer(
             settings(url, tmp_path / "c"), Identity("u", 0, 0, unique=True), lambda: None
         )
+
+
+def test_it_ends_with_its_rank_though_another_holds_its_pipe(tmp_path):  # type: ignore[no-untyped-def]
+    order = {"do": "upload", "url": "memory://x", "root": str(tmp_path), "sequence": 1, "keep": 1}
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-m', {client._MODULE!r}])"
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as rank:
+        rank.stdin.write(json.dumps(order).encode() + b'\n{"step": 1}\n')
+        assert b"failed" in rank.stdout.readline()
+        rank.kill()
+        os.set_blocking(rank.stdout.fileno(), False)
+        wait_for(lambda: rank.stdout.read(1 << 16) == b"", "its end")
 
 
 def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path, capfd):  # type: ignore[no-untyped-def]

@@ -162,6 +162,15 @@ def test_nothing_outside_is_written_or_removed_through_a_linked_directory(root, 
     assert all((outside / name).read_bytes() == SECRET for name in names)
 
 
+def test_a_pipe_that_came_after_the_look(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    os.mkfifo(tmp_path / "pipe")
+    was = Path(__file__).stat()
+    monkeypatch.setattr(os, "stat", lambda *_, **__: was)
+    with pytest.raises(disk.NotAFileError):
+        disk.open_file(tmp_path / "pipe")
+    monkeypatch.undo()
+
+
 # --- Names ------------------------------------------------------------------------------------
 
 ODD = [

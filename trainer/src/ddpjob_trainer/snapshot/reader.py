@@ -134,6 +134,9 @@ class _Tensors(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = self._snapshot.read("model", name)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

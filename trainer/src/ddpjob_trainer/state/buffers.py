@@ -6,7 +6,7 @@ it had at prepare(); else it is a cache, as long as what a rank has seen, and ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ class Steady:
         known = {id(buffer) for _, buffer in persistent(module)}
         self._first = {
             place: buffer
-            for place, buffer in _strided(places(module)).items()
+            for place, buffer in _strided({p: p.get() for p in places(module)}).items()
             if not place.is_persistent and id(buffer) not in known
         }
 
@@ -80,16 +80,16 @@ class Backup:
     def __init__(self, module: torch.nn.Module) -> None:
         self._places = places(module)
         self._step = -1
-        self._buffers: dict[Place, torch.Tensor] = {}
+        self._buffers: dict[Place, torch.Tensor | None] = {}
         self._copies: list[torch.Tensor] = []
 
     def take(self, step: int) -> None:
         """Remember what they hold now, once per step."""
         if step == self._step:
             return
-        before, self._buffers = self._buffers, _strided(self._places)
+        before, self._buffers = _strided(self._buffers), {p: p.get() for p in self._places}
         self._step = step
-        buffers = list(self._buffers.values())
+        buffers = list(_strided(self._buffers).values())
         if list(map(id, buffers)) != list(map(id, before.values())):  # == would compare elements
             self._copies = [torch.empty_like(buffer) for buffer in buffers]
         if self._copies:
@@ -99,11 +99,12 @@ class Backup:
         """Undo all changes since, but of caches that have another shape by now."""
         for place, buffer in self._buffers.items():
             now = place.get()
-            if now is not None and _is_alike(now, buffer):
+            kept = buffer is not None and now is not None and _is_alike(now, buffer)
+            if kept or place.is_persistent:
                 place.module._buffers[place.key] = buffer
         if self._copies:
             # .data: a graph that waits for its backward checks the version of what it has saved.
-            buffers = [buffer.data for buffer in self._buffers.values()]
+            buffers = [buffer.data for buffer in _strided(self._buffers).values()]
             torch._foreach_copy_(buffers, self._copies)
 
 
@@ -123,9 +124,8 @@ def preserved(module: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
             backup.put_back()
 
 
-def _strided(every: Sequence[Place]) -> dict[Place, torch.Tensor]:
+def _strided(found: Mapping[Place, torch.Tensor | None]) -> dict[Place, torch.Tensor]:
     """Return what is there, but sparse ones, which cannot be sent or copied into."""
-    found = {place: place.get() for place in every}
     return {p: b for p, b in found.items() if b is not None and b.layout is torch.strided}
 
 

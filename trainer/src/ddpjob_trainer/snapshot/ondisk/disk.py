@@ -128,6 +128,9 @@ def open_file(path: Path) -> BinaryIO:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # it has become another thing since
                 raise NotAFileError(path) from None
             raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotAFileError(path)
     return cast("BinaryIO", os.fdopen(fd, "rb", buffering=0))
 
 

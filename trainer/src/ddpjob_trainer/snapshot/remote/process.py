@@ -48,6 +48,14 @@ def listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)
 
 
+def end_with_rank() -> None:
+    """End this process even where one that the rank forked holds our pipe open."""
+    rank = os.getppid()
+    while os.getppid() == rank:
+        time.sleep(1.0)
+    os._exit(0)
+
+
 def run_fetch(order: dict[str, Any]) -> None:
     """Answer {step}, or {text, kind} when it cannot be done."""
     url, pause = order["url"], _FIRST_SECONDS
@@ -135,6 +143,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     os.nice(_NICE)
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=end_with_rank, daemon=True).start()
     threading.Thread(target=listen, args=(requests,), daemon=True).start()
     order = requests.get()
     if order["do"] == "fetch":

@@ -93,7 +93,7 @@ class Retry:
                 return action()
             except OSError as error:
                 left = self._deadline - self.now()
-                if not _passes(error) or left <= 0:
+                if error.errno not in _PASSING or left <= 0:
                     raise
                 if error.errno not in told:
                     told.add(error.errno)
@@ -279,10 +279,6 @@ class _Opening:
         say(0, f"snapshot {name} cannot be read: {error}")
         error.filename = str(self._root / name)
         self._unreadable = error
-
-
-def _passes(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def _is_unreadable(error: Exception) -> TypeGuard[_Unreadable]:

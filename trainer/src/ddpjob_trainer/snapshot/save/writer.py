@@ -27,9 +27,10 @@ from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
+from ddpjob_trainer.telemetry.console import say
 
 _END_SECONDS = 5.0
-_GONE = (
+GONE = (
     "it was removed, or another job has taken over this snapshot directory, and this run's"
     " snapshots may be gone with it"
 )
@@ -294,7 +295,7 @@ class SnapshotWriter:
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError | disk.NotAFileError):
-            return f"{self._files.directory} is gone: {_GONE}"
+            return f"{self._files.directory} is gone: {GONE}"
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -303,7 +304,7 @@ class SnapshotWriter:
         self._accelerator.enter()
         while (task := self._copies.get()) is not None and not self._closing:
             if isinstance(task, int):
-                with contextlib.suppress(OSError, RuntimeError):  # who needs it tries again
+                with contextlib.suppress(Exception):  # who needs it tries again
                     self.pool.prepare(task)
             else:
                 self._writes.put(task if self._copy(task) else None)
@@ -333,8 +334,11 @@ class SnapshotWriter:
 
     def _retain(self) -> None:
         if self._rank == 0:
-            with self._removing:
-                retain(self._files.root, self._files.sequence, self._files.keep)
+            try:
+                with self._removing:
+                    retain(self._files.root, self._files.sequence, self._files.keep)
+            except Exception as error:  # no reason to end training
+                say(0, f"older snapshots were not removed: {self._why(error)}")
 
     def _write(self, part: Part) -> Report:
         try:
@@ -358,7 +362,7 @@ class SnapshotWriter:
             reports = self.reports.complete(step)
             if reports is None:
                 return  # nor can a later one be complete
-            text = next((f"{_of(r.rank)}{r.text}" for r in reports if r.text), "")
+            text = next((f"rank {r.rank}: " * bool(r.rank) + r.text for r in reports if r.text), "")
             if not text:
                 assert draft is not None, "it has reported that it failed here"
                 try:
@@ -373,7 +377,3 @@ class SnapshotWriter:
                 self._files.discard(step)
             else:
                 self._retain()
-
-
-def _of(rank: int) -> str:
-    return f"rank {rank}: " if rank else ""

@@ -204,6 +204,11 @@ class PreparedModels:
         for name, module in models.items():
             self._check_model(name, module)
         for optimizer in optimizers.values():
+            if zero.is_zero(optimizer) and getattr(optimizer, "world_size", 0) != self._world.size:
+                raise ConfigError(
+                    "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
+                    f" {self._world.size} ranks only: leave process_group out"
+                )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
         named = {
