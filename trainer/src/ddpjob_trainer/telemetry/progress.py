@@ -217,7 +217,7 @@ class Progress:
         newest = self._writer.snapshot_step
         tail = f" snapshot {newest}" if newest >= 0 else ""
         text = f"step {step}/{self._total} loss {loss:.4f} {rate:,.0f} samples/s{tail}"
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)  # in one write: another thread may print, too
         values = {"loss": loss, "samples_per_second": rate, **self._readings()}
         self._send(step, self._pending.without_users(values))
 
