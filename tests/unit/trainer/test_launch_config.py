@@ -108,6 +108,11 @@ def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
         config(str(path), {}, spares="few")
 
 
+def test_what_is_no_modules_name_is_not_preloaded():  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="--preload: 'a b' must be a module's name"):
+        config("sh", {}, preload="PIL,a b")
+
+
 INTERRUPTED = """
 import os, signal, sys, types
 import ddpjob_trainer

@@ -160,6 +160,14 @@ def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool
     return (nproc if ours else 0) if given == "auto" else min(int(given), nproc)
 
 
+def _preload(given: str) -> tuple[str, ...]:
+    names = tuple(filter(None, map(str.strip, given.split(","))))
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise ConfigError(f"--preload: {name!r} must be a module's name, as in torchvision,PIL")
+    return names
+
+
 def make_launch_config(
     env: LauncherEnvironment,
     program: Program,
@@ -205,7 +213,7 @@ def make_launch_config(
         rounds_without_progress=rounds,
         heal_after=unsaid if env.heal_after is None else env.heal_after,
         spares=warm,
-        preload=tuple(filter(None, map(str.strip, preload.split(",")))),
+        preload=_preload(preload),
         first_round_from_spares=warm == nproc and ours,
         uses_our_library=ours,
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
