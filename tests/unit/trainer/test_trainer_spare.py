@@ -143,3 +143,10 @@ def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
     for key, _ in spares._selector.select(0):
         key.data(102.0)
     assert came == [(0, os.getpid())]
+
+
+def test_without_spares_nothing_is_preloaded_which_is_told():
+    told: list[str] = []
+    program = Program("x.py", (), False)
+    Spares(program, 0, {}, ("json",), selectors.DefaultSelector(), lambda *_: None, told.append)
+    assert told == ["warning: --preload is left to each process, as there are no warm spares"]

@@ -76,6 +76,8 @@ class Spares:
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
+        if preload and not count:
+            tell("warning: --preload is left to each process, as there are no warm spares")
 
     def pids(self) -> set[int]:
         """Return the pids of the fork server and of uncalled spares."""
