@@ -45,10 +45,10 @@ class Machine:
 @pytest.fixture
 def machine(stage: Arena) -> Iterator[Machine]:
     """All pods that are created meanwhile come there."""
-    made, hand = Machine(stage, f"lost-{secrets.token_hex(2)}"), stage.kubelet.node
+    made = Machine(stage, f"lost-{secrets.token_hex(2)}")
     stage.kubelet.node = made.name
     yield made
-    stage.kubelet.node = hand
+    stage.kubelet.node = stage.kubelet.own
     made.delete()
 
 
@@ -66,7 +66,7 @@ def silent(stage: Arena, machine: Machine, gang: str, **spec: object) -> None:
     """A gang on the machine, whose pods from now on never end; new ones go elsewhere."""
     stage.apply(gang, **spec)
     stage.wait_phase(gang, "Running")
-    stage.kubelet.node = f"hand-{stage.namespace}"
+    stage.kubelet.node = stage.kubelet.own
     stage.kubelet.keeps = lambda pod: pod["spec"].get("nodeName") == machine.name
 
 

@@ -33,7 +33,7 @@ class HandKubelet:
         self, rest: Rest, namespace: str, pod_ip: str = "10.255.0.1", period: float = 0.04
     ) -> None:
         self.rest, self.namespace, self.pod_ip = rest, namespace, pod_ip
-        self.node = f"hand-{namespace}"
+        self.own = self.node = f"hand-{namespace}"  # ``node``: new pods are bound there
         self._period = period  # seconds between looks, unless it is woken
         self.wake = threading.Event()
         self.remove_pods = True
@@ -45,7 +45,7 @@ class HandKubelet:
 
     def __enter__(self) -> HandKubelet:
         self.rest.post(
-            "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.node}}
+            "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.own}}
         )
         self._heartbeat()
         self._thread.start()
@@ -56,7 +56,7 @@ class HandKubelet:
         self.wake.set()
         self._thread.join(10)
         with contextlib.suppress(RestError):
-            self.rest.delete(f"/api/v1/nodes/{self.node}")
+            self.rest.delete(f"/api/v1/nodes/{self.own}")
 
     @property
     def path(self) -> str:
@@ -179,7 +179,7 @@ class HandKubelet:
         times = {"lastHeartbeatTime": now, "lastTransitionTime": now}
         condition = {"type": "Ready", "status": "True", "reason": "Hand", "message": "", **times}
         body: Object = {"status": {"conditions": [condition]}}
-        self.rest.merge(f"/api/v1/nodes/{self.node}/status", body)
+        self.rest.merge(f"/api/v1/nodes/{self.own}/status", body)
         self._heartbeat_at = time.monotonic()
 
     @contextlib.contextmanager
