@@ -68,7 +68,6 @@ def head(found: Job, told: Any = None, **more: Any) -> list[str]:
 
 
 def row(found: Job, told: Any) -> list[str]:
-    """The cells of replica 0, which runs."""
     members = {0: Member(pod(state={"running": {}}))}
     return status.gang_table(found, members, told, NOW)[1].split()
 

@@ -38,9 +38,6 @@ def planned(seed: int = 1, count: int = 12, **more: Any) -> list[Kill]:
     return plan_kills(seed=seed, count=count, **given)
 
 
-# --- The plan ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_what_every_plan_holds(seed: int) -> None:
     kills = planned(seed)
@@ -98,9 +95,6 @@ def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(
         assert (late.point, late.restarting) == ("", False)
 
 
-# --- Fail points ------------------------------------------------------------------------------
-
-
 def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path: Path) -> None:
     received: list[int] = []
 
@@ -127,8 +121,6 @@ def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path: Path) -
         failpoints.configure(None, failpoints.NO_RANK)
         signal.signal(signal.SIGUSR1, old)
 
-
-# --- Records and the verdict ------------------------------------------------------------------
 
 UNCOMMITTED = {"parameters": "aa", "weights": "ee"}
 END = {**UNCOMMITTED, "buffers": "bb", "generators": "cc", "registered optimizer": "dd"}
@@ -285,9 +277,6 @@ def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path: Path) -> No
     assert records.restarts() == [20, None, 0, 35]
 
 
-# --- The command ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("restarts", "differences", "every", "code", "said"),
     [
@@ -337,9 +326,6 @@ def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path: Path) -> None:
     assert found.keys() & base.keys() == {"PATH"}
     assert found["DDPJOB_SNAPSHOT_DIR"] == str(tmp_path / "snapshots")
     assert found["DDPJOB_HANG_STEP_SECONDS"] == "7.5"
-
-
-# --- The driver -------------------------------------------------------------------------------
 
 
 def gate(directory: Path) -> int:

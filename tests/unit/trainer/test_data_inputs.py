@@ -38,7 +38,6 @@ SAMPLES = 20
 
 
 def place(**changed: Any) -> Place:
-    """Two ranks, four samples each."""
     usual: dict[str, Any] = {
         "seed": 5, "rank": 0, "ranks": 2, "global_batch": 8, "parts": 2, "level": "resume",
         "tail": "drop", "collate": None, "accelerator": accelerator.of(torch.device("cpu")),
@@ -53,8 +52,6 @@ def opened(source: Any, at: Place | None = None, **options: Any) -> Any:
 
 
 class Noisy(Dataset[dict[str, Any]]):
-    """Draws from all three generators for each sample."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -65,9 +62,6 @@ class Noisy(Dataset[dict[str, Any]]):
 def batches(source: Any, *parts: tuple[list[int], list[int]], seed: int = 5) -> list[Any]:
     made = Batches(source, list, seed)
     return [made.make(Work(np.array(samples), np.array(at))) for samples, at in parts]
-
-
-# --- Random numbers -------------------------------------------------------------------------
 
 
 def test_what_a_sample_draws_depends_on_the_seed_and_its_position_only():
@@ -83,8 +77,6 @@ def test_what_a_sample_draws_depends_on_the_seed_and_its_position_only():
 
 
 class Flipped(TensorDataset):
-    """With an item of its own."""
-
     def __getitem__(self, index: int) -> Any:
         assert isinstance(index, int)
         return -super().__getitem__(index)[0]
@@ -117,9 +109,6 @@ def test_subsets_and_getitems_give_the_samples_they_name():
         found = Batches(source, list, 5).make(Work(np.array([1, 0]), np.array([0, 1])))
         subset = {20: [1, 0], 15: [6, 5], 2: [4, 9]}
         assert found == subset[len(source)]
-
-
-# --- Orders of others -----------------------------------------------------------------------
 
 
 def order_of(sampler: Any, epoch: int = 0, samples: int = SAMPLES) -> list[int]:
@@ -186,8 +175,6 @@ def test_weights_are_changed_by_the_epoch_only():
 
 
 class Epochs:
-    """As many samplers of users are."""
-
     def __init__(self) -> None:
         self.epoch = -1
 
@@ -225,9 +212,6 @@ def test_orders_that_cannot_be_are_refused():
             opened(Noisy(), sampler=sampler)
     with pytest.raises(ConfigError, match="gave 3 indices for epoch 2 and 1 for epoch 0"):
         order_of(lambda epoch: [0] * (epoch + 1), 2)
-
-
-# --- What it is made of ---------------------------------------------------------------------
 
 
 def loader(**options: Any) -> Any:
@@ -276,8 +260,6 @@ class Counting(IterableDataset[int]):
 
 
 class Kept(Counting):
-    """With torch's protocol of a state."""
-
     at = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -327,9 +309,6 @@ class Anything:
 def test_what_cannot_be_read_is_refused_with_the_cure(source, options, at, words):
     with pytest.raises(ConfigError, match=words):
         opened(source, place(**at), **options)
-
-
-# --- Streams --------------------------------------------------------------------------------
 
 
 def taken(found: Stream, count: int, *, first: int = 0) -> list[Any]:
@@ -403,9 +382,6 @@ def test_batches_that_are_not_whole_or_not_asked_for_are_passed_over():
     found = opened(Counting(40))
     whole = taken(opened(Counting(40)), 5)
     assert taken(found, 1) + taken(found, 1, first=3) == [whole[0], whole[3]]
-
-
-# --- Worker processes -----------------------------------------------------------------------
 
 
 def test_workers_give_what_this_process_would_and_pass_over_what_is_not_asked_for():

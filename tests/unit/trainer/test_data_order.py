@@ -34,16 +34,12 @@ def permuted(key: int, length: int) -> np.ndarray:
 
 
 def deviation(counts: np.ndarray, freedom: int) -> float:
-    """How far counts that should be equal are from it, by a chi-squared test."""
     expected = counts.mean()
     return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
 
 
 def batch(order: DataOrder, step: int) -> list[int]:
     return order.samples(order.batch(step)).tolist()
-
-
-# --- The permutation ------------------------------------------------------------------------
 
 
 def test_the_order_is_fixed_for_ever():
@@ -100,9 +96,6 @@ def test_an_epoch_of_any_length_costs_nothing():
     assert peak < 1 << 20
 
 
-# --- Batches over epochs ----------------------------------------------------------------------
-
-
 def test_asking_for_a_few_places_gives_what_asking_for_all_gives():
     order = Shuffled(3, 5000)
     whole = order.samples(1, np.arange(5000))
@@ -152,9 +145,6 @@ def test_a_snapshot_of_another_order_is_refused():
     with pytest.raises(ConfigError, match=r"order=sequential, now it is shuffled/2.*data order"):
         compare({**made, "order": "sequential"}, mine, 1, ())
     compare(mine, mine, 1, ())
-
-
-# --- Weights --------------------------------------------------------------------------------
 
 
 def test_samples_are_drawn_by_their_weights():

@@ -17,8 +17,6 @@ from support.queued import Queued
 
 
 class Progress:
-    """Takes down what is told."""
-
     def __init__(self) -> None:
         self.since = ("forward", 100.0)
         self.told: list[str] = []

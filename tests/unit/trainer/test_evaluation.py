@@ -22,8 +22,6 @@ MODEL = nn.Identity()
 
 
 class Noisy:
-    """Draws random numbers for each sample, as a test-time augmentation does."""
-
     def __len__(self) -> int:
         return 50
 
@@ -40,7 +38,6 @@ def evaluate(
     mean: bool = False,
     ranks: int = 3,
 ) -> Any:
-    """Each rank's share, then what rank 0 makes of them all."""
     worlds = [
         World(rank, ranks, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
         for rank in range(ranks)

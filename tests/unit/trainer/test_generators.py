@@ -33,8 +33,6 @@ class Noise:
 
 
 class Holds(Dataset[Any]):
-    """A dataset, one around another, a transform of transforms."""
-
     def __init__(self, *parts: Any) -> None:
         self.parts = [*parts]
 
@@ -46,8 +44,6 @@ class Holds(Dataset[Any]):
 
 
 class Shuffles:
-    """A sampler, or a collate function, that draws from its own."""
-
     def __init__(self) -> None:
         self.rng = np.random.default_rng(1)
 
@@ -258,8 +254,6 @@ def stream(source: Any, rank: int = 0, batch: int | None = None, collate: Any = 
 
 
 class Sharded(IterableDataset[int]):
-    """All ranks shuffle alike, and each takes its part; ``noise`` is each rank's own."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.rng, self.noise = random.Random(7), np.random.default_rng(rank)
@@ -298,8 +292,6 @@ def test_what_all_ranks_shuffle_alike_they_still_do() -> None:
 
 
 class Buckets:
-    """A batch sampler of batches of two; ``shuffled`` by whatever generator."""
-
     def __init__(self, rank: int, shuffled: Callable[[Any], list[int]]) -> None:
         self.rank, self.shuffled = rank, shuffled
         self.generator = torch.Generator().manual_seed(3)
@@ -333,7 +325,6 @@ def streams(sources: Sequence[Any], **options: Any) -> list[Stream]:
 
 
 def read(sources: Sequence[Any]) -> list[list[list[Any]]]:
-    """Two epochs of four batches for each rank: by epoch and rank."""
     found = streams(sources)
     epochs = [
         [[sample for _ in range(4) for sample in one.read()] for one in found] for _ in range(2)

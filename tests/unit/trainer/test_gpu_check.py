@@ -72,7 +72,6 @@ def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 def setup(tmp_path: Path, *, cuda: bool = True, **ended: Launch) -> Setup:
-    """``ended``: launches, by their names with _ for -."""
     launched = {name.replace("_", "-"): launch for name, launch in ended.items()}
     return Setup(2, cuda, tmp_path, FACTS, launched)
 

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")  # no update 
 
 
 class Trained:
-    """A model, its optimizer, and what updates with it."""
-
     def __init__(self) -> None:
         self.model = nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -32,8 +30,6 @@ class Trained:
 
 
 class Watched(Trained):
-    """By the guard."""
-
     def __init__(self) -> None:
         super().__init__()
         self.guard = Guard(self.state, self.updater)
@@ -122,12 +118,7 @@ def test_one_of_something_else_may_work_within_a_step(watched: Watched) -> None:
         before.step()
 
 
-# --- Gradients that the loop changes before they are the mean -----------------------------------
-
-
 class Backwards(Trained):
-    """Its gradients are this rank's own after each backward, if ``local``."""
-
     def __init__(self, *, local: bool = True, scaler: torch.amp.GradScaler | None = None) -> None:
         super().__init__()
         self.updater.scaler = scaler

@@ -27,7 +27,6 @@ Objects = dict[str, dict[str, Any]]  # by kind
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the folder in which `init` is called."""
     path = tmp_path / "My_Train.v2.py"
     path.write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
@@ -36,8 +35,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def manifest(capsys: pytest.CaptureFixture[str]) -> Callable[..., Objects]:
-    """Return what the command prints; the job is one for the CRD."""
-
     def printed(*words: object) -> Objects:
         assert cli.main(["init", *map(str, words)]) == 0
         found = {body["kind"]: body for body in yaml.safe_load_all(capsys.readouterr().out)}
@@ -53,7 +50,6 @@ def trainer(objects: Objects) -> dict[str, Any]:
 
 
 def files_of(objects: Objects) -> dict[str, Any]:
-    """Return the ConfigMap's volume."""
     _, volume = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
     return dict(volume["configMap"])
 
@@ -100,7 +96,6 @@ def test_a_script_of_an_image_needs_no_config_map(manifest: Any) -> None:
 
 
 def placed(objects: Objects) -> dict[str, bytes]:
-    """What the pods find in their working directory."""
     held = {key: text.encode() for key, text in objects["ConfigMap"].get("data", {}).items()}
     binary = objects["ConfigMap"].get("binaryData", {})
     held |= {key: base64.b64decode(text) for key, text in binary.items()}

@@ -28,7 +28,6 @@ from support.worker_group import NEVER, config_of_three, make_group
 
 @pytest.fixture
 def sent(monkeypatch):  # type: ignore[no-untyped-def]
-    """Signals that were sent to processes that none of them ends."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(children, "send", lambda pid, signum: found.append((pid, signum)))
     monkeypatch.setattr(children, "reap", list)
@@ -36,7 +35,6 @@ def sent(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 def run_until_nobody(workers: WorkerGroup, now: float) -> float:
-    """Let the clock run from one due time to the next; return when no worker is left."""
     while workers.running:
         due = workers.kill_when_due(now)
         assert due is None or now < due < 100.0 or not workers.running
@@ -92,7 +90,6 @@ def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, se
 
 
 def stopped(tmp_path: Path, status: int) -> tuple[WorkerGroup, list[str]]:
-    """Rank 1 has ended, and the others were given up."""
     workers, said = make_group(tmp_path)
     workers.ended(NEVER + 1, status, 1.0)
     workers.stop(1.0, last_words=0)
@@ -103,7 +100,6 @@ def stopped(tmp_path: Path, status: int) -> tuple[WorkerGroup, list[str]]:
 def finish(
     tmp_path: Path, workers: WorkerGroup, ended: termination.Ended, left: Sequence[str] = ()
 ) -> tuple[int, dict[str, Any]]:
-    """The exit code of a launcher of three ranks, and the report that it leaves."""
     report = tmp_path / "report"
     pump, said = OutputPump(Log(), prefixed=True), list[str]()
     code = termination.finish(
@@ -114,7 +110,6 @@ def finish(
 
 @pytest.mark.parametrize("cause", [1, 7])
 def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
-    """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
     workers, _ = stopped(tmp_path, 3 if cause == 1 else 75)
     ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
     code, content = finish(tmp_path, workers, ended, list(workers.unkillable.values()))

@@ -21,8 +21,6 @@ MASTER = "job-0.job.ns.svc"
 
 
 class Resolver:
-    """Knows the name once it is ``there``."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.there, self.asked = False, threading.Event()
         monkeypatch.setattr(names.socket, "getaddrinfo", self)

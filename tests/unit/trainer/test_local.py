@@ -275,7 +275,6 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
 
 
 def mounted(**source: Any) -> dict[str, Any]:
-    """The ConfigMap of with_map() at /app."""
     mount = {"name": "files", "mountPath": "/app"}
     volume = {"name": "files", "configMap": {"name": "m", **source}}
     return {"T.volumeMounts": [mount], "spec.template.spec.volumes": [volume]}

@@ -18,7 +18,6 @@ def world_of(size: int) -> Any:
 
 
 def step(calls: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
-    """Return what each rank tells after these calls on each."""
     world = world_of(len(calls))
     ranks = [LoggedMeans(world) for _ in calls]
     told: list[dict[str, Any]] = [{} for _ in calls]

@@ -97,8 +97,6 @@ def test_each_step_is_told_once_and_the_rate_is_that_since_the_last_line(tmp_pat
 
 
 class Recorded:
-    """A sink that remembers."""
-
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.sinks = [Sink("recorded", self.open)]

@@ -37,9 +37,6 @@ def entry(step: int, **more: Any) -> Entry:
                     "first_loss": 0.5, **more})  # fmt: skip
 
 
-# --- The file --------------------------------------------------------------------------------
-
-
 def test_the_next_process_finds_what_was_written(tmp_path: Path):
     path = tmp_path / "replay" / "rank-0"
     first = Records(path, KEY)
@@ -72,9 +69,6 @@ def test_a_file_of_another_run_is_no_record(tmp_path: Path, data: bytes):
     Records(tmp_path / "rank-0", KEY).put(entry(1))
     assert Records(tmp_path / "rank-0", b"o" * KEY_BYTES).found is None
     assert len({record_path(tmp_path, rank, Path(s)) for rank in (0, 1) for s in "ab"}) == 4
-
-
-# --- The comparison --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,9 +115,6 @@ def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
     assert hole.pending
     hole.add(entry(7))
     assert (hole.pending, hole.found.last) == (False, 0)
-
-
-# --- Samples ---------------------------------------------------------------------------------
 
 
 def of(value: Any) -> int:
@@ -179,12 +170,7 @@ def test_draws_from_a_global_generator_change_the_hash():
     assert len(set(before)) == 3
 
 
-# --- One rank of several ---------------------------------------------------------------------
-
-
 class Told:
-    """Stands for Progress."""
-
     def __init__(self) -> None:
         self.proofs: list[Any] = []
 
@@ -193,8 +179,6 @@ class Told:
 
 
 class Life:
-    """One process of the only rank; ``others`` has what further ranks send to conclude()."""
-
     def __init__(self, path: Path, done: int, facts: Any = "same", rank: int = 0) -> None:
         self.progress = Told()
         world: Any = SimpleNamespace(

@@ -38,7 +38,6 @@ def test_who_leaves_alone_does_not_wait_for_what_is_queued(
 
 @pytest.fixture
 def process() -> Any:
-    """One that has nothing to close."""
     nothing = SimpleNamespace(
         rank=1, close=lambda **_: None, settle=lambda: None,
         barrier=lambda: None, phase=lambda _: None, during=lambda _: contextlib.nullcontext(),

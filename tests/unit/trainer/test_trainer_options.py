@@ -115,7 +115,6 @@ def test_a_value_that_cannot_be(changes, words):  # type: ignore[no-untyped-def]
     [(ddp.start, (Options, SnapshotOptions, Reporting)), (ddp.Run.prepare, (ModelOptions,))],
 )
 def test_every_option_is_declared_once(function, declared):  # type: ignore[no-untyped-def]
-    """In options.py; what start() and prepare() show in their signatures says the same."""
     options = {option.name: option for kind in declared for option in fields(kind)}
     parameters = inspect.signature(function).parameters
     objects = {"self", "model", "optimizer", "scheduler", "before_update"}

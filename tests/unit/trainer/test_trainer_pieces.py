@@ -22,8 +22,6 @@ from ddpjob_trainer.launcher.reports.state import Results, state_body
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 from ddpjob_trainer.state import rng
 
-# --- Environment ----------------------------------------------------------------------------
-
 
 def test_the_operators_environment():  # type: ignore[no-untyped-def]
     env = read_worker({})
@@ -78,9 +76,6 @@ def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-un
     assert (env.replica, env.replicas, env.nproc, env.master) == (1, 3, 2, ("a", 29500))
     with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE='auto'"):
         read_launcher({**gang, "PET_NPROC_PER_NODE": "auto"})
-
-
-# --- Verdict and report ---------------------------------------------------------------------
 
 
 def failed(rank: int, status: int, at: float = 0.0) -> Exit:
@@ -165,9 +160,6 @@ def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untype
     assert termination.write(made, path, create=True) == ""
     assert json.loads(path.read_bytes())["kind"] == "success"
     assert "not a regular file" in termination.write(made, tmp_path, create=False)
-
-
-# --- Rank state and random numbers ----------------------------------------------------------
 
 
 def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: ignore[no-untyped-def]

@@ -57,7 +57,6 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
 
 
 def back(value: Any) -> Any:
-    """What a snapshot gives back, whose tree is JSON on the disk."""
     flat = flatten({"a": value})
     return unflatten(Flat(json.loads(json.dumps(flat.tree)), flat.tensors, flat.aliases))["a"]
 

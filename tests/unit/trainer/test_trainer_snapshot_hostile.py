@@ -248,9 +248,6 @@ def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no
     assert open_snapshots(tmp_path, 2)[1] is None
 
 
-# --- Who writes what --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])
 def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(layout, "MAX_PIECE_BYTES", 1 << 10)

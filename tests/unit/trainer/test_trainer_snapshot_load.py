@@ -20,8 +20,6 @@ from support.snapshots import memory_source, open_snapshots
 
 
 class Tied(nn.Module):
-    """Tied weights, another order in memory, complex numbers, an extra state, a scalar buffer."""
-
     def __init__(self, seed: int, *, tie: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -41,8 +39,6 @@ class Tied(nn.Module):
 
 
 class Keeps:
-    """Holds on to what it is given, a view of the model among it."""
-
     def __init__(self, model: Tied) -> None:
         self.state = {"a": torch.arange(5.0), "weights": model.embed.weight}
         self.state["b"] = self.state["a"]

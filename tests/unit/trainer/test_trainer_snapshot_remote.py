@@ -242,9 +242,6 @@ def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):
     assert bring(store, tmp_path / "b", 2) == 1
 
 
-# --- When it is tried again -------------------------------------------------------------------
-
-
 def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[no-untyped-def]
     clock, done = Clock(), []
 
@@ -268,9 +265,6 @@ def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[
     assert waited == [1, 2, 4, 8]
     assert retries.attempt() == {"uploaded": 9}
     assert done == [9]
-
-
-# --- The process ------------------------------------------------------------------------------
 
 
 def settings(url: str, root: Path) -> SnapshotSettings:

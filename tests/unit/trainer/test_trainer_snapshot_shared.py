@@ -41,9 +41,6 @@ def make_newer(path: Path) -> None:
     path.write_bytes(seal(unseal(path.read_bytes()) | more))
 
 
-# --- A newer program --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
 def test_what_a_newer_program_wrote_is_neither_put_aside_nor_forgotten(tmp_path, name):  # type: ignore[no-untyped-def]
     """After a rollback of the image: else training began anew, and the next upgrade as well."""
@@ -87,9 +84,6 @@ def test_nor_does_a_fresh_disk_begin_anew_where_a_store_has_it(tmp_path, name): 
         fetch(Remote(url), tmp_path / "b", new, resume=True, tell=print)
 
 
-# --- Another job ------------------------------------------------------------------------------
-
-
 def test_two_that_began_in_one_moment_do_not_go_on_from_each_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """Neither has seen the other: by its number alone the second's snapshots are the newest."""
     save(open_snapshots(tmp_path, 1, uid="a")[0], 5)
@@ -108,9 +102,6 @@ def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys): 
     assert "begins anew" not in capsys.readouterr().err
     open_snapshots(tmp_path, 2)
     assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().err
-
-
-# --- The directory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nowhere", "below a file"])
@@ -184,13 +175,9 @@ def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_pat
     assert step_of(open_snapshots(tmp_path, 12, keep=3)) == 4
 
 
-# --- A disk that does not give a snapshot back ---------------------------------------------------
-
-
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def make(words: str, code: int, clock: Clock | None = None) -> None:
-        """For 4 seconds of a clock, else for good."""
         opened = disk.open_file
 
         def fails(path: Path) -> BinaryIO:
@@ -278,9 +265,6 @@ def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeyp
     world: Any = SimpleNamespace(rank=1, size=2, gather_bytes=gather, sum=lambda numbers: numbers)
     resume._check_together(path.parent, found, world)
     assert said == [b"0"]
-
-
-# --- A reader ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", [commands.verify, commands.ls])

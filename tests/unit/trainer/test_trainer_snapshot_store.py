@@ -109,7 +109,6 @@ def operations_of_a_save(begun: Path) -> int:
 
 
 def is_killed_at(point: int, action: Callable[[], object]) -> bool:
-    """Tell whether there is such a point in the action, done in a process of its own."""
     pid = os.fork()
     if pid == 0:
         disk.seam = At(point, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -252,9 +251,6 @@ def _load_only(directory: Path) -> list[int]:
             continue
         good.append(found.step)
     return good
-
-
-# --- Lineage --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("newest", [10, 15])

@@ -76,8 +76,6 @@ def test_verify_finds_a_single_flipped_bit(root: Path, capsys: pytest.CaptureFix
 
 
 class Odd(torch.nn.Linear):
-    """With a cache, and a value that is no tensor."""
-
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.calls = 0

@@ -43,9 +43,6 @@ def loaded_step(root: Path, attempt: int = 2) -> int | None:
     return None if loaded is None else loaded.step
 
 
-# --- Things that are no files ---------------------------------------------------------------
-
-
 def bound_socket(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # a socket's name must be short
@@ -116,9 +113,6 @@ def test_the_tool_tells_them(root, thing, capsys, tmp_path):  # type: ignore[no-
     assert not (tmp_path / "precious").exists()
 
 
-# --- Links to what others must not see --------------------------------------------------------
-
-
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.fault("S3")
 def test_no_byte_from_outside_comes_into_the_volume(root, tmp_path, monkeypatch, links):  # type: ignore[no-untyped-def]
@@ -171,8 +165,6 @@ def test_a_pipe_that_came_after_the_look(tmp_path, monkeypatch):  # type: ignore
     monkeypatch.undo()
 
 
-# --- Names ------------------------------------------------------------------------------------
-
 ODD = [
     "0000000²", "٠٠٠٠٠٠٠٩", "00000009\n", "-0000009", "0000000000009", "000000009", "1e000000",
     "step", "0000009 ", "00000000",
@@ -212,8 +204,6 @@ def test_numbers_of_more_digits_go_on_counting(root):  # type: ignore[no-untyped
     assert lineage.claim(root) in lineage.sequences(root)
     assert [loaded_step(root), loaded_step(root, 3)] == [2, 2]
 
-
-# --- Contents ---------------------------------------------------------------------------------
 
 GOOD = asdict(Start(7, "v", 1, 0, 1, 2))
 
@@ -268,9 +258,6 @@ def test_what_strangers_write_is_printed_on_one_line():  # type: ignore[no-untyp
     text = str(manifest.InvalidSnapshotError("a\nb\x1b[31m" + "x" * 1000))
     assert text.isprintable()
     assert len(text) <= 300
-
-
-# --- Retention ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -51,7 +51,6 @@ def stored(state: TrainingState) -> Flat:
 
 
 def resumed(before: Any, after: Any, *, per_rank: bool = False) -> list[TrainingState]:
-    """Let what is registered take the state of what was."""
     states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
     for state, mine in zip(states, (before, after), strict=True):
         state.register("mine", mine, per_rank=per_rank)
