@@ -70,9 +70,6 @@ def test_all_points_are_in_reach_and_many_kills_come_while_restarting() -> None:
     kills = planned(count=10, **given)
     assert {kill.signal for kill in kills} == {signal.SIGTERM}
     assert {kill.point for kill in kills} == {"", "step"}
-
-
-def test_more_kills_than_steps_are_refused_with_the_cure() -> None:
     assert len(planned(count=59)) == 59
     with pytest.raises(ConfigError, match="at least 61 steps, the script makes 60: lower --kills"):
         planned(count=60)
@@ -304,20 +301,17 @@ def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # ty
     assert (told["verdict"], told["restarts"]) == (last, restarts)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_bad_options_end_with_64(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in (
         ("--nproc 0 x", "--nproc=0 must be at least 1"),
         ("--nproc 3 --kills 0 x", "--kills=0 must be at least 1"),
         ("--nproc 3 missing.py", "missing.py: no such script"),
         ("--nproc 3 --patience 0 x", "--patience=0.0 must be more"),
         ("--nproc 3 --patience nan x", "--patience=nan must be more"),
         ("--nproc 1000000 x", "--nproc=1000000 must be at most 1024"),
-    ],
-)
-def test_bad_options_end_with_64(arguments: str, complaint: str, capsys) -> None:  # type: ignore[no-untyped-def]
-    assert cli.main(["chaos", *arguments.split()]) == 64
-    assert complaint in capsys.readouterr().err
+    ):
+        assert cli.main(["chaos", *arguments.split()]) == 64
+        assert complaint in capsys.readouterr().err
 
 
 def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path: Path) -> None:

@@ -65,13 +65,12 @@ def batches(source: Any, *parts: tuple[list[int], list[int]], seed: int = 5) -> 
 
 
 def test_what_a_sample_draws_depends_on_the_seed_and_its_position_only():
-    whole, left, right = batches(
-        Noisy(), ([3, 4, 3], [10, 11, 12]), ([3], [10]), ([4, 3], [11, 12])
-    )
+    parts = ([3, 4, 3], [10, 11, 12]), ([3], [10]), ([4, 3], [11, 12])
+    whole, left, right = batches(Noisy(), *parts)
     assert whole == left + right
     drawn = [tuple(sample["drawn"]) for sample in whole]
     assert len(set(drawn)) == 3  # also for sample 3 when it comes again
-    other = batches(Noisy(), ([3, 4, 3], [10, 11, 12]), seed=6)[0]
+    other = batches(Noisy(), parts[0], seed=6)[0]
     again = {number for sample in other for number in sample["drawn"]}
     assert not any(again & set(sample) for sample in drawn)
 
@@ -134,12 +133,8 @@ def test_an_order_that_depends_on_more_than_the_epoch_is_refused_when_it_comes_b
     def sampler(epoch: int) -> list[int]:
         return np.roll(np.arange(9), learned[0] + epoch).tolist()
 
-    def order() -> Sampled:
-        found = Sampled(5, sampler, 9)
-        learned[0] += 1
-        return found
-
-    before = order()
+    before = Sampled(5, sampler, 9)
+    learned[0] += 1
     for epoch in range(70):
         before.samples(epoch, np.arange(9))
     kept = before.orders_since(69)
@@ -280,9 +275,9 @@ class Anything:
         return iter(Counting())
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "at", "words"),
-    [
+def test_what_cannot_be_read_is_refused_with_the_cure():
+    again = DataLoader(Counting(), batch_size=4, num_workers=1, persistent_workers=True)
+    for source, options, at, words in (
         (loader(), {"workers": 2}, {}, "workers is the DataLoader's own"),
         (loader(), {"shuffle": True}, {}, "shuffle is the DataLoader's own"),
         (DataLoader(Noisy(), batch_size=3), {}, {}, "batch_size=3 must be 4: global_batch=8 in 2"),
@@ -300,15 +295,10 @@ class Anything:
         (Counting(), {}, {"tail": "pad"}, "tail='pad' needs to know"),
         (Anything(), {}, {}, "say batched=True if batches, batched=False if samples"),
         (7, {}, {}, "int is not a map-style dataset"),
-        (
-            DataLoader(Counting(), batch_size=4, num_workers=1, persistent_workers=True),
-            {}, {}, "use persistent_workers=False",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_the_cure(source, options, at, words):
-    with pytest.raises(ConfigError, match=words):
-        opened(source, place(**at), **options)
+        (again, {}, {}, "use persistent_workers=False"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            opened(source, place(**at), **options)
 
 
 def taken(found: Stream, count: int, *, first: int = 0) -> list[Any]:
@@ -365,10 +355,7 @@ def test_a_stream_of_another_place_or_kind_is_refused():
         after.begin(range(3, 7), lambda step: [])
     with pytest.raises(ConfigError, match="Counting has no state_dict"):
         opened(Counting()).stream.load_state_dict(before.stream.state_dict())
-
-
-def test_with_other_data_allowed_a_stream_begins_anew():
-    after = opened(Counting())
+    after = opened(Counting())  # with other data allowed it begins anew
     after.begin(range(3, 7), lambda step: [], fresh=True)
     assert [round(batch[0][0]) for batch in taken(after, 3, first=3)] == [0, 4, 0]
     assert after.stream.state_dict()["total"] == 6

@@ -147,7 +147,7 @@ def test_a_snapshot_of_another_order_is_refused():
     compare(mine, mine, 1, ())
 
 
-def test_samples_are_drawn_by_their_weights():
+def test_samples_are_drawn_by_their_weights_which_the_order_is_named_after():
     weights = [0.0, 1.0, 3.0, 0.0, 4.0, 0.0]
     order = Weighted(7, weights)
     assert order.length == 6
@@ -159,9 +159,6 @@ def test_samples_are_drawn_by_their_weights():
     assert ((counts - expected)[drawn] ** 2 / expected[drawn]).sum() < 14  # 2 degrees: p < 0.001
     assert order.samples(1, places).tolist() != order.samples(0, places).tolist()
     assert order.samples(0, places[500:510]).tolist() == order.samples(0, places)[500:510].tolist()
-
-
-def test_weights_belong_to_the_orders_name_and_can_be_drawn_by():
     assert Weighted(7, [1, 2]).name == Weighted(8, [1.0, 2.0]).name != Weighted(7, [2, 1]).name
     for weights in ([], [0, 0], [1, -1], [1, math.nan], [[1, 2]], [1, math.inf], ["1", "x"]):
         with pytest.raises(ConfigError, match="weights must be one finite number per sample"):

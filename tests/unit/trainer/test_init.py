@@ -180,7 +180,9 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     assert b"2 objects of kind DDPJob in the file" in told
 
 
-def test_an_edited_file_is_another_template(script: Path, manifest: Any) -> None:
+def test_an_edited_file_is_another_template_and_an_executable_can_be_executed(
+    script: Path, manifest: Any
+) -> None:
     templates = []
     for text in (SCRIPT, SCRIPT, "print(2)\n"):
         script.write_text(text)
@@ -188,9 +190,6 @@ def test_an_edited_file_is_another_template(script: Path, manifest: Any) -> None
     before, same, after = templates
     assert before == same
     assert (after["spec"], after["metadata"] != before["metadata"]) == (before["spec"], True)
-
-
-def test_an_executable_can_be_executed(script: Path, manifest: Any) -> None:
     other = script.parent / "train"
     other.write_text("#!/bin/sh\n")
     found = manifest(other)
@@ -280,23 +279,20 @@ def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+def test_an_unknown_option_is_the_scripts(capsys: Any) -> None:
+    for words, says in (
         ("init", "are required: SCRIPT\n"),
         ("init a.py --lr 0.1", "ddpjob-trainer init a.py -- --lr 0.1"),
         # No short form of --output, which would take it.
         ("init a.py --out=x -- y", "ddpjob-trainer init a.py -- --out=x y"),
         ("local x.yaml --lr 0.1", ""),
-    ],
-)
-def test_an_unknown_option_is_the_scripts(words: str, says: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(words.split())
-    said = capsys.readouterr().err
-    assert ("unrecognized arguments" in said) == (words != "init")
-    assert ("follow --" in said) == (" -- " in says)
-    assert says in said
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(words.split())
+        said = capsys.readouterr().err
+        assert ("unrecognized arguments" in said) == (words != "init")
+        assert ("follow --" in said) == (" -- " in says)
+        assert says in said
 
 
 def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:

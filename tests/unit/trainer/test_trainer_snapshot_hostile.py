@@ -227,19 +227,16 @@ def test_as_many_values_as_may_be_take_bounded_memory(tmp_path):  # type: ignore
 
 
 def test_pickle_in_disguise_is_not_run(tmp_path):  # type: ignore[no-untyped-def]
-    trap = tmp_path / "run"
-    root = tmp_path / "root"
-    write(root, 1, 2)
-    with_data(root, lambda data: pickle.dumps(Trap(trap)))
-    check_older_is_taken(root)
-    newest(root).write_bytes(pickle.dumps(Trap(trap)))
-    assert not trap.exists()
-    torch.save({"w": Trap(trap)}, tmp_path / "file")
-    other = tmp_path / "other"
-    write(other, 1, 2)
-    with_data(other, lambda data: (tmp_path / "file").read_bytes())
-    check_older_is_taken(other)
-    assert not trap.exists()
+    trap, file = tmp_path / "run", tmp_path / "file"
+    torch.save({"w": Trap(trap)}, file)
+    for number, content in enumerate((pickle.dumps(Trap(trap)), file.read_bytes())):
+        root = tmp_path / str(number)
+        write(root, 1, 2)
+        with_data(root, lambda data, content=content: content)
+        check_older_is_taken(root)
+        newest(root).write_bytes(content)
+        check_older_is_taken(root)
+        assert not trap.exists()
 
 
 def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no-untyped-def]
