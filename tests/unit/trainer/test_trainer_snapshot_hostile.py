@@ -229,13 +229,13 @@ def test_as_many_values_as_may_be_take_bounded_memory(tmp_path):  # type: ignore
 def test_pickle_in_disguise_is_not_run(tmp_path):  # type: ignore[no-untyped-def]
     trap, file = tmp_path / "run", tmp_path / "file"
     torch.save({"w": Trap(trap)}, file)
-    for number, content in enumerate((pickle.dumps(Trap(trap)), file.read_bytes())):
-        root = tmp_path / str(number)
-        write(root, 1, 2)
-        with_data(root, lambda data, content=content: content)
-        check_older_is_taken(root)
-        newest(root).write_bytes(content)
-        check_older_is_taken(root)
+    for content in (pickle.dumps(Trap(trap)), file.read_bytes()):
+        write(data := tmp_path / f"data-{len(content)}", 1, 2)
+        with_data(data, lambda _, content=content: content)
+        write(listed := tmp_path / f"manifest-{len(content)}", 1, 2)
+        newest(listed).write_bytes(content)
+        for root in (data, listed):
+            check_older_is_taken(root)
         assert not trap.exists()
 
 

@@ -171,11 +171,15 @@ ODD = [
 ]  # fmt: skip
 
 
-def test_directories_and_files_of_odd_names(root):  # type: ignore[no-untyped-def]
+def test_directories_of_odd_names(root):  # type: ignore[no-untyped-def]
     for name in ODD:
         (root / name).mkdir()
         (root / name / lineage.START).write_bytes(seal(asdict(Start(9, "u", 9, 9))))
     assert lineage.sequences(root) == [0, 1]
+    assert loaded_step(root) == 2
+
+
+def test_files_of_odd_names(root):  # type: ignore[no-untyped-def]
     first = root / "00000001"
     for name in (
         "step-2.json", "step-00000000002².json", "step-000000000009.json\n", "step-٣.json", "step-",
