@@ -108,6 +108,7 @@ def finish(
 
 @pytest.mark.parametrize("cause", [1, 7])
 def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
+    """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
     workers = stopped(tmp_path, 3 if cause == 1 else 75)
     ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
     code, content = finish(tmp_path, workers, ended, list(workers.unkillable.values()))
