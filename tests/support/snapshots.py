@@ -23,6 +23,7 @@ from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer
+from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
 from support.patience import PATIENCE
 
@@ -121,6 +122,14 @@ def memory_source(flat: Flat) -> Source:
             buffer[span.at : span.at + span.bytes] = content.view(torch.uint8)
 
     return Source(found, fetch)
+
+
+def stored(state: TrainingState) -> Flat:
+    """What a snapshot gives back: elements in C order, in memory of their own."""
+    captured = state.capture(0)
+    tensors = {**captured.flat.tensors, **captured.own}
+    copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    return Flat(captured.flat.tree, copies, captured.flat.aliases)
 
 
 def whole(source: Source) -> Flat:

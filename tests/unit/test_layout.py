@@ -80,7 +80,6 @@ def test_a_package_is_seen_at_a_glance() -> None:
 
 
 def prose(path: Path) -> Iterator[str]:
-    """The docstrings and comments of a module."""
     with tokenize.open(path) as lines:
         tokens = tokenize.generate_tokens(lines.readline)
         yield from (token.string for token in tokens if token.type == tokenize.COMMENT)

@@ -34,9 +34,6 @@ NAMED = re.compile(r"\b((?:bench|docs|examples|manifests|tests)/[\w./-]+\.\w+)(?
 PARTS = {f"examples/ladder/5_gpt/{name}.py" for name in ("corpus", "gpt", "mfu")}
 
 
-# --- Generated pages ----------------------------------------------------------------------
-
-
 def generated() -> Iterator[tuple[Path, str]]:
     """Yield (file, its text as its generator writes it now): `make manifests` writes them."""
     architecture = load(INTERNALS / "architecture.py")
@@ -82,9 +79,6 @@ def test_all_that_is_public_has_its_section_and_nothing_else() -> None:
     assert "step.check_update" not in reference.page(), "it is for the loop"
 
 
-# --- Links and names ----------------------------------------------------------------------
-
-
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -93,7 +87,6 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path) -> Iterator[str]:
-    """Links of a page, outside of code, that lead nowhere."""
     for file, anchor in LINK.findall(CODE.sub("", page.read_text())):
         if ":" in file:
             continue
@@ -139,7 +132,6 @@ def functions(file: str) -> set[str]:
 
 
 def missing(named: list[tuple[str, str]]) -> list[str]:
-    """Files, and functions of them, that do not exist."""
     return [
         f"{file}::{name}"
         for file, name in named
@@ -185,9 +177,6 @@ def test_every_example_is_listed_says_how_to_run_it_and_is_short() -> None:
         assert len(text.splitlines()) <= 150, file
         told = re.search(rf"^    .*\b{Path(file).name}\b", text.split('"""')[1], re.MULTILINE)
         assert told or file in PARTS, file
-
-
-# --- What pages show ----------------------------------------------------------------------
 
 
 def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:

@@ -68,7 +68,6 @@ def head(found: Job, told: Any = None, **more: Any) -> list[str]:
 
 
 def row(found: Job, told: Any) -> list[str]:
-    """The cells of replica 0, which runs."""
     members = {0: Member(pod(state={"running": {}}))}
     return status.gang_table(found, members, told, NOW)[1].split()
 
@@ -110,15 +109,12 @@ def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together(
     assert calls == [("pods", "-A", "-l", f"{crd.LABEL_REPLICA}=0")]
 
 
-def test_a_replica_that_is_not_there_is_refused() -> None:
+def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb() -> None:
     assert gang.chosen(job(), None) == {0, 1}
     assert gang.chosen(job(), 1) == {1}
     for replica in (-1, 2):
         with pytest.raises(Failure, match=f"--replica {replica}: d has 0 to 1"):
             gang.chosen(job(), replica)
-
-
-def test_snapshots_are_listed_with_the_verb_and_without() -> None:
     for words in (["d"], ["ls", "d"]):
         assert cli.parser().parse_args(["snapshots", *words]).job == "d"
 
@@ -161,7 +157,7 @@ class TestPages:
                 "stepsPerSecond", "snapshotStep", "stacks",
                 } <= contract.State.__annotations__.keys()  # fmt: skip
 
-    def test_numbers_of_all_ranks(self) -> None:
+    def test_numbers_of_all_ranks_and_what_is_none_counts_for_nothing(self) -> None:
         metrics = (
             b"# HELP ddpjob_trainer_step_seconds Duration\n"
             b'ddpjob_trainer_step_seconds_count{rank="0"} 30.0\n'
@@ -170,8 +166,6 @@ class TestPages:
         )
         told = gang.understood(b'{"step": 4, "stepsPerSecond": 2.0}', metrics)
         assert (told.rate, told.snapshot_at, told.number("step")) == (2.0, 1.767e9, 4)
-
-    def test_what_is_no_page_and_no_field_counts_for_nothing(self) -> None:
         for state in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000):
             assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Told()
         told = Told({"step": True, "loss": "x", "stacks": 3})
@@ -429,7 +423,6 @@ class TestStrangers:
             assert not gang._is_ours(job(), pod(**{**ours, **meta})), meta
 
     def test_events_about_nothing(self) -> None:
-        event = {"involvedObject": {"kind": "Pod"}, "lastTimestamp": at(1), "metadata": {}}
-        assert events.story(job(), [event]) == []
-        event["involvedObject"] = {}
-        assert events.story(job(), [event]) == []
+        for kind in ({"kind": "Pod"}, {}):
+            event = {"involvedObject": kind, "lastTimestamp": at(1), "metadata": {}}
+            assert events.story(job(), [event]) == []

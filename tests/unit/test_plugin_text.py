@@ -55,11 +55,8 @@ def test_ages() -> None:
 
 
 def test_tables_are_aligned_wrapped_and_move_no_cursor() -> None:
-    assert text.table(("A", "BB", "C"), [["1", "2", ""], ["long", "2", "x"]]) == [
-        "A      BB   C",
-        "1      2",
-        "long   2    x",
-    ]
+    shown = text.table(("A", "BB", "C"), [["1", "2", ""], ["long", "2", "x"]])
+    assert shown == ["A      BB   C", "1      2", "long   2    x"]
     lines = text.wrapped_table(("A", "MESSAGE"), [["1", "word " * 60], ["2", "short"]], 80, 3)
     assert max(map(len, lines)) <= 80
     assert lines[1].startswith("1   word word")
@@ -217,11 +214,7 @@ def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("command", ["status", "suspend j"])
 def test_an_answer_that_is_no_job_is_told_in_a_line(
-    command: str,
-    answer: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: str, answer: str, monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"printf '{answer}'")["PATH"])
     assert cli.run(command.split()) == 1

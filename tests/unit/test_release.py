@@ -36,7 +36,6 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkout(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A repository that can be released."""
     monkeypatch.setenv("DDPJOB_BASE_IMAGE", f"docker.io/library/python:3.11-slim{DIGEST}")
     yield copied
     git(copied, "checkout", "--quiet", "--", ".")

@@ -143,18 +143,15 @@ def test_memory_is_not_given_back_in_the_midst_of_a_copy(waits: list[str]) -> No
     assert len(waits) == 2
 
 
-def test_a_sparse_batch_gets_to_the_device(waits: list[str]) -> None:
-    """torch cannot tell the allocator of it, record_stream(), which others need."""
+def test_sparse_and_packed_batches_get_to_the_device(waits: list[str]) -> None:
+    """torch cannot tell the allocator of a sparse one, record_stream(), which others need."""
     moved = accelerator.Cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
     assert (moved.device.type, moved.layout) == ("meta", torch.sparse_coo)
-
-
-def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
     packed = pack_sequence([torch.ones(1, 2), torch.ones(3, 2)], enforce_sorted=False)
-    moved = fetch.map_tensors({"x": packed}, lambda tensor: tensor.to("meta"))["x"]
-    assert type(moved) is type(packed)
-    assert {moved.data.device.type, moved.unsorted_indices.device.type} == {"meta"}
-    assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+    sent = fetch.map_tensors({"x": packed}, lambda tensor: tensor.to("meta"))["x"]
+    assert type(sent) is type(packed)
+    assert {sent.data.device.type, sent.unsorted_indices.device.type} == {"meta"}
+    assert torch.equal(sent.batch_sizes, packed.batch_sizes), "these stay on the CPU"
 
 
 def test_a_registered_dict_has_its_tensors_back_on_their_devices() -> None:
@@ -208,19 +205,15 @@ def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, fou
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("told", "version"),
-    [
+def test_the_drivers_version_is_that_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_MODULE", tmp_path / "version")
+    assert devices.driver_version() == ""
+    for told, version in (
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC", "550.54.15"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86  Release", "570.86"),
         ("something else", ""),
-        (None, ""),
-    ],
-)
-def test_the_drivers_version_is_that_of_its_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, version: str
-) -> None:
-    monkeypatch.setattr(devices, "_MODULE", tmp_path / "version")
-    if told is not None:
+    ):
         (tmp_path / "version").write_text(told)
-    assert devices.driver_version() == version
+        assert devices.driver_version() == version

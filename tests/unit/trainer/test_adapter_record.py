@@ -64,16 +64,6 @@ def test_a_run_from_its_resume_to_its_end(tmp_path: Path, mine: record.Record):
     assert seen(tmp_path).phase == "done"
 
 
-def test_only_rank_0_says_that_a_checkpoint_is_written(
-    tmp_path: Path, mine: record.Record, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RANK", "1")
-    mine.begin()
-    mine.saving()
-    mine.saved(5)
-    assert seen(tmp_path, 1).snapshot_step == -1
-
-
 def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(
     tmp_path: Path, mine: record.Record
 ):
@@ -95,7 +85,9 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(
     assert "totalSteps" not in state_body(state, attempt=1, round_=0), "nobody knows it"
 
 
-def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, mine: record.Record):
+def test_a_data_loaders_worker_is_no_rank_and_rank_1_tells_of_no_checkpoint(
+    tmp_path: Path, mine: record.Record, monkeypatch: pytest.MonkeyPatch
+):
     mine.begin()
     before = seen(tmp_path)
     pid = os.fork()
@@ -105,3 +97,9 @@ def test_a_data_loaders_worker_is_no_rank(tmp_path: Path, mine: record.Record):
         os._exit(0)
     os.waitpid(pid, 0)
     assert seen(tmp_path) == before
+    monkeypatch.setenv("RANK", "1")
+    other = record.Record()
+    other.begin()
+    other.saving()
+    other.saved(5)
+    assert seen(tmp_path, 1).snapshot_step == -1

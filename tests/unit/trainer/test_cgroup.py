@@ -71,7 +71,7 @@ def test_where_nobody_tells_nothing_is_known(text, tmp_path):  # type: ignore[no
     assert read(tmp_path, own) is None
 
 
-LIMITED = Memory(1, 2 * GIB, 2 * GIB)
+FREE, LIMITED = Memory(0, None, None), Memory(1, 2 * GIB, 2 * GIB)
 AT_LIMIT = "the kernel killed it: raise resources.limits.memory, or have it use less"
 OF_NODE = "the kernel killed it, as its node had none left: raise resources.requests.memory"
 
@@ -80,17 +80,9 @@ OF_NODE = "the kernel killed it, as its node had none left: raise resources.requ
     ("before", "now", "words"),
     [
         (Memory(0, 2 * GIB, GIB), LIMITED, f"limit 2 GiB, peak 2 GiB): {AT_LIMIT}"),
-        (
-            Memory(0, None, 1),
-            Memory(2, 1536 * 2**20, None),
-            f"limit 1.5 GiB, peak unknown): {AT_LIMIT}",
-        ),
-        (
-            Memory(0, None, 1),
-            Memory(1, 4 * GIB, 700 * 2**20),
-            f"limit 4 GiB, peak 700 MiB): {OF_NODE}",
-        ),
-        (Memory(0, None, None), Memory(1, None, None), f"no limit, peak unknown): {OF_NODE}"),
+        (FREE, Memory(2, GIB * 3 // 2, None), f"limit 1.5 GiB, peak unknown): {AT_LIMIT}"),
+        (FREE, Memory(1, 4 * GIB, 700 * 2**20), f"limit 4 GiB, peak 700 MiB): {OF_NODE}"),
+        (FREE, Memory(1, None, None), f"no limit, peak unknown): {OF_NODE}"),
         (LIMITED, LIMITED, ""),  # by somebody else's kill
         (None, LIMITED, ""),
         (LIMITED, None, ""),
@@ -133,7 +125,7 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 
 
 def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    found = [Memory(0, None, None), LIMITED]
+    found = [FREE, LIMITED]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
     workers, _ = make_group(tmp_path)
     workers.stop(0.0, last_words=0)

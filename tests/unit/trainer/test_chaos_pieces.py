@@ -38,9 +38,6 @@ def planned(seed: int = 1, count: int = 12, **more: Any) -> list[Kill]:
     return plan_kills(seed=seed, count=count, **given)
 
 
-# --- The plan ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_what_every_plan_holds(seed: int) -> None:
     kills = planned(seed)
@@ -73,9 +70,6 @@ def test_all_points_are_in_reach_and_many_kills_come_while_restarting() -> None:
     kills = planned(count=10, **given)
     assert {kill.signal for kill in kills} == {signal.SIGTERM}
     assert {kill.point for kill in kills} == {"", "step"}
-
-
-def test_more_kills_than_steps_are_refused_with_the_cure() -> None:
     assert len(planned(count=59)) == 59
     with pytest.raises(ConfigError, match="at least 61 steps, the script makes 60: lower --kills"):
         planned(count=60)
@@ -96,9 +90,6 @@ def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(
         assert late.ends
         assert late.victim != LAUNCHER
         assert (late.point, late.restarting) == ("", False)
-
-
-# --- Fail points ------------------------------------------------------------------------------
 
 
 def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path: Path) -> None:
@@ -127,8 +118,6 @@ def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path: Path) -
         failpoints.configure(None, failpoints.NO_RANK)
         signal.signal(signal.SIGUSR1, old)
 
-
-# --- Records and the verdict ------------------------------------------------------------------
 
 UNCOMMITTED = {"parameters": "aa", "weights": "ee"}
 END = {**UNCOMMITTED, "buffers": "bb", "generators": "cc", "registered optimizer": "dd"}
@@ -285,9 +274,6 @@ def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path: Path) -> No
     assert records.restarts() == [20, None, 0, 35]
 
 
-# --- The command ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("restarts", "differences", "every", "code", "said"),
     [
@@ -315,20 +301,17 @@ def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # ty
     assert (told["verdict"], told["restarts"]) == (last, restarts)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_bad_options_end_with_64(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in (
         ("--nproc 0 x", "--nproc=0 must be at least 1"),
         ("--nproc 3 --kills 0 x", "--kills=0 must be at least 1"),
         ("--nproc 3 missing.py", "missing.py: no such script"),
         ("--nproc 3 --patience 0 x", "--patience=0.0 must be more"),
         ("--nproc 3 --patience nan x", "--patience=nan must be more"),
         ("--nproc 1000000 x", "--nproc=1000000 must be at most 1024"),
-    ],
-)
-def test_bad_options_end_with_64(arguments: str, complaint: str, capsys) -> None:  # type: ignore[no-untyped-def]
-    assert cli.main(["chaos", *arguments.split()]) == 64
-    assert complaint in capsys.readouterr().err
+    ):
+        assert cli.main(["chaos", *arguments.split()]) == 64
+        assert complaint in capsys.readouterr().err
 
 
 def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path: Path) -> None:
@@ -337,9 +320,6 @@ def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path: Path) -> None:
     assert found.keys() & base.keys() == {"PATH"}
     assert found["DDPJOB_SNAPSHOT_DIR"] == str(tmp_path / "snapshots")
     assert found["DDPJOB_HANG_STEP_SECONDS"] == "7.5"
-
-
-# --- The driver -------------------------------------------------------------------------------
 
 
 def gate(directory: Path) -> int:

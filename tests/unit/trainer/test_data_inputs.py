@@ -38,7 +38,6 @@ SAMPLES = 20
 
 
 def place(**changed: Any) -> Place:
-    """Two ranks, four samples each."""
     usual: dict[str, Any] = {
         "seed": 5, "rank": 0, "ranks": 2, "global_batch": 8, "parts": 2, "level": "resume",
         "tail": "drop", "collate": None, "accelerator": accelerator.of(torch.device("cpu")),
@@ -53,8 +52,6 @@ def opened(source: Any, at: Place | None = None, **options: Any) -> Any:
 
 
 class Noisy(Dataset[dict[str, Any]]):
-    """Draws from all three generators for each sample."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -67,24 +64,18 @@ def batches(source: Any, *parts: tuple[list[int], list[int]], seed: int = 5) -> 
     return [made.make(Work(np.array(samples), np.array(at))) for samples, at in parts]
 
 
-# --- Random numbers -------------------------------------------------------------------------
-
-
 def test_what_a_sample_draws_depends_on_the_seed_and_its_position_only():
-    whole, left, right = batches(
-        Noisy(), ([3, 4, 3], [10, 11, 12]), ([3], [10]), ([4, 3], [11, 12])
-    )
+    parts = ([3, 4, 3], [10, 11, 12]), ([3], [10]), ([4, 3], [11, 12])
+    whole, left, right = batches(Noisy(), *parts)
     assert whole == left + right
     drawn = [tuple(sample["drawn"]) for sample in whole]
     assert len(set(drawn)) == 3  # also for sample 3 when it comes again
-    other = batches(Noisy(), ([3, 4, 3], [10, 11, 12]), seed=6)[0]
+    other = batches(Noisy(), parts[0], seed=6)[0]
     again = {number for sample in other for number in sample["drawn"]}
     assert not any(again & set(sample) for sample in drawn)
 
 
 class Flipped(TensorDataset):
-    """With an item of its own."""
-
     def __getitem__(self, index: int) -> Any:
         assert isinstance(index, int)
         return -super().__getitem__(index)[0]
@@ -119,9 +110,6 @@ def test_subsets_and_getitems_give_the_samples_they_name():
         assert found == subset[len(source)]
 
 
-# --- Orders of others -----------------------------------------------------------------------
-
-
 def order_of(sampler: Any, epoch: int = 0, samples: int = SAMPLES) -> list[int]:
     order = Sampled(5, sampler, samples)
     return order.samples(epoch, np.arange(order.length)).tolist()
@@ -145,12 +133,8 @@ def test_an_order_that_depends_on_more_than_the_epoch_is_refused_when_it_comes_b
     def sampler(epoch: int) -> list[int]:
         return np.roll(np.arange(9), learned[0] + epoch).tolist()
 
-    def order() -> Sampled:
-        found = Sampled(5, sampler, 9)
-        learned[0] += 1
-        return found
-
-    before = order()
+    before = Sampled(5, sampler, 9)
+    learned[0] += 1
     for epoch in range(70):
         before.samples(epoch, np.arange(9))
     kept = before.orders_since(69)
@@ -186,8 +170,6 @@ def test_weights_are_changed_by_the_epoch_only():
 
 
 class Epochs:
-    """As many samplers of users are."""
-
     def __init__(self) -> None:
         self.epoch = -1
 
@@ -225,9 +207,6 @@ def test_orders_that_cannot_be_are_refused():
             opened(Noisy(), sampler=sampler)
     with pytest.raises(ConfigError, match="gave 3 indices for epoch 2 and 1 for epoch 0"):
         order_of(lambda epoch: [0] * (epoch + 1), 2)
-
-
-# --- What it is made of ---------------------------------------------------------------------
 
 
 def loader(**options: Any) -> Any:
@@ -276,8 +255,6 @@ class Counting(IterableDataset[int]):
 
 
 class Kept(Counting):
-    """With torch's protocol of a state."""
-
     at = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -298,9 +275,9 @@ class Anything:
         return iter(Counting())
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "at", "words"),
-    [
+def test_what_cannot_be_read_is_refused_with_the_cure():
+    again = DataLoader(Counting(), batch_size=4, num_workers=1, persistent_workers=True)
+    for source, options, at, words in (
         (loader(), {"workers": 2}, {}, "workers is the DataLoader's own"),
         (loader(), {"shuffle": True}, {}, "shuffle is the DataLoader's own"),
         (DataLoader(Noisy(), batch_size=3), {}, {}, "batch_size=3 must be 4: global_batch=8 in 2"),
@@ -318,18 +295,10 @@ class Anything:
         (Counting(), {}, {"tail": "pad"}, "tail='pad' needs to know"),
         (Anything(), {}, {}, "say batched=True if batches, batched=False if samples"),
         (7, {}, {}, "int is not a map-style dataset"),
-        (
-            DataLoader(Counting(), batch_size=4, num_workers=1, persistent_workers=True),
-            {}, {}, "use persistent_workers=False",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_the_cure(source, options, at, words):
-    with pytest.raises(ConfigError, match=words):
-        opened(source, place(**at), **options)
-
-
-# --- Streams --------------------------------------------------------------------------------
+        (again, {}, {}, "use persistent_workers=False"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            opened(source, place(**at), **options)
 
 
 def taken(found: Stream, count: int, *, first: int = 0) -> list[Any]:
@@ -386,10 +355,7 @@ def test_a_stream_of_another_place_or_kind_is_refused():
         after.begin(range(3, 7), lambda step: [])
     with pytest.raises(ConfigError, match="Counting has no state_dict"):
         opened(Counting()).stream.load_state_dict(before.stream.state_dict())
-
-
-def test_with_other_data_allowed_a_stream_begins_anew():
-    after = opened(Counting())
+    after = opened(Counting())  # with other data allowed it begins anew
     after.begin(range(3, 7), lambda step: [], fresh=True)
     assert [round(batch[0][0]) for batch in taken(after, 3, first=3)] == [0, 4, 0]
     assert after.stream.state_dict()["total"] == 6
@@ -403,9 +369,6 @@ def test_batches_that_are_not_whole_or_not_asked_for_are_passed_over():
     found = opened(Counting(40))
     whole = taken(opened(Counting(40)), 5)
     assert taken(found, 1) + taken(found, 1, first=3) == [whole[0], whole[3]]
-
-
-# --- Worker processes -----------------------------------------------------------------------
 
 
 def test_workers_give_what_this_process_would_and_pass_over_what_is_not_asked_for():

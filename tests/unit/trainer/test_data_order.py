@@ -34,16 +34,12 @@ def permuted(key: int, length: int) -> np.ndarray:
 
 
 def deviation(counts: np.ndarray, freedom: int) -> float:
-    """How far counts that should be equal are from it, by a chi-squared test."""
     expected = counts.mean()
     return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
 
 
 def batch(order: DataOrder, step: int) -> list[int]:
     return order.samples(order.batch(step)).tolist()
-
-
-# --- The permutation ------------------------------------------------------------------------
 
 
 def test_the_order_is_fixed_for_ever():
@@ -100,9 +96,6 @@ def test_an_epoch_of_any_length_costs_nothing():
     assert peak < 1 << 20
 
 
-# --- Batches over epochs ----------------------------------------------------------------------
-
-
 def test_asking_for_a_few_places_gives_what_asking_for_all_gives():
     order = Shuffled(3, 5000)
     whole = order.samples(1, np.arange(5000))
@@ -154,10 +147,7 @@ def test_a_snapshot_of_another_order_is_refused():
     compare(mine, mine, 1, ())
 
 
-# --- Weights --------------------------------------------------------------------------------
-
-
-def test_samples_are_drawn_by_their_weights():
+def test_samples_are_drawn_by_their_weights_which_the_order_is_named_after():
     weights = [0.0, 1.0, 3.0, 0.0, 4.0, 0.0]
     order = Weighted(7, weights)
     assert order.length == 6
@@ -169,9 +159,6 @@ def test_samples_are_drawn_by_their_weights():
     assert ((counts - expected)[drawn] ** 2 / expected[drawn]).sum() < 14  # 2 degrees: p < 0.001
     assert order.samples(1, places).tolist() != order.samples(0, places).tolist()
     assert order.samples(0, places[500:510]).tolist() == order.samples(0, places)[500:510].tolist()
-
-
-def test_weights_belong_to_the_orders_name_and_can_be_drawn_by():
     assert Weighted(7, [1, 2]).name == Weighted(8, [1.0, 2.0]).name != Weighted(7, [2, 1]).name
     for weights in ([], [0, 0], [1, -1], [1, math.nan], [[1, 2]], [1, math.inf], ["1", "x"]):
         with pytest.raises(ConfigError, match="weights must be one finite number per sample"):

@@ -24,8 +24,6 @@ X = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
 
 
 class Own(Dataset[Any]):
-    """Of the script's own: with an augmentation, and what it remembers of its calls."""
-
     def __init__(self, rows: Any) -> None:
         self.rows, self.calls = rows, list[int]()
 
@@ -56,7 +54,6 @@ def opened(dataset: Any, rank: int, *, ranks: int = 3, workers: int = 0, step: i
 
 
 def compared(datasets: Sequence[Any], **options: Any) -> str:
-    """What rank 0 says of three ranks' datasets."""
     every = [opened(dataset, rank, **options) for rank, dataset in enumerate(datasets)]
     told = json.loads(json.dumps([[one.own, one.compared] for one in every]))
     every[0].compare([own for own, _ in told])

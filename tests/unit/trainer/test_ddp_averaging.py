@@ -41,7 +41,6 @@ def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models)
 
 
 def idle(module: nn.Module, rebuild: Callable[[], object] = lambda: None) -> Any:
-    """As much of a DistributedDataParallel as the warm-up needs."""
     reducer = SimpleNamespace(
         _check_reducer_finalized=lambda: None,
         prepare_for_forward=lambda: None,

@@ -17,8 +17,6 @@ from support.queued import Queued
 
 
 class Progress:
-    """Takes down what is told."""
-
     def __init__(self) -> None:
         self.since = ("forward", 100.0)
         self.told: list[str] = []
@@ -74,6 +72,12 @@ def test_seconds_are_the_devices_own() -> None:
     watch.look(200.0)
     assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
     assert progress.told == [], "a host that hangs speaks for itself"
+    nothing = Progress()
+    watch = DeviceWatch(accelerator.of(torch.device("cpu")), nothing)  # type: ignore[arg-type]
+    watch.queued("forward")  # where a device has no queue nothing is watched
+    watch.start()
+    watch.look(1e9)
+    assert (nothing.told, nothing.seconds) == ([], {})
 
 
 def test_its_thread_asks_its_own_gpu() -> None:
@@ -90,13 +94,3 @@ def test_its_thread_asks_its_own_gpu() -> None:
         assert entered.wait(PATIENCE)
     finally:
         watch.stop()
-
-
-def test_nothing_is_watched_where_nothing_is_queued() -> None:
-    progress = Progress()
-    watch = DeviceWatch(accelerator.of(torch.device("cpu")), progress)  # type: ignore[arg-type]
-    watch.queued("forward")
-    watch.start()
-    watch.look(1e9)
-    assert progress.told == []
-    assert progress.seconds == {}

@@ -46,7 +46,6 @@ class Share(Divided):
 
 
 def trained(seed: int, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Groups with different options, a counter per parameter, one parameter without a gradient."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
     groups = [{"params": model[0].parameters()},
@@ -66,7 +65,6 @@ def registered(model: nn.Module, optimizer: Any) -> TrainingState:
 
 
 def save(store: Store, step: int, every: list[Captured]) -> None:
-    """What all ranks do, as support.snapshots does it for what all ranks hold."""
     reports = []
     for rank, captured in enumerate(every):
         image = lay_out(captured.structure, len(every), rank)

@@ -37,6 +37,5 @@ def test_who_ended_with_0_long_before_ranks_that_do_not_talk_is_told():
     assert ended_long_ago(trained, 1, 300.0, 305.0) == "", "after the loop nobody waits for it"
     assert ended_long_ago(done, 1, 300.0, 304.0) == "", "others may end as well"
     assert ended_long_ago(done, 0, 300.0, 305.0) == "", "all have"
-    assert ended_long_ago([Exit(1, 1, 3, 5.0)], 1, 300.0, 305.0) == "", (
-        "a failure is told elsewhere"
-    )
+    failed = [Exit(1, 1, 3, 5.0)]
+    assert ended_long_ago(failed, 1, 300.0, 305.0) == "", "a failure is told elsewhere"

@@ -26,7 +26,6 @@ def numbers(count: int, seed: int) -> list[float]:
 
 
 def over_ranks(values: list[float], ranges: list[range]) -> float:
-    """Each rank adds up its subtrees; then those of all are added up."""
     count = len(values)
     known: dict[Node, float] = {}
     for mine in ranges:

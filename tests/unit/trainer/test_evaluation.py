@@ -22,8 +22,6 @@ MODEL = nn.Identity()
 
 
 class Noisy:
-    """Draws random numbers for each sample, as a test-time augmentation does."""
-
     def __len__(self) -> int:
         return 50
 
@@ -32,18 +30,11 @@ class Noisy:
 
 
 def evaluate(
-    metric: Any,
-    *,
-    data: Any = DATA,
-    batch_size: int = 8,
-    workers: int = 0,
-    mean: bool = False,
-    ranks: int = 3,
+    metric: Any, *, data: Any = DATA, batch_size: int = 8, workers: int = 0, mean: bool = False
 ) -> Any:
-    """Each rank's share, then what rank 0 makes of them all."""
     worlds = [
-        World(rank, ranks, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
-        for rank in range(ranks)
+        World(rank, 3, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
+        for rank in range(3)
     ]
     shares = [
         evaluation.share_of_metric(
@@ -81,35 +72,27 @@ def test_workers_change_no_bit():  # type: ignore[no-untyped-def]
     assert len(results) == 1, results
 
 
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
+def test_what_is_no_metric_is_refused_and_options_before_anybody_waits() -> None:
+    for metric, words in (
         (lambda m, b: b[0], "must be a number or a tensor of one element"),
         (lambda m, b: {"acc": "x"}, "the metric 'acc' must be a number"),
         (lambda m, b: {"a": 1.0} if b[0][0] >= 40 else 1.0, "one number for some batches"),
-    ],
-)
-def test_what_is_no_metric_is_refused(metric, words):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=words):
-        evaluate(metric)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "batch_size", "workers", "reduce", "words"),
-    [
-        (DATA, 0, 0, "sum", r"batch_size=0 must be at least 1"),
-        (DATA, 8, -1, "sum", r"workers=-1 must be at least 0"),
-        (DATA, 8, 0, "max", "reduce='max' must be one of 'sum', 'mean'"),
-        ([], 8, 0, "sum", "the dataset is empty"),
-        (iter([1]), 8, 0, "sum", "not a map-style dataset"),
-    ],
-)
-def test_options_are_checked_before_anybody_waits(dataset, batch_size, workers, reduce, words):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=words):
-        evaluation.check(
-            {"dataset": dataset, "metric": len, "batch_size": batch_size, "workers": workers,
-             "reduce": reduce, "collate": None, "ema": False}
-        )  # fmt: skip
+    ):
+        with pytest.raises(ConfigError, match=words):
+            evaluate(metric)
+    usual = {
+        "dataset": DATA, "metric": len, "batch_size": 8, "workers": 0, "reduce": "sum",
+        "collate": None, "ema": False,
+    }  # fmt: skip
+    for name, value, words in (
+        ("batch_size", 0, "batch_size=0 must be at least 1"),
+        ("workers", -1, "workers=-1 must be at least 0"),
+        ("reduce", "max", "reduce='max' must be one of 'sum', 'mean'"),
+        ("dataset", [], "the dataset is empty"),
+        ("dataset", iter([1]), "not a map-style dataset"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            evaluation.check({**usual, name: value})
 
 
 def test_modes_and_gradients_are_put_back() -> None:

@@ -14,7 +14,6 @@ from ddpjob_trainer.optim import nan_policy
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 
 BAD = (math.inf, -math.inf, math.nan)
-SMALLEST = 1e-45  # of float32, denormal
 POLICY = NanPolicy("stop", World(0, 1, torch.device("cpu"), None, None, None))  # type: ignore[arg-type]
 
 

@@ -33,8 +33,6 @@ class Noise:
 
 
 class Holds(Dataset[Any]):
-    """A dataset, one around another, a transform of transforms."""
-
     def __init__(self, *parts: Any) -> None:
         self.parts = [*parts]
 
@@ -46,8 +44,6 @@ class Holds(Dataset[Any]):
 
 
 class Shuffles:
-    """A sampler, or a collate function, that draws from its own."""
-
     def __init__(self) -> None:
         self.rng = np.random.default_rng(1)
 
@@ -191,26 +187,16 @@ def test_those_named_are_seeded_too_each_once() -> None:
 
 
 @pytest.mark.parametrize("make", [Shuffles, of_a_closure, lambda: by_another_function])
-def test_a_sampler_gives_an_epoch_the_same_order_whatever_came_before(
-    make: Callable[[], Any],
-) -> None:
-    def order_of(epochs: Sequence[int]) -> list[int]:
+def test_a_sampler_gives_an_epoch_the_same_order_whatever_came_before(make: Any) -> None:
+    def last_of(*epochs: int) -> list[int]:
         order = Sampled(5, make(), 9)
-        found = [order.samples(epoch, np.arange(9)) for epoch in epochs]
-        return [int(number) for number in found[-1]]
+        return [order.samples(epoch, np.arange(9)).tolist() for epoch in epochs][-1]
 
-    assert order_of([0, 1, 2]) == order_of([2])
-    assert order_of([1]) != order_of([2])
+    assert last_of(0, 1, 2) == last_of(2) != last_of(1)
 
 
 def made(batches: Batches, *positions: int) -> Any:
     return batches.make(Work(np.array(positions), np.array(positions)))
-
-
-def test_what_a_collate_function_draws_depends_on_the_position_only() -> None:
-    batches, other = (Batches([1, 2, 3, 4], Shuffles(), 5) for _ in range(2))
-    made(batches, 0, 1)
-    assert made(batches, 2, 3) == made(other, 2, 3) != made(other, 0, 1)
 
 
 class Own(Dataset[float]):
@@ -228,7 +214,7 @@ class Own(Dataset[float]):
         return first, float(self.second.random()), LAZY.random(), self.samples[0].rng.random()
 
 
-def test_what_a_dataset_draws_from_its_own_and_from_those_named_depends_on_the_position() -> None:
+def test_what_is_drawn_from_its_own_and_from_those_named_depends_on_the_position_only() -> None:
     def of(*, named: bool) -> list[list[tuple[float, ...]]]:
         dataset = Own()
         batches = Batches(dataset, list, 5, [dataset.samples[0].rng] if named else ())
@@ -240,10 +226,10 @@ def test_what_a_dataset_draws_from_its_own_and_from_those_named_depends_on_the_p
     first, again = of(named=False)
     assert [sample[:3] for sample in first] == [sample[:3] for sample in again]
     assert first[0][3] != again[0][3]
-
-
-def test_their_numbers_are_fixed_for_ever() -> None:
-    """A run that goes on from a snapshot of an older version draws what it would have drawn."""
+    collating, other = (Batches([1, 2, 3, 4], Shuffles(), 5) for _ in range(2))
+    made(collating, 0, 1)
+    assert made(collating, 2, 3) == made(other, 2, 3) != made(other, 0, 1)
+    # For ever: a run that goes on from a snapshot of an older version draws the same.
     drawn = made(Batches(Own(), list, 5), 7)[0][:3]
     assert drawn == (0.760242223739624, 0.05085309319344833, 0.4869488051299452)
 
@@ -258,8 +244,6 @@ def stream(source: Any, rank: int = 0, batch: int | None = None, collate: Any = 
 
 
 class Sharded(IterableDataset[int]):
-    """All ranks shuffle alike, and each takes its part; ``noise`` is each rank's own."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.rng, self.noise = random.Random(7), np.random.default_rng(rank)
@@ -298,8 +282,6 @@ def test_what_all_ranks_shuffle_alike_they_still_do() -> None:
 
 
 class Buckets:
-    """A batch sampler of batches of two; ``shuffled`` by whatever generator."""
-
     def __init__(self, rank: int, shuffled: Callable[[Any], list[int]]) -> None:
         self.rank, self.shuffled = rank, shuffled
         self.generator = torch.Generator().manual_seed(3)
@@ -333,7 +315,6 @@ def streams(sources: Sequence[Any], **options: Any) -> list[Stream]:
 
 
 def read(sources: Sequence[Any]) -> list[list[list[Any]]]:
-    """Two epochs of four batches for each rank: by epoch and rank."""
     found = streams(sources)
     epochs = [
         [[sample for _ in range(4) for sample in one.read()] for one in found] for _ in range(2)
@@ -371,10 +352,7 @@ def test_ranks_that_take_no_part_of_their_own_are_told_of_whatever_they_do_to_sa
 
 
 def test_where_a_generator_stands_is_told_alike() -> None:
-    kinds: list[Callable[[int], Any]] = [
-        lambda seed: torch.Generator().manual_seed(seed), np.random.default_rng,
-        np.random.RandomState, random.Random,
-    ]  # fmt: skip
-    for make in kinds:
+    of_torch: Callable[[int], Any] = lambda seed: torch.Generator().manual_seed(seed)  # noqa: E731
+    for make in (of_torch, np.random.default_rng, np.random.RandomState, random.Random):
         marks = [generators.mark(make(seed)) for seed in (1, 1, 2)]
         assert marks[0] == marks[1] != marks[2]

@@ -27,9 +27,8 @@ def aborted(words: str) -> list[str]:
                          ).splitlines()]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_gpu_that_failed_is_told_by_its_words_from_what_the_program_did() -> None:
+    for text in (
         f"torch.AcceleratorError: {ECC}",
         "RuntimeError: CUDA error: unspecified launch failure",
         "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",
@@ -41,11 +40,22 @@ def aborted(words: str) -> list[str]:
         "NVRM: Xid (PCI:0000:1b:00): 79, pid=4711, name=python, GPU has fallen off the bus.",
         "NVRM: Xid (PCI:0000:1b:00): 94, pid=4711, Contained: SM (0x1). RST: No, D-RST: No",
         "Unable to determine the device handle for GPU0000:1B:00.0: GPU is lost.",
-    ],
-)
-def test_a_gpu_that_failed_is_told_by_its_words(text: str) -> None:
-    assert exit_code_of(RuntimeError(text)) == ExitCode.HARDWARE
-    assert judge(1, text, ["Traceback (most recent call last):"])[0] == ExitCode.HARDWARE
+    ):
+        assert exit_code_of(RuntimeError(text)) == ExitCode.HARDWARE, text
+        assert judge(1, text, ["Traceback (most recent call last):"])[0] == ExitCode.HARDWARE
+    for text in (
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: device-side assert triggered",
+        "CUDA out of memory. Tried to allocate 20.00 GiB",
+        "NVRM: Xid (PCI:0000:1b:00): 31, pid=4711, name=python, MMU Fault",
+        "the database is lost",
+    ):
+        assert exit_code_of(RuntimeError(text)) == 1, text
+        assert judge(1, text, [text]) == (1, text)
+    # An error of another kind is not judged by its words.
+    assert issubclass(torch.AcceleratorError, RuntimeError)
+    assert exit_code_of(ValueError(ECC)) == 1  # a check of the user's own
+    assert exit_code_of(ConfigError(ECC)) == ExitCode.BAD_CONFIG
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA to ask")
@@ -61,43 +71,16 @@ def test_the_words_are_those_of_the_cuda_that_torch_came_with() -> None:
         assert is_fault(text) == (code in faults), text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "CUDA error: an illegal memory access was encountered",
-        "CUDA error: device-side assert triggered",
-        "CUDA out of memory. Tried to allocate 20.00 GiB",
-        "NVRM: Xid (PCI:0000:1b:00): 31, pid=4711, name=python, MMU Fault",
-        "the database is lost",
-    ],
-)
-def test_what_the_program_did_is_its_own(text: str) -> None:
-    assert exit_code_of(RuntimeError(text)) == 1
-    assert judge(1, text, [text]) == (1, text)
-
-
-def test_an_error_of_another_kind_is_not_judged_by_its_words() -> None:
-    assert issubclass(torch.AcceleratorError, RuntimeError)
-    assert exit_code_of(ValueError(ECC)) == 1  # a check of the user's own
-    assert exit_code_of(ConfigError(ECC)) == ExitCode.BAD_CONFIG
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
+def test_nccl_ends_a_process_and_says_why() -> None:
+    for words, code in (
         (ECC, ExitCode.HARDWARE),
         ("[Rank 1] Watchdog caught collective operation timeout: Work(9)", ExitCode.PEER_LOST),
         ("NCCL error: remote process exited or there was a network error", ExitCode.PEER_LOST),
         ("CUDA error: device-side assert triggered", -6),  # the program's
-    ],
-)
-def test_nccl_ends_a_process_and_says_why(words: str, code: int) -> None:
-    found, told = judge(-6, "", aborted(words))
-    assert found == code
-    assert words in told
-
-
-def test_an_end_that_says_what_it_means_is_not_judged() -> None:
+    ):
+        found, told = judge(-6, "", aborted(words))
+        assert (found, words in told) == (code, True), words
+    # An end that says what it means is not judged.
     for status in (-9, -11, 3, 75, 76, 64):
         assert judge(status, "ValueError: x", aborted(ECC)) == (status, "ValueError: x")
     assert judge(-6, "", ["Fatal Python error: Aborted"]) == (-6, "")

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")  # no update 
 
 
 class Trained:
-    """A model, its optimizer, and what updates with it."""
-
     def __init__(self) -> None:
         self.model = nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -32,8 +30,6 @@ class Trained:
 
 
 class Watched(Trained):
-    """By the guard."""
-
     def __init__(self) -> None:
         super().__init__()
         self.guard = Guard(self.state, self.updater)
@@ -99,8 +95,7 @@ def test_an_optimizer_of_the_model_must_be_prepared(watched: Watched) -> None:
     other = torch.optim.AdamW(watched.model.parameters())
     with pytest.raises(ConfigError, match=r"AdamW is used in the loop, but prepare\(\) does not"):
         other.step()
-    mine: Any = other
-    watched.state.register("mine", mine, per_rank=True)
+    watched.state.register("mine", other, per_rank=True)  # type: ignore[arg-type]
     other.step()
 
 
@@ -122,12 +117,7 @@ def test_one_of_something_else_may_work_within_a_step(watched: Watched) -> None:
         before.step()
 
 
-# --- Gradients that the loop changes before they are the mean -----------------------------------
-
-
 class Backwards(Trained):
-    """Its gradients are this rank's own after each backward, if ``local``."""
-
     def __init__(self, *, local: bool = True, scaler: torch.amp.GradScaler | None = None) -> None:
         super().__init__()
         self.updater.scaler = scaler
@@ -147,26 +137,22 @@ def clip(watched: Backwards) -> None:
     nn.utils.clip_grad_norm_(watched.model.parameters(), 0.1)
 
 
-def replace(watched: Backwards) -> None:
-    watched.model.weight.grad = torch.ones(2, 2)
+CHANGES: dict[str, Callable[[Backwards], object]] = {
+    "clip": clip,
+    "replace": lambda watched: setattr(watched.model.weight, "grad", torch.ones(2, 2)),
+    "drop": lambda watched: watched.optimizer.zero_grad(),
+    "zero": lambda watched: watched.optimizer.zero_grad(set_to_none=False),
+}
 
 
-def drop(watched: Backwards) -> None:
-    watched.optimizer.zero_grad()
-
-
-def zero(watched: Backwards) -> None:
-    watched.optimizer.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("change", [clip, replace, drop, zero])
-def test_what_is_changed_too_early_is_refused(change: Callable[[Backwards], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_too_early_is_refused(change: str) -> None:
     watched = Backwards()
     watched.backward(0)
-    change(watched)
+    CHANGES[change](watched)
     with pytest.raises(ConfigError, match=r"between two batches of a step.*leave optimizer\.zero"):
         watched.backward(1)
-    if change is not drop:
+    if change != "drop":
         with pytest.raises(ConfigError, match=r"after step\.backward.*clip_grad_norm=.*before_up"):
             watched.update()
 
@@ -188,10 +174,10 @@ def test_between_two_losses_of_a_batch_the_gradients_of_one_model_may_be_dropped
     watched = Backwards()
     for _ in range(3):
         watched.backward(0)
-        drop(watched)
+        watched.optimizer.zero_grad()
         watched.backward(0)
         watched.update()
-        drop(watched)
+        watched.optimizer.zero_grad()
 
 
 def test_a_mean_may_be_clipped_unless_it_lacks_the_factor_of_the_weights() -> None:

@@ -44,23 +44,17 @@ def test_the_culprit(name):  # type: ignore[no-untyped-def]
 
 
 def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-untyped-def]
-    signs = [
-        sign(0, "step", "backward", 31.0),
-        sign(1, "step", "backward", 30.5, stopped=True),
-        sign(2, "step", "data", 31.0),
-    ]
+    stopped = sign(1, "step", "backward", 30.5, stopped=True)
+    signs = sign(0, "step", "backward", 31.0), stopped, sign(2, "step", "data", 31.0)
     found = find(signs, LIMITS)
     assert found is not None
     assert (found.rank, found.sign.stopped) == (1, True)
     assert "rank 1 is stopped (SIGSTOP)" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("phase", "limit"), [("startup", "STARTUP_SECONDS=60"), ("step", "STEP_SECONDS=30"),
-                         ("snapshot", "SNAPSHOT_SECONDS=100")],
-)  # fmt: skip
-def test_the_message_names_rank_phase_activity_time_step_and_the_limit(phase, limit):  # type: ignore[no-untyped-def]
-    assert str(find([sign(3, phase, "data", 100.54)], LIMITS)) == (
-        f"rank 3 hangs: it gave no sign of life for 100.5 s in phase {phase} (data) after step 7;"
-        f" the limit is DDPJOB_HANG_{limit}"
-    )
+def test_the_message_names_rank_phase_activity_time_step_and_the_limit():  # type: ignore[no-untyped-def]
+    for phase, limit in (("startup", 60), ("step", 30), ("snapshot", 100)):
+        assert str(find([sign(3, phase, "data", 100.54)], LIMITS)) == (
+            f"rank 3 hangs: it gave no sign of life for 100.5 s in phase {phase} (data) after"
+            f" step 7; the limit is DDPJOB_HANG_{phase.upper()}_SECONDS={limit}"
+        )

@@ -78,11 +78,8 @@ def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: 
 def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  # type: ignore[no-untyped-def]
     """A laptop that slept, a frozen pod: the workers had no chance either."""
     watch = HangWatch(LIMITS)
-    assert watch.poll(tmp_path, PIDS, 100.0) is None
-    assert watch.poll(tmp_path, PIDS, 101.0) is None
-    assert watch.poll(tmp_path, PIDS, 5000.0) is None
-    for second in range(1, 7):
-        assert watch.poll(tmp_path, PIDS, 5000.0 + second) is None
+    for now in (100.0, 101.0, *(5000.0 + second for second in range(7))):
+        assert watch.poll(tmp_path, PIDS, now) is None
     assert any(watch.poll(tmp_path, PIDS, 5007.0 + second) for second in range(6))
 
 

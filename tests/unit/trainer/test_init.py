@@ -27,7 +27,6 @@ Objects = dict[str, dict[str, Any]]  # by kind
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the folder in which `init` is called."""
     path = tmp_path / "My_Train.v2.py"
     path.write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
@@ -36,8 +35,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def manifest(capsys: pytest.CaptureFixture[str]) -> Callable[..., Objects]:
-    """Return what the command prints; the job is one for the CRD."""
-
     def printed(*words: object) -> Objects:
         assert cli.main(["init", *map(str, words)]) == 0
         found = {body["kind"]: body for body in yaml.safe_load_all(capsys.readouterr().out)}
@@ -53,7 +50,6 @@ def trainer(objects: Objects) -> dict[str, Any]:
 
 
 def files_of(objects: Objects) -> dict[str, Any]:
-    """Return the ConfigMap's volume."""
     _, volume = objects["DDPJob"]["spec"]["template"]["spec"]["volumes"]
     return dict(volume["configMap"])
 
@@ -100,7 +96,6 @@ def test_a_script_of_an_image_needs_no_config_map(manifest: Any) -> None:
 
 
 def placed(objects: Objects) -> dict[str, bytes]:
-    """What the pods find in their working directory."""
     held = {key: text.encode() for key, text in objects["ConfigMap"].get("data", {}).items()}
     binary = objects["ConfigMap"].get("binaryData", {})
     held |= {key: base64.b64decode(text) for key, text in binary.items()}
@@ -185,7 +180,9 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     assert b"2 objects of kind DDPJob in the file" in told
 
 
-def test_an_edited_file_is_another_template(script: Path, manifest: Any) -> None:
+def test_an_edited_file_is_another_template_and_an_executable_can_be_executed(
+    script: Path, manifest: Any
+) -> None:
     templates = []
     for text in (SCRIPT, SCRIPT, "print(2)\n"):
         script.write_text(text)
@@ -193,9 +190,6 @@ def test_an_edited_file_is_another_template(script: Path, manifest: Any) -> None
     before, same, after = templates
     assert before == same
     assert (after["spec"], after["metadata"] != before["metadata"]) == (before["spec"], True)
-
-
-def test_an_executable_can_be_executed(script: Path, manifest: Any) -> None:
     other = script.parent / "train"
     other.write_text("#!/bin/sh\n")
     found = manifest(other)
@@ -285,23 +279,20 @@ def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+def test_an_unknown_option_is_the_scripts(capsys: Any) -> None:
+    for words, says in (
         ("init", "are required: SCRIPT\n"),
         ("init a.py --lr 0.1", "ddpjob-trainer init a.py -- --lr 0.1"),
         # No short form of --output, which would take it.
         ("init a.py --out=x -- y", "ddpjob-trainer init a.py -- --out=x y"),
         ("local x.yaml --lr 0.1", ""),
-    ],
-)
-def test_an_unknown_option_is_the_scripts(words: str, says: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(words.split())
-    said = capsys.readouterr().err
-    assert ("unrecognized arguments" in said) == (words != "init")
-    assert ("follow --" in said) == (" -- " in says)
-    assert says in said
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(words.split())
+        said = capsys.readouterr().err
+        assert ("unrecognized arguments" in said) == (words != "init")
+        assert ("follow --" in said) == (" -- " in says)
+        assert says in said
 
 
 def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:

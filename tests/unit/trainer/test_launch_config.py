@@ -72,19 +72,18 @@ def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no
     assert config(script, env | {contract.HEAL_AFTER_SECONDS: "70"}).heal_after == 70
 
 
-@pytest.mark.parametrize(
-    ("given", "refusal"),
-    [
+def test_a_number_that_cannot_be_and_what_is_no_modules_name_are_refused(script):  # type: ignore[no-untyped-def]
+    for given, refusal in (
         ({"nproc": 0}, "--nproc=0 must be at least 1"),
         ({"nproc": 100_000}, "--nproc=100000 must be at most 1024"),
         ({"rounds_without_progress": -1}, "--max-rounds-without-progress=-1 must be at least 0"),
         ({"metrics_port": -1}, "--metrics-port=-1 must be at least 0"),
         ({"metrics_port": 99_999}, "--metrics-port=99999 must be at most 65535"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused(script, given, refusal):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=refusal):
-        config(script, {}, **given)
+        ({"preload": "PIL,a b"}, "--preload: 'a b' must be a module's name"),
+        ({"spares": "few"}, "--spares 'few' must be a number or auto"),
+    ):
+        with pytest.raises(ConfigError, match=refusal):
+            config(script, {}, **given)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,6 @@ def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
     path.write_text(text)
     made = config(str(path), {}, nproc=3, spares=given, preload="PIL, scipy.stats,")
     assert (made.spares, made.preload) == (spares, ("PIL", "scipy.stats"))
-    with pytest.raises(ConfigError, match="--spares 'few' must be a number or auto"):
-        config(str(path), {}, spares="few")
-
-
-def test_what_is_no_modules_name_is_not_preloaded():  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match="--preload: 'a b' must be a module's name"):
-        config("sh", {}, preload="PIL,a b")
 
 
 INTERRUPTED = """
@@ -132,13 +124,9 @@ sys.exit(main())
 
 @pytest.mark.parametrize("when", ["import", "begun"])
 def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignore[no-untyped-def]
+    command, env = [sys.executable, "-c", INTERRUPTED, when], {**os.environ, "PYTHONPATH": PATHS}
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, when],
-        env={**os.environ, "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
+        command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stderr) == (130, "")
 

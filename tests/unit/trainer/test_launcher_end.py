@@ -28,7 +28,6 @@ from support.worker_group import NEVER, config_of_three, make_group
 
 @pytest.fixture
 def sent(monkeypatch):  # type: ignore[no-untyped-def]
-    """Signals that were sent to processes that none of them ends."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(children, "send", lambda pid, signum: found.append((pid, signum)))
     monkeypatch.setattr(children, "reap", list)
@@ -36,7 +35,6 @@ def sent(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 def run_until_nobody(workers: WorkerGroup, now: float) -> float:
-    """Let the clock run from one due time to the next; return when no worker is left."""
     while workers.running:
         due = workers.kill_when_due(now)
         assert due is None or now < due < 100.0 or not workers.running
@@ -55,9 +53,8 @@ def test_a_worker_that_cannot_be_killed_counts_as_gone(  # type: ignore[no-untyp
     workers.stop(1.0, last_words=0)
     assert run_until_nobody(workers, 1.0) == pytest.approx(1.0 + seconds, abs=0.1)
     assert {pid for pid, signum in sent if signum == 9} == {NEVER, NEVER + 2}
-    assert [(exit_.rank, exit_.status, exit_.ours) for exit_ in workers.exits] == [
-        (1, 3, False), (0, -9, True), (2, -9, True),
-    ]  # fmt: skip
+    found = [(exit_.rank, exit_.status, exit_.ours) for exit_ in workers.exits]
+    assert found == [(1, 3, False), (0, -9, True), (2, -9, True)]
     assert said == list(workers.unkillable.values())
     words = f"rank 2 (pid {NEVER + 2}) was killed, but has not ended for {seconds} s"
     assert said[1].startswith(words)
@@ -85,25 +82,22 @@ def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, se
     assert due == 15.0
     workers.kill_when_due(due)
     assert not workers.dying
-    assert [(e.rank, e.status, e.exception) for e in workers.exits] == [
-        (1, 76, "Hang: rank 1 stands still")
-    ]
+    (end,) = workers.exits
+    assert (end.rank, end.status, end.exception) == (1, 76, "Hang: rank 1 stands still")
     assert workers.failed
 
 
-def stopped(tmp_path: Path, status: int) -> tuple[WorkerGroup, list[str]]:
-    """Rank 1 has ended, and the others were given up."""
-    workers, said = make_group(tmp_path)
+def stopped(tmp_path: Path, status: int) -> WorkerGroup:
+    workers, _ = make_group(tmp_path)
     workers.ended(NEVER + 1, status, 1.0)
     workers.stop(1.0, last_words=0)
     run_until_nobody(workers, 1.0)
-    return workers, said
+    return workers
 
 
 def finish(
     tmp_path: Path, workers: WorkerGroup, ended: termination.Ended, left: Sequence[str] = ()
 ) -> tuple[int, dict[str, Any]]:
-    """The exit code of a launcher of three ranks, and the report that it leaves."""
     report = tmp_path / "report"
     pump, said = OutputPump(Log(), prefixed=True), list[str]()
     code = termination.finish(
@@ -115,7 +109,7 @@ def finish(
 @pytest.mark.parametrize("cause", [1, 7])
 def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
     """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
-    workers, _ = stopped(tmp_path, 3 if cause == 1 else 75)
+    workers = stopped(tmp_path, 3 if cause == 1 else 75)
     ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
     code, content = finish(tmp_path, workers, ended, list(workers.unkillable.values()))
     assert code == content["code"] == (3 if cause == 1 else 75)
@@ -123,19 +117,16 @@ def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
 
 
-def test_the_report_names_who_ended_early_at_another_launcher(tmp_path, sent):  # type: ignore[no-untyped-def]
+def test_the_report_names_who_ended_early_elsewhere_and_a_signal_between_two_rounds(tmp_path, sent):  # type: ignore[no-untyped-def]
     ended = termination.Ended(end=End(1, "no", graceful=False, early="rank 7 ended with 0"))
-    code, content = finish(tmp_path, stopped(tmp_path, 75)[0], ended)
+    code, content = finish(tmp_path, stopped(tmp_path, 75), ended)
     assert (code, content["kind"], content["rank"]) == (75, "peerLost", 1)
     assert content["exception"] == "rank 7 ended with 0; then rank 1: 75"
-
-
-@pytest.mark.parametrize(("signum", "kind"), [(15, "sigterm"), (2, "signal")])
-def test_a_signal_between_two_rounds_is_no_success(tmp_path, sent, signum, kind):  # type: ignore[no-untyped-def]
-    """The workers of the one have been stopped, those of the next are not there yet."""
-    ended = termination.Ended(signal=signum, between_rounds=True)
-    code, content = finish(tmp_path, stopped(tmp_path, 3)[0], ended)
-    assert (content["kind"], content["code"], code) == (kind, 128 + signum, 128 + signum)
+    # The workers of the one round have been stopped, those of the next are not there yet.
+    for signum, kind in ((15, "sigterm"), (2, "signal")):
+        ended = termination.Ended(signal=signum, between_rounds=True)
+        code, content = finish(tmp_path, stopped(tmp_path, 3), ended)
+        assert (content["kind"], content["code"], code) == (kind, 128 + signum, 128 + signum)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +195,9 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
     monkeypatch.setattr(os, "pipe2", second_fails)
     workers.start(lambda *_: pytest.fail("it cannot"), 0.0)
     assert workers.failed
-    assert len(said) == 1
-    assert said[0].endswith("sh: Too many open files")
-    assert said[0] in workers.exits[0].exception
+    (words,) = said
+    assert words.endswith("sh: Too many open files")
+    assert words in workers.exits[0].exception
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0][1])
 

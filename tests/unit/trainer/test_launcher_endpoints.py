@@ -26,7 +26,6 @@ from support.patience import PATIENCE
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    """Serve a state, with deadlines longer than clients wait."""
     monkeypatch.setattr(endpoints, "_IDLE_SECONDS", 2 * PATIENCE)
     servers: list[Server] = []
 

@@ -21,7 +21,6 @@ NEVER = 1e6  # seconds
 
 @contextmanager
 def unread(*targets: int) -> Iterator[int]:
-    """Put one new pipe, which nobody reads, in the place of descriptors; yield its reading end."""
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
@@ -45,8 +44,6 @@ def ends(flush: Callable[[], object]) -> bool:
 
 
 class Reader:
-    """Reads on until the end of the test."""
-
     def __init__(self, fd: int) -> None:
         self.found = b""
         self._fd = fd

@@ -21,8 +21,6 @@ MASTER = "job-0.job.ns.svc"
 
 
 class Resolver:
-    """Knows the name once it is ``there``."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.there, self.asked = False, threading.Event()
         monkeypatch.setattr(names.socket, "getaddrinfo", self)
@@ -43,6 +41,9 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
 
 @pytest.mark.fault("T11")
 def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -> None:
+    alone = Names(None, lambda line: None)
+    alone.begin()
+    assert (alone.trouble, resolver.asked.is_set()) == ("", False), "nobody is asked"
     said: list[str] = []
     told = threading.Event()
     found = Names(MASTER, lambda line: (said.append(line), told.set())[0])
@@ -62,12 +63,6 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
     found.begin()
     assert resolver.asked.wait(PATIENCE)
     assert found.trouble == ""
-
-
-def test_who_is_alone_asks_nobody(resolver: Resolver) -> None:
-    found = Names(None, lambda line: None)
-    found.begin()
-    assert (found.trouble, resolver.asked.is_set()) == ("", False)
 
 
 @pytest.mark.fault("T11")

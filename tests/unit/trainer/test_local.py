@@ -99,19 +99,16 @@ def test_what_init_prints_becomes_a_plan_with_a_copy_to_work_in(
     assert "--anew" not in mine.words, "somebody's folder"
 
 
-@pytest.mark.parametrize(
-    ("image", "here", "says"),
-    [
+def test_another_torch_than_the_images_is_told(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    for image, here, says in (
         (stock.IMAGE, "2.12.1+cpu", f"torch is 2.12.1 here and {stock.TORCH} in"),
         (stock.IMAGE, f"{stock.TORCH}+cpu", ""),
         ("registry/mine:1", "2.12.1", ""),
-    ],
-)
-def test_another_torch_than_the_images_is_told(image, here, says, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(local_job.metadata, "version", lambda name: here)
-    notes = plan(body(tmp_path, **{"T.image": image}), tmp_path).notes
-    told = [note for note in notes if note.startswith("torch")]
-    assert [says in note for note in told] == [True] * bool(says)
+    ):
+        monkeypatch.setattr(local_job.metadata, "version", lambda name, here=here: here)
+        notes = plan(body(tmp_path, **{"T.image": image}), tmp_path).notes
+        told = [note for note in notes if note.startswith("torch")]
+        assert [says in note for note in told] == [True] * bool(says)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -275,7 +272,6 @@ def test_options_and_what_is_left_out(tmp_path: Path) -> None:
 
 
 def mounted(**source: Any) -> dict[str, Any]:
-    """The ConfigMap of with_map() at /app."""
     mount = {"name": "files", "mountPath": "/app"}
     volume = {"name": "files", "configMap": {"name": "m", **source}}
     return {"T.volumeMounts": [mount], "spec.template.spec.volumes": [volume]}
@@ -319,20 +315,13 @@ def test_refusals_name_field_and_cure(changes: Any, complaint: str, tmp_path: Pa
         plan(with_map(body(tmp_path, **changes)), tmp_path, folders={})
 
 
-@pytest.mark.parametrize(
-    ("mode", "first"),
-    [
-        ({"defaultMode": 0o755}, "/app/x"),
-        ({"items": [{"key": "x", "path": "bin/x", "mode": 0o500}]}, "/app/bin/x"),
-    ],
-)
-def test_a_file_of_a_config_map_may_be_executed_where_its_mode_says_so(
-    mode: dict[str, Any], first: str, tmp_path: Path
-) -> None:
-    text = body(tmp_path, **{"T.command": [first]}, **mounted(**mode))
-    job = plan(with_map(text), tmp_path)
-    job.write()
-    assert os.access(job.command(job.variables(1, 0, range(5)))[0], os.X_OK)
+def test_a_file_of_a_config_map_may_be_executed_where_its_mode_says_so(tmp_path: Path) -> None:
+    items = [{"key": "x", "path": "bin/x", "mode": 0o500}]
+    for mode, first in (({"defaultMode": 0o755}, "/app/x"), ({"items": items}, "/app/bin/x")):
+        text = body(tmp_path, **{"T.command": [first]}, **mounted(**mode))
+        job = plan(with_map(text), tmp_path / first[1:])
+        job.write()
+        assert os.access(job.command(job.variables(1, 0, range(5)))[0], os.X_OK)
 
 
 def with_map(job: str, key: str = "x") -> str:
@@ -340,18 +329,15 @@ def with_map(job: str, key: str = "x") -> str:
     return json.dumps({"kind": "List", "items": [json.loads(job), config_map]})
 
 
-@pytest.mark.parametrize(
-    ("objects", "complaint"),
-    [
+def test_yaml_that_holds_no_such_objects_is_refused() -> None:
+    for objects, complaint in (
         ("ConfigMap\ndata: {../x: a}", r"ConfigMap data: '../x' must be a file's name"),
         ("ConfigMap\ndata: {x: 1}", r"ConfigMap.data.x: 1 must be a string"),
         ("ConfigMap\nbinaryData: {k: x}", "ConfigMap.binaryData.k: 'x' must be base64"),
         ("DDPJob\nspec: {replicas: 1, replicas: 2}", "line 2: replicas is there already"),
-    ],
-)
-def test_yaml_that_holds_no_such_objects_is_refused(objects: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        read(f"kind: {objects}\n---\n{json.dumps(ddpjob())}")
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            read(f"kind: {objects}\n---\n{json.dumps(ddpjob())}")
 
 
 @pytest.mark.parametrize(
@@ -378,23 +364,19 @@ def test_refusals_of_the_command(words, complaint, tmp_path, capsys) -> None:  #
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("has", "chosen", "expected"),
-    [
+def test_a_gpu_for_each_process(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    for has, chosen, expected in (
         (0, None, None),
         (6, None, "2,3"),
-        (8, "7,6,5,4,3,2", "5,4"),
         (5, None, ""),  # too few: the CPU for all
-        (8, "", None),  # hidden already
-    ],
-)
-def test_a_gpu_for_each_process(has, chosen, expected, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(devices, "count", lambda: has)
-    if chosen is not None:
-        monkeypatch.setitem(SHELL, "CUDA_VISIBLE_DEVICES", chosen)
-    job = plan(body(tmp_path, spec__nprocPerNode=2), tmp_path)
-    found = job.environment(1, 1, range(5)).get("CUDA_VISIBLE_DEVICES")
-    assert found == (chosen if expected is None else expected)
+        (8, "7,6,5,4,3,2", "5,4"),
+        (8, "", ""),  # hidden already
+    ):
+        monkeypatch.setattr(devices, "count", lambda has=has: has)
+        if chosen is not None:
+            monkeypatch.setitem(SHELL, "CUDA_VISIBLE_DEVICES", chosen)
+        job = plan(body(tmp_path, spec__nprocPerNode=2), tmp_path)
+        assert job.environment(1, 1, range(5)).get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_two_runs_of_a_manifest_do_not_share_a_folder_of_snapshots(tmp_path: Path) -> None:

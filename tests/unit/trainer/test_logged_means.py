@@ -18,7 +18,6 @@ def world_of(size: int) -> Any:
 
 
 def step(calls: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
-    """Return what each rank tells after these calls on each."""
     world = world_of(len(calls))
     ranks = [LoggedMeans(world) for _ in calls]
     told: list[dict[str, Any]] = [{} for _ in calls]
@@ -34,10 +33,8 @@ def step(calls: list[list[dict[str, Any]]]) -> list[dict[str, float]]:
 
 def test_each_call_of_a_step_counts_once():
     """One for each micro batch; level elastic gives ranks more or fewer of them."""
-    assert (
-        step([[{"a": 1.0}, {"a": 3.0, "b": 5}], [{"a": 8.0}, {"b": 1}]])
-        == [{"a": 4.0, "b": 3.0}] * 2
-    )
+    both = step([[{"a": 1.0}, {"a": 3.0, "b": 5}], [{"a": 8.0}, {"b": 1}]])
+    assert both == [{"a": 4.0, "b": 3.0}] * 2
     assert step([[{"a": torch.tensor(2.0)}], [{"a": 1.0}] * 3]) == [{"a": 1.25}] * 2
     full = {f"n{number}": 1.0 for number in range(MOST)}
     assert step([[full] * 3])[0] == full

@@ -51,17 +51,14 @@ def test_names_go_on_over_several_calls():
     assert list(named(nn.ModuleList([one]), nn.Module, "model", 0)) == ["model"]
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
+def test_what_is_none_is_refused():
+    for value, words in (
         ([], "needs a torch Module"), (None, "not NoneType"), ("net", "not str"),
         ([nn.Linear(1, 1), 3], "got a int"), ({"a.b": nn.Linear(1, 1)}, "'a.b' is no name"),
         ({1: nn.Linear(1, 1)}, "1 is no name"), ([nn.Identity()] * 2, "the same model twice"),
-    ],
-)  # fmt: skip
-def test_what_is_none_is_refused(value, words):  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=words):
-        named(value, nn.Module, "model", 0)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            named(value, nn.Module, "model", 0)
 
 
 def test_results_come_back_in_the_shape_that_was_given():
@@ -112,13 +109,11 @@ def test_every_parameter_has_an_optimizer_and_every_optimizer_a_model():
     # What models share has the optimizer of an earlier call.
     second = nn.Sequential(nn.Linear(2, 2), shared := nn.Linear(2, 2))
     check_parameters(dict(second.named_parameters()), [sgd(second[0])], [sgd(shared)])
-
-
-def test_an_optimizer_that_asks_for_the_loss_again_is_refused():
+    # Who asks for the loss again is refused, though a scheduler puts another step() before it.
     model = nn.Linear(2, 2)
     optimizer, usual = torch.optim.LBFGS(model.parameters()), sgd(model)
     for one in (optimizer, usual):
-        StepLR(one, 1)  # puts another step() before it
+        StepLR(one, 1)
     check_parameters(dict(model.named_parameters()), [usual])
     with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure.*AdamW"):
         check_parameters(dict(model.named_parameters()), [optimizer])
@@ -155,9 +150,7 @@ def test_state_that_an_optimizer_has_made_already_follows_its_parameters():
     assert {state["step"].device for state in optimizer.state.values()} == {META}
 
 
-def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_inductor_chooses_no_kernel_by_its_time_where_bits_are_kept(monkeypatch):
     """Whoever compiles. On the CPU it would measure nothing: what it compiles stays as it is."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor

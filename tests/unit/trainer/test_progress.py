@@ -27,11 +27,8 @@ def clock(monkeypatch):  # type: ignore[no-untyped-def]
 
 
 def make(directory: Path, **options: object) -> Progress:
-    defaults: dict[str, object] = {
-        "total_steps": 10, "global_batch": 8, "log_every": 2, "samples_per_step": 4,
-    }  # fmt: skip
-    writer = RankStateWriter(directory, 0)
-    return Progress(0, writer, **{**defaults, **options})  # type: ignore[arg-type]
+    usual = {"total_steps": 10, "global_batch": 8, "log_every": 2, "samples_per_step": 4}
+    return Progress(0, RankStateWriter(directory, 0), **{**usual, **options})  # type: ignore[arg-type]
 
 
 def state(directory: Path) -> RankState:
@@ -88,17 +85,14 @@ def test_each_step_is_told_once_and_the_rate_is_that_since_the_last_line(tmp_pat
         clock.now += step
         progress.stepped(step, loss)
     told = [line for line in read_events(tmp_path / "events") if line["event"] == "step"]
-    assert [(line["step"], line["loss"], line["seconds"]) for line in told] == [
-        (1, 0.5, 1.0), (2, 0.25, 2.0), (3, 0.125, 3.0),
-    ]  # fmt: skip
+    found = [(line["step"], line["loss"], line["seconds"]) for line in told]
+    assert found == [(1, 0.5, 1.0), (2, 0.25, 2.0), (3, 0.125, 3.0)]
     assert (state(tmp_path).step, state(tmp_path).loss) == (3, 0.125)
     # 2 steps of 8 samples in 3 s.
     assert capsys.readouterr().out == "step 2/10 loss 0.2500 5 samples/s\n"
 
 
 class Recorded:
-    """A sink that remembers."""
-
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.sinks = [Sink("recorded", self.open)]
@@ -168,12 +162,10 @@ def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, 
     progress.resumed(6)
     progress.log(7, {"accuracy": 0.5})
     progress.close()
-    assert sink.calls == [
-        ("open", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5}),
-    ]  # fmt: skip
+    assert sink.calls == [("open", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5})]
 
 
-def test_what_is_no_number_cannot_be_logged():  # type: ignore[no-untyped-def]
+def test_numbers_of_all_kinds_can_be_logged_and_nothing_else():  # type: ignore[no-untyped-def]
     for values, words in (
         ({"x": torch.zeros(2)}, r"'x' is a tensor \[2\] of torch.float32; give one"),
         ({"x": torch.zeros((), dtype=torch.complex64)}, "of torch.complex64"),
@@ -182,9 +174,6 @@ def test_what_is_no_number_cannot_be_logged():  # type: ignore[no-untyped-def]
     ):
         with pytest.raises(ConfigError, match=words):
             checked(values)  # type: ignore[arg-type]
-
-
-def test_numbers_of_all_kinds_can_be_logged():  # type: ignore[no-untyped-def]
     total = torch.tensor([1.0])
     found = checked(
         {"a": 1, "b": np.float32(0.5), "c": total, "d": True, "e": 10**30, "f": 10**400}

@@ -17,12 +17,8 @@ from ddpjob_trainer.training.models.guard import Guard
 
 
 def refused(**options: object) -> BaseException:
-    """What our code raises when a script, this file, asks for it."""
-    given = {one.name: one.default for one in fields(Options)} | {
-        "total_steps": 0, "global_batch": 6, "seed": 0, "level": "resume", "threads": 1,
-        "collate": None, "device": "auto", "micro_batches": 1, "shards": 8, "tail": "drop",
-        "precision": "fp32", "nan_policy": "stop", "check_every": 0, "resume": None, **options,
-    }  # fmt: skip
+    usual = {one.name: one.default for one in fields(Options)}
+    given = {**usual, "total_steps": 0, "global_batch": 6, "level": "resume", **options}
     with pytest.raises(ConfigError) as found:
         Options.among(given).check(3)
     return found.value
@@ -30,7 +26,6 @@ def refused(**options: object) -> BaseException:
 
 @pytest.fixture
 def errors(tmp_path, monkeypatch, capfd):  # type: ignore[no-untyped-def]
-    """Lines of standard error since the last call, under a launcher."""
     monkeypatch.setenv(environment.STATE_DIR, str(tmp_path))
 
     def read() -> list[str]:

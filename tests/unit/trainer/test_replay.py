@@ -37,9 +37,6 @@ def entry(step: int, **more: Any) -> Entry:
                     "first_loss": 0.5, **more})  # fmt: skip
 
 
-# --- The file --------------------------------------------------------------------------------
-
-
 def test_the_next_process_finds_what_was_written(tmp_path: Path):
     path = tmp_path / "replay" / "rank-0"
     first = Records(path, KEY)
@@ -74,31 +71,20 @@ def test_a_file_of_another_run_is_no_record(tmp_path: Path, data: bytes):
     assert len({record_path(tmp_path, rank, Path(s)) for rank in (0, 1) for s in "ab"}) == 4
 
 
-# --- The comparison --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({}, None),
-        ({"batches": 9}, None),  # it may carry a path
-        ({"random": 9}, None),  # the next step has a seed of its own
-        ({"losses": 9}, "loss"),
-        ({"losses": 9, "random": 9}, "random numbers"),
-        ({"losses": 9, "random": 9, "batches": 9}, "batch"),
-        ({"weights": 9}, None),  # not known before
-    ],
-)
-def test_losses_decide_and_the_first_that_differs_is_named(change: dict[str, int], what: Any):
-    assert difference(entry(4), entry(4, **change)) == what
-
-
-def test_weights_count_where_both_are_known():
-    found = [
-        difference(entry(4, weights=5), entry(4, **now))
-        for now in ({"weights": 6}, {"weights": 5}, {"weights": 6, "batches": 9})
-    ]
-    assert found == ["weights", None, "batch"]
+def test_losses_and_weights_decide_and_the_first_that_differs_is_named():
+    for weights, change, what in (
+        (0, {}, None),
+        (0, {"batches": 9}, None),  # it may carry a path
+        (0, {"random": 9}, None),  # the next step has a seed of its own
+        (0, {"losses": 9}, "loss"),
+        (0, {"losses": 9, "random": 9}, "random numbers"),
+        (0, {"losses": 9, "random": 9, "batches": 9}, "batch"),
+        (0, {"weights": 9}, None),  # not known before
+        (5, {"weights": 6}, "weights"),
+        (5, {"weights": 5}, None),
+        (5, {"weights": 6, "batches": 9}, "batch"),
+    ):
+        assert difference(entry(4, weights=weights), entry(4, **change)) == what, change
 
 
 def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
@@ -121,9 +107,6 @@ def test_a_comparison_ends_with_the_last_step_or_the_first_difference():
     assert hole.pending
     hole.add(entry(7))
     assert (hole.pending, hole.found.last) == (False, 0)
-
-
-# --- Samples ---------------------------------------------------------------------------------
 
 
 def of(value: Any) -> int:
@@ -170,38 +153,23 @@ def test_what_numpy_can_read_is_not_sampled_by_torch():
 
 
 def test_draws_from_a_global_generator_change_the_hash():
-    draws = (lambda: torch.rand(1), lambda: torch.randn(1))
     before = [of_generators(CPU)]
     assert of_generators(CPU) == before[0]
-    for draw in draws:
-        draw()
+    for draw in (torch.rand, torch.randn):
+        draw(1)
         before.append(of_generators(CPU))
     assert len(set(before)) == 3
 
 
-# --- One rank of several ---------------------------------------------------------------------
-
-
-class Told:
-    """Stands for Progress."""
-
-    def __init__(self) -> None:
-        self.proofs: list[Any] = []
-
-    def proven(self, proof: Any) -> None:
-        self.proofs.append(proof)
-
-
 class Life:
-    """One process of the only rank; ``others`` has what further ranks send to conclude()."""
-
-    def __init__(self, path: Path, done: int, facts: Any = "same", rank: int = 0) -> None:
-        self.progress = Told()
+    def __init__(self, path: Path, done: int, facts: Any = "same") -> None:
+        self.proofs: list[Any] = []
+        progress: Any = SimpleNamespace(proven=self.proofs.append)
         world: Any = SimpleNamespace(
-            rank=rank, device=CPU, accelerator=accelerator.of(CPU),
+            rank=0, device=CPU, accelerator=accelerator.of(CPU),
             gather_bytes=lambda what, data: [data],
         )  # fmt: skip
-        self.replay = Replay(world, self.progress, path)  # type: ignore[arg-type]
+        self.replay = Replay(world, progress, path)
         self.replay.begin(done, {"facts": facts})
         self.step = done
 
@@ -232,9 +200,9 @@ def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said
     Life(tmp_path / "r", 2).do(3.0)  # and killed: the rest is left to the next
     life = Life(tmp_path / "r", 2)
     life.do(3.0, 4.0)
-    assert (life.progress.proofs, said) == ([], [])
+    assert (life.proofs, said) == ([], [])
     life.do(5.0, 6.0)
-    assert life.progress.proofs == [{"equal": True, "first": 3, "last": 5}]
+    assert life.proofs == [{"equal": True, "first": 3, "last": 5}]
     assert said == ["restart proven: steps 3 to 5 again, bit for bit"]
     life.replay.conclude(end=True)
     assert not (tmp_path / "r").exists()
@@ -246,12 +214,12 @@ def test_a_difference_is_told_once_and_its_course_is_the_new_record(
     Life(tmp_path / "r", 0).do(*LOSSES)
     life = Life(tmp_path / "r", 2)
     life.do(3.0, 4.5, 5.5, 6.5)
-    assert life.progress.proofs == [{"equal": False, "step": 4, "rank": 0, "what": "loss"}]
+    assert life.proofs == [{"equal": False, "step": 4, "rank": 0, "what": "loss"}]
     (text,) = said
     assert "step 4, done again after the restart, differs on rank 0 in its loss, 4 before" in text
     again = Life(tmp_path / "r", 3)
     again.do(4.5, 5.5, 6.5, 7.5)
-    assert again.progress.proofs == [{"equal": True, "first": 4, "last": 6}]
+    assert again.proofs == [{"equal": True, "first": 4, "last": 6}]
 
 
 @pytest.mark.parametrize(("done", "facts"), [(0, "same"), (2, "others"), (5, "same")])
@@ -261,7 +229,7 @@ def test_nothing_is_claimed_of_what_was_not_compared(
     Life(tmp_path / "r", 0).do(*LOSSES)
     life = Life(tmp_path / "r", done, facts)
     life.do(7.0, 8.0, 9.0, end=True)
-    assert life.progress.proofs == [{"unchecked": words} for words in said]
+    assert life.proofs == [{"unchecked": words} for words in said]
     assert [text.partition(":")[0] for text in said] == ["restart not checked"] * (facts != "same")
 
 

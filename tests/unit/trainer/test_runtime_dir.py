@@ -24,7 +24,6 @@ time.sleep(600)
 
 @pytest.fixture
 def full(monkeypatch):  # type: ignore[no-untyped-def]
-    """Directories that have no room, by prefix; tests add to it."""
     prefixes: set[str] = set()
     real = os.statvfs
     Found = namedtuple("Found", "f_blocks f_bavail f_frsize f_files f_favail")

@@ -13,8 +13,6 @@ from support.patience import PATIENCE
 
 
 class Fake:
-    """A sink that fails at first, or stands still, as told."""
-
     def __init__(self, *, failures: int = 0) -> None:
         self.rows: list[int] = []
         self.go = threading.Event()

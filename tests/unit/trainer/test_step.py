@@ -28,8 +28,7 @@ def backward(found: Step) -> int:
 
 
 def test_batch_by_batch_each_with_as_many_losses_as_it_has():
-    found = step(2, 3)
-    assert backward(found) == 0, "a script may have batches of its own"
+    assert backward(step(2, 3)) == 0, "a script may have batches of its own"
     found = step(2, 3)
     found.received = 1
     assert [backward(found), backward(found)] == [0, 0]

@@ -62,7 +62,6 @@ PROGRAMS = {
 
 
 def read(text: str) -> Tracebacks:
-    """What a stream with this text tells."""
     found = Tracebacks()
     for line in text.replace("\r", "\n").splitlines():
         found.feed(line.rstrip())
@@ -70,7 +69,6 @@ def read(text: str) -> Tracebacks:
 
 
 def run(*words_: object) -> str:
-    """Return what Python writes to stderr."""
     command = [sys.executable, *map(str, words_)]
     return subprocess.run(command, capture_output=True, text=True, check=False).stderr
 

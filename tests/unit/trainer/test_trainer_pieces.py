@@ -22,8 +22,6 @@ from ddpjob_trainer.launcher.reports.state import Results, state_body
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
 from ddpjob_trainer.state import rng
 
-# --- Environment ----------------------------------------------------------------------------
-
 
 def test_the_operators_environment():  # type: ignore[no-untyped-def]
     env = read_worker({})
@@ -80,9 +78,6 @@ def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-un
         read_launcher({**gang, "PET_NPROC_PER_NODE": "auto"})
 
 
-# --- Verdict and report ---------------------------------------------------------------------
-
-
 def failed(rank: int, status: int, at: float = 0.0) -> Exit:
     return Exit(rank, rank, status, at)
 
@@ -129,13 +124,9 @@ def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_
     known = Results(2**40, 2**40, 2**40, 1_500_000_000_123_456_789, (round_,) * 10)
     state = RankState(0, step=2**40, loss=-1 / 3e100)
     failure = replace(failed(12345, 1), exception=char * 5000)
+    lines = [char * 300] * 19 + ["newest"]
     made = termination.make_report(
-        failure,
-        state,
-        [char * 300] * 19 + ["newest"],
-        round_=123456,
-        terminated=False,
-        results=known,
+        failure, state, lines, round_=123456, terminated=False, results=known
     )
     data = termination.encode(made)
     assert len(data) <= 2048
@@ -146,28 +137,20 @@ def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_
     assert set(head) == set(tail) == set("".join(found["log"])) == {char}
     assert set(found["rounds"][-1]["exception"].replace(" ... ", "")) == {char}
     assert len(found["log"]) >= 4
-    if char != "y":
-        return
-    assert (len(found["exception"]), len(found["log"][0])) == (300, 200)
+    if char == "y":
+        assert (len(found["exception"]), len(found["log"][0])) == (300, 200)
 
 
-def test_a_loss_that_is_not_a_number_is_left_out():  # type: ignore[no-untyped-def]
+def test_a_report_has_no_loss_that_is_none_and_goes_to_an_existing_file_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
     state = RankState(0, step=3, loss=float("nan"))
     made = termination.make_report(None, state, [], round_=0, terminated=False, results=KNOWN)
     assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}
-
-
-def test_an_existing_file_only_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
-    made = termination.make_report(None, None, [], round_=0, terminated=False, results=KNOWN)
     path = tmp_path / "log"
     assert termination.write(made, path, create=False) == ""
     assert not path.exists()
     assert termination.write(made, path, create=True) == ""
     assert json.loads(path.read_bytes())["kind"] == "success"
     assert "not a regular file" in termination.write(made, tmp_path, create=False)
-
-
-# --- Rank state and random numbers ----------------------------------------------------------
 
 
 def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: ignore[no-untyped-def]
@@ -184,17 +167,15 @@ def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: i
 
 
 def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no-untyped-def]
-    def draw() -> tuple[float, float, float]:
+    def draw(*seed: int) -> tuple[float, float, float]:
+        if seed:
+            rng.reseed(*seed)
         return float(torch.rand(())), float(np.random.rand()), random.random()
 
-    def drawn(seed: int, step: int, shard: int) -> tuple[float, float, float]:
-        rng.reseed(seed, step, shard)
-        return draw()
-
-    first = drawn(1, 2, 3)
-    assert drawn(1, 2, 3) == first
+    first = draw(1, 2, 3)
+    assert draw(1, 2, 3) == first
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-        assert all(a != b for a, b in zip(drawn(*other), first, strict=True))
+        assert all(a != b for a, b in zip(draw(*other), first, strict=True))
     rng.reseed(1, 2, 3)
     with kept():
         draw()

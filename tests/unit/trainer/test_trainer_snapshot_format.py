@@ -57,7 +57,6 @@ def test_every_kind_of_value_survives_the_trip(tmp_path):  # type: ignore[no-unt
 
 
 def back(value: Any) -> Any:
-    """What a snapshot gives back, whose tree is JSON on the disk."""
     flat = flatten({"a": value})
     return unflatten(Flat(json.loads(json.dumps(flat.tree)), flat.tensors, flat.aliases))["a"]
 
@@ -88,20 +87,12 @@ Level = enum.IntEnum("Level", "LOW")
 Colour = enum.Enum("Colour", "RED")
 Best = namedtuple("Best", "loss step")
 OTHER_TYPE = r"after a resume it would be of another type: keep what it is made of"
+OTHERS = [
+    Best(0.1, 2), Phase.WARM, Level.LOW, Colour.RED, Named("a"), Stack(), Number(1),
+    torch.max(torch.ones(2, 2), 0),
+]  # fmt: skip
 INEXACT: list[tuple[Any, str]] = [
-    *(
-        (value, rf"a {type(value).__name__}; .*{OTHER_TYPE}")
-        for value in (
-            Best(0.1, 2),
-            Phase.WARM,
-            Level.LOW,
-            Colour.RED,
-            Named("a"),
-            Stack(),
-            Number(1),
-            torch.max(torch.ones(2, 2), 0),
-        )
-    ),
+    *((value, rf"a {type(value).__name__}; .*{OTHER_TYPE}") for value in OTHERS),
     (MappingProxyType({}), "a mappingproxy"),
     (defaultdict(lambda: 1), "a defaultdict"),
     (lambda: None, "a function"),
@@ -112,9 +103,7 @@ INEXACT: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "words"), INEXACT, ids=lambda value: type(value).__name__)
-def test_one_that_would_come_back_as_another_is_refused_with_the_cure(
-    value: Any, words: str
-) -> None:
+def test_one_that_would_come_back_as_another_is_refused_with_the_cure(value, words):  # type: ignore[no-untyped-def]
     with pytest.raises(UnstorableError, match=rf"cannot store a/b: {words}"):
         back(Exact({"b": value}))
     if value is Phase.WARM:
@@ -148,15 +137,10 @@ def test_an_export_needs_no_numpy() -> None:
     assert repr(found) == "{'lr': [0.1, nan], 'n': {1: 'a'}}"
 
 
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for turn in range(depth):
-        value = (value,) if turn % 2 else {"a": value, 1: [value]}
-    return value
-
-
 def test_what_is_nested_too_deeply_to_be_read_again_is_refused():  # type: ignore[no-untyped-def]
-    deep = nested(12)
+    deep: Any = 1
+    for turn in range(12):
+        deep = (deep,) if turn % 2 else {"a": deep, 1: [deep]}
     assert unflatten(flatten(deep)) == deep
     value: list[Any] = []
     value.append((value,))
@@ -164,16 +148,13 @@ def test_what_is_nested_too_deeply_to_be_read_again_is_refused():  # type: ignor
         flatten({"x": value})
 
 
-@pytest.mark.parametrize(
-    "array",
-    [np.arange(6)[::-1], np.arange(6, dtype=">f4"), np.array(3.0, dtype=">f8")],
-    ids=["backwards", "big-endian", "no dimension"],
-)
-def test_arrays_that_no_tensor_can_share(array):  # type: ignore[no-untyped-def]
-    found = unflatten(flatten({"it": array}))["it"]
-    assert found.dtype == array.dtype.newbyteorder("=")
-    assert found.shape == array.shape
-    assert found.tolist() == array.tolist()
+def test_arrays_that_no_tensor_can_share():  # type: ignore[no-untyped-def]
+    of_no_dimension = np.array(3.0, dtype=">f8")
+    for array in (np.arange(6)[::-1], np.arange(6, dtype=">f4"), of_no_dimension):
+        found = unflatten(flatten({"it": array}))["it"]
+        assert found.dtype == array.dtype.newbyteorder("=")
+        assert found.shape == array.shape
+        assert found.tolist() == array.tolist()
 
 
 def test_equal_paths_do_not_overwrite_each_other():  # type: ignore[no-untyped-def]

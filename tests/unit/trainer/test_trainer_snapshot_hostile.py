@@ -227,28 +227,22 @@ def test_as_many_values_as_may_be_take_bounded_memory(tmp_path):  # type: ignore
 
 
 def test_pickle_in_disguise_is_not_run(tmp_path):  # type: ignore[no-untyped-def]
-    trap = tmp_path / "run"
-    root = tmp_path / "root"
-    write(root, 1, 2)
-    with_data(root, lambda data: pickle.dumps(Trap(trap)))
-    check_older_is_taken(root)
-    newest(root).write_bytes(pickle.dumps(Trap(trap)))
-    assert not trap.exists()
-    torch.save({"w": Trap(trap)}, tmp_path / "file")
-    other = tmp_path / "other"
-    write(other, 1, 2)
-    with_data(other, lambda data: (tmp_path / "file").read_bytes())
-    check_older_is_taken(other)
-    assert not trap.exists()
+    trap, file = tmp_path / "run", tmp_path / "file"
+    torch.save({"w": Trap(trap)}, file)
+    for content in (pickle.dumps(Trap(trap)), file.read_bytes()):
+        write(data := tmp_path / f"data-{len(content)}", 1, 2)
+        with_data(data, lambda _, content=content: content)
+        write(listed := tmp_path / f"manifest-{len(content)}", 1, 2)
+        newest(listed).write_bytes(content)
+        for root in (data, listed):
+            check_older_is_taken(root)
+        assert not trap.exists()
 
 
 def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1)
     with_header(tmp_path, HEADERS["overlapping"])
     assert open_snapshots(tmp_path, 2)[1] is None
-
-
-# --- Who writes what --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])

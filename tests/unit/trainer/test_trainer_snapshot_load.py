@@ -16,12 +16,10 @@ from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
-from support.snapshots import memory_source, open_snapshots
+from support.snapshots import memory_source, open_snapshots, stored
 
 
 class Tied(nn.Module):
-    """Tied weights, another order in memory, complex numbers, an extra state, a scalar buffer."""
-
     def __init__(self, seed: int, *, tie: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -41,8 +39,6 @@ class Tied(nn.Module):
 
 
 class Keeps:
-    """Holds on to what it is given, a view of the model among it."""
-
     def __init__(self, model: Tied) -> None:
         self.state = {"a": torch.arange(5.0), "weights": model.embed.weight}
         self.state["b"] = self.state["a"]
@@ -75,13 +71,6 @@ def train(model: Tied, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def stored(state: TrainingState) -> Flat:
-    captured = state.capture(0)
-    tensors = {**captured.flat.tensors, **captured.own}
-    copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    return Flat(captured.flat.tree, copies, captured.flat.aliases)
-
-
 @pytest.mark.parametrize("window", [64, 200, 1 << 20])
 def test_all_comes_back_and_trains_on_equally(monkeypatch, window):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(load, "_WINDOW_BYTES", window)
@@ -89,8 +78,7 @@ def test_all_comes_back_and_trains_on_equally(monkeypatch, window):  # type: ign
     train(*one)
     places = [parameter.data_ptr() for parameter in two[0].parameters()]
     second.restore(memory_source(stored(first)), 0)
-    for pair in (one, two):
-        train(*pair)
+    for pair in (one, one, two, two):
         train(*pair)
     assert first.sha256(0) == second.sha256(0)
     assert places == [parameter.data_ptr() for parameter in two[0].parameters()]
@@ -167,7 +155,6 @@ def test_an_optimizers_state_is_read_where_its_parameters_are(monkeypatch):  # t
 
 def test_an_average_is_divided_among_the_ranks_and_read_in_place():  # type: ignore[no-untyped-def]
     (first, one, _), (second, two, _) = training(1), training(2)
-    averages = []
     for state, model in ((first, one), (second, two)):
         average = make_ema(model, 0.9)
         assert average is not None
@@ -175,7 +162,6 @@ def test_an_average_is_divided_among_the_ranks_and_read_in_place():  # type: ign
         state.register("ema", average)
         assert not {n for n in state.capture(0).shared if n.startswith("registered/ema/")}
         state.averages.add("ema")
-        averages.append(average)
     # Only updates change it, from parameters that are equal; its buffers are each rank's own.
     shared = first.capture(0).shared
     assert "registered/ema/module.conv.weight" in shared
@@ -191,7 +177,7 @@ def test_an_average_is_divided_among_the_ranks_and_read_in_place():  # type: ign
     source.read = seen  # type: ignore[method-assign]
     second.restore(source, 0)
     assert first.sha256(0) == second.sha256(0)
-    for name, parameter in averages[1].named_parameters():
+    for name, parameter in average.named_parameters():
         if not parameter.is_complex():  # those are stored as pairs
             assert targets.get(f"registered/ema/{name}") == parameter.data_ptr(), name
 

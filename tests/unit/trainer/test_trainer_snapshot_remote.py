@@ -73,17 +73,11 @@ def save(disk: Disk, *steps: int) -> None:
         disk.save(step, flatten({"w": torch.full((64,), float(step)), "n": step}), {"seed": 1})
 
 
-def begin(
-    root: Path, store: Store, attempt: int = 1, *, keep: int = 2, **options: Any
+def uploaded(
+    root: Path, store: Store, attempt: int, *steps: int, keep: int = 2, **options: Any
 ) -> tuple[Disk, Uploader]:
     disk, _ = open_snapshots(root, attempt, keep=keep, **options)
-    return disk, Uploader(store, root, disk.sequence, keep)
-
-
-def uploaded(
-    root: Path, store: Store, attempt: int, *steps: int, **options: Any
-) -> tuple[Disk, Uploader]:
-    disk, uploader = begin(root, store, attempt, **options)
+    uploader = Uploader(store, root, disk.sequence, keep)
     for step in steps:
         save(disk, step)
         uploader.upload(step)
@@ -136,7 +130,7 @@ def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, 
 def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type: ignore[no-untyped-def]
     """With 9 its folder stays, as its successor has not yet so many of its own."""
     disk, zombie = uploaded(tmp_path / "a", store, 1, 10)
-    late_disk, late = begin(tmp_path / "late", store)
+    late_disk, late = uploaded(tmp_path / "late", store, 1)
     save(late_disk, 10)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     uploaded(tmp_path / "b", store, 2, 15, keep=keep)
@@ -174,9 +168,9 @@ def test_numbers_are_drawn_above_all_others():  # type: ignore[no-untyped-def]
 
 def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):  # type: ignore[no-untyped-def]
     """The upload begins late: the parent's manifest is no longer on disk."""
-    disk, _ = begin(tmp_path / "a", store)
+    disk, _ = uploaded(tmp_path / "a", store, 1)
     save(disk, 1)
-    later, uploader = begin(tmp_path / "a", store, 2)
+    later, uploader = uploaded(tmp_path / "a", store, 2)
     save(later, 2, 3, 4)
     uploader.upload(4)
     assert bring(store, tmp_path / "b", 3) == 4
@@ -224,7 +218,7 @@ def test_another_job_goes_on_unless_told_not_to(store, tmp_path):  # type: ignor
 
 
 def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    disk, uploader = begin(tmp_path / "a", store)
+    disk, uploader = uploaded(tmp_path / "a", store, 1)
     save(disk, 1)
     put = store.put
 
@@ -240,9 +234,6 @@ def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert not list((disk.directory / "uploading").iterdir())
     assert bring(store, tmp_path / "b", 2) == 1
-
-
-# --- When it is tried again -------------------------------------------------------------------
 
 
 def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[no-untyped-def]
@@ -270,9 +261,6 @@ def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[
     assert done == [9]
 
 
-# --- The process ------------------------------------------------------------------------------
-
-
 def settings(url: str, root: Path) -> SnapshotSettings:
     return SnapshotSettings(root, 1, 2, resume=True, upload=url)
 
@@ -296,10 +284,9 @@ def test_beside_a_rank_and_for_its_successor(url, tmp_path, capfd):  # type: ign
     assert len(alive) > 3, "the watchdog hears of bytes that come, and is to find a standstill"
     assert f"fetched the snapshot of step 3 from {url}" in capfd.readouterr().err
     assert loaded_step(tmp_path / "b", 2) == 3
+    older = Identity("u", 0, 0, unique=True)
     with pytest.raises(PeerLostError, match="has already started"):
-        fetch_if_newer(
-            settings(url, tmp_path / "c"), Identity("u", 0, 0, unique=True), lambda: None
-        )
+        fetch_if_newer(settings(url, tmp_path / "c"), older, lambda: None)
 
 
 def test_it_ends_with_its_rank_though_another_holds_its_pipe(tmp_path):  # type: ignore[no-untyped-def]
@@ -318,9 +305,8 @@ def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path, capfd):  #
     (tmp_path / "store").touch()  # a file, so no folder can be made in it
     counted: list[int | None] = []
     disk, _ = open_snapshots(tmp_path / "a")
-    uploads = Uploads(
-        settings(f"file://{tmp_path}/store", tmp_path / "a"), disk.sequence, counted.append
-    )
+    given = settings(f"file://{tmp_path}/store", tmp_path / "a")
+    uploads = Uploads(given, disk.sequence, counted.append)
     save(disk, 1)
     uploads.committed(1)
     while not counted:

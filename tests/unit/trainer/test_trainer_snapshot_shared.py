@@ -32,6 +32,11 @@ def save(store: Store, *steps: int) -> None:
         store.save(step, flatten(state), {"seed": 1})
 
 
+def saved(root: Path, *steps: int, **options: Any) -> Path:
+    save(open_snapshots(root, 1, **options)[0], *steps)
+    return root
+
+
 def step_of(found: tuple[Store, Any]) -> int | None:
     return None if found[1] is None else int(found[1].step)
 
@@ -41,14 +46,10 @@ def make_newer(path: Path) -> None:
     path.write_bytes(seal(unseal(path.read_bytes()) | more))
 
 
-# --- A newer program --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
 def test_what_a_newer_program_wrote_is_neither_put_aside_nor_forgotten(tmp_path, name):  # type: ignore[no-untyped-def]
     """After a rollback of the image: else training began anew, and the next upgrade as well."""
-    save(open_snapshots(tmp_path, 1)[0], 5)
-    path = tmp_path / "00000001" / name
+    path = saved(tmp_path, 5) / "00000001" / name
     before = path.read_bytes()
     make_newer(path)
     with pytest.raises(ConfigError, match=r"none can be read: .* newer ddpjob-trainer; use that"):
@@ -63,13 +64,10 @@ def test_what_a_newer_program_wrote_is_neither_put_aside_nor_forgotten(tmp_path,
 
 
 def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    save(open_snapshots(tmp_path, 1)[0], 5, 6)
-    make_newer(tmp_path / "00000001" / manifest.file_name(6))
+    make_newer(saved(tmp_path, 5, 6) / "00000001" / manifest.file_name(6))
     assert step_of(open_snapshots(tmp_path, 2)) == 5
-    assert (
-        "000000000006.json is not usable, and left as it is: format version 3"
-        in capsys.readouterr().err
-    )
+    words = "000000000006.json is not usable, and left as it is: format version 3"
+    assert words in capsys.readouterr().err
     assert not list(tmp_path.glob("*/*.invalid"))
 
 
@@ -87,12 +85,9 @@ def test_nor_does_a_fresh_disk_begin_anew_where_a_store_has_it(tmp_path, name): 
         fetch(Remote(url), tmp_path / "b", new, resume=True, tell=print)
 
 
-# --- Another job ------------------------------------------------------------------------------
-
-
 def test_two_that_began_in_one_moment_do_not_go_on_from_each_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """Neither has seen the other: by its number alone the second's snapshots are the newest."""
-    save(open_snapshots(tmp_path, 1, uid="a")[0], 5)
+    saved(tmp_path, 5, uid="a")
     with monkeypatch.context() as patch:
         patch.setattr(lineage, "read_starts", lambda *_, **__: {})
         second = open_snapshots(tmp_path, 1, uid="b")[0]
@@ -108,9 +103,6 @@ def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys): 
     assert "begins anew" not in capsys.readouterr().err
     open_snapshots(tmp_path, 2)
     assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().err
-
-
-# --- The directory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nowhere", "below a file"])
@@ -130,7 +122,7 @@ def test_what_this_user_may_not_write_is_named_with_the_cure(tmp_path, monkeypat
     def refuses(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
-    save(open_snapshots(tmp_path, 1)[0], 5)
+    saved(tmp_path, 5)
     monkeypatch.setattr(*((Path, name) if name == "mkdir" else (disk, name)), refuses)
     with pytest.raises(ConfigError, match=r"cannot write to .*runAsUser or fsGroup"):
         open_snapshots(tmp_path, 2)
@@ -160,7 +152,7 @@ def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, monkeypatch
         if operation == "before write" and path.name.endswith("-2.safetensors"):
             raise OSError(code, os.strerror(code))  # which knows no path
 
-    save(open_snapshots(tmp_path, 1)[0], 5)
+    saved(tmp_path, 5)
     monkeypatch.setattr(disk, "seam", full)
     for attempt in (2, 3):
         with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
@@ -174,7 +166,7 @@ def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, monkeypatch
 @pytest.mark.usefixtures("no_links")
 def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_path):  # type: ignore[no-untyped-def]
     """Each has copied the same snapshot. Their records stay: the chain goes on to older ones."""
-    save(open_snapshots(tmp_path, 1, keep=3)[0], 4, 5)
+    saved(tmp_path, 4, 5)
     for attempt in range(2, 12):
         assert step_of(open_snapshots(tmp_path, attempt, keep=3)) == 5
     assert len(list(tmp_path.glob("*/step-*05.json"))) == 3
@@ -184,13 +176,9 @@ def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_pat
     assert step_of(open_snapshots(tmp_path, 12, keep=3)) == 4
 
 
-# --- A disk that does not give a snapshot back ---------------------------------------------------
-
-
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def make(words: str, code: int, clock: Clock | None = None) -> None:
-        """For 4 seconds of a clock, else for good."""
         opened = disk.open_file
 
         def fails(path: Path) -> BinaryIO:
@@ -203,15 +191,10 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return make
 
 
-def saved(root: Path, *steps: int) -> Path:
-    save(open_snapshots(root, 1)[0], *steps)
-    return root
-
-
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
-def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignore[no-untyped-def]
+def test_what_the_disk_does_not_give_back_gives_way_to_the_older(
     tmp_path, unreadable, capsys, code
-):
+):  # type: ignore[no-untyped-def]
     saved(tmp_path, 5, 10)
     unreadable("-000000000010-", code)
     assert step_of(open_snapshots(tmp_path, 2)) == 5
@@ -219,14 +202,9 @@ def test_what_the_disk_does_not_give_back_gives_way_to_the_older(  # type: ignor
     assert not list(tmp_path.glob("*/*.invalid"))  # another node may be able to read it
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [("-000000000010-", errno.EIO), ("000000000010.json", errno.ESTALE),
-     ("start.json", errno.ETIMEDOUT)],
-)  # fmt: skip
-def test_a_disk_that_fails_for_a_moment_costs_no_step(  # type: ignore[no-untyped-def]
-    tmp_path, unreadable, capsys, words, code
-):
+@pytest.mark.parametrize("words", ["-000000000010-", "000000000010.json", "start.json"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_disk_that_fails_for_a_moment_costs_no_step(tmp_path, unreadable, capsys, words, code):  # type: ignore[no-untyped-def]
     saved(tmp_path, 5, 10)
     clock = Clock()
     unreadable(words, code, clock)
@@ -280,9 +258,6 @@ def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeyp
     assert said == [b"0"]
 
 
-# --- A reader ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", [commands.verify, commands.ls])
 def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys, command):  # type: ignore[no-untyped-def]
     store, _ = open_snapshots(tmp_path, keep=2)
@@ -291,14 +266,10 @@ def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, 
 
     def late(path: Path) -> manifest.Manifest:
         found = read(path)
-        if command is commands.verify and found.step == 1:
+        if command is commands.ls or found.step == 1:
             monkeypatch.undo()
             save(store, 3)
-        elif command is commands.ls:
-            monkeypatch.undo()
-            save(store, 3)
-            return read(path)
-        return found
+        return read(path) if command is commands.ls else found
 
     monkeypatch.setattr(manifest, "read", late)
     assert command(tmp_path) == 0

@@ -29,8 +29,9 @@ def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((50,), float(step)), "n": step, "nested": [torch.arange(step)]}
 
 
-def save(store: Store, step: int) -> None:
-    store.save(step, flatten(state(step)), CONFIG)
+def save(store: Store, *steps: int) -> None:
+    for step in steps:
+        store.save(step, flatten(state(step)), CONFIG)
 
 
 def check(loaded: Source | None, step: int) -> None:
@@ -50,8 +51,7 @@ def _no_seam() -> Iterator[None]:
 
 
 def test_data_files_are_plain_safetensors(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path)
-    save(store, 5)
+    save(open_snapshots(tmp_path)[0], 5)
     files = [load_file(path) for path in sorted(tmp_path.glob("*/*.safetensors"))]
     assert len(files) == 3
     pieces = {key: piece for file in files for key, piece in file.items() if key.startswith("w@")}
@@ -85,9 +85,7 @@ def begun(tmp_path: Path) -> Path:
     """Two attempts; the next save of the second, which keeps two, has files of both to remove."""
     root = tmp_path / "begun"
     for attempt, steps in ((1, (1, 2)), (2, (3,))):
-        store, _ = open_snapshots(root, attempt, keep=3)
-        for step in steps:
-            save(store, step)
+        save(open_snapshots(root, attempt, keep=3)[0], *steps)
     return root
 
 
@@ -109,7 +107,6 @@ def operations_of_a_save(begun: Path) -> int:
 
 
 def is_killed_at(point: int, action: Callable[[], object]) -> bool:
-    """Tell whether there is such a point in the action, done in a process of its own."""
     pid = os.fork()
     if pid == 0:
         disk.seam = At(point, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -131,8 +128,7 @@ def test_killed_at_every_point_of_a_save_the_newest_durable_one_loads(tmp_path, 
         assert loaded is not None
         check(loaded, loaded.step)
         outcomes.append(loaded.step)
-        save(last, STEP + 1)
-        save(last, STEP + 2)  # and what was to be removed is
+        save(last, STEP + 1, STEP + 2)  # and what was to be removed is
         assert {manifest.step_of(path.name) for path in root.glob("*/step-*.json")} <= {3, 4, 5, 6}
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {STEP - 1, STEP}
@@ -156,9 +152,7 @@ def test_a_power_cut_takes_no_snapshot(tmp_path, begun, monkeypatch):  # type: i
         if operation == "before rename":  # the commit point
             new = list(path.parent.glob(f"step-*{STEP}[-.]*"))
             assert len(new) == 4  # of three ranks, and the manifest
-            assert {file.name: synced.get(file) for file in new} == {
-                file.name: file.stat().st_size for file in new
-            }
+            assert [synced.get(file) for file in new] == [file.stat().st_size for file in new]
 
     monkeypatch.setattr(disk.os, "fsync", note)
     disk.seam = seam
@@ -220,11 +214,8 @@ def test_a_start_that_fails_anywhere_leaves_what_there_was(tmp_path, begun, code
 @pytest.mark.parametrize("suffix", ["-0.safetensors", "-1.safetensors", "-2.safetensors", ".json"])
 def test_any_flipped_or_missing_byte_gives_way_to_the_older(tmp_path, suffix, capsys):  # type: ignore[no-untyped-def]
     store, _ = open_snapshots(tmp_path / "origin")
-    save(store, 1)
-    save(store, 2)
-    (newest,) = (
-        p for p in (tmp_path / "origin").glob(f"*/step-000000000002*{suffix}")
-    )  # fmt: skip
+    save(store, 1, 2)
+    (newest,) = (tmp_path / "origin").glob(f"*/step-000000000002*{suffix}")
     data = newest.read_bytes()
     places = range(0, len(data), max(1, len(data) // 40))
     for place in places:
@@ -254,17 +245,13 @@ def _load_only(directory: Path) -> list[int]:
     return good
 
 
-# --- Lineage --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("newest", [10, 15])
 def test_what_a_zombie_commits_and_removes_counts_for_nobody(tmp_path, newest):  # type: ignore[no-untyped-def]
     zombie, _ = open_snapshots(tmp_path, 1)
     save(zombie, 10)
     live, loaded = open_snapshots(tmp_path, 2)
     check(loaded, 10)
-    for step in (20, 30, 40, 50, 60):
-        save(zombie, step)  # retention of the zombie runs as well
+    save(zombie, 20, 30, 40, 50, 60)  # retention of the zombie runs as well
     if newest != 10:
         save(live, newest)
     check(open_snapshots(tmp_path, 3)[1], newest)
@@ -278,8 +265,7 @@ def commit_late(root: Path, uid: str, attempt: int) -> None:
 
 
 def test_a_zombie_that_starts_late_is_refused_or_does_not_take_the_lead(tmp_path):  # type: ignore[no-untyped-def]
-    live, _ = open_snapshots(tmp_path, 2)
-    save(live, 5)
+    save(open_snapshots(tmp_path, 2)[0], 5)
     with pytest.raises(PeerLostError, match="attempt 2 round 0 of this job has already started"):
         open_snapshots(tmp_path, 1)
     commit_late(tmp_path, "u", 1)
@@ -287,22 +273,18 @@ def test_a_zombie_that_starts_late_is_refused_or_does_not_take_the_lead(tmp_path
 
 
 def test_resume_never_means_the_job_not_each_of_its_attempts(tmp_path):  # type: ignore[no-untyped-def]
-    old, _ = open_snapshots(tmp_path, 1, uid="old")
-    save(old, 50)
+    save(open_snapshots(tmp_path, 1, uid="old")[0], 50)
     assert open_snapshots(tmp_path, 1, resume=False)[1] is None
     assert open_snapshots(tmp_path, 2, resume=False)[1] is None  # nothing of its own yet
-    third, _ = open_snapshots(tmp_path, 3, resume=False)
-    save(third, 5)
+    save(open_snapshots(tmp_path, 3, resume=False)[0], 5)
     check(open_snapshots(tmp_path, 4, resume=False)[1], 5)
 
 
 def test_a_zombie_of_a_deleted_job_of_the_same_name_is_refused(tmp_path):  # type: ignore[no-untyped-def]
-    deleted, _ = open_snapshots(tmp_path, 1, uid="deleted")
-    save(deleted, 5)
+    save(open_snapshots(tmp_path, 1, uid="deleted")[0], 5)
     for attempt in (1, 2, 3):
         live, _ = open_snapshots(tmp_path, attempt, uid="live", keep=2)
-        for step in range(3):
-            save(live, 10 * attempt + step)
+        save(live, *range(10 * attempt, 10 * attempt + 3))
     assert all(s.uid == "live" for s in lineage.read_starts(lineage.Disk(tmp_path)).values())
     with pytest.raises(ConfigError, match=r"another job has taken over.*\(uid live\)"):
         open_snapshots(tmp_path, 2, uid="deleted")
@@ -328,17 +310,15 @@ def test_few_snapshots_and_directories_stay_however_many_attempts(tmp_path):  # 
     step = 0
     for attempt in range(1, 12):
         store, _ = open_snapshots(tmp_path, attempt, keep=2)
-        for _ in range(attempt % 3):
-            step += 1
-            save(store, step)
+        save(store, *range(step + 1, step + 1 + attempt % 3))
+        step += attempt % 3
     steps = {manifest.step_of(p.name) for p in tmp_path.glob("*/step-*.json")}
     assert step in steps
     assert len(steps) <= 4
     assert len(lineage.sequences(tmp_path)) <= 4
     last, loaded = open_snapshots(tmp_path, 99, keep=2)
     check(loaded, step)
-    for more in range(1, 4):
-        save(last, step + more)
+    save(last, *range(step + 1, step + 4))
     names = [path.name for path in last.directory.iterdir()]
     assert sorted(name for name in names if name.endswith(".json")) == [
         "start.json", manifest.file_name(step + 2), manifest.file_name(step + 3),

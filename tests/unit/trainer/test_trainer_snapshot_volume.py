@@ -43,9 +43,6 @@ def loaded_step(root: Path, attempt: int = 2) -> int | None:
     return None if loaded is None else loaded.step
 
 
-# --- Things that are no files ---------------------------------------------------------------
-
-
 def bound_socket(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # a socket's name must be short
@@ -116,13 +113,14 @@ def test_the_tool_tells_them(root, thing, capsys, tmp_path):  # type: ignore[no-
     assert not (tmp_path / "precious").exists()
 
 
-# --- Links to what others must not see --------------------------------------------------------
-
-
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.fault("S3")
 def test_no_byte_from_outside_comes_into_the_volume(root, tmp_path, monkeypatch, links):  # type: ignore[no-untyped-def]
     """A link is named like a data file; making hard links may be forbidden."""
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
     secret = tmp_path / "secret"
     newest = root / "00000001" / manifest.file_name(2)
     file = newest.parent / manifest.read(newest).files[0].name
@@ -130,14 +128,10 @@ def test_no_byte_from_outside_comes_into_the_volume(root, tmp_path, monkeypatch,
     file.unlink()
     file.symlink_to(secret)
     if not links:
-        monkeypatch.setattr(os, "link", _forbidden)
+        monkeypatch.setattr(os, "link", forbidden)
     assert loaded_step(root) == 1
     held = [path for path in root.glob("*/*") if path.is_file() and not path.is_symlink()]
     assert not any(SECRET in path.read_bytes() for path in held)
-
-
-def _forbidden(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "Operation not permitted")
 
 
 def test_nothing_outside_is_written_or_removed_through_a_linked_directory(root, tmp_path):  # type: ignore[no-untyped-def]
@@ -170,8 +164,6 @@ def test_a_pipe_that_came_after_the_look(tmp_path, monkeypatch):  # type: ignore
         disk.open_file(tmp_path / "pipe")
     monkeypatch.undo()
 
-
-# --- Names ------------------------------------------------------------------------------------
 
 ODD = [
     "0000000²", "٠٠٠٠٠٠٠٩", "00000009\n", "-0000009", "0000000000009", "000000009", "1e000000",
@@ -213,13 +205,7 @@ def test_numbers_of_more_digits_go_on_counting(root):  # type: ignore[no-untyped
     assert [loaded_step(root), loaded_step(root, 3)] == [2, 2]
 
 
-# --- Contents ---------------------------------------------------------------------------------
-
 GOOD = asdict(Start(7, "v", 1, 0, 1, 2))
-
-
-def changed(**fields: Any) -> dict[str, Any]:
-    return GOOD | fields
 
 
 RECORDS: dict[str, Any] = {
@@ -230,18 +216,18 @@ RECORDS: dict[str, Any] = {
     "half a letter": b'{"uid":"\\ud800"}',
     "no text": b"\xff\xfe",
     "empty": b"",
-    "a field more": changed(more=1),
-    "text for a number": changed(attempt="1"),
-    "a bool": changed(round=True),
-    "negative": changed(attempt=-1),
-    "huge": changed(attempt=10**30),
-    "no uid": changed(uid=None),
-    "a long uid": changed(uid="x" * 10_000),
-    "a number for a list": changed(predecessors=7),
-    "a text for a list": changed(predecessors="ab"),
-    "many": changed(predecessors=["x"] * 1000),
-    "another number": changed(sequence=8),
-    "deep": changed(predecessors=[json.loads("[" * 400 + "]" * 400)]),
+    "a field more": GOOD | {"more": 1},
+    "text for a number": GOOD | {"attempt": "1"},
+    "a bool": GOOD | {"round": True},
+    "negative": GOOD | {"attempt": -1},
+    "huge": GOOD | {"attempt": 10**30},
+    "no uid": GOOD | {"uid": None},
+    "a long uid": GOOD | {"uid": "x" * 10_000},
+    "a number for a list": GOOD | {"predecessors": 7},
+    "a text for a list": GOOD | {"predecessors": "ab"},
+    "many": GOOD | {"predecessors": ["x"] * 1000},
+    "another number": GOOD | {"sequence": 8},
+    "deep": GOOD | {"predecessors": [json.loads("[" * 400 + "]" * 400)]},
 }
 
 
@@ -268,9 +254,6 @@ def test_what_strangers_write_is_printed_on_one_line():  # type: ignore[no-untyp
     text = str(manifest.InvalidSnapshotError("a\nb\x1b[31m" + "x" * 1000))
     assert text.isprintable()
     assert len(text) <= 300
-
-
-# --- Retention ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1, 2])

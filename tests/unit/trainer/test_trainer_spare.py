@@ -18,14 +18,12 @@ from ddpjob_trainer.launcher.processes.spares import Call, Spares
 
 
 def made(count: int = 1, told: Callable[[str], object] = pytest.fail, **more: Any) -> Spares:
-    """Spares of a selector of their own."""
     given: dict[str, Any] = {"arrived": lambda *_: None, "selector": selectors.DefaultSelector()}
     program = Program("x.py", (), False)
     return Spares(program, count, {}, (), tell=told, **(given | more))
 
 
 def served(spares: Spares, *, warm: bool) -> socket.socket:
-    """The other end of a fork server's line."""
     spares._server, theirs = fork_server.pair()
     spares._server.setblocking(False)
     spares._warm = warm
@@ -34,7 +32,6 @@ def served(spares: Spares, *, warm: bool) -> socket.socket:
 
 
 def heard(line: socket.socket) -> tuple[dict[str, Any], int]:
-    """A request to the fork server, and the line of its spare."""
     request = fork_server.receive(line)
     assert request is not None
     return request[0], request[1][0]

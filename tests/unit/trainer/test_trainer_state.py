@@ -17,7 +17,7 @@ from ddpjob_trainer.snapshot.save.layout import Captured, fingerprint, lay_out
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
 from ddpjob_trainer.state.modes import Modes
-from support.snapshots import memory_source
+from support.snapshots import memory_source, stored
 
 MAKES: list[Callable[..., torch.optim.Optimizer]] = [
     partial(torch.optim.AdamW, lr=0.1, fused=True),
@@ -40,18 +40,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def stored(state: TrainingState) -> Flat:
-    """What a snapshot gives back: elements in C order, in memory of their own."""
-    captured = state.capture(0)
-    return Flat(
-        captured.flat.tree,
-        {n: t.contiguous().clone() for n, t in {**captured.flat.tensors, **captured.own}.items()},
-        captured.flat.aliases,
-    )
-
-
 def resumed(before: Any, after: Any, *, per_rank: bool = False) -> list[TrainingState]:
-    """Let what is registered take the state of what was."""
     states = [TrainingState(nn.Linear(2, 2)) for _ in range(2)]
     for state, mine in zip(states, (before, after), strict=True):
         state.register("mine", mine, per_rank=per_rank)
@@ -63,11 +52,8 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
     def drawn(*sizes: int, own: int = 3, names: str = "vw") -> object:
         pairs = zip(names, sizes, strict=False)
         tensors = {name: torch.arange(float(size)) for name, size in pairs}
-        captured = Captured(
-            Flat(None, {**tensors, "mine": torch.zeros(5)}),
-            frozenset(tensors),
-            {"rank/0/own": torch.zeros(own)},
-        )
+        flat = Flat(None, {**tensors, "mine": torch.zeros(5)})
+        captured = Captured(flat, frozenset(tensors), {"rank/0/own": torch.zeros(own)})
         images = [lay_out(captured.structure, 2, writer) for writer in range(2)]
         return fingerprint(captured.structure), [
             (image.header, [(at, t.tolist()) for at, t in sum(image.copies(captured), ())])
@@ -76,25 +62,26 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
 
     first = drawn(10, 7)
     assert drawn(10, 7) == first
-    others = [
-        drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(7, 10, names="wv"),
-    ]  # fmt: skip
-    assert all(other != first for other in others)
+    others = [drawn(10, 8), drawn(10), drawn(10, 7, own=4), drawn(7, 10, names="wv")]
+    assert first not in others
     assert drawn(10, 7) == first
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make):  # type: ignore[no-untyped-def]
-    first, second = images(), images()
-    optimizers = [make(model.parameters()) for model in (first, second)]
-    train(first, optimizers[0], range(3))
-    states = [TrainingState(model) for model in (first, second)]
-    for state, optimizer in zip(states, optimizers, strict=True):
+    made = []
+    for _ in range(2):
+        model = images()
+        optimizer = make(model.parameters())
+        state = TrainingState(model)
         state.register("optimizer", optimizer)
-    states[1].restore(memory_source(stored(states[0])), 0)
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        train(model, optimizer, range(3, 6))
-    assert states[0].sha256(0) == states[1].sha256(0)
+        made.append((state, model, optimizer))
+    (first, *one), (second, *other) = made
+    train(*one, range(3))
+    second.restore(memory_source(stored(first)), 0)
+    for each in (one, other):
+        train(*each, range(3, 6))
+    assert first.sha256(0) == second.sha256(0)
 
 
 def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # type: ignore[no-untyped-def]
@@ -285,10 +272,8 @@ def test_switches_come_back_as_far_as_the_loop_has_changed_them():  # type: igno
     nets[0][1].eval()
     nets[0][0].weight.requires_grad_(False)
     kept = json.loads(json.dumps(modes[0].changed()))
-    assert kept == {
-        "training": {"model.1": False},
-        "requires_grad": {"model.0.weight": False},
-    }
+    wanted = {"training": {"model.1": False}, "requires_grad": {"model.0.weight": False}}
+    assert kept == wanted
     kept["training"]["gone"] = True
     modes[1].put_back(kept)
     assert [part.training for part in nets[1].modules()] == [True, True, False]

@@ -20,8 +20,6 @@ from ddpjob_trainer.training.run_config import take_layout
 
 
 class Tied(nn.Module):
-    """Weights under two names, a view, another order in memory, a buffer, a cache."""
-
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -127,9 +125,6 @@ def test_a_file_that_does_not_fit_is_refused_with_its_name(content, words, tmp_p
     assert str(path) in str(error.value)
 
 
-# --- Keep the best ----------------------------------------------------------------------------
-
-
 def test_the_best_is_strictly_better_and_finite():  # type: ignore[no-untyped-def]
     before = [1.0, "min"]
     assert [is_better(v, "min", before) for v in (0.5, 1.0, 2.0, math.nan)] == [
@@ -143,8 +138,6 @@ def test_the_best_is_strictly_better_and_finite():  # type: ignore[no-untyped-de
     with pytest.raises(ConfigError, match="it was 'min' before; give another file"):
         is_better(2.0, "max", before)
 
-
-# --- Changes that are asked for ---------------------------------------------------------------
 
 RUN = {
     "seed": 1, "global_batch": 8, "samples": 100, "tail": "drop", "order": "shuffled",
