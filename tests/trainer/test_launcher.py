@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sys
-import urllib.request
 from pathlib import Path
 from subprocess import Popen
 
@@ -21,6 +20,7 @@ from support.launching import (
     free_ports,
     launch,
     launched,
+    page,
     run,
 )
 from support.patience import PATIENCE
@@ -326,17 +326,12 @@ for step in range(1, 10**9):
 """
     )
     (port,) = free_ports(1)
-
-    def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as reply:
-            return str(reply.read().decode())
-
     with launched("--nproc", "2", "--metrics-port", str(port), program) as process:
         assert process.stdout is not None
         for _ in range(2):
             assert process.stdout.readline().endswith("ready\n")
-        wait_until(lambda: json.loads(get("/state")).get("stepsPerSecond", 0) > 0, "a rate")
-        state = json.loads(get("/state"))
+        wait_until(lambda: json.loads(page(port, "state")).get("stepsPerSecond", 0) > 0, "a rate")
+        state = json.loads(page(port, "state"))
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state.pop("updatedAt"))
         assert state.pop("step") > 1
         assert state.pop("stepsPerSecond") > 0
@@ -344,8 +339,8 @@ for step in range(1, 10**9):
             "version": 1, "uid": "", "attempt": 1, "round": 0, "phase": "step",
             "totalSteps": 40, "loss": 0.5, "snapshotStep": 10,
         }  # fmt: skip
-        assert get("/healthz") == "ok\n"
-        metrics = get("/metrics")
+        assert page(port, "healthz") == "ok\n"
+        metrics = page(port, "metrics")
         for rank in (0, 1):
             assert f'ddpjob_trainer_step{{rank="{rank}"}} 12.0' in metrics
             assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 32.0' in metrics

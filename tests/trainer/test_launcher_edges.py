@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 
 from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS
-from support.launching import NO_ROUNDS, PATHS, RUN, free_ports, launch, launched, run
+from support.launching import NO_ROUNDS, PATHS, RUN, free_ports, launch, launched, page, run
 from support.patience import PATIENCE
 from support.rounds import patched
 
@@ -159,11 +158,8 @@ while True:
             try:
                 seconds = [tmp_path / f"second-{rank}" for rank in range(3)]
                 wait_until(lambda: all(path.exists() for path in seconds), "round 1")
-                url = f"http://127.0.0.1:{port}/"
-                with urllib.request.urlopen(f"{url}healthz", timeout=PATIENCE) as reply:
-                    assert reply.read() == b"ok\n"
-                with urllib.request.urlopen(f"{url}state", timeout=PATIENCE) as reply:
-                    assert json.load(reply)["round"] == 1
+                assert page(port, "healthz") == "ok\n"
+                assert json.loads(page(port, "state"))["round"] == 1
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(PATIENCE) == 143
             finally:

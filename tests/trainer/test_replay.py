@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import ddpjob_trainer as ddp
 from ddpjob_trainer.environment import DRILL, REPLAY_DIR
 from ddpjob_trainer.gradients import determinism
-from support.launching import free_ports
-from support.patience import PATIENCE
+from support.launching import free_ports, page
 from support.rounds import Training, kill
 from support.snapshots import await_snapshot
 from support.tiers import some_in_gate
@@ -485,15 +483,9 @@ def test_the_launcher_tells_what_came_of_it(tmp_path):  # type: ignore[no-untype
         training.until(lambda: any(training.directory.glob(durable)), "a snapshot is durable")
         kill(ranks[1])
         training.at("1-1-end")
-
-        def get(page: str) -> str:
-            url = f"http://127.0.0.1:{port}/{page}"
-            with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
-                return str(reply.read().decode())
-
-        proof = json.loads(get("state")).get("proof")
+        proof = json.loads(page(port, "state")).get("proof")
         assert (proof["equal"], proof["last"]) == (True, 9)
-        assert 'ddpjob_trainer_resume_proven{rank="0"} 1.0' in get("metrics")
+        assert 'ddpjob_trainer_resume_proven{rank="0"} 1.0' in page(port, "metrics")
         kill(*training.at("1-1-end")[1:2])
     finally:
         training.end()
