@@ -128,7 +128,7 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
     assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
 
 
-def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_an_error_does_not_wait_for_a_disk_and_is_watched_to_its_end(gang, tmp_path):  # type: ignore[no-untyped-def]
     """The others cannot know of it before this process has ended."""
 
     def program(rank: int) -> None:
@@ -144,6 +144,9 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
         run = ddp.start(
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
         )
+        ending = run._process.shutdown
+        hook = ending._hook
+        ending._hook = lambda *error: (print(f"phase {ending._state.state.phase}"), hook(*error))  # type: ignore[func-returns-value]
         wrapped = prepared(run)
         for step in trained(run, wrapped):
             if step.index == 2:
@@ -151,6 +154,7 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
                 raise KeyError("bug")
 
     assert gang.run(program, world=1) == {0: 1}, gang.log(0)
+    assert "phase step\n" in gang.log(0)
     assert "KeyError: 'bug'" in gang.log(0)
 
 
