@@ -178,9 +178,11 @@ def test_two_releases_share_no_object(helm: Helm) -> None:
     assert first.isdisjoint(objects("other", "ops"))
 
 
-@pytest.mark.parametrize("release", ["a" * 53, "a.b"])
-def test_any_release_name_gives_valid_names(helm: Helm, release: str) -> None:
+@pytest.mark.parametrize("release", ["a" * 53, "a.b", "2024"])
+def test_any_release_name_gives_valid_names_or_is_refused(helm: Helm, release: str) -> None:
     done = helm("template", release, str(CHART))
+    refused = "fullnameOverride: 2024-operator-metrics is no name of a Service" in done.stderr
+    assert bool(done.returncode) == refused == (release == "2024"), done.stderr
     for body in filter(None, yaml.safe_load_all(done.stdout)):
         if body["kind"] == "Service":
             assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", body["metadata"]["name"])

@@ -51,7 +51,6 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("resources.limits.memory=5Gib", "/resources/limits/memory"),
         ("resources.requests.cpu=one", "/resources/requests/cpu"),
         ("metrics.prometheusRule.runbookUrl=docs/runbooks.md", "/prometheusRule/runbookUrl"),
-        ("fullnameOverride=2x", "fullnameOverride: 2x-metrics is no name of a Service"),
     ],
 )
 def test_refuses(helm: Helm, values: str, names: str) -> None:
