@@ -67,10 +67,10 @@ class Fault:
 SECONDS = ("rank-kill", "ranks-kill", "launcher-kill")
 
 
-def draws(seed: int, gangs: int, only: Sequence[str] = ()) -> Iterator[Draw]:
-    """Yield faults without end. ``only``: of these kinds."""
+def draws(seed: int, gangs: int) -> Iterator[Draw]:
+    """Yield faults without end."""
     source = random.Random(seed)
-    kinds = [name for name in FAULTS if not only or name in only]
+    kinds = list(FAULTS)
 
     def drawn(kind: str, second: Draw | None = None, wait: float = 0.0) -> Draw:
         hold, gang = source.uniform(*FAULTS[kind].hold), source.randrange(gangs)

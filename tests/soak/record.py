@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 HEAD = """# Soak
@@ -52,9 +50,6 @@ class Record:
     wrong: list[str] = field(default_factory=list)
     writes: int = 0  # that were held against the invariants
     gaps: int = 0  # times that the watch had to begin anew
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def page(found: Mapping[str, Any], kinds: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def free_ports(count: int) -> list[int]:
                 probe.bind(("", port))
                 found.append(port)
     return found
+
+
+def page(port: int, name: str) -> str:
+    """A page of a launcher: state, metrics or healthz."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=WHOLE) as reply:
+        return str(reply.read().decode())
 
 
 def has_address(address: str) -> bool:

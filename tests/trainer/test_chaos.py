@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import PATHS, finished
+from support.launching import PATHS, ROOT, finished
 from support.patience import PATIENCE, WHOLE
 
 CHAOS = ("-m", "ddpjob_trainer", "chaos")
@@ -90,6 +90,25 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
     assert -1 in {kill["victim"] for kill in result["kills"]}, "the launcher"
     assert any(kill["restarting"] for kill in result["kills"]), "while it comes back from another"
     assert result["launches"] > 1
+    assert any(result["restarts"]), "one went on from a snapshot"
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("script", ["gan.py", "muon.py", "text.py", "loader.py", "stream.py"])
+@pytest.mark.parametrize("nproc", [3, 4])
+@pytest.mark.fault("T1", "T4")
+def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):  # type: ignore[no-untyped-def]
+    """Several models or optimizers, accumulation, fp16, an average, workers, a stream's state."""
+    report = tmp_path / "report.json"
+    options = ("--nproc", nproc, "--kills", 3, "--every", 4, "--seed", nproc, "--json", report)
+    example = (ROOT / "examples" / script, "--total-steps", 20)
+    code, out = finished(
+        *CHAOS, "--patience", PATIENCE, *options, "--signals", "KILL,TERM", *example
+    )
+    assert code == 0, out
+    result = json.loads(report.read_text())
+    assert result["identical"]
+    assert len(result["kills"]) == 3
     assert any(result["restarts"]), "one went on from a snapshot"
 
 

@@ -1,9 +1,13 @@
-"""A loop that all ranks leave early is a finished run, as one that has done all its steps."""
+"""A loop that all ranks leave early is a finished run, as one that has done all its steps.
+
+And what the ranks tell one another at each step, and when: losses, and that one must stop.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -17,8 +21,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.reader import read_snapshot
 from ddpjob_trainer.snapshot.save.staging import Buffer
+from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 from ddpjob_trainer.training.teardown import Teardown
 from support.snapshots import await_snapshot
 
@@ -31,13 +37,15 @@ ALL_0 = dict.fromkeys(range(3), 0)
 Each = Callable[[ddp.Run, Any, nn.Module, str], bool | None]
 
 
-def train(directory: Path, each: Each, *, total: int = TOTAL, staging: str = "auto") -> Any:
+def train(
+    directory: Path, each: Each, *, total: int = TOTAL, staging: str = "auto", every: int = 10
+) -> Any:
     """``each`` is called in three places of every step; True: leave the loop."""
 
     def program(rank: int) -> None:
         run = ddp.start(
-            total_steps=total, global_batch=6, snapshot_dir=directory, snapshot_every=10,
-            snapshot_keep=9, snapshot_staging=staging,
+            total_steps=total, global_batch=6, snapshot_dir=directory, snapshot_every=every,
+            snapshot_keep=9, snapshot_staging=staging, events=directory / "events", log_every=7,
         )  # fmt: skip
         net = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Tanh(), nn.Linear(300, 2))
         optimizer = torch.optim.AdamW(net.parameters(), 0.01)
@@ -51,7 +59,6 @@ def train(directory: Path, each: Each, *, total: int = TOTAL, staging: str = "au
             each(run, step, net, "before commit")
             step.commit()
             trained += 1
-
             if each(run, step, net, "after commit"):
                 break
         print(f"trained {trained} steps, finished {run.finished_steps}")
@@ -65,6 +72,9 @@ def train(directory: Path, each: Each, *, total: int = TOTAL, staging: str = "au
 
 def hashes(directory: Path) -> set[str]:
     return {path.read_text() for path in directory.glob("sha-*")}
+
+
+def never(run: ddp.Run, step: Any, net: nn.Module, place: str) -> None: ...
 
 
 def leave(run: ddp.Run, step: Any, net: nn.Module, place: str) -> bool:
@@ -112,7 +122,6 @@ def test_an_early_end_is_kept_and_final(gang, tmp_path, end):  # type: ignore[no
     assert f"trained 0 steps, finished {END}" in gang.log(2)
     assert hashes(directory) == mine
 
-    never: Each = lambda *_: None  # noqa: E731
     assert gang.run(train(directory, never, total=36)) == ALL_0, gang.log(0)
     assert f"trained {36 - END} steps, finished 36" in gang.log(1)
     assert gang.run(train(whole, never, total=36)) == ALL_0
@@ -200,3 +209,34 @@ def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ig
 
     assert gang.run(train(tmp_path / "s", each)) == ALL_0, gang.log(0)
     assert read_snapshot(tmp_path / "s", None).step == 6
+
+
+def test_each_step_is_told_once_before_a_snapshot_holds_it(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    def told_before(snapshots: Snapshots, step: int, *args: Any, **kwargs: Any) -> None:
+        directory = snapshots._settings.directory
+        assert directory is not None
+        if os.environ["RANK"] == "0":
+            assert list(read_losses(directory / "events")) == list(range(1, step + 1))
+        save(snapshots, step, *args, **kwargs)
+
+    def terminate(run: ddp.Run, step: Any, net: nn.Module, place: str) -> None:
+        if place == "after commit" and step.index == 9 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # step 10 has told already: it comes with 11
+
+    save = Snapshots.save
+    monkeypatch.setattr(Snapshots, "save", told_before)
+    whole, early, stopped = (tmp_path / name for name in ("whole", "early", "stopped"))
+    assert gang.run(train(whole, never)) == ALL_0, gang.log(0)
+    told = [event["step"] for event in read_events(whole / "events") if event["event"] == "step"]
+    assert told == list(range(1, TOTAL + 1))
+    losses = read_losses(whole / "events")
+    assert gang.run(train(early, leave)) == ALL_0, gang.log(0)
+    assert read_losses(early / "events") == {step: losses[step] for step in range(1, END + 1)}
+
+    assert gang.run(train(stopped, terminate, every=10**6)) == {0: 75, 1: 143, 2: 75}
+    for rank in range(3):
+        assert re.search(r"stopped after step 11\b", gang.log(rank)), gang.log(rank)
+    assert list(read_losses(stopped / "events")) == list(range(1, 12))
+    assert gang.run(train(stopped, never, every=10**6)) == ALL_0, gang.log(0)
+    assert read_losses(stopped / "events") == losses
+    assert hashes(stopped) == hashes(whole)

@@ -10,14 +10,13 @@ import importlib.util
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.launching import free_ports, launched
+from support.launching import free_ports, launched, page
 from support.rounds import kill
 
 SCRIPTS = Path(__file__).parents[1] / "support/foreign"
@@ -108,8 +107,7 @@ def test_with_its_adapter_a_script_tells_how_far_it_is_and_is_ended_when_it_hang
     env = {"DDPJOB_HANG_STEP_SECONDS": "5"}
     with launched(*words, str(adapted), str(tmp_path), env=env) as launcher:
         places = await_all(tmp_path, launcher, wait_until)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=30) as answer:
-            state = json.load(answer)
+        state = json.loads(page(port, "state"))
         os.kill(int(places[1].read_text()), signal.SIGSTOP)
         (tmp_path / "go").touch()
         _, err = launcher.communicate(timeout=SECONDS)

@@ -1,6 +1,6 @@
 """Hangs under the launcher: the culprit is named, shows its stacks, and counts as 76.
 
-The workers keep the library's records without importing torch: each stands where the test wants it.
+Most workers keep the library's records without torch: each stands where the test wants it.
 """
 
 from __future__ import annotations
@@ -153,3 +153,54 @@ asleep()
     assert [(one["rank"], one["kind"]) for one in found["rounds"]] == [(1, "hang")]
     assert "stacks of all threads follow" not in errors[0], "it blames nobody of its own"
     assert json.loads((tmp_path / "report-0").read_bytes())["kind"] == "peerLost"
+
+
+# --- BatchNorm's buffers, which rank 0 gives to all ---------------------------------------------
+
+TRAINING = """
+import torch
+from torch import nn
+import ddpjob_trainer as ddp
+run = ddp.start(total_steps=4, global_batch=12)
+data = [(torch.full((8,), float(i)), torch.tensor([float(i)])) for i in range(48)]
+model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+model, optimizer = run.prepare(model, optimizer, bucket_cap_mb=0.0001)
+def stands_still():
+    time.sleep(3600)
+def metric(model, batch):
+    return model(batch[0]).sum()
+for step in run.steps(data):
+    for x, y in step.batches:
+        step.backward(((model(x) - y) ** 2).mean())
+    step.commit()
+    if rank == 0 and step.index == 2:
+        time.sleep(1.5)  # the others are where they wait by now
+        {rank_0}
+    {all_ranks}
+run.finish()
+"""
+BUFFERS = {
+    "own evaluation, the others in their next forward": (
+        "with run.evaluating(): stands_still()", "pass", "evaluation",
+    ),
+    "before run.evaluate(), the others in it": (
+        "run.alive(); stands_still()", "run.evaluate(data, metric)", "body",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.fault("T3")
+def test_rank_0_hangs_and_not_those_that_wait_for_its_buffers(script, tmp_path, name):  # type: ignore[no-untyped-def]
+    """They have said later, or earlier, than it what they do: it is not the time that tells."""
+    rank_0, all_ranks, activity = BUFFERS[name]
+    report = tmp_path / "report"
+    program = script(TRAINING.format(rank_0=rank_0, all_ranks=all_ranks))
+    words = (*NO_ROUNDS, "--nproc", "3", "--termination-log", str(report), program)
+    code, _, err = run(*words, env={"DDPJOB_HANG_STEP_SECONDS": "12"})
+    assert code == 76, err
+    found = json.loads(report.read_bytes())
+    assert (found["kind"], found["rank"]) == ("hang", 0), found
+    assert f"({activity})" in found["exception"]

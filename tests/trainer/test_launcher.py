@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sys
-import urllib.request
 from pathlib import Path
 from subprocess import Popen
 
@@ -21,6 +20,7 @@ from support.launching import (
     free_ports,
     launch,
     launched,
+    page,
     run,
 )
 from support.patience import PATIENCE
@@ -71,11 +71,46 @@ def test_exit_code_and_report(script, tmp_path, end, code, kind, exception):  # 
     assert f"rank 1 ended first, with {how.get(code, '')}" in err or code == 0
 
 
-def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path):  # type: ignore[no-untyped-def]
-    program = script(f"{after_rank_0(tmp_path)}\nsys.exit(75 if rank == 0 else 9)")
+#: As ProcessGroupNCCL's watchdog: to stderr, from C++, then SIGABRT.
+ABORT = """
+def nccl_aborts(words):
+    head = f"[PG ID 0 Rank {rank}] Process group watchdog thread terminated with exception: {words}"
+    os.write(2, (head + "\\nframe #0: c10::Error\\n  what():  " + head + "\\n").encode())
+    os.abort()
+"""
+
+
+@pytest.mark.fault("N13")
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        ("raise RuntimeError('CUDA error: uncorrectable ECC error')", (74, "hardware", None)),
+        ("nccl_aborts('CUDA error: uncorrectable ECC error')", (74, "hardware", None)),
+        ("sys.exit(74)", (74, "hardware", None)),
+        ("nccl_aborts('CUDA error: device-side assert')", (134, "signal", 6)),  # the program's own
+    ],
+)
+def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end, found):  # type: ignore[no-untyped-def]
+    report, own = tmp_path / "report", found[0] == 134
+    program = script(f"{ABORT}\nif rank == 1: {end}\ntime.sleep(3600)\n")
+    options = NO_ROUNDS if own else ()
+    code, _, err = run("--nproc", "2", *options, "--termination-log", str(report), program)
+    content = json.loads(report.read_bytes())
+    assert (code, content["kind"], content.get("signal")) == found, err
+    assert (content["rank"], content["round"]) == (1, 0)
+    assert ("no further round: a GPU failed" in err) != own
+    assert end.partition("CUDA error: ")[2].partition("'")[0] in content.get("exception", "")
+
+
+NCCL = "nccl_aborts('NCCL error: remote process exited or there was a network error')"
+
+
+@pytest.mark.parametrize("collateral", ["sys.exit(75)", NCCL])
+def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path, collateral):  # type: ignore[no-untyped-def]
+    program = script(f"{ABORT}{after_rank_0(tmp_path)}\nif rank == 0: {collateral}\nsys.exit(9)\n")
     patient = patched(tmp_path, {"launcher.hub.root_cause.CAUSE_WAIT_SECONDS": PATIENCE})
     code, _, err = run(*NO_ROUNDS, "--nproc", "2", program, env=patient)
-    assert code == 9
+    assert code == 9, err
     assert "rank 1 ended first, with exit code 9" in err
 
 
@@ -291,17 +326,12 @@ for step in range(1, 10**9):
 """
     )
     (port,) = free_ports(1)
-
-    def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as reply:
-            return str(reply.read().decode())
-
     with launched("--nproc", "2", "--metrics-port", str(port), program) as process:
         assert process.stdout is not None
         for _ in range(2):
             assert process.stdout.readline().endswith("ready\n")
-        wait_until(lambda: json.loads(get("/state")).get("stepsPerSecond", 0) > 0, "a rate")
-        state = json.loads(get("/state"))
+        wait_until(lambda: json.loads(page(port, "state")).get("stepsPerSecond", 0) > 0, "a rate")
+        state = json.loads(page(port, "state"))
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state.pop("updatedAt"))
         assert state.pop("step") > 1
         assert state.pop("stepsPerSecond") > 0
@@ -309,8 +339,8 @@ for step in range(1, 10**9):
             "version": 1, "uid": "", "attempt": 1, "round": 0, "phase": "step",
             "totalSteps": 40, "loss": 0.5, "snapshotStep": 10,
         }  # fmt: skip
-        assert get("/healthz") == "ok\n"
-        metrics = get("/metrics")
+        assert page(port, "healthz") == "ok\n"
+        metrics = page(port, "metrics")
         for rank in (0, 1):
             assert f'ddpjob_trainer_step{{rank="{rank}"}} 12.0' in metrics
             assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 32.0' in metrics

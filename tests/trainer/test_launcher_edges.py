@@ -6,13 +6,13 @@ import ctypes
 import fcntl
 import json
 import os
+import pty
 import re
 import select
 import shlex
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS
-from support.launching import PATHS, RUN, free_ports, launch, launched, run
+from support.launching import NO_ROUNDS, PATHS, RUN, free_ports, launch, launched, page, run
 from support.patience import PATIENCE
 from support.rounds import patched
 
@@ -158,11 +158,8 @@ while True:
             try:
                 seconds = [tmp_path / f"second-{rank}" for rank in range(3)]
                 wait_until(lambda: all(path.exists() for path in seconds), "round 1")
-                url = f"http://127.0.0.1:{port}/"
-                with urllib.request.urlopen(f"{url}healthz", timeout=PATIENCE) as reply:
-                    assert reply.read() == b"ok\n"
-                with urllib.request.urlopen(f"{url}state", timeout=PATIENCE) as reply:
-                    assert json.load(reply)["round"] == 1
+                assert page(port, "healthz") == "ok\n"
+                assert json.loads(page(port, "state"))["round"] == 1
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(PATIENCE) == 143
             finally:
@@ -279,21 +276,39 @@ def test_ranks_that_do_not_talk_hear_of_one_that_ended_long_before():
     assert "2 of the others have not ended" in words
 
 
-def test_the_rate_of_the_last_minute_is_told_whatever_library_tells_of_steps(script, wait_until):  # type: ignore[no-untyped-def]
-    program = script("""
-from pathlib import Path
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
-for step in range(1, 10**9):
-    writer.update(phase="step", step=step)
-    time.sleep(0.02)
-""")
-    (port,) = free_ports(1)
+# --- Terminals ---------------------------------------------------------------------------------
 
-    def told() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/state") as answer:
-            return bool(json.load(answer).get("stepsPerSecond", 0) > 0)
-        return False
+ONE_OF_TWO = {
+    "DDPJOB_UID": "u", "DDPJOB_ATTEMPT": "1", "DDPJOB_REPLICA": "1",
+    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+}  # fmt: skip
 
-    with launched("--metrics-port", str(port), program):
-        wait_until(told, "steps per second in /state")
+
+def output(program: str, *, terminal: bool) -> str:
+    """What a launcher with one rank of two writes."""
+    read, write = pty.openpty() if terminal else os.pipe()
+    with subprocess.Popen(
+        [*RUN, *NO_ROUNDS, program],
+        env={**os.environ, "PYTHONPATH": PATHS, **ONE_OF_TWO},
+        stdout=write,
+    ) as process:
+        os.close(write)
+        found = b""
+        while data := _read(read):
+            found += data
+        os.close(read)
+        assert process.wait(PATIENCE) == 0
+    return found.decode().replace("\r\n", "\n")
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # what a terminal says when its other side is closed
+        return b""
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(True, "[rank 1] x\n"), (False, "x\n")])
+def test_several_launchers_on_one_terminal_are_told_apart(script, terminal, expected):  # type: ignore[no-untyped-def]
+    """Each alone in its pod, where the pod's name tells whose line it is, needs no prefix."""
+    assert output(script("print('x')"), terminal=terminal) == expected

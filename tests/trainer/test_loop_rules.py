@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -9,14 +11,16 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
@@ -24,8 +28,8 @@ from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.telemetry import progress
 from ddpjob_trainer.training.leaving import shutdown
+from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
 from support.patience import PATIENCE
-from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
@@ -42,6 +46,11 @@ def trained(run: ddp.Run, wrapped: nn.Module, data: Any = DATA) -> Iterator[ddp.
             step.backward(wrapped(x).sum())
         step.commit()
         yield step
+
+
+def total(model: nn.Module, batch: Any) -> torch.Tensor:
+    result: torch.Tensor = model(batch[0]).sum()
+    return result
 
 
 def test_a_loss_that_went_around_the_wrapper_is_refused(gang):  # type: ignore[no-untyped-def]
@@ -86,86 +95,6 @@ def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # ty
         assert f"ConfigError: {name} is {value} on rank 1 and" in gang.log(rank)
 
 
-# --- State that must survive ----------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Counts in get_extra_state(), and freezes its normalisation on the way, as fine-tuners do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.norm = nn.BatchNorm1d(2)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 4:
-            self.norm.eval()
-        result: torch.Tensor = self.norm(self.linear(x) * (1 + 0.01 * self.calls))
-        return result
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
-
-
-def test_a_kill_leaves_no_trace(gang, tmp_path):  # type: ignore[no-untyped-def]
-    def training(directory: Path, die: int = -1) -> Callable[[int], None]:
-        def program(rank: int) -> None:
-            run = ddp.start(
-                total_steps=8, global_batch=6, snapshot_dir=directory / "s", snapshot_every=2
-            )
-            model = Odd()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            kinds = torch.optim.lr_scheduler
-            parts = [kinds.LinearLR(optimizer, total_iters=5), kinds.MultiStepLR(optimizer, [1])]
-            schedule = kinds.SequentialLR(optimizer, parts, milestones=[5])
-            wrapped, _ = run.prepare(model, optimizer, scheduler=schedule)
-            for step in run.steps(DATA):
-                for (x,) in step.batches:
-                    step.backward(wrapped(x).pow(2).mean())
-                if step.index == die:
-                    await_snapshot(directory / "s/00000001", 4)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                step.commit()
-            run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
-            (directory / "result").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
-            run.finish()
-
-        directory.mkdir(exist_ok=True)
-        return program
-
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert gang.run(training(undisturbed), world=1) == {0: 0}, gang.log(0)
-    assert gang.run(training(disturbed, die=5), world=1) == {0: -9}, gang.log(0)
-    assert gang.run(training(disturbed), world=1) == {0: 0}, gang.log(0)
-    assert "resuming after step 4" in gang.log(0)
-    assert (disturbed / "result").read_text() == (undisturbed / "result").read_text()
-
-
-def test_what_no_snapshot_could_hold_is_refused_before_the_first_step(gang, tmp_path):  # type: ignore[no-untyped-def]
-    class Odd:
-        def state_dict(self) -> dict[str, Any]:
-            return {"names": {"a", "b"}}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def odd(rank: int) -> None:
-        run = ddp.start(total_steps=8, global_batch=6, snapshot_dir=tmp_path / "s")
-        prepared(run)
-        run.register("odd", Odd())
-        for _ in run.steps(DATA):
-            raise AssertionError("a step began")
-
-    assert gang.run(odd, world=2) == {0: 64, 1: 64}
-    assert "ConfigError: no snapshot can be made: cannot store registered/odd/names: a set" in (
-        gang.log(0)
-    )
-
-
 # --- Ends -----------------------------------------------------------------------------------
 
 
@@ -181,7 +110,7 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
         run = ddp.start(total_steps=6, global_batch=6, snapshot_dir=directory, snapshot_every=2)
         wrapped = prepared(run)
         if how == "no loop":
-            run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+            run.evaluate(DATA, total)
         else:
             for step in run.steps(DATA):
                 if step.index == 4:
@@ -199,7 +128,7 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
     assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
 
 
-def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_an_error_does_not_wait_for_a_disk_and_is_watched_to_its_end(gang, tmp_path):  # type: ignore[no-untyped-def]
     """The others cannot know of it before this process has ended."""
 
     def program(rank: int) -> None:
@@ -215,6 +144,9 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
         run = ddp.start(
             total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
         )
+        ending = run._process.shutdown
+        hook = ending._hook
+        ending._hook = lambda *error: (print(f"phase {ending._state.state.phase}"), hook(*error))  # type: ignore[func-returns-value]
         wrapped = prepared(run)
         for step in trained(run, wrapped):
             if step.index == 2:
@@ -222,6 +154,7 @@ def test_an_error_does_not_wait_for_a_disk(gang, tmp_path, wait_until):  # type:
                 raise KeyError("bug")
 
     assert gang.run(program, world=1) == {0: 1}, gang.log(0)
+    assert "phase step\n" in gang.log(0)
     assert "KeyError: 'bug'" in gang.log(0)
 
 
@@ -320,7 +253,7 @@ def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level)
             last = how == "after the last commit" and rank == 1 and step.index == 5
             if (mine and how in ("after commit", "a step apart")) or last:
                 break
-        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        run.evaluate(DATA, total)
         run.finish()
 
     codes = gang.run(leaves)
@@ -352,7 +285,7 @@ def test_all_ranks_may_leave_the_loop_together(gang, tmp_path, level, first):  #
                 break
             step.commit()
         run.sum(1.0)
-        run.evaluate(DATA, lambda net, batch: net(batch[0]).sum())
+        run.evaluate(DATA, total)
         run.finish()
 
     assert gang.run(leaves) == dict.fromkeys(range(3), 0), gang.log(0) + gang.log(2)
@@ -388,6 +321,93 @@ def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # ty
 
     assert gang.run(leaves) == {0: 0, 1: 143, 2: 0}, gang.log(1)
     assert len(list(tmp_path.glob("finished-*"))) == 3
+
+
+# --- Other calls on one rank than on the rest ---------------------------------------------------
+
+
+def calls(run: ddp.Run, odd: str) -> None:
+    wrapped = prepared(run)
+    if odd != "loop" or run.is_main:
+        for step in run.steps(DATA):
+            for (x,) in step.batches:
+                step.backward(wrapped(x).pow(2).mean())
+            step.commit()
+            if odd == "evaluate" and run.is_main and step.index == 1:
+                run.evaluate(DATA, total)
+            if odd == "sum" and run.is_main and step.index == 1:
+                run.sum(1.0)
+            if (odd == "all" or (odd == "error" and run.rank == 1)) and step.index == 1:
+                raise KeyError("mine")
+    if odd == "loop":
+        run.evaluate(DATA, total)
+    run.finish()
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ("loop", "is in run.evaluate() and rank 0 in the start of run.steps()"),
+        ("finish", "rank 1 is in run.finish()"),
+        ("evaluate", "in step 1"),
+        ("sum", "in run.sum()"),
+    ],
+)
+def test_a_call_on_one_rank_only_is_refused(gang, odd, words):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        if odd == "finish" and rank == 1:
+            run.finish()
+        calls(run, odd)
+
+    codes = gang.run(program)
+    logs = "".join(map(gang.log, range(3)))
+    assert set(codes.values()) <= {64, 75}, logs
+    assert 64 in codes.values(), logs
+    assert words in logs or (odd == "finish" and "rank 1 in run.finish()" in logs)
+    if odd in ("evaluate", "sum"):  # who is named first is who has looked first
+        assert f"rank 0 is in run.{odd}()" in logs or f"rank 0 in run.{odd}()" in logs
+
+
+@pytest.mark.parametrize("after", ["finish", "evaluate", "handler", "goes up", "nothing", "all"])
+def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  # type: ignore[no-untyped-def]
+    """Nothing holds it any more when the script goes on; finish() in its handler does nothing."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        with contextlib.suppress(*[KeyError] * (after != "goes up")):
+            try:
+                calls(run, "all" if after == "all" else "error")
+            finally:
+                if after in ("handler", "goes up"):  # waits for nobody
+                    run.finish()
+        if after == "evaluate":
+            run.evaluate(DATA, total)
+        if after in ("finish", "all"):
+            run.finish()
+        atexit._run_exitfuncs()
+
+    codes = gang.run(program)
+    logs = "".join(map(gang.log, range(3)))
+    if after == "goes up":
+        assert codes == {0: 75, 1: 1, 2: 75}, logs
+        assert "KeyError: 'mine'" in gang.log(1)
+        return
+    if after in ("handler", "nothing", "all"):
+        assert codes == dict.fromkeys(range(3), 0 if after == "all" else 75) | {1: 0}, logs
+        return
+    assert set(codes.values()) <= {64, 75}, logs
+    assert 64 in codes.values(), logs
+    assert "in the end of the loop, left in step 1, after its commit()" in logs
+    assert "nor an error that one rank's script catches" in logs
+
+
+def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
+    """torchrun's agent keeps one store for all of them."""
+    store = HashStore()
+    for before in ([(1, "step 0")], [(1, "step 1")]):
+        run = CallMismatch(SimpleNamespace(rank=0, size=1), SimpleNamespace(calls=before))  # type: ignore[arg-type]
+        run._look(store)  # refuses by what SimpleNamespace lacks
 
 
 # --- Logged means -----------------------------------------------------------------------------

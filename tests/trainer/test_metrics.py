@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import signal
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from ddpjob_trainer.telemetry import metric_names
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
-from support.launching import free_ports, launch
+from support.launching import free_ports, launch, page
 from support.patience import PATIENCE
 from support.rounds import patched
 
@@ -86,20 +85,15 @@ def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-d
         script(SCRIPT.format(directory=directory)),
         env={"DDPJOB_HANG_STEP_SECONDS": "12", **patched(tmp_path, PATIENT)},
     )  # fmt: skip
-
-    def get(page: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=PATIENCE) as reply:
-            return str(reply.read().decode())
-
     assert process.stdout is not None
     try:
         seen = []
         while sum("trained" in line for line in seen) < 3:
             seen.append(process.stdout.readline())
             assert seen[-1], process.communicate(timeout=PATIENCE)[1]
-        check_metrics(samples(get("metrics")))
-        check_state(json.loads(get("state")))
-        assert get("healthz") == "ok\n"
+        check_metrics(samples(page(port, "metrics")))
+        check_state(json.loads(page(port, "state")))
+        assert page(port, "healthz") == "ok\n"
         Path(directory, "go").touch()
         process.communicate(timeout=PATIENCE)
         assert process.returncode == 0

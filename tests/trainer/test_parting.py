@@ -6,14 +6,9 @@ runs. With gloo's threads at idle priority beside a busy loop, five of six runs 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from support.launching import PATHS
-from support.patience import PATIENCE
+from support.launching import finished
 from support.tiers import some_in_gate
 
 PROGRAM = """
@@ -53,12 +48,5 @@ sys.exit(f"still there: {gloos & threads()}" if gloos & threads() else 0)
 
 @pytest.mark.parametrize("kind", some_in_gate(["plain", "elastic", "zero", "bf16"], "plain"))
 def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind],
-        env={**os.environ, "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    code, out = finished("-c", PROGRAM, kind)
+    assert code == 0, out

@@ -184,6 +184,10 @@ def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-
     assert re.findall("restart proven: steps 5 to [56] again", gang.log(0))
     assert [r[:2] for r in disturbed.results()] == [r[:2] for r in undisturbed.results()]
     assert disturbed.told()[-1] == undisturbed.told()[-1]
+    if level == "resume":  # what the order of sums was is in the snapshot
+        path = next(disturbed.directory.glob("*/*/step-*12.json"))
+        layout, _, sums = manifest.read(path).config["buckets"].partition("/")
+        assert len(layout) == len(sums) == 16
 
 
 @pytest.mark.tier("all")
@@ -235,12 +239,3 @@ def test_sigterm_ends_in_a_snapshot(gang, tmp_path, queued):  # type: ignore[no-
     training.stop = -1
     assert gang.run(training) == ALL_0, gang.log(0)
     assert "resuming after step 6" in gang.log(0)
-
-
-def test_the_order_of_sums_is_in_the_snapshot(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
-    queued()
-    training = fresh(tmp_path / "probed")
-    assert gang.run(training) == ALL_0, gang.log(0)
-    (path,) = training.directory.glob("*/*/step-*12.json")
-    layout, _, sums = manifest.read(path).config["buckets"].partition("/")
-    assert len(layout) == len(sums) == 16

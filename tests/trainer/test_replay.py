@@ -1,8 +1,8 @@
 """Each restart is checked: the steps after the snapshot are done again and must be the same.
 
 Three ranks, several buckets; the kill comes in the midst of the second epoch or later. Of what a
-script keeps where no snapshot sees it docs/guides/determinism.md has a table; an average's counter
-and early stopping, which act on no loss, are in test_chaos.py.
+script and its dataset keep where no snapshot sees it docs/guides/determinism.md has a table; an
+average's counter and early stopping, which act on no loss, are in test_chaos.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import re
 import signal
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.environment import DRILL, REPLAY_DIR
 from ddpjob_trainer.gradients import determinism
-from support.launching import free_ports
-from support.patience import PATIENCE
+from support.launching import free_ports, page
 from support.rounds import Training, kill
 from support.snapshots import await_snapshot
 from support.tiers import some_in_gate
@@ -52,6 +51,84 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Any]:
         rank = int(os.environ["RANK"])
         return iter([(x, y) for x, y in DATA][rank::3] * 40)
+
+
+class Rows(Dataset[Any]):
+    """A class of the script's own. The loop's body tells it of each step that is committed."""
+
+    generators: Sequence[Any] | None = None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index]
+
+    def after(self, step: ddp.Step) -> None: ...
+
+
+class Mosaic(Rows):
+    """Mixes into each sample the ones before."""
+
+    def __init__(self) -> None:
+        self.buffer = deque[torch.Tensor](maxlen=4)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = DATA[index]
+        self.buffer.append(x)
+        return torch.stack([*self.buffer]).mean(0), y
+
+
+class Curriculum(Rows):
+    """Grows harder from epoch to epoch, by an attribute that the loop sets."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = DATA[index]
+        return x * (1 + self.level), y
+
+    def after(self, step: ddp.Step) -> None:
+        self.level += step.index % (EPOCH_END + 1) == EPOCH_END
+
+
+class Mining(Rows):
+    """Gives the samples of the worst steps in place of others."""
+
+    def __init__(self) -> None:
+        self.hard: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[self.hard[index % len(self.hard)] if self.hard else index]
+
+    def after(self, step: ddp.Step) -> None:
+        self.hard = [*self.hard, int(1000 * step.loss) % SAMPLES][-9:]
+
+
+class Hidden(Rows):
+    """Draws from a generator in a list that is as long as one of samples."""
+
+    def __init__(self) -> None:
+        self.table = [torch.Generator() for _ in range(SAMPLES + 1)]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = DATA[index]
+        return x + torch.rand(1, generator=self.table[0]), y
+
+
+class Named(Hidden):
+    """The cure."""
+
+    @property
+    def generators(self) -> Sequence[Any]:  # type: ignore[override]
+        return self.table[:1]
+
+
+class OfItsRank(Rows):
+    """Gives each rank its part, as a plain script may have it: as many samples on each."""
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[(index * 3 + int(os.environ["RANK"])) % SAMPLES]
 
 
 class Counting(nn.Sequential):
@@ -222,7 +299,8 @@ def train(
         optimizers = [torch.optim.AdamW(net.parameters(), 0.01) for net in nets]
         models, _ = run.prepare(nets, optimizers, bucket_cap_mb=0.005)
         body = make(nets[0], run) if make is Kept else make(nets[0])
-        for step in run.steps(dataset, workers=workers):
+        generators = getattr(dataset, "generators", None)
+        for step in run.steps(dataset, workers=workers, generators=generators):
             body.begins()
             for x, y in step.batches:
                 out = sum(model(x) for model in models)
@@ -237,6 +315,8 @@ def train(
                 await_snapshot(max((directory / "s").glob("0*")), EVERY)
             step.commit()
             body.ended()
+            if isinstance(dataset, Rows):
+                dataset.after(step)
             if step.index % (EPOCH_END + 1) == EPOCH_END:
                 body.epoch_ended()
         (directory / f"result-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
@@ -294,14 +374,18 @@ def differing(told: str) -> tuple[int, int, str]:
 def named(case: Any) -> str:
     """The class, and what differs from the usual script."""
     make, options, *_ = case
-    more = (f"{key}-{options[key]}" if key in ("level", "world") else key for key in options)
-    return "-".join([make.__name__, *more])
+    shown = {key: options[key] for key in ("level", "world") if key in options}
+    if "dataset" in options:
+        shown["dataset"] = type(options["dataset"]).__name__
+    return "-".join(
+        [make.__name__, *(f"{key}-{shown.get(key, '')}".rstrip("-") for key in options)]
+    )
 
 
 CLEAN = [
     (Body, {}), (Kept, {}), (Body, {"workers": 2}), (Body, {"dataset": Stream()}),
     (Body, {"several": True}), (Body, {"level": "elastic"}), (Body, {"world": 1}),
-    (Body, {"victims": {0: KILLED, 1: KILLED}}),
+    (Body, {"victims": {0: KILLED, 1: KILLED}}), (Body, {"dataset": Named()}),
 ]  # fmt: skip
 
 
@@ -326,23 +410,12 @@ class Drawing(Body):
         return 1 + torch.rand(1)[0]
 
 
-class Growing(TensorDataset):
-    """Adds to its samples how many it has made before."""
-
-    made = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        self.made += 1
-        x, y = super().__getitem__(index)
-        return x + 0.001 * self.made, y
-
-
 HIDDEN = [
     (Args, {}, "loss"), (Flag, {}, "loss"), (Teacher, {}, "loss"), (Loader, {}, "loss"),
     (Body, {"model_kind": Counting}, "loss"), (Args, {"several": True}, "loss"),
     (Args, {"level": "elastic", "world": 4}, "loss"), (Args, {"world": 1}, "loss"),
-    (Swapping, {}, "loss"),
-    (Drawing, {}, "random numbers"), (Body, {"dataset": Growing(*DATA.tensors)}, "batch"),
+    (Swapping, {}, "loss"), (Drawing, {}, "random numbers"),
+    *((Body, {"dataset": kind()}, "batch") for kind in (Mosaic, Curriculum, Mining, Hidden)),
 ]  # fmt: skip
 
 
@@ -350,7 +423,20 @@ HIDDEN = [
 @pytest.mark.parametrize("case", some_in_gate(HIDDEN, HIDDEN[0]), ids=named)
 def test_what_a_script_keeps_is_named(restarted, case):  # type: ignore[no-untyped-def]
     make, options, what = case
-    assert differing(restarted(make, **options)) == (SNAPSHOT + 1, 0, what)
+    told = restarted(make, **options)
+    assert differing(told) == (SNAPSHOT + 1, 0, what)
+    for cure in ("Compute it from the sample's index or the epoch", "generators=[...])"):
+        assert (cure in told) == (what == "batch")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.tier("all"))])
+def test_a_dataset_that_is_another_on_each_rank_is_told(gang, tmp_path, workers):  # type: ignore[no-untyped-def]
+    program = train(tmp_path, dataset=OfItsRank(), workers=workers)
+    assert gang.run(program) == dict.fromkeys(range(3), 0), gang.last_words()
+    told = gang.log(0)
+    assert told.count("warning: sample ") == 1
+    assert "of OfItsRank is not the same on ranks 0 and 1" in told
+    assert "give every rank the whole dataset" in told
 
 
 @pytest.mark.fault("T14")
@@ -397,15 +483,9 @@ def test_the_launcher_tells_what_came_of_it(tmp_path):  # type: ignore[no-untype
         training.until(lambda: any(training.directory.glob(durable)), "a snapshot is durable")
         kill(ranks[1])
         training.at("1-1-end")
-
-        def get(page: str) -> str:
-            url = f"http://127.0.0.1:{port}/{page}"
-            with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
-                return str(reply.read().decode())
-
-        proof = json.loads(get("state")).get("proof")
+        proof = json.loads(page(port, "state")).get("proof")
         assert (proof["equal"], proof["last"]) == (True, 9)
-        assert 'ddpjob_trainer_resume_proven{rank="0"} 1.0' in get("metrics")
+        assert 'ddpjob_trainer_resume_proven{rank="0"} 1.0' in page(port, "metrics")
         kill(*training.at("1-1-end")[1:2])
     finally:
         training.end()

@@ -270,6 +270,8 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
             run.prepare([g, d], adam(g))
         with refused("not the model's: give prepare\\(\\) all models"):
             run.prepare(g, [adam(g), adam(d)])
+        with refused("parameters that are not the model's"):
+            run.prepare(g, adam(d))
         with refused("no parameter that requires a gradient"):
             run.prepare(frozen, adam(g))
         with refused("several models and comm_hook"):
@@ -284,6 +286,8 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
         with run.evaluating(model=wd) as module:
             assert module is d
         other = adam(g)
+        with refused("cannot tell what list_iterator yields"):
+            next(iter(run.steps(iter([1]))))
         steps = iter(run.steps(TensorDataset(torch.randn(24, 16))))
         with refused("prepare all models before it"):
             step = next(steps)
@@ -295,7 +299,10 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # ty
                 run.register("later", {"n": 0}, per_rank=per_rank)
         with refused(r"update\(\) was called before"):
             step.update(og)
-        step.backward(wg(next(step.batches)[0]).mean())
+        (batch,) = next(step.batches)
+        with refused("needs a scalar loss"):
+            step.backward(wg(batch))
+        step.backward(wg(batch).mean())
         with refused("was given an optimizer, Adam, that prepare"):
             step.update(other)
         with refused(r"Adam is used in the loop, but prepare.*run\.prepare\(\[model, other\]"):

@@ -1,13 +1,15 @@
-"""Snapshots as the training loop makes them: states that change, loops that end by an error."""
+"""Snapshots as the training loop makes them: states that change, ranks and disks that are lost."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
+from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.snapshot.ondisk import checked_json, manifest
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.state.codec import unflatten
+from support.patience import PATIENCE
 from support.snapshots import await_snapshot, whole
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
@@ -33,7 +37,7 @@ def begin(directory: Path, **start: Any) -> tuple[ddp.Run, nn.Module]:
         **{"total_steps": 6, "global_batch": 6, "snapshot_dir": directory, "snapshot_every": 2}
         | start
     )
-    model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
+    model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Dropout(0.1), nn.Linear(300, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return run, run.prepare(model, optimizer, bucket_cap_mb=0.001)[0]
 
@@ -53,21 +57,6 @@ def stored(directory: Path) -> dict[int, Any]:
         content = manifest.read(path)
         found[content.step] = unflatten(whole(load.open_source(path.parent, content)))
     return found
-
-
-def test_an_error_that_leaves_the_loop_is_watched_to_its_end(gang, tmp_path):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path)
-        shutdown = run._process.shutdown
-        shutdown._hook = lambda *_: print(f"phase {shutdown._state.state.phase}")
-
-        def fails(step: int) -> None:
-            assert step < 3
-
-        train(run, wrapped, fails)
-
-    assert gang.run(program, world=1) == {0: 1}, gang.log(0)
-    assert "phase step" in gang.log(0)
 
 
 class Notes:
@@ -267,14 +256,75 @@ def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_un
     assert len(results) == 1
 
 
-def test_a_state_too_large_to_be_read_again_is_refused_at_the_start(gang, tmp_path):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [({"a", "b"}, "cannot store registered/notes/value: a set"),
+     ("x" * 30_000, "names and numbers take 30")],
+    ids=["a set", "too large"],
+)  # fmt: skip
+def test_what_no_snapshot_could_hold_is_refused_before_the_first_step(gang, tmp_path, value, why):  # type: ignore[no-untyped-def]
     def program(rank: int) -> None:
         checked_json.MAX_BYTES = 20_000
         run, wrapped = begin(tmp_path)
         notes = Notes()
-        notes.value = "x" * 30_000
+        notes.value = value
         run.register("notes", notes)
-        train(run, wrapped)
+        train(run, wrapped, lambda step: os._exit(9))
 
-    assert gang.run(program, world=1) == {0: 64}, gang.log(0)
-    assert "no snapshot can be made: names and numbers take 30" in gang.log(0)
+    assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
+    assert f"ConfigError: no snapshot can be made: {why}" in gang.log(0)
+
+
+# --- An object store --------------------------------------------------------------------------
+
+
+@pytest.mark.fault("S6")
+@pytest.mark.parametrize("disks", ["one", "one each"])
+def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks, monkeypatch):  # type: ignore[no-untyped-def]
+    """A disk for all ranks, or an emptyDir in each pod, which nobody else sees."""
+    store = tmp_path / "store"
+    monkeypatch.setattr(manager, "_LAST_UPLOAD_SECONDS", PATIENCE)  # the last is looked for below
+
+    def program(disk: str, rank: int, *, lost: bool = False) -> None:
+        run, wrapped = begin(
+            tmp_path / f"{disk}{'' if disks == 'one' else rank}", total_steps=8,
+            snapshot_upload="" if disk == "undisturbed" else f"file://{store}",
+        )  # fmt: skip
+
+        def each(step: int) -> None:
+            if lost and step == 5:
+                wait_for_step(store, run._process.snapshots.report)
+                os._exit(9)
+
+        train(run, wrapped, each)
+        hashes = run.weights_sha256() + run.state_sha256()
+        (tmp_path / f"hash-{disk}-{rank}").write_text(hashes)
+        run.finish()
+
+    assert gang.run(partial(program, "undisturbed")) == {0: 0, 1: 0, 2: 0}
+    assert gang.run(partial(program, "first", lost=True)) == {0: 9, 1: 9, 2: 9}, gang.log(0)
+    assert gang.run(partial(program, "second")) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "fetched the snapshot of step" in gang.log(0)
+    assert "resuming after step" in gang.log(0)
+    missed = gang.log(0).count("Give all pods one shared volume")
+    assert missed == (disks == "one each"), "without a store, once; with one it is not missed"
+    hashes = [(tmp_path / f"hash-{disk}-0").read_text() for disk in ("undisturbed", "second")]
+    assert hashes[0] == hashes[1]
+    assert len(list(store.glob("*/step-000000000008.json"))) == 1  # before the end
+
+
+def is_whole(store: Path) -> bool:
+    """Whether there is a manifest that can be read; it may have its name before its content."""
+    for path in store.glob("*/step-*.json"):
+        with contextlib.suppress(manifest.InvalidSnapshotError):
+            manifest.read(path)
+            return True
+    return False
+
+
+def wait_for_step(store: Path, each: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_whole(store) or not list(store.glob("*/start.json")):
+        assert time.monotonic() < deadline, "nothing was uploaded"
+        each()  # as further steps would
+        time.sleep(0.01)

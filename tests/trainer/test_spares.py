@@ -366,11 +366,3 @@ if round_ == "0" and rank == 1:
     first = [f"[rank {rank}] imported for {rank}" for rank in range(3)]
     assert set(first) <= set(out.splitlines())
     assert out.count("spare\n") >= 4, out  # the others of round 0 may have been stopped before
-
-
-def test_a_fork_server_that_dies_as_it_imports_is_replaced_by_fresh_interpreters(bare, tmp_path):  # type: ignore[no-untyped-def]
-    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 9)")
-    text = BARE + "print('forked:', any('fork_server' in name for name in sys.modules), flush=True)"
-    code, out, err = bare(text, "--nproc", "2")
-    assert code == 0, err
-    assert out.count("forked: False") == 2
