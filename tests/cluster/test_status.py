@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.cluster import wait_for
-from support.site import Site, digits, job, trainer
+from support.site import Site, job, trainer
 
 
 @pytest.mark.fault("N1")
@@ -79,13 +78,3 @@ def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
     assert "kubectl describe pod" in told
     site.delete("no-config")
-
-
-def test_deletion_leaves_nothing(site: Site) -> None:
-    name = "deleted"
-    site.apply(digits(name, steps=100_000))
-    site.wait_running(name, 1)
-    site.delete(name)
-    selector = f"ddpjob.dev/job-name={name}"
-    kinds = "pods,services,networkpolicies,endpointslices"
-    wait_for(lambda: not site.get(kinds, "-l", selector)["items"], "everything of the job to go")

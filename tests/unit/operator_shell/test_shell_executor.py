@@ -67,20 +67,11 @@ class ScriptedApi:
     async def replace(self, resource: Resource, *found: Any, sub: str = "") -> Any:
         return self._answer("replace", resource, found[-1])
 
-    async def delete(
-        self,
-        resource: Resource,
-        _: str,
-        name: str,
-        *,
-        uid: str,
-        version: str = "",
-        grace: int | None = None,
-    ) -> Any:
+    async def delete(self, resource: Resource, _: str, name: str, **how: Any) -> Any:
         if name in self.slow:
             await asyncio.sleep(0.05)
-        self.versions.append(version)
-        return self._answer("delete", resource, (name, uid, grace))
+        self.versions.append(how.get("version", ""))
+        return self._answer("delete", resource, (name, how["uid"], how.get("grace")))
 
     async def list_all(
         self,
