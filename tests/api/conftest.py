@@ -68,7 +68,10 @@ def arena(control_plane: cluster.Cluster, tmp_path: Path) -> Iterator[Arena]:
 
 @pytest.fixture
 def gang(stage: Arena) -> Iterator[str]:
-    """A name for the test's own DDPJob, which is removed afterwards."""
+    """A name for the test's own DDPJob; it and all faults are removed afterwards."""
     name = f"gang-{secrets.token_hex(2)}"
     yield name
+    stage.proxy.swallow = lambda _: False
+    stage.proxy.faults = []
+    stage.kubelet.keeps = lambda _: False
     stage.remove(name)

@@ -52,16 +52,6 @@ def machine(stage: Arena) -> Iterator[Machine]:
     made.delete()
 
 
-@pytest.fixture
-def gang(stage: Arena) -> Iterator[str]:
-    name = f"gang-{secrets.token_hex(2)}"
-    yield name
-    stage.proxy.swallow = lambda _: False
-    stage.proxy.faults = []
-    stage.kubelet.keeps = lambda _: False
-    stage.remove(name)
-
-
 def silent(stage: Arena, machine: Machine, gang: str, **spec: object) -> None:
     """A gang on the machine, whose pods from now on never end; new ones go elsewhere."""
     stage.apply(gang, **spec)

@@ -66,15 +66,3 @@ def test_a_missing_claim_is_told(site: Site) -> None:
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
     assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
     site.delete("no-claim")
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("N8")
-def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
-    obj = job("no-config", ["true"])
-    obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
-    trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
-    site.apply(obj)
-    told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
-    assert "kubectl describe pod" in told
-    site.delete("no-config")

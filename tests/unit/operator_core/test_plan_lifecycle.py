@@ -175,18 +175,13 @@ def test_a_pod_without_its_labels_ends_with_the_others_at_the_end_of_the_job():
     assert later.plan() == act.Plan(), "an operator that starts asks nothing of what ended long ago"
 
 
-def test_active_deadline():
-    world = started(activeDeadlineSeconds=100).run().wait(99)
-    assert world.phase == "Running"
-    assert world.wait(1).phase == "Failed"
-    assert world.condition("Failed")["reason"] == "DeadlineExceeded"
-    assert world.pods == {}
-
-
 def test_the_active_deadline_stands_still_while_suspended():
     world = started(activeDeadlineSeconds=100).run().patch(suspend=True).wait(500)
     assert world.phase == "Suspended"
     assert world.patch(suspend=False).run().wait(99).phase == "Running"
+    assert world.wait(1).phase == "Failed"
+    assert world.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert world.pods == {}
 
 
 def test_startup_deadline_is_charged():
