@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from api.plans import everything, plan_of, sample
+from support import arena as support
 from support import cluster, tiers
-from support.arena import OPEN, Arena, arena
+from support.arena import OPEN, Arena
 from support.sharing import Shared
 
 
@@ -52,14 +54,24 @@ def stage(
     control_plane: cluster.Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Arena]:
     """A namespace with an operator that leads, for all tests of a file."""
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("stage")) as found:
+    with support.arena(control_plane.kubeconfig, tmp_path_factory.mktemp("stage")) as found:
         found.start_operator()
         yield found
 
 
 @pytest.fixture
+def arena(control_plane: cluster.Cluster, tmp_path: Path) -> Iterator[Arena]:
+    """A namespace of the test's own, in which no operator is yet."""
+    with support.arena(control_plane.kubeconfig, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
 def gang(stage: Arena) -> Iterator[str]:
-    """A name for the test's own DDPJob, which is removed afterwards."""
+    """A name for the test's own DDPJob; it and all faults are removed afterwards."""
     name = f"gang-{secrets.token_hex(2)}"
     yield name
+    stage.proxy.swallow = lambda _: False
+    stage.proxy.faults = []
+    stage.kubelet.keeps = lambda _: False
     stage.remove(name)

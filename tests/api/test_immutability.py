@@ -140,6 +140,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "restarted": "1+4",
         "progress": {"step": 120, "stepOfTotal": "120/400", "loss": 0.25},
         "lastFailure": {"reason": "OOMKilled", "node": "node7", "class": "OOM"},
+        "message": "words",
     }
     assert replace(plane, {**stored, "status": status}) == ""
     get = ("get", "ddp", name, "-n", NAMESPACE)
@@ -152,9 +153,11 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "ATTEMPT",
         "LAST-FAILURE", "NODE", "AGE", "MESSAGE",
     ]  # fmt: skip
-    assert row.split()[1:10] == [
+    *told, _age, message = row.split()[1:]
+    assert told == [
         "Running", "Unschedulable", "2/3", "1+4", "120/400", "0.25", "2", "OOMKilled", "node7",
     ]  # fmt: skip
+    assert message == "words"
     refused = plane.kubectl(*patch, "-p", json.dumps({"status": {"phase": "Odd"}}))
     assert "status.phase" in refused.stderr
 

@@ -44,7 +44,9 @@ def uid(plane: Cluster) -> str:
 def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane: Cluster) -> None:
     before = uid(plane)
     everything = str(ROOT / "manifests" / "install.yaml")
-    plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", everything, check=True)
+    command = ("apply", "--server-side", "--force-conflicts", "-f", everything)
+    told = plane.kubectl(*command, check=True).stderr
+    assert "would violate PodSecurity" not in told, "its namespace enforces the restricted standard"
     refused = helm(plane, "install", "ddpjob", CHART)
     assert refused.returncode != 0
     assert "invalid ownership metadata" in refused.stderr

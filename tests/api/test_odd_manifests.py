@@ -6,6 +6,8 @@ import os
 import re
 from typing import Any
 
+import pytest
+
 from api.odd_manifests import ODD, manifest
 from support.arena import Arena
 from support.cluster import ROOT
@@ -17,6 +19,7 @@ _PASSING = re.compile(r"ContainerCreating: |Unschedulable: .*no scheduler has lo
 _SAID = 260  # characters of a message that the page shows
 
 
+@pytest.mark.fault("A5")
 def test_each_is_told_what_is_wrong_and_none_is_failed_before_a_pod_ran(stage: Arena) -> None:
     found: dict[str, tuple[str, str]] = {}
     jobs: dict[str, str] = {}

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from support.arena import Arena, arena
+from support.arena import Arena
 from support.cluster import Cluster
 from support.rest import Rest, eventually
 
 
-@pytest.fixture
-def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path) as found:
-        yield found
-
-
-def apply_deep(plane: Cluster, stage: Arena, name: str, value: str) -> None:
+def apply_deep(plane: Cluster, arena: Arena, name: str, value: str) -> None:
     """A job with a field of its pods that Kubernetes does not know; no client library writes it."""
     body = {
         "apiVersion": "ddpjob.dev/v1alpha1",
@@ -31,48 +21,48 @@ def apply_deep(plane: Cluster, stage: Arena, name: str, value: str) -> None:
     text = json.dumps(body).replace('"x": 0', f'"x": {value}').encode()
     connection = Rest(plane.kubeconfig)._connection()  # a new one: none that was closed when idle
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    connection.request("POST", stage.job_path(), text, headers)
+    connection.request("POST", arena.job_path(), text, headers)
     answer = connection.getresponse()
     said = answer.read()
     assert answer.status == 201, said
 
 
-def refusal(plane: Cluster, stage: Arena, name: str) -> str:
+def refusal(plane: Cluster, arena: Arena, name: str) -> str:
     """Asked of kubectl, for Python's own decoder gives up on such a job."""
     path = 'jsonpath={.status.conditions[?(@.type=="Invalid")].message}'
-    return plane.kubectl("-n", stage.namespace, "get", "ddpjob", name, "-o", path).stdout
+    return plane.kubectl("-n", arena.namespace, "get", "ddpjob", name, "-o", path).stdout
 
 
-def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, stage: Arena) -> None:
-    apply_deep(control_plane, stage, "deep-before", "[" * 5000 + "]" * 5000)
-    operator = stage.start_operator("--resync-seconds", "2")
-    apply_deep(control_plane, stage, "deep-after", '{"a":' * 5000 + "1" + "}" * 5000)
-    stage.apply("gang")
-    stage.wait_phase("gang", "Running")
+def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, arena: Arena) -> None:
+    apply_deep(control_plane, arena, "deep-before", "[" * 5000 + "]" * 5000)
+    operator = arena.start_operator("--resync-seconds", "2")
+    apply_deep(control_plane, arena, "deep-after", '{"a":' * 5000 + "1" + "}" * 5000)
+    arena.apply("gang")
+    arena.wait_phase("gang", "Running")
     for name in ("deep-before", "deep-after"):
-        said = functools.partial(refusal, control_plane, stage, name)
+        said = functools.partial(refusal, control_plane, arena, name)
         eventually(f"{name} is refused", lambda said=said: "nested too deep" in said())
-    stage.quiet_resyncs()
+    arena.quiet_resyncs()
     assert operator.process is not None
     assert operator.process.poll() is None
     assert "Traceback" not in operator.log(), operator.log()
     assert "the watch of DDPJobs ended" not in operator.log()
 
 
-def test_a_policy_that_was_changed_or_deleted_is_put_right(stage: Arena) -> None:
-    stage.start_operator("--metrics-from", '[{"namespaceSelector": {"matchLabels": {}}}]')
-    stage.apply("gang", restart={"backoff": {"maxSeconds": 1}})
-    stage.wait_phase("gang", "Running", 1)
-    path = stage.path("networkpolicies", "gang", "/apis/networking.k8s.io/v1")
-    ours, events = stage.rest.get(path), stage.path("events")
-    stage.kubelet.finish("gang-1", 1)
-    stage.wait_phase("gang", "Running", 2)
-    assert stage.rest.get(path) == ours, "there was nothing to write"
+def test_a_policy_that_was_changed_or_deleted_is_put_right(arena: Arena) -> None:
+    arena.start_operator("--metrics-from", '[{"namespaceSelector": {"matchLabels": {}}}]')
+    arena.apply("gang", restart={"backoff": {"maxSeconds": 1}})
+    arena.wait_phase("gang", "Running", 1)
+    path = arena.path("networkpolicies", "gang", "/apis/networking.k8s.io/v1")
+    ours, events = arena.rest.get(path), arena.path("events")
+    arena.kubelet.finish("gang-1", 1)
+    arena.wait_phase("gang", "Running", 2)
+    assert arena.rest.get(path) == ours, "there was nothing to write"
     opened = {"spec": {"ingress": [{}]}}
-    changes = (lambda: stage.rest.merge(path, opened), lambda: stage.rest.delete(path))
+    changes = (lambda: arena.rest.merge(path, opened), lambda: arena.rest.delete(path))
     for attempt, change in enumerate(changes, 3):
         change()
-        stage.kubelet.finish("gang-1", 1)
-        stage.wait_phase("gang", "Running", attempt)
-        assert stage.rest.get(path)["spec"] == ours["spec"]
-    eventually("an event tells of it", lambda: "NetworkRepaired" in str(stage.rest.get(events)))
+        arena.kubelet.finish("gang-1", 1)
+        arena.wait_phase("gang", "Running", attempt)
+        assert arena.rest.get(path)["spec"] == ours["spec"]
+    eventually("an event tells of it", lambda: "NetworkRepaired" in str(arena.rest.get(events)))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from ddpjob_operator.shell import app
-from support.arena import Arena, arena
-from support.cluster import Cluster
+from support.arena import Arena
 from support.proxy import Call, Fault
 from support.rest import Object, eventually
 
@@ -25,91 +23,85 @@ def ends_slowly() -> None:
     app._RELEASED = 600.0
 
 
-@pytest.fixture
-def stage(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path_factory.mktemp("leader")) as found:
-        yield found
+def lease_path(arena: Arena) -> str:
+    return arena.path("leases", "ddpjob-operator", "/apis/coordination.k8s.io/v1")
 
 
-def lease_path(stage: Arena) -> str:
-    return stage.path("leases", "ddpjob-operator", "/apis/coordination.k8s.io/v1")
-
-
-def holder(stage: Arena) -> str:
-    lease: Object = stage.rest.find(lease_path(stage)) or {"spec": {}}
+def holder(arena: Arena) -> str:
+    lease: Object = arena.rest.find(lease_path(arena)) or {"spec": {}}
     return str(lease["spec"].get("holderIdentity"))
 
 
 @pytest.mark.fault("O5")
-def test_the_second_stands_by_and_takes_over(stage: Arena) -> None:
-    first = stage.start_operator()
-    second = stage.operator(*BRISK, name="op-b").start()
+def test_the_second_stands_by_and_takes_over(arena: Arena) -> None:
+    first = arena.start_operator()
+    second = arena.operator(*BRISK, name="op-b").start()
     second.wait_ready()
     eventually("the second stands by", lambda: "standing by" in second.log())
     gang = f"gang-{secrets.token_hex(2)}"
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
-    assert holder(stage) == "op-a"
+    arena.apply(gang)
+    arena.wait_phase(gang, "Running")
+    assert holder(arena) == "op-a"
     assert "Started" not in second.log(), "the standby does nothing"
     assert "ddpjob_leader 0.0" in second.probe("/metrics")[1]
     first.kill()
     first.wait()
     # Its lease is long, lest a slow machine end it: nobody need wait for what is left of that.
-    stage.rest.merge(lease_path(stage), {"spec": {"leaseDurationSeconds": 1}})
-    stage.kubelet.finish(f"{gang}-1", 1, "boom")
-    status = stage.wait_phase(gang, "Running", attempt=2)
+    arena.rest.merge(lease_path(arena), {"spec": {"leaseDurationSeconds": 1}})
+    arena.kubelet.finish(f"{gang}-1", 1, "boom")
+    status = arena.wait_phase(gang, "Running", attempt=2)
     assert status["restarts"]["total"] == 1
-    assert holder(stage) == "op-b"
+    assert holder(arena) == "op-b"
     assert "ddpjob_leader 1.0" in second.probe("/metrics")[1]
 
 
 @pytest.mark.fault("O5")
-def test_sigterm_ends_in_order_and_frees_the_lease(stage: Arena) -> None:
-    stage.breaks = ends_slowly
-    operator = stage.start_operator()
+def test_sigterm_ends_in_order_and_frees_the_lease(arena: Arena) -> None:
+    arena.breaks = ends_slowly
+    operator = arena.start_operator()
     gang = f"gang-{secrets.token_hex(2)}"
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
+    arena.apply(gang)
+    arena.wait_phase(gang, "Running")
     assert operator.terminate() == 0
-    assert holder(stage) == "", operator.log()
+    assert holder(arena) == "", operator.log()
     assert "Traceback" not in operator.log()
-    second = stage.operator(name="op-b").start()
+    second = arena.operator(name="op-b").start()
     second.wait_leading()
 
 
 @pytest.mark.fault("O5")
-def test_who_cannot_renew_stops_and_the_process_ends(stage: Arena) -> None:
-    operator = stage.operator(*SHORT)
+def test_who_cannot_renew_stops_and_the_process_ends(arena: Arena) -> None:
+    operator = arena.operator(*SHORT)
 
     def renewal(call: Call) -> bool:
         return "/leases/" in call.path and "leading as" in operator.log()
 
-    stage.proxy.faults = [Fault("answer", renewal, times=10_000, code=500)]
+    arena.proxy.faults = [Fault("answer", renewal, times=10_000, code=500)]
     assert operator.start().wait() == 1
     assert "lost the lease" in operator.log()
 
 
 @pytest.mark.fault("O4", "O5")
 def test_a_leader_that_is_paused_past_its_lease_harms_nothing_when_it_goes_on(
-    stage: Arena,
+    arena: Arena,
 ) -> None:
     """As a node does that swaps, or a virtual machine that moves: it wakes up as the leader."""
-    first = stage.operator(*SHORT).start()
+    first = arena.operator(*SHORT).start()
     first.wait_leading()
-    second = stage.operator(*BRISK, name="op-b").start()
+    second = arena.operator(*BRISK, name="op-b").start()
     second.wait_ready()
     gang = f"gang-{secrets.token_hex(2)}"
-    stage.apply(gang, restart={"backoff": {"maxSeconds": 1}})
-    stage.wait_phase(gang, "Running")
+    arena.apply(gang, restart={"backoff": {"maxSeconds": 1}})
+    arena.wait_phase(gang, "Running")
     assert first.process is not None
     first.process.send_signal(signal.SIGSTOP)
-    stage.kubelet.finish(f"{gang}-1", 1, "boom")
-    stage.wait_phase(gang, "Running", attempt=2)
-    assert holder(stage) == "op-b"
+    arena.kubelet.finish(f"{gang}-1", 1, "boom")
+    arena.wait_phase(gang, "Running", attempt=2)
+    assert holder(arena) == "op-b"
     first.process.send_signal(signal.SIGCONT)
     assert first.wait() == 1
     assert "lost the lease" in first.log()
-    stage.kubelet.finish(f"{gang}-2", 1, "boom")
-    status = stage.wait_phase(gang, "Running", attempt=3)
+    arena.kubelet.finish(f"{gang}-2", 1, "boom")
+    status = arena.wait_phase(gang, "Running", attempt=3)
     assert status["restarts"]["total"] == 2
-    assert stage.attempts(gang) == [(f"{gang}-{r}", "3") for r in range(3)]
+    assert arena.attempts(gang) == [(f"{gang}-{r}", "3") for r in range(3)]

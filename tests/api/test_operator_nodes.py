@@ -52,16 +52,6 @@ def machine(stage: Arena) -> Iterator[Machine]:
     made.delete()
 
 
-@pytest.fixture
-def gang(stage: Arena) -> Iterator[str]:
-    name = f"gang-{secrets.token_hex(2)}"
-    yield name
-    stage.proxy.swallow = lambda _: False
-    stage.proxy.faults = []
-    stage.kubelet.keeps = lambda _: False
-    stage.remove(name)
-
-
 def silent(stage: Arena, machine: Machine, gang: str, **spec: object) -> None:
     """A gang on the machine, whose pods from now on never end; new ones go elsewhere."""
     stage.apply(gang, **spec)
@@ -135,11 +125,3 @@ def test_wait_says_what_ends_it_and_an_administrators_word_does(
 
     status = stage.wait_status(gang, "it runs elsewhere", elsewhere)
     assert status["restarts"]["charged"] == 0
-
-
-@pytest.mark.fault("N6")
-def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gang: str) -> None:
-    silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 3600}})
-    machine.delete()
-    status = stage.wait_phase(gang, "Running", attempt=2)
-    assert "does not exist any more" in status["lastFailure"]["message"]

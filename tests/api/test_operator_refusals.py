@@ -59,27 +59,6 @@ def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, k
     stage.wait_phase(gang, "Running")
 
 
-@pytest.mark.fault("A5")
-def test_a_misspelt_field_of_the_template_waits_as_invalid_with_the_apis_words(
-    stage: Arena, gang: str
-) -> None:
-    container = {"name": "trainer", "image": "example/train:1", "imagePullPolcy": "Always"}
-    stage.apply(gang, template={"spec": {"schedulerName": "hand", "containers": [container]}})
-    invalid = stage.wait_condition(gang, "Invalid")
-    assert 'unknown field "spec.containers[0].imagePullPolcy"' in invalid["message"]
-    assert stage.kubelet.pods(gang) == []
-    # Suspend, mend, resume: it is no end.
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
-    stage.wait_phase(gang, "Suspended")
-    container["imagePullPolicy"] = container.pop("imagePullPolcy")
-    template = {"spec": {"schedulerName": "hand", "containers": [container]}}
-    stage.rest.merge(stage.job_path(gang), {"spec": {"template": template}})
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
-    status = stage.wait_phase(gang, "Running")
-    assert status["restarts"]["total"] == 0
-    assert stage.condition(gang, "Invalid")["status"] == "False"
-
-
 @pytest.mark.fault("A4")
 def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
     stage: Arena, gang: str
@@ -116,28 +95,6 @@ def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
     stage.rest.post(stage.path("serviceaccounts"), body)
     stage.wait_phase(gang, "Running")
     stage.remove(other)
-
-
-def test_a_template_that_changed_behind_the_rules_back_freezes_nothing(
-    stage: Arena, gang: str
-) -> None:
-    """One field without a type in the CRD for another: no rule sees it, the stored hash does."""
-    container = {"name": "trainer", "image": "example/train:1"}
-    pods = {"schedulerName": "hand", "containers": [container]}
-    stage.apply(gang, template={"spec": {**pods, "dnsPolicy": "Default"}})
-    stage.wait_phase(gang, "Running")
-    path = stage.job_path(gang)
-    change = {"dnsPolicy": None, "enableServiceLinks": False}
-    stage.rest.merge(path, {"spec": {"template": {"spec": change}}})
-    stage.wait_condition(gang, "Invalid", "TemplateChanged")
-    stage.kubelet.finish(f"{gang}-1", 1)
-    status = stage.wait_phase(gang, "Restarting")
-    assert (status["restarts"]["total"], status["lastFailure"]["replica"]) == (1, 1)
-    eventually("the pods are gone", lambda: not stage.kubelet.pods(gang))
-    back = {"dnsPolicy": "Default", "enableServiceLinks": None}
-    stage.rest.merge(path, {"spec": {"template": {"spec": back}}})
-    assert stage.wait_phase(gang, "Running")["attempt"] == 2
-    assert stage.condition(gang, "Invalid")["status"] == "False"
 
 
 def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:

@@ -5,68 +5,59 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from support.arena import Arena, arena
-from support.cluster import Cluster
+from support.arena import Arena
 from support.proxy import Call, Fault
 from support.rest import eventually
 from support.tiers import some_in_gate
 
 
-@pytest.fixture
-def stage(control_plane: Cluster, tmp_path: Path) -> Iterator[Arena]:
-    with arena(control_plane.kubeconfig, tmp_path) as found:
-        yield found
-
-
 @pytest.mark.fault("A8")
-def test_it_waits_for_the_api_server_and_says_so(stage: Arena) -> None:
-    stage.proxy.faults = [Fault("lose-call", lambda call: True, times=10_000)]
+def test_it_waits_for_the_api_server_and_says_so(arena: Arena) -> None:
+    arena.proxy.faults = [Fault("lose-call", lambda call: True, times=10_000)]
     # It tries for the lease again when a fifth of it has passed.
-    operator = stage.operator("--lease-seconds", "30").start()
+    operator = arena.operator("--lease-seconds", "30").start()
     eventually("it says so", lambda: "no answer from the API server" in operator.log())
     assert operator.probe("/readyz")[0] == 503
     assert operator.probe("/healthz")[0] == 200, "a restart would not help"
-    stage.proxy.faults = []
+    arena.proxy.faults = []
     operator.wait_ready()
     operator.wait_leading()
 
 
 @pytest.mark.fault("A8")
-def test_it_waits_for_the_crd_and_says_what_to_do(stage: Arena) -> None:
+def test_it_waits_for_the_crd_and_says_what_to_do(arena: Arena) -> None:
     absent = Fault("answer", lambda call: "ddpjob.dev" in call.path, times=10_000, code=404)
-    stage.proxy.faults = [absent]
-    operator = stage.operator("--resync-seconds", "2").start()
+    arena.proxy.faults = [absent]
+    operator = arena.operator("--resync-seconds", "2").start()
     eventually("it says so", lambda: "kubectl apply -f manifests/crd.yaml" in operator.log())
     assert operator.probe("/readyz")[0] == 503
-    stage.proxy.faults = []
+    arena.proxy.faults = []
     operator.wait_ready()
     gang = f"gang-{secrets.token_hex(2)}"
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
+    arena.apply(gang)
+    arena.wait_phase(gang, "Running")
 
 
-def test_the_watch_alone_is_enough(stage: Arena) -> None:
-    operator = stage.operator("--resync-seconds", "3600").start()
+def test_the_watch_alone_is_enough(arena: Arena) -> None:
+    operator = arena.operator("--resync-seconds", "3600").start()
     operator.wait_ready()
     operator.wait_leading()
-    stage.apply("gang")
-    stage.wait_phase("gang", "Running")
-    stage.rest.merge(stage.job_path("gang"), {"spec": {"suspend": True}})
-    stage.wait_phase("gang", "Suspended")
+    arena.apply("gang")
+    arena.wait_phase("gang", "Running")
+    arena.rest.merge(arena.job_path("gang"), {"spec": {"suspend": True}})
+    arena.wait_phase("gang", "Suspended")
     # A namespace is told of from the first scrape on that finds a job there.
     told = lambda count: f'phase="Suspended"}} {count}' in operator.probe("/metrics")[1]  # noqa: E731
     eventually("its phase is told", lambda: told(1.0))
-    stage.rest.delete(stage.job_path("gang"))
+    arena.rest.delete(arena.job_path("gang"))
     eventually("its deletion is told", lambda: told(0.0))
 
 
-def test_json_logs_are_json_line_by_line(stage: Arena) -> None:
-    operator = stage.operator("--log-format", "json").start()
+def test_json_logs_are_json_line_by_line(arena: Arena) -> None:
+    operator = arena.operator("--log-format", "json").start()
     operator.wait_ready()
     operator.wait_leading()  # one line more than the two that any start and end says
     operator.terminate()
@@ -75,11 +66,11 @@ def test_json_logs_are_json_line_by_line(stage: Arena) -> None:
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
 
 
-def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
+def test_a_taken_port_is_a_clear_error(arena: Arena) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        operator = stage.operator("--probe-port", str(taken.getsockname()[1])).start()
+        operator = arena.operator("--probe-port", str(taken.getsockname()[1])).start()
         assert operator.wait() == 1
     assert "cannot start" in operator.log()
     assert "Traceback" not in operator.log()
@@ -88,30 +79,30 @@ def test_a_taken_port_is_a_clear_error(stage: Arena) -> None:
 @pytest.mark.fault("A7")
 @pytest.mark.parametrize("plural", some_in_gate(["ddpjobs", "pods"], "ddpjobs"))
 def test_a_restored_etcd_ends_the_process_and_the_next_one_takes_the_gang_as_it_is(
-    stage: Arena, plural: str
+    arena: Arena, plural: str
 ) -> None:
     """A list from the past, which shows nothing: none of it may be believed or acted on."""
-    operator = stage.start_operator()
-    stage.apply("gang")
-    stage.wait_phase("gang", "Running")
-    before = {pod["metadata"]["uid"] for pod in stage.kubelet.pods("gang")}
+    operator = arena.start_operator()
+    arena.apply("gang")
+    arena.wait_phase("gang", "Running")
+    before = {pod["metadata"]["uid"] for pod in arena.kubelet.pods("gang")}
 
     def of_the_past(call: Call) -> bool:
         mine = call.agent.startswith("ddpjob") and "watch" not in call.query
         return mine and call.method == "GET" and call.path == path
 
-    path = stage.job_path() if plural == "ddpjobs" else stage.path("pods")
+    path = arena.job_path() if plural == "ddpjobs" else arena.path("pods")
     past = json.dumps({"metadata": {"resourceVersion": "1"}, "items": []})
-    stage.proxy.faults = [Fault("answer", of_the_past, code=200, text=past)]
-    stage.proxy.errors_next = [("/pods", 410)]  # so that the pods are listed, too
-    stage.proxy.cut_watches()
+    arena.proxy.faults = [Fault("answer", of_the_past, code=200, text=past)]
+    arena.proxy.errors_next = [("/pods", 410)]  # so that the pods are listed, too
+    arena.proxy.cut_watches()
     assert operator.wait() == 1
     assert "etcd was restored from a backup; starting anew" in operator.log()
     assert "Traceback" not in operator.log()
-    stage.proxy.clear()
+    arena.proxy.clear()
     operator.start()
     operator.wait_ready()
     operator.wait_leading()
-    assert stage.quiet_resyncs() == []
-    assert {pod["metadata"]["uid"] for pod in stage.kubelet.pods("gang")} == before
-    assert stage.status("gang")["attempt"] == 1
+    assert arena.quiet_resyncs() == []
+    assert {pod["metadata"]["uid"] for pod in arena.kubelet.pods("gang")} == before
+    assert arena.status("gang")["attempt"] == 1

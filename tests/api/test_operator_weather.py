@@ -6,8 +6,6 @@ What it refuses at each write of a story is played by plans (test_plans.py).
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,15 +14,6 @@ from support.proxy import Call, Fault
 from support.rest import Object, eventually
 
 REPLICAS = 2
-
-
-@pytest.fixture
-def gang(stage: Arena) -> Iterator[str]:
-    name = f"gang-{secrets.token_hex(2)}"
-    yield name
-    stage.proxy.faults = []
-    stage.proxy.swallow = lambda _: False
-    stage.remove(name)
 
 
 def ready(stage: Arena, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -14,13 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_operator.core.objects import spec
 from ddpjob_trainer import cli
 from devcluster import binaries
 from support.cluster import CRD, ROOT
-from support.manifest import ddpjob, example, examples
+from support.manifest import changed, ddpjob, example, examples
 
 Schema = dict[str, Any]
 
@@ -56,38 +54,11 @@ def test_committed_files_are_what_the_chart_renders() -> None:
     assert "*1 to 2592000*" in told
 
 
-def test_every_column_is_a_field_of_its_type(root: Schema) -> None:
-    """Otherwise kubectl shows an empty column, or `<invalid>`."""
-    version = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]
-    known = {path: schema.get("type") for path, schema in walk(root, "")}
-    columns = {c["name"]: c for c in version["additionalPrinterColumns"]}
-    age = columns.pop("Age")
-    assert age["jsonPath"] == ".metadata.creationTimestamp"
-    assert {name: c["type"] for name, c in columns.items()} == {
-        name: known.get(c["jsonPath"]) for name, c in columns.items()
-    }
-    assert columns["Step"]["jsonPath"] == ".status.progress.stepOfTotal"
-
-
 def test_rules_over_the_spec_read_no_text_of_unknown_length(root: Schema) -> None:
     """Kubernetes 1.30 reckons int-or-string as 3 MB each, and refuses the whole definition then."""
     rules = [rule["rule"] for rule in root["properties"]["spec"]["x-kubernetes-validations"]]
     assert rules
     assert [rule for rule in rules if re.search(r"\b(matches|string|quantity)\(", rule)] == []
-
-
-def test_reserved_variables_are_those_of_the_contract(root: Schema) -> None:
-    pod = root["properties"]["spec"]["properties"]["template"]["properties"]["spec"]
-    for kind in ("containers", "initContainers"):
-        item = pod["properties"][kind]["items"]["properties"]["env"]["items"]
-        (rule,) = item["x-kubernetes-validations"]
-        names = re.findall(r"'([A-Z][A-Z0-9_]*)'", rule["rule"])
-        prefix, *reserved = names
-        users, reserved = reserved[: len(contract.USER_ENV)], reserved[len(contract.USER_ENV) :]
-        assert tuple(users) == contract.USER_ENV
-        assert f"startsWith('{prefix}')" in rule["rule"]
-        assert prefix == contract.OWN_PREFIX
-        assert sorted(reserved) == sorted(contract.RESERVED_ENV)
 
 
 def test_it_is_small_and_says_what_each_field_and_rule_is_about(root: Schema) -> None:
@@ -107,36 +78,16 @@ def test_it_is_small_and_says_what_each_field_and_rule_is_about(root: Schema) ->
             assert {"minimum", "maximum"} <= schema.keys(), path
 
 
-def defaulted(schema: Schema, value: dict[str, Any]) -> dict[str, Any]:
-    """Return the value as the API server stores it."""
-    result = copy.deepcopy(value)
-    for name, field in schema.get("properties", {}).items():
-        if name not in result and "default" in field:
-            result[name] = copy.deepcopy(field["default"])
-        if isinstance(result.get(name), dict):
-            result[name] = defaulted(field, result[name])
-    return result
+def test_the_operators_defaults_are_those_of_the_contract() -> None:
+    """A job that was stored by an older definition lacks what is new in this one.
 
-
-def test_the_defaults_of_the_contract_are_those_of_the_crd(root: Schema) -> None:
-    """All but those of objects; a template has none."""
-    there = {
-        path.removeprefix("spec."): field["default"]
-        for path, field in walk(root["properties"]["spec"], "spec")
-        if "default" in field and not isinstance(field["default"], dict)
-    }
-    assert there == DEFAULTS
-
-
-def test_the_operators_defaults_are_those_of_the_crd(root: Schema) -> None:
-    """A job that was stored by an older definition lacks what is new in this one."""
+    That they are the CRD's, too, tests/api/test_admission.py sees.
+    """
     volume = {"emptyDir": {}}
-    given = ddpjob("job", snapshot={"path": "/snapshots", "volume": volume})["spec"]
-    stored = defaulted(root["properties"]["spec"], given)
-    in_place = {"enabled": True, "maxWithoutProgress": 3, "drill": "Auto"}
-    assert stored["restart"]["inPlace"] == in_place
-    assert stored["hang"] == {"startupSeconds": 600, "stepSeconds": 300, "snapshotSeconds": 600}
-    assert spec.parse(given) == spec.parse(stored)
+    given = stored = ddpjob("job", snapshot={"path": "/snapshots", "volume": volume})
+    for path, value in DEFAULTS.items():
+        stored = changed(stored, f"spec.{path}", value)
+    assert spec.parse(given["spec"]) == spec.parse(stored["spec"])
 
 
 def test_examples_are_restricted_and_run_scripts_that_exist() -> None:

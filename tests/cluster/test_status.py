@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.cluster import wait_for
-from support.site import Site, digits, job, trainer
+from support.site import Site, job, trainer
 
 
 @pytest.mark.fault("N1")
@@ -67,25 +66,3 @@ def test_a_missing_claim_is_told(site: Site) -> None:
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
     assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
     site.delete("no-claim")
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("N8")
-def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
-    obj = job("no-config", ["true"])
-    obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
-    trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
-    site.apply(obj)
-    told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
-    assert "kubectl describe pod" in told
-    site.delete("no-config")
-
-
-def test_deletion_leaves_nothing(site: Site) -> None:
-    name = "deleted"
-    site.apply(digits(name, steps=100_000))
-    site.wait_running(name, 1)
-    site.delete(name)
-    selector = f"ddpjob.dev/job-name={name}"
-    kinds = "pods,services,networkpolicies,endpointslices"
-    wait_for(lambda: not site.get(kinds, "-l", selector)["items"], "everything of the job to go")

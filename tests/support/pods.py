@@ -93,40 +93,6 @@ class HandKubelet:
         }
         self._patch(name, status, uid or pod["metadata"]["uid"])
 
-    def fail_probe(self, name: str, words: str, of: str = "trainer") -> None:
-        """End the trainer container of a pod by SIGTERM; Events tell of a container's probe."""
-        pod = self.rest.get(f"{self.path}/{name}")
-        for reason, message in (
-            ("Unhealthy", f"Liveness probe failed: {words}"),
-            ("Killing", f"Container {of} failed liveness probe"),
-        ):
-            self._tell(pod, f"spec.containers{{{of}}}", reason, message)
-        self.finish(name, 143)
-
-    def _tell(self, pod: Object, field: str, reason: str, message: str) -> None:
-        name, now = pod["metadata"]["name"], _now()
-        body: Object = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"generateName": f"{name}."},
-            "involvedObject": {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "namespace": self.namespace,
-                "name": name,
-                "uid": pod["metadata"]["uid"],
-                "fieldPath": field,
-            },
-            "type": "Normal" if reason == "Killing" else "Warning",
-            "reason": reason,
-            "message": message,
-            "source": {"component": "kubelet", "host": self.node},
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-        self.rest.post(f"/api/v1/namespaces/{self.namespace}/events", body)
-
     def _loop(self) -> None:
         while not self._stop.is_set():
             self.wake.wait(self._period)

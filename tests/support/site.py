@@ -22,6 +22,7 @@ from typing import Any
 from devcluster import binaries
 from support import cluster
 from support.cluster import ROOT, Cluster
+from support.manifest import ddpjob
 from support.patience import WITHIN, T, wait_for
 from support.plane import is_first, is_rank, processes_with, send
 from support.rest import JOBS
@@ -309,12 +310,7 @@ def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
     # These tests count rounds; the drill has tests of its own.
     restart = spec.pop("restart", {})
     spec["restart"] = {**restart, "inPlace": {"drill": "Never", **restart.get("inPlace", {})}}
-    return {
-        "apiVersion": "ddpjob.dev/v1alpha1",
-        "kind": "DDPJob",
-        "metadata": {"name": name},
-        "spec": {"replicas": 3, "nprocPerNode": 1, "template": template, **spec},
-    }
+    return ddpjob(name, nprocPerNode=1, template=template, **spec)
 
 
 def spread(body: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 
 CPU = accelerator.of(torch.device("cpu"))
 SOLE = "n"  # tensors below this name are rank 0's alone
@@ -145,7 +144,5 @@ def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -
 
 def await_snapshot(directory: Path, step: int, seconds: float = PATIENCE) -> None:
     """Wait until the snapshot of a step is committed in an incarnation's directory."""
-    deadline = time.monotonic() + seconds
-    while not (directory / manifest.file_name(step)).exists():
-        assert time.monotonic() < deadline, f"no snapshot of step {step} in {directory}"
-        time.sleep(0.005)
+    there = directory / manifest.file_name(step)
+    wait_for(there.exists, f"a snapshot of step {step} in {directory}", seconds, every=0.005)

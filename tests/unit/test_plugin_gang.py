@@ -17,6 +17,7 @@ from kubectl_ddp.commands import events, snapshots, status
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member, Told
 from kubectl_ddp.kubectl import Kubectl
+from support import plugin
 from support.cluster import ROOT
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -27,17 +28,9 @@ def at(seconds_ago: float) -> str:
 
 
 def job(**found: Any) -> Job:
-    return Job(
-        {
-            "metadata": {"name": "d", "namespace": "t", "uid": "u", "creationTimestamp": at(900)},
-            "spec": {
-                "replicas": 2,
-                "metrics": {"port": 9400},
-                "restart": {"maxRestarts": 3, "maxDisruptions": 100},
-            },
-            "status": found,
-        }
-    )
+    made = plugin.job()
+    made["metadata"] |= {"name": "d", "namespace": "t", "creationTimestamp": at(900)}
+    return Job({**made, "status": found})
 
 
 def pod(replica: int = 0, *, state: Any = None, **meta: Any) -> dict[str, Any]:

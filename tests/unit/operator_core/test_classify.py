@@ -107,6 +107,9 @@ def judged(raw: dict[str, Any]) -> tuple[str, str]:
         (pod(ended(1), meta=DELETED), ("Disruption", "PodDeleted")),
         (pod(ended(1), disrupted=EVICTION), ("Disruption", "EvictionByEvictionAPI")),
         (pod({}, reason="Evicted"), ("Disruption", "Evicted")),
+        # The template's own activeDeadlineSeconds.
+        (pod(ended(143), reason="DeadlineExceeded", message="Pod was active on the node longer "
+             "than the specified deadline"), ("User", "DeadlineExceeded")),
         (pod({}, reason="UnexpectedAdmissionError"),
          ("Infrastructure", "UnexpectedAdmissionError")),
         (pod({"name": "trainer", "state": {"waiting": {}}}), ("Infrastructure", "NeverStarted")),
@@ -211,6 +214,8 @@ def test_a_container_that_a_webhook_puts_first_is_not_the_trainer():
 
 
 OOM = "OOMKilled"
+WORDS = "out of memory (limit 2 GiB, peak 2 GiB): the kernel killed it"
+LIMITED = {"resources": {"limits": {"memory": "2Gi"}}}
 KILLED = report("signal", 137, signal=9, rank=1)
 SIGTERM = report("sigterm", 143, signal=15)
 RAISED = report("exception", 1, exception="ValueError: no")
@@ -251,22 +256,6 @@ RAISED = report("exception", 1, exception="ValueError: no")
         (pod(ended(76, OOM)), ("Hang", "ExitCode76")),
         *[(pod(ended(code, OOM)), ("Permanent", f"ExitCode{code}")) for code in
           (2, 64, 78, 126, 127)],
-    ],
-)  # fmt: skip
-def test_an_out_of_memory_that_was_survived_says_nothing_of_the_end(
-    raw: dict[str, Any], judgement: tuple[str, str]
-):
-    assert judged(raw) == judgement
-
-
-WORDS = "out of memory (limit 2 GiB, peak 2 GiB): the kernel killed it"
-LIMITED = {"resources": {"limits": {"memory": "2Gi"}}}
-
-
-@pytest.mark.fault("N5")
-@pytest.mark.parametrize(
-    ("raw", "judgement"),
-    [
         # The launcher has read the kernel's counters, whatever the kubelet calls its end.
         (pod(ended(137, "Error", report("oom", 137, signal=9, exception=WORDS))), ("OOM", OOM)),
         (pod(ended(137, OOM, report("oom", 137, signal=9, exception=WORDS))), ("OOM", OOM)),
@@ -274,8 +263,10 @@ LIMITED = {"resources": {"limits": {"memory": "2Gi"}}}
         (pod(ended(137, "Error", report("oom", 137)), meta=DELETED), ("Disruption", "PodDeleted")),
         (pod(ended(137, "Error", KILLED)), ("Killed", "SIGKILL")),
     ],
-)
-def test_the_launcher_knows_of_an_out_of_memory(raw: dict[str, Any], judgement: tuple[str, str]):
+)  # fmt: skip
+def test_an_out_of_memory_is_the_end_only_if_it_was_not_survived(
+    raw: dict[str, Any], judgement: tuple[str, str]
+):
     assert judged(raw) == judgement
 
 
@@ -330,12 +321,6 @@ def test_a_pod_that_outgrows_its_own_limit_is_its_programs_doing(
     assert judged(disrupted) == EVICTED
     deleted = {**raw, "metadata": raw["metadata"] | DELETED}
     assert judged(deleted) == EVICTED
-
-
-def test_a_templates_own_deadline_is_its_programs_doing():
-    message = "Pod was active on the node longer than the specified deadline"
-    raw = pod(ended(143), reason="DeadlineExceeded", message=message)
-    assert judged(raw) == ("User", "DeadlineExceeded")
 
 
 @pytest.mark.parametrize("words", ["\n".join(f"step {n}" for n in range(500)), "x" * 4096, "one"])

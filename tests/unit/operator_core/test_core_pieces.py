@@ -101,6 +101,7 @@ def test_the_environment_of_the_contract():
     assert (env["PET_NNODES"], env["PET_NODE_RANK"], env["PET_RDZV_ID"]) == (
         "3", "1", "uid-of-job-3")  # fmt: skip
     assert (env[contract.ATTEMPT], env[contract.REPLICA]) == ("3", "1")
+    assert env["DDPJOB_UID"] == "uid-of-job"
     assert env[contract.SNAPSHOT_DIR] == "/s/job"
     assert body["spec"]["containers"][0]["env"][-1] == {"name": "A", "value": "b"}
     reserved = set(contract.RESERVED_ENV)

@@ -13,6 +13,7 @@ from ddpjob_contract import crd
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions as act
 from support.world import JOB_UID, World, job_object, refusal, running, started
+from unit.operator_core.test_classify import ended, init_failed
 
 
 @pytest.mark.parametrize("reason", ["Bad Gateway", "Too Many Requests", "", "503", "Überlast"])
@@ -114,17 +115,6 @@ def test_what_refuses_one_pod_is_not_asked_again_for_each_other():
     assert len(asked) <= 500
 
 
-def test_waiting_for_quota_does_not_delay_a_later_restart():
-    world = World()
-    world.refuse = lambda _: refusal(world, 403, "exceeded quota: pods")
-    world.settle()
-    for _ in range(6):
-        world.wait(300)
-    world.refuse = lambda _: None
-    world.wait(300).run()
-    assert world.end(0, 1).phase == "Starting"
-
-
 def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
     world = running().terminate(1)
     world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()
@@ -162,14 +152,9 @@ def test_a_copy_of_a_pod_is_no_replica_and_goes(name: str, phase: str):
 @pytest.mark.parametrize("reason", ["Error", "OOMKilled"])
 def test_a_failed_init_container_is_told_and_meets_no_rule_of_the_trainers(reason: str):
     world = started(restart={"rules": [{"exitCodes": [3], "action": "Fail"}]})  # of the trainer
-    failed = {"terminated": {"exitCode": 3, "reason": reason, "message": "no data set"}}
-    world.pods["job-0"]["status"] = {
-        "phase": "Failed",
-        "initContainerStatuses": [
-            {"name": "ok", "state": {"terminated": {"exitCode": 0}}},
-            {"name": "fetch", "state": failed},
-        ],
-    }
+    failed = init_failed(3, reason, "no data set")["status"]
+    failed["initContainerStatuses"].insert(0, {**ended(0), "name": "ok"})
+    world.pods["job-0"]["status"] = failed
     failure = world.settle().status["lastFailure"]
     assert failure["message"] == "init container fetch: exit code 3\nno data set"
     names = {"Error": "InitContainerFailed", "OOMKilled": "OOMKilled"}

@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
+from support.gitops import kstatus
 from support.world import JOB_UID, World, job_object, refusal, running, started
-
-
-@pytest.mark.fault("U2")
-@pytest.mark.parametrize("spec", [{"suspend": True}, {"activeDeadlineSeconds": 1}])
-def test_a_gang_that_has_succeeded_has_whatever_is_asked_for_at_that_moment(spec: dict[str, Any]):
-    world = running().all_end(0)
-    world.now += timedelta(seconds=10)
-    assert world.patch(**spec).phase == "Succeeded"
 
 
 @pytest.mark.fault("O2", "U2")
@@ -182,18 +175,13 @@ def test_a_pod_without_its_labels_ends_with_the_others_at_the_end_of_the_job():
     assert later.plan() == act.Plan(), "an operator that starts asks nothing of what ended long ago"
 
 
-def test_active_deadline():
-    world = started(activeDeadlineSeconds=100).run().wait(99)
-    assert world.phase == "Running"
-    assert world.wait(1).phase == "Failed"
-    assert world.condition("Failed")["reason"] == "DeadlineExceeded"
-    assert world.pods == {}
-
-
 def test_the_active_deadline_stands_still_while_suspended():
     world = started(activeDeadlineSeconds=100).run().patch(suspend=True).wait(500)
     assert world.phase == "Suspended"
     assert world.patch(suspend=False).run().wait(99).phase == "Running"
+    assert world.wait(1).phase == "Failed"
+    assert world.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert world.pods == {}
 
 
 def test_startup_deadline_is_charged():
@@ -400,3 +388,26 @@ def test_too_little_for_torch_is_told_once_at_the_start(resources: dict[str, Any
     told = [e for e in world.events if e.reason == "TooFewResources"]
     assert [f"has {said}: importing torch" in e.message for e in told] == [True] * bool(said)
     assert {e.type for e in told} <= {"Warning"}
+
+
+def ready(world: World) -> tuple[str, str, str]:
+    """Status and reason of the condition, and what kstatus makes of the job by it."""
+    found = world.condition("Ready")
+    return found["status"], found["reason"], kstatus(world.job)
+
+
+def test_a_gang_is_ready_while_it_runs_and_once_it_has_succeeded():
+    world = World(job_object())
+    world.carry_out(world.plan().actions[0])
+    assert ready(world) == ("False", "Pending", "InProgress"), "from the first write on"
+    assert ready(world.settle()) == ("False", "Starting", "InProgress")
+    assert ready(world.run()) == ("True", "Running", "Current")
+    world.end(1, 137)
+    assert ready(world) == ("False", "Starting", "InProgress")
+    assert ready(world.run()) == ("True", "Running", "Current")
+    assert ready(world.all_end(0).settle()) == ("True", "Succeeded", "Current")
+
+
+def test_failure_for_good_is_failure_for_kstatus_too():
+    world = running(restart={"maxRestarts": 0}).end(0, 1)
+    assert (ready(world), world.stalled) == (("False", "Failed", "Failed"), "MaxRestartsExceeded")

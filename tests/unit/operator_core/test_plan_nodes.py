@@ -143,13 +143,10 @@ def test_a_node_of_which_no_watch_has_told_yet_is_no_trouble():
     assert world.counts[1] == 1
 
 
-def test_a_deleted_node_takes_its_pods_along_at_once_under_fence():
+def test_a_deleted_node_takes_its_pods_along_and_under_wait_if_kubernetes_leaves_them():
     world, _ = on_nodes(**FENCE)
-    assert world.node_gone("node2").settle().attempts() == {2}
+    assert world.node_gone("node2").settle().attempts() == {2}, "at once"
     assert "does not exist any more" in world.loss["message"]
-
-
-def test_a_deleted_node_takes_its_pods_along_under_wait_if_kubernetes_leaves_them():
     world, _ = on_nodes()
     assert world.node_gone("node2").settle().status["attempt"] == 1
     assert world.wait(5).plan().requeue_after == 55

@@ -50,30 +50,16 @@ def test_the_exception_is_in_the_column_the_event_and_the_condition():
     assert world.loss["exception"] == "ValueError: bad shape"
 
 
-def test_members_killed_together_count_once():
-    world = running().end(0, 137, settle=False).end(2, 137, settle=False).settle().run()
-    assert world.status["attempt"] == 2
-    assert world.status["restarts"] == {
-        "total": 1, "charged": 1, "disruptions": 0, "consecutive": 1,
-        "released": 0, "inPlace": 0, "round": 0, "snapshotStep": 0,
-    }  # fmt: skip
-
-
 def test_no_pod_is_created_while_an_old_one_is_still_there():
-    world = running(graceful=True).end(1, 1)
-    assert (world.phase, world.attempts()) == ("Restarting", {1})
-    assert not [line for line in world.log if line.startswith("create")]
-    assert all(pod["metadata"]["deletionGracePeriodSeconds"] == 2 for pod in world.pods.values())
-    world.finish_deletions()
-    assert world.attempts() == {2}
-
-
-def test_a_long_grace_under_way_is_cut_short_once_a_member_is_dead():
     world = running(graceful=True).terminate(0, grace=600)
     assert world.phase == "Running"  # it may still save a snapshot
     world.end(1, 1)
-    assert world.pods["job-0"]["metadata"]["deletionGracePeriodSeconds"] == 2
+    assert (world.phase, world.attempts()) == ("Restarting", {1})
+    assert not [line for line in world.log if line.startswith("create")]
+    assert all(pod["metadata"]["deletionGracePeriodSeconds"] == 2 for pod in world.pods.values())
     assert world.plan().actions == ()
+    world.finish_deletions()
+    assert world.attempts() == {2}
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
@@ -86,13 +72,6 @@ def test_max_restarts_is_exact(limit: int):
     assert (world.loss["class"], world.loss["exitCode"], world.loss["node"]) == ("User", 1, "node2")
     assert world.status["reason"] == "MaxRestartsExceeded"
     assert f"maxRestarts {limit}" in world.condition("Failed")["message"]
-
-
-def test_disruptions_are_not_charged_but_bounded():
-    world = running(restart={"maxRestarts": 0, "maxDisruptions": 1})
-    assert world.vanish(0).run().phase == "Running"
-    assert world.vanish(0).phase == "Failed"
-    assert world.condition("Failed")["reason"] == "MaxDisruptionsExceeded"
 
 
 def test_backoff_first_at_once_then_doubling_and_bounded():

@@ -19,17 +19,12 @@ from ddpjob_operator.shell.api.credentials import Credentials
 from ddpjob_operator.shell.app import App
 from ddpjob_operator.shell.settings import Settings
 from support.world import job_object
+from unit.operator_shell.test_shell_api import FakeConfiguration
 
 DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
 
 
-class FakeConfiguration:
-    host = "http://127.0.0.1:1"
-    ssl_ca_cert = cert_file = key_file = tls_server_name = proxy = None
-    verify_ssl = True
-
-    def get_api_key_with_prefix(self, name: str, alias: str) -> str:
-        return ""
+NOWHERE = Credentials(FakeConfiguration("http://127.0.0.1:1"), "default")
 
 
 async def endless(*_: object) -> None:
@@ -53,7 +48,7 @@ class Stubborn:
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> App:
     """An operator of which no part does anything."""
-    made = App(Settings(identity="a"), Credentials(FakeConfiguration(), "default"))
+    made = App(Settings(identity="a"), NOWHERE)
     lists = (*made._resyncs.values(), *made._informers.values(), made._node_informer)
     for part in (made._watcher, made._recorder, made._progress, *lists):
         monkeypatch.setattr(part, "run", endless)
@@ -199,7 +194,7 @@ async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
 ) -> None:
     """Whoever administers one can take the operator's rights there. Time is simulated."""
     settings = Settings(identity="a", namespaces=("b", "a"))
-    made, api = App(settings, Credentials(FakeConfiguration(), "default")), HalfRefused(error)
+    made, api = App(settings, NOWHERE), HalfRefused(error)
     for part in (made._watcher, made._recorder, made._progress):
         monkeypatch.setattr(part, "run", endless)
     monkeypatch.setattr(made._api, "list_all", api.list_all)

@@ -15,6 +15,7 @@ from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import Listing, Object
 from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
+from support import stored
 
 pytestmark = [pytest.mark.looptime]
 
@@ -120,11 +121,8 @@ def node(name: str, version: int, *, ready: bool = True) -> Object:
 
 def store_with_a_pod_on(name: str) -> Store:
     store = Store()
-    meta = {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": "1"}
-    store.put_job({"metadata": meta})
-    owners = [{"controller": True, "uid": "u1"}]
-    store.put_pod({"metadata": {**meta, "uid": "p", "ownerReferences": owners},
-                   "spec": {"nodeName": name}})  # fmt: skip
+    store.put_job(stored.job())
+    store.put_pod({**stored.pod("p"), "spec": {"nodeName": name}})
     return store
 
 

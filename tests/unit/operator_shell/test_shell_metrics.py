@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from prometheus_client import generate_latest
 
@@ -12,20 +10,9 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.metrics import Metrics
 
-ONE = observe.Job(
-    namespace="a",
-    name="one",
-    uid="u1",
-    resource_version="1",
-    generation=1,
-    deleting=False,
-    spec={},
-    status={},
-)
-
 
 def job(namespace: str, **status: object) -> observe.Job:
-    return replace(ONE, namespace=namespace, status=status)
+    return observe.Job(namespace, "one", "u1", "1", 1, False, {}, status)
 
 
 class Told:

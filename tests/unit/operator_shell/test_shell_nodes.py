@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.shell.cache import nodes as cached
 from ddpjob_operator.shell.cache.nodes import NodeCache, slim
 
@@ -34,10 +34,10 @@ def cache(clock: Clock) -> NodeCache:
     return NodeCache(clock)
 
 
-def disrupted(cache: NodeCache) -> bool:
-    nodes = cache.of([])
+def seen(cache: NodeCache, *names: str) -> Nodes:
+    nodes = cache.of(names)
     assert nodes is not None
-    return nodes.disrupted
+    return nodes
 
 
 def node(version: int, status: str = "True", *, since: float = 0, taint: str = "") -> Any:
@@ -53,10 +53,8 @@ def node(version: int, status: str = "True", *, since: float = 0, taint: str = "
     )
 
 
-def look(cache: NodeCache, name: str = "a") -> Node:
-    nodes = cache.of([name])
-    assert nodes is not None
-    return nodes.known[name]
+def look(cache: NodeCache) -> Node:
+    return seen(cache, "a").known["a"]
 
 
 def test_silence_is_measured_by_the_own_clock(cache: NodeCache, clock: Clock) -> None:
@@ -137,11 +135,11 @@ def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) ->
 
 def test_a_control_plane_node_is_no_worker(cache: NodeCache) -> None:
     cache.replace_all([node(3)])
-    assert not disrupted(cache)
+    assert not seen(cache).disrupted
     cache.replace_all([node(4, "Unknown")])
-    assert disrupted(cache)
+    assert seen(cache).disrupted
     cache.replace_all([node(5, taint="node-role.kubernetes.io/control-plane")])
-    assert disrupted(cache)
+    assert seen(cache).disrupted
     cache.forget()
     assert cache.of([]) == FORBIDDEN
     cache.replace_all([])
@@ -156,8 +154,7 @@ def test_after_a_silence_of_most_nodes_their_calm_begins_anew(
         return replace(found, name=name), number
 
     def calm() -> float:
-        nodes = cache.of([])
-        assert nodes is not None
+        nodes = seen(cache)
         return 0.0 if nodes.disrupted else nodes.calm_seconds
 
     cache.replace_all([called(name, 3) for name in "abcde"])

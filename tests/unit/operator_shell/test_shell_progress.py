@@ -13,12 +13,12 @@ import pytest
 from aiohttp import web
 
 import ddpjob_contract as contract
-from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
 from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.watch import progress
 from ddpjob_operator.shell.watch.progress import ProgressReader
+from support import stored
 from support.patience import PATIENCE
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -66,29 +66,15 @@ async def reading(
 
 
 def job(port: int, name: str = "job", uid: str = "u1") -> dict[str, Any]:
-    return {
-        "metadata": {"namespace": "ns", "name": name, "uid": uid, "resourceVersion": "1"},
-        "spec": {"metrics": {"port": port}},
-        "status": {"phase": "Running", "attempt": 1},
-    }
+    found = stored.job(1, uid, name, phase="Running", attempt=1)
+    return {**found, "spec": {"metrics": {"port": port}}}
 
 
 def pod(replica: int, ip: str, job: str = "job", uid: str = "u1") -> dict[str, Any]:
-    return {
-        "metadata": {
-            "namespace": "ns",
-            "name": f"{job}-{replica}",
-            "uid": f"{uid}-p{replica}",
-            "labels": {LABEL_ATTEMPT: "1", LABEL_REPLICA: str(replica)},
-            "ownerReferences": [{"controller": True, "uid": uid}],
-        },
-        "spec": {"containers": [{"name": "trainer"}]},
-        "status": {
-            "phase": "Running",
-            "podIP": ip,
-            "containerStatuses": [{"name": "trainer", "state": {"running": {}}}],
-        },
-    }
+    container = {"name": "trainer", "state": {"running": {}}}
+    status = {"phase": "Running", "podIP": ip, "containerStatuses": [container]}
+    more: dict[str, Any] = {"name": f"{job}-{replica}", "owner": uid, "status": status}
+    return stored.pod(f"{uid}-p{replica}", replica, **more)
 
 
 async def until(check: Callable[[], object]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.api import errors
@@ -20,10 +20,12 @@ from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.workqueue import WorkQueue
+from support import stored
 
 pytestmark = [pytest.mark.looptime]
 
 KEY = ("ns", "job")
+CLOCK = Clock()
 
 
 class RefusingApi:
@@ -43,8 +45,8 @@ class RefusingApi:
 class Taker:
     """An executor whose API server takes whatever it is given."""
 
-    def __init__(self, store: Store, now: Callable[[], datetime]) -> None:
-        self._store, self._now, self._version = store, now, 5
+    def __init__(self, store: Store) -> None:
+        self._store, self._version = store, 5
         self.seconds = 0.0  # that it takes
 
     async def carry_out(self, known: observe.Job, actions: Sequence[act.Action]) -> None:
@@ -59,7 +61,7 @@ class Taker:
             elif isinstance(action, act.DeletePod):
                 self._store.remove_pod(action.uid)
             elif isinstance(action, act.ConfirmGone):
-                read = act.QuorumRead(attempt=action.attempt, at=self._now())
+                read = act.QuorumRead(attempt=action.attempt, at=CLOCK.now())
                 self._store.set_feedback(known.uid, replace(learnt, confirmed=read))
             elif isinstance(action, act.EnsureNetwork):
                 self._store.set_feedback(known.uid, replace(learnt, network_attempt=action.attempt))
@@ -68,99 +70,84 @@ class Taker:
                 own = {"namespace": "ns", "uid": uid, "resourceVersion": version}
                 meta = {**action.body["metadata"], **own}
                 self._store.put_pod({**action.body, "metadata": meta}, from_watch=False)
-        written = replace(self._store.feedback(known.uid), status_written_at=self._now())
+        written = replace(self._store.feedback(known.uid), status_written_at=CLOCK.now())
         self._store.set_feedback(known.uid, written)
 
 
 def job(replicas: int = 2, args: Sequence[str] = ()) -> dict[str, Any]:
-    meta = {"namespace": "ns", "name": "job", "uid": "u1", "resourceVersion": "5"}
     container = {"name": "trainer", "image": "example/train:1", "args": list(args)}
     spec = {"replicas": replicas, "template": {"spec": {"containers": [container]}}}
-    return {"metadata": meta, "spec": spec}
+    return {**stored.job(5), "spec": spec}
+
+
+def starting(replicas: int, args: Sequence[str] = ()) -> Store:
+    """A gang of which no pod is there yet, and nothing else in its way."""
+    store = Store()
+    status = {"phase": "Starting", "attempt": 1, "membersSince": 1}
+    store.put_job({**job(replicas, args), "status": status})
+    read = act.QuorumRead(attempt=1, at=CLOCK.now(), alone=True)
+    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
+    return store
+
+
+@contextlib.asynccontextmanager
+async def reconciling(store: Store, executor: Any) -> AsyncIterator[WorkQueue[Key]]:
+    queue: WorkQueue[Key] = WorkQueue()
+    reconciler = Reconciler(store, queue, executor, Metrics(), lambda: True, CLOCK)
+    queue.add(KEY)
+    task = asyncio.create_task(queue.run(2, reconciler.reconcile))
+    yield queue
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_a_status_that_is_refused_is_tried_ever_more_slowly() -> None:
-    api, store, metrics = RefusingApi(), Store(), Metrics()
-    queue: WorkQueue[Key] = WorkQueue()
+    api, store = RefusingApi(), Store()
+    store.put_job(job())
     executor = Executor(
         api,  # type: ignore[arg-type]
         store,
         None,  # type: ignore[arg-type]
-        metrics,
+        Metrics(),
         leads=lambda: True,
         now=lambda: datetime.now(UTC),
     )
-    reconciler = Reconciler(store, queue, executor, metrics, lambda: True, Clock())
-    store.put_job(job())
-    queue.add(KEY)
-    task = asyncio.create_task(queue.run(2, reconciler.reconcile))
-    await asyncio.sleep(600)
-    task.cancel()
-    await asyncio.wait([task])
+    async with reconciling(store, executor):
+        await asyncio.sleep(600)
     assert 10 < api.writes < 50
 
 
 async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
     """In many rounds, since its pods are rendered by the megabyte: not one a second."""
-    store, metrics, clock, replicas = Store(), Metrics(), Clock(), 300
-    queue: WorkQueue[Key] = WorkQueue()
-    taker: Any = Taker(store, clock.now)
-    reconciler = Reconciler(store, queue, taker, metrics, lambda: True, clock)
-    store.put_job(
-        {
-            **job(replicas, ["x" * 1000] * 120),
-            "status": {"phase": "Starting", "attempt": 1, "membersSince": 1},
-        }
-    )
-    read = act.QuorumRead(attempt=1, at=clock.now(), alone=True)
-    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
-    queue.add(KEY)
-    task = asyncio.create_task(queue.run(2, reconciler.reconcile))
-    await asyncio.sleep(2)
-    task.cancel()
-    await asyncio.wait([task])
-    assert len(store.pods_of("u1")) == replicas
+    store = starting(300, ["x" * 1000] * 120)
+    async with reconciling(store, Taker(store)):
+        await asyncio.sleep(2)
+    assert len(store.pods_of("u1")) == 300
 
 
 def ended(pod: observe.Pod, code: int, version: int) -> dict[str, Any]:
-    labels = {crd.LABEL_ATTEMPT: str(pod.attempt), crd.LABEL_REPLICA: str(pod.replica)}
-    meta = {"namespace": "ns", "name": pod.name, "uid": pod.uid, "resourceVersion": str(version)}
-    owner = {"uid": "u1", "controller": True}
-    state = {"terminated": {"exitCode": code}}
-    return {
-        "metadata": {**meta, "labels": labels, "ownerReferences": [owner]},
-        "spec": {"containers": [{"name": "trainer"}]},
-        "status": {
-            "phase": "Failed" if code else "Succeeded",
-            "containerStatuses": [{"name": "trainer", "state": state}],
-        },
-    }
+    container = {"name": "trainer", "state": {"terminated": {"exitCode": code}}}
+    phase = "Failed" if code else "Succeeded"
+    status = {"phase": phase, "containerStatuses": [container]}
+    return stored.pod(pod.uid, pod.replica, pod.attempt, version=version, status=status)
 
 
 async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
     """Each success is a write of its own, so the job is busy for as many rounds."""
-    store, metrics, clock, replicas = Store(), Metrics(), Clock(), 200
-    queue: WorkQueue[Key] = WorkQueue()
-    taker: Any = Taker(store, clock.now)
-    reconciler = Reconciler(store, queue, taker, metrics, lambda: True, clock)
-    store.put_job({**job(replicas), "status": {"phase": "Starting", "attempt": 1}})
-    read = act.QuorumRead(attempt=1, at=clock.now(), alone=True)
-    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
-    queue.add(KEY)
-    task = asyncio.create_task(queue.run(2, reconciler.reconcile))
-    await asyncio.sleep(2)
-    gang = store.pods_of("u1")
-    assert len(gang) == replicas
-    taker.seconds = 0.02
-    for number, pod in enumerate(gang, 10_000):
-        last = pod is gang[-1]
-        store.put_pod(ended(pod, 1 if last else 0, number))
-        queue.add(KEY)
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.5)
-    task.cancel()
-    await asyncio.wait([task])
+    store = starting(200)
+    taker = Taker(store)
+    async with reconciling(store, taker) as queue:
+        await asyncio.sleep(2)
+        gang = store.pods_of("u1")
+        assert len(gang) == 200
+        taker.seconds = 0.02
+        for number, pod in enumerate(gang, 10_000):
+            last = pod is gang[-1]
+            store.put_pod(ended(pod, 1 if last else 0, number))
+            queue.add(KEY)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
     found = store.snapshot(KEY)
     assert found
     assert (found.job.status["phase"], found.job.status["attempt"]) == ("Starting", 2)
-    assert len(found.pods) == replicas
+    assert len(found.pods) == 200

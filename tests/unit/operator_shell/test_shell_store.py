@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 
@@ -12,33 +11,17 @@ from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
 from ddpjob_operator.shell.cache.pods import slim_pod
 from ddpjob_operator.shell.cache.store import RewoundError, Store
+from support import stored
+from support.stored import Object, job
 
 KEY = ("ns", "job")
 
 
-def job(version: int | str, uid: str = "u1", name: str = "job", **status: Any) -> dict[str, Any]:
-    meta = {"namespace": "ns", "name": name, "uid": uid, "resourceVersion": str(version)}
-    return {"metadata": meta, "spec": {}, "status": status}
+def pod(version: int, uid: str = "p0", owner: str = "u1", phase: str = "Pending") -> Object:
+    return stored.pod(uid, version=version, owner=owner, status={"phase": phase})
 
 
-def pod(
-    version: int | str, uid: str = "p0", owner: str = "u1", phase: str = "Pending"
-) -> dict[str, Any]:
-    return {
-        "metadata": {
-            "namespace": "ns",
-            "name": "pod-0",
-            "uid": uid,
-            "resourceVersion": str(version),
-            "labels": {LABEL_ATTEMPT: "1", LABEL_REPLICA: "0"},
-            "ownerReferences": [{"controller": True, "uid": owner}],
-        },
-        "spec": {"containers": [{"name": "trainer"}]},
-        "status": {"phase": phase},
-    }
-
-
-def stored() -> Store:
+def store_with_a_job() -> Store:
     store = Store()
     store.put_job(job(5))
     return store
@@ -66,7 +49,7 @@ def phases(store: Store, uid: str = "u1") -> dict[str, str]:
 
 
 def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.set_feedback("u1", ApiFeedback(network_attempt=3))
     store.put_pod(pod(6))
     assert store.put_job(job(9, uid="u2"))
@@ -78,7 +61,7 @@ def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
 
 
 def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.put_own_write(job(7, phase="Running"))
     snapshot = store.snapshot(KEY)
     assert snapshot is not None
@@ -89,7 +72,7 @@ def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
 
 
 def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.put_job(job(3, uid="u2", name="old"))
     store.put_job(job(30, uid="u3", name="young"))
     assert store.drop_vanished_jobs(None, ["u1"], "20") == [("ns", "old")]
@@ -99,7 +82,7 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
 
 
 def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
-    store = stored()
+    store = store_with_a_job()
     assert store.put_pod(pod(6)) == {KEY}
     assert store.put_pod(pod(6), from_watch=False) == set()
     assert store.put_pod(pod(5, phase="Running")) == set()
@@ -137,7 +120,7 @@ def test_a_list_of_the_liars_namespace_says_nothing_of_the_jobs_own_pods() -> No
 
 
 def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.put_job(job(6, uid="u2", name="other"))
     store.put_pod(pod(7))
     assert store.put_pod(pod(8, owner="u2")) == {KEY, ("ns", "other")}
@@ -151,7 +134,7 @@ def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
 
 
 def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.put_pod(pod(6, "gone"))
     store.put_pod(pod(7, "kept"))
     store.put_pod(pod(25, "young"))
@@ -168,7 +151,7 @@ def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
 
 
 def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.put_job(job(6, uid="u2", name="other"))
     store.put_job(job(6, uid="u3", name="quiet"))
     store.put_pod(pod(7, "a"))
@@ -187,7 +170,7 @@ def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
 
 @pytest.mark.fault("A7")
 def test_a_list_older_than_what_was_known_when_it_began_is_of_a_restored_etcd() -> None:
-    store = stored()
+    store = store_with_a_job()
     store.put_pod(pod(30))
     with pytest.raises(RewoundError, match="pods were read at version 29 after 30"):
         store.check_list("pods", "29", store.newest("pods"))
@@ -202,7 +185,7 @@ def test_a_list_older_than_what_was_known_when_it_began_is_of_a_restored_etcd() 
 @pytest.mark.fault("A7")
 def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None:
     """The manual's way raises the revision: lists are newer then, what they show is not."""
-    store = stored()
+    store = store_with_a_job()
     store.put_job(job(9))
     before = store.job_versions()
     store.check_list("ddpjobs", "1000000000", store.newest("ddpjobs"))
@@ -213,7 +196,7 @@ def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None
 
 
 def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> None:
-    store = stored()
+    store = store_with_a_job()
     for attempt in range(1, 7):
         one = pod(10 + attempt, uid=f"x{attempt}")
         one["metadata"]["labels"][LABEL_ATTEMPT] = str(attempt)
@@ -224,7 +207,7 @@ def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> No
 
 
 def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
-    store = stored()
+    store = store_with_a_job()
     read = QuorumRead(3, datetime(2026, 1, 1, tzinfo=UTC))
     store.set_feedback("u1", ApiFeedback(confirmed=read, network_attempt=3))
     store.doubt_all()

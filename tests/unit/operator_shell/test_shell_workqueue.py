@@ -85,23 +85,20 @@ async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
 
 
 async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None:
-    queue: WorkQueue[int] = WorkQueue()
+    queue: WorkQueue[str] = WorkQueue()
     turns: list[int] = []
     done = 0
 
-    async def work(_: int) -> None:
+    async def work(_: str) -> None:
         nonlocal done
         done += 1
 
-    for key in range(50):
-        queue.add(key)
-    task = asyncio.create_task(queue.run(1, work))
-    while done < 50:
-        turns.append(done)
-        await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    for number in range(50):
+        queue.add(str(number))
+    async with working(queue, work, workers=1):
+        while done < 50:
+            turns.append(done)
+            await asyncio.sleep(0)
     assert len(set(turns)) > 40, "about one key between two turns of others"
 
 
