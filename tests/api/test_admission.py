@@ -286,9 +286,9 @@ def test_defaults_come_also_beside_what_a_user_has_opened(rest: Rest) -> None:
     body = ddpjob("defaults", **given)
     stored = create(rest, body)["spec"]
     assert dict(leaves(stored)) == {**DEFAULTS, **dict(leaves(body["spec"]))}
-    assert dict(leaves(create(rest, ddpjob("least"))["spec"])).keys() >= {
-        path for path in DEFAULTS if not path.startswith("snapshot.")
-    }
+    least = dict(leaves(create(rest, ddpjob("least"))["spec"]))
+    expected = {path: v for path, v in DEFAULTS.items() if not path.startswith("snapshot.")}
+    assert {path: least.get(path) for path in expected} == expected
 
 
 def test_explains(control_plane: Cluster) -> None:

@@ -124,6 +124,7 @@ def test_two_members_lost_at_once_are_one_restart(
     stage.wait_phase(gang, "Running", attempt=2)
     status = stage.succeed(gang)
     assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
+    assert status["restarts"]["charged"] == 1
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""What the API server may refuse: quota, a taken name, a misspelt field of the template."""
+"""What the API server may refuse: quota, a taken name, a pod's account."""
 
 from __future__ import annotations
 

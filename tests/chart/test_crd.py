@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_operator.core.objects import spec
 from ddpjob_trainer import cli
@@ -59,6 +60,20 @@ def test_rules_over_the_spec_read_no_text_of_unknown_length(root: Schema) -> Non
     rules = [rule["rule"] for rule in root["properties"]["spec"]["x-kubernetes-validations"]]
     assert rules
     assert [rule for rule in rules if re.search(r"\b(matches|string|quantity)\(", rule)] == []
+
+
+def test_reserved_variables_are_those_of_the_contract(root: Schema) -> None:
+    pod = root["properties"]["spec"]["properties"]["template"]["properties"]["spec"]
+    for kind in ("containers", "initContainers"):
+        item = pod["properties"][kind]["items"]["properties"]["env"]["items"]
+        (rule,) = item["x-kubernetes-validations"]
+        names = re.findall(r"'([A-Z][A-Z0-9_]*)'", rule["rule"])
+        prefix, *reserved = names
+        users, reserved = reserved[: len(contract.USER_ENV)], reserved[len(contract.USER_ENV) :]
+        assert tuple(users) == contract.USER_ENV
+        assert f"startsWith('{prefix}')" in rule["rule"]
+        assert prefix == contract.OWN_PREFIX
+        assert sorted(reserved) == sorted(contract.RESERVED_ENV)
 
 
 def test_it_is_small_and_says_what_each_field_and_rule_is_about(root: Schema) -> None:

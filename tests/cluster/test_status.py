@@ -1,4 +1,4 @@
-"""What a user is told: failures, stalls, refusals; and that deletion leaves nothing."""
+"""What a user is told: failures, stalls and refusals."""
 
 from __future__ import annotations
 
@@ -64,5 +64,10 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
 def test_a_missing_claim_is_told(site: Site) -> None:
     claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
+    body = job("no-map", ["true"])
+    body["spec"]["template"]["spec"]["volumes"] = [{"name": "m", "configMap": {"name": "none"}}]
+    site.apply(body)
     assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
+    assert "kubectl describe pod" in site.wait_condition("no-map", "Stalled", "ContainerCreating")
     site.delete("no-claim")
+    site.delete("no-map")

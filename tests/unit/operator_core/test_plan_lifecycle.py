@@ -239,6 +239,7 @@ def test_an_object_in_the_way_is_named_and_waited_for(kind: str, owner: str | No
     assert len(world.wait(10).pods) == 3
 
 
+@pytest.mark.fault("N8")
 def test_a_pod_that_takes_long_to_go_or_to_start_is_named():
     world = running(graceful=True).end(0, 1).wait(20)
     assert world.stalled == "WaitingForDeletion"
@@ -347,13 +348,16 @@ def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
 
 
 @pytest.mark.fault("U6")
+@pytest.mark.parametrize("there", [(0, 1), (0, 1, 2)], ids=["starting", "running"])
 @pytest.mark.parametrize("how", ["vanished", "deleted"])
-def test_a_member_removed_while_starting_is_a_disruption_like_any_other(how: str):
-    world = started(restart={"maxDisruptions": 3}).run(0, 1)
+def test_a_member_removed_is_a_disruption_like_any_other(how: str, there: tuple[int, ...]):
+    world = started(restart={"maxDisruptions": 3}).run(*there)
     for disruption in range(3):
         world = world.vanish(2) if how == "vanished" else world.terminate(2)
+        if how == "deleted" and len(there) == 3:
+            world.end(2, 143)
         assert world.status["attempt"] == disruption + 2
-        assert world.wait(10).run(0, 1).status["restarts"]["disruptions"] == disruption + 1
+        assert world.wait(10).run(*there).status["restarts"]["disruptions"] == disruption + 1
         assert world.loss["reason"] == "PodDeleted"
     assert world.vanish(2).condition("Failed")["reason"] == "MaxDisruptionsExceeded"
     assert world.status["restarts"]["charged"] == 0

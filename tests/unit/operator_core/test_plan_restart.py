@@ -258,3 +258,13 @@ def test_a_delay_that_another_clock_has_stored_in_the_future_stays_a_delay():
     world.sees_from_now()
     assert world.settle().plan().requeue_after == 1.0
     assert world.wait(1).phase == "Starting"
+
+
+@pytest.mark.fault("N2")
+def test_members_killed_together_count_once():
+    world = running().end(0, 137, settle=False).end(2, 137, settle=False).settle().run()
+    assert world.status["attempt"] == 2
+    assert world.status["restarts"] == {
+        "total": 1, "charged": 1, "disruptions": 0, "consecutive": 1,
+        "released": 0, "inPlace": 0, "round": 0, "snapshotStep": 0,
+    }  # fmt: skip
