@@ -66,6 +66,7 @@ def test_a_missing_claim_is_told(site: Site) -> None:
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
     body = job("no-map", ["true"])
     body["spec"]["template"]["spec"]["volumes"] = [{"name": "m", "configMap": {"name": "none"}}]
+    trainer(body)["volumeMounts"] = [{"name": "m", "mountPath": "/m"}]
     site.apply(body)
     assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
     assert "kubectl describe pod" in site.wait_condition("no-map", "Stalled", "ContainerCreating")
