@@ -159,7 +159,7 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
         "LAST-FAILURE", "NODE", "AGE", "MESSAGE",
     ]  # fmt: skip
     *told, age, message = row.split()[1:]
-    assert re.fullmatch(r"\d+[sm]", age)
+    assert re.fullmatch(r"(\d+[smh])+", age)
     assert told == [
         "Running", "Unschedulable", "2/3", "1+4", "120/400", "0.25", "2", "OOMKilled", "node7",
     ]  # fmt: skip

@@ -64,11 +64,17 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
 def test_a_missing_claim_is_told(site: Site) -> None:
     claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
-    body = job("no-map", ["true"])
-    body["spec"]["template"]["spec"]["volumes"] = [{"name": "m", "configMap": {"name": "none"}}]
-    trainer(body)["volumeMounts"] = [{"name": "m", "mountPath": "/m"}]
-    site.apply(body)
     assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
-    assert "kubectl describe pod" in site.wait_condition("no-map", "Stalled", "ContainerCreating")
     site.delete("no-claim")
-    site.delete("no-map")
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("N8")
+def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
+    obj = job("no-config", ["true"])
+    obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
+    trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
+    site.apply(obj)
+    told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
+    assert "kubectl describe pod" in told
+    site.delete("no-config")

@@ -414,7 +414,7 @@ def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_a_logged_mean_is_over_all_ranks(gang, tmp_path, odd):  # type: ignore[no-untyped-def]
+def test_all_draw_alike_after_start_and_a_logged_mean_is_over_all_ranks(gang, tmp_path, odd):  # type: ignore[no-untyped-def]
     def logs(rank: int) -> None:
         random.seed(rank)
         np.random.seed(rank)
