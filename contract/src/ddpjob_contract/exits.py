@@ -31,6 +31,9 @@ SEVERITY: Final = (
 FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
 #: Trying again cannot help.
 FATAL: Final = frozenset({"Permanent", "Diverged"})
+#: One exception so often in a row at one step would come again: the hub ends the attempt, by the
+#: whole text that it has; the operator fails the job, by the part that every record has.
+SAME_EXCEPTION: Final = 3
 #: When only collateral losses were seen, the cause gets this long to show itself. The time of
 #: a death is given in whole seconds, and one kubelet may tell of it seconds after another.
 CAUSE_SECONDS: Final = 5

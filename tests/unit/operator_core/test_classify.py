@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.policy.restarting import restart
 from support.world import START, World, running
 
 AT = "2026-01-01T00:00:00Z"
@@ -175,7 +174,7 @@ def test_what_says_why_is_quoted_in_one_line(raw: dict[str, Any], quoted: str):
     assert found.exception.startswith(quoted)
     assert bool(found.exception) == bool(quoted)
     assert len(found.exception) <= 160
-    assert found.exception in restart.describe(found)
+    assert found.exception in told.describe(found)
 
 
 def test_the_cause_and_the_end_of_a_long_log_are_shown():

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
-from ddpjob_operator.core import render
+from ddpjob_operator.core import render, told
 from ddpjob_operator.core.actions import (
     Action,
     ApiFeedback,
@@ -160,7 +160,7 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     loss = root_cause.find(view)
     if loss is None:
         return change, what
-    what = f"{what}; the gang was broken by then: {restart.describe(loss)}"
+    what = f"{what}; the gang was broken by then: {told.describe(loss)}"
     return restart.record(view, change, loss), what
 
 

@@ -13,6 +13,7 @@ from typing import Final
 from ddpjob_contract import PERMANENT_EXIT_CODES
 from ddpjob_operator.core.objects.observe import MESSAGE_MAX, Container, Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
+from ddpjob_operator.core.objects.status import Failure
 
 #: Words for a launcher's kind of end, if the program left none.
 KINDS: Final[Mapping[str, str]] = {
@@ -39,6 +40,17 @@ def shorten(text: str, limit: int = _LINE) -> str:
         return line
     tail = limit // 3
     return f"{line[: limit - tail - 1]}\N{HORIZONTAL ELLIPSIS}{line[len(line) - tail :]}"
+
+
+def describe(loss: Failure) -> str:
+    """Describe a loss in one line; the log's end stays in status.lastFailure."""
+    rank = f" (rank {loss.rank})" if loss.rank is not None else ""
+    node = f" on {loss.node}" if loss.node else ""
+    code = f", exit code {loss.exit_code}" if loss.exit_code is not None else ""
+    # The exit code is there anyway; other reasons add to an exception.
+    reason = "" if loss.exception and loss.reason.startswith("ExitCode") else loss.reason
+    what = ": ".join(filter(None, (reason, loss.exception)))
+    return f"replica {loss.replica}{rank}{node}: {what}{code} [{loss.cls}]"
 
 
 def ended(pod: Pod, by: Container, *, oom: bool) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
+from ddpjob_contract.exits import SAME_EXCEPTION
 from ddpjob_trainer.launcher.hub.root_cause import (
     Exit,
     ended_early,
@@ -22,8 +23,6 @@ from ddpjob_trainer.launcher.hub.root_cause import (
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
 #: An attempt has so many drills at most.
 _DRILLS = 2
-#: One exception so often in a row at one step ends the attempt; the operator fails the job for it.
-SAME = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def decide(
     if early := ended_early(exits, cause):
         record["exception"] = told_of(early, cause)
     if _same_again(history.records, record, newest):
-        why = f"the same exception {SAME} times in a row at step {record['step']}"
+        why = f"the same exception {SAME_EXCEPTION} times in a row at step {record['step']}"
         return Verdict(None, cause, f"{why}: it would come again")
     following = replace(
         history,
@@ -145,15 +144,18 @@ def _after_drill(history: History, step: int, snapshot_step: int, at: str) -> Hi
 
 
 def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:
-    """Return whether one exception has ended one step ``SAME`` times in a row.
+    """Return whether one exception has ended one step SAME_EXCEPTION times in a row.
 
     Without a step since the newest snapshot the start itself may fail, which can pass.
     """
     if record.get("kind") != "exception" or record.get("step", 0) <= max(snapshot_step, 0):
         return False
     keys = ("kind", "exception", "step")
-    alike = [all(old.get(key) == record.get(key) for key in keys) for old in records[1 - SAME :]]
-    return len(alike) == SAME - 1 and all(alike)
+    alike = [
+        all(old.get(key) == record.get(key) for key in keys)
+        for old in records[1 - SAME_EXCEPTION :]
+    ]
+    return len(alike) == SAME_EXCEPTION - 1 and all(alike)
 
 
 def _record(round_: int, cause: Exit | None, snapshot_step: int, *, nproc: int, at: str) -> Round:

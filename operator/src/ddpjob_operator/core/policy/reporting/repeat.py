@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract.exits import FREE
+from ddpjob_operator.core import told
 from ddpjob_operator.core.objects.status import Failure, Status
-from ddpjob_operator.core.policy.restarting import restart
 from ddpjob_operator.core.view import View
 
 CRASH_LOOPING: Final = "CrashLooping"
@@ -36,7 +36,7 @@ def reasons(view: View, status: Status) -> Iterator[tuple[str, str]]:
     alike = {one.exception for one in counted} == {newest.exception}
     said = f", each with {newest.exception}" if newest.exception and alike else ""
     cure = "spec.suspend true stops it and keeps the snapshots"
-    yield CRASH_LOOPING, f"{often}{said}; last: {restart.describe(newest)}; {cure}"
+    yield CRASH_LOOPING, f"{often}{said}; last: {told.describe(newest)}; {cure}"
 
 
 def quiet_at(status: Status) -> datetime | None:

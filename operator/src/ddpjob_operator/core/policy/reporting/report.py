@@ -26,9 +26,9 @@ from ddpjob_operator.core.objects.status import (
     Status,
     with_condition,
 )
-from ddpjob_operator.core.policy.restarting import fence, restart
+from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
-from ddpjob_operator.core.told import after_step, replicas, shorten
+from ddpjob_operator.core.told import after_step, describe, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -133,7 +133,7 @@ def _why(status: Status) -> tuple[str, str]:
         if found and found.status == "True":
             # A quoted failure follows words that the reason already says.
             causes = (one for one in reversed(status.failures) if one.exception)
-            quoted = (c.exception for c in causes if restart.describe(c) in found.message)
+            quoted = (c.exception for c in causes if describe(c) in found.message)
             cause = next(quoted, None)
             words = cause or _SCHEDULER.sub("", found.message)
             return found.reason, shorten(words, _BRIEF) if cause else clean(words, _BRIEF)

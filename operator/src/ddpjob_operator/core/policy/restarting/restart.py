@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import exits
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
@@ -23,8 +23,6 @@ from ddpjob_operator.core.view import Change, View
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come
 #: back. The three waits of the defaults (0, then twice this) are ten minutes.
 STARTUP_SECONDS: Final = 300.0
-#: The same exception at the same step, so often in a row, would come again.
-SAME: Final = 3
 #: Characters of an exception that every record has: a report cuts those of rounds.
 _COMPARED: Final = 64
 
@@ -48,7 +46,9 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     count += "; it told of no step, so the waits are longer" * (early > delay)
     delay = max(delay, early)
     wait = f" in {delay:g} s" if delay else ""
-    message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
+    message = (
+        f"attempt {view.status.attempt} ended: {told.describe(loss)}; restarting{wait} ({count})"
+    )
     change = new_attempt(view, change, "Restarting", delay)
     change = node_avoidance.node_of(view, change.with_status(restarts=restarts), loss)
     change = change.condition("Running", False, "Restarting", message, view.now)
@@ -81,20 +81,22 @@ def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     old, limits = status.restarts, view.spec.restart
     action = _action(view, old, loss)
     if action == "Fail":
-        return "PermanentFailure", describe(loss)
-    if (times := _in_same_way(view, status, loss)) >= SAME and _ruled(view, loss) is None:
+        return "PermanentFailure", told.describe(loss)
+    if (times := _in_same_way(view, status, loss)) >= exits.SAME_EXCEPTION and _ruled(
+        view, loss
+    ) is None:
         return "SameFailure", (
             f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
             f"again: mend the program or its data; a rule of spec.restart.rules with action "
-            f"Restart has it tried on; last: {describe(loss)}"
+            f"Restart has it tried on; last: {told.describe(loss)}"
         )
     free = action == "RestartFree"
     counted = _count(view, old, free)
     if free and counted.disruptions > limits.max_disruptions:
-        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
+        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {told.describe(loss)}"
         return "MaxDisruptionsExceeded", what
     if not free and counted.charged > limits.max_restarts:
-        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
+        what = f"maxRestarts {limits.max_restarts} is used up; last: {told.describe(loss)}"
         return "MaxRestartsExceeded", what
     return None
 
@@ -134,17 +136,6 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
     """Return the seconds before the n-th restart in a row: 0, then doubling."""
     restart = spec.restart
     return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
-
-
-def describe(loss: Failure) -> str:
-    """Describe a loss in one line; the log's end stays in status.lastFailure."""
-    rank = f" (rank {loss.rank})" if loss.rank is not None else ""
-    node = f" on {loss.node}" if loss.node else ""
-    code = f", exit code {loss.exit_code}" if loss.exit_code is not None else ""
-    # The exit code is there anyway; other reasons add to an exception.
-    reason = "" if loss.exception and loss.reason.startswith("ExitCode") else loss.reason
-    what = ": ".join(filter(None, (reason, loss.exception)))
-    return f"replica {loss.replica}{rank}{node}: {what}{code} [{loss.cls}]"
 
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:

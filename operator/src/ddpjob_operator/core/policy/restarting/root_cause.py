@@ -18,7 +18,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.policy.restarting import fence, probe, restart
-from ddpjob_operator.core.told import left_early, shorten
+from ddpjob_operator.core.told import describe, left_early, shorten
 from ddpjob_operator.core.view import Change, View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
@@ -78,7 +78,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if first and silent:
         until = f"{view.now + timedelta(seconds=left):%H:%M:%S} UTC"
         unless = f"pod {silent.name}, which has not ended, is lost with node {silent.node}"
-        what = f"{restart.describe(first)} ends the job, unless {unless}: that shows by {until}"
+        what = f"{describe(first)} ends the job, unless {unless}: that shows by {until}"
         yield WAITING, what
 
 

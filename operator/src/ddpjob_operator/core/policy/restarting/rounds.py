@@ -15,7 +15,7 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects import ranges
 from ddpjob_operator.core.objects.observe import Round, Rounds
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure
-from ddpjob_operator.core.policy.restarting.restart import describe
+from ddpjob_operator.core.told import describe
 from ddpjob_operator.core.view import Change, View
 
 _INT32_MAX = 2**31 - 1
