@@ -16,7 +16,7 @@ from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.ondisk.retention import retain
-from ddpjob_trainer.snapshot.restore.load import Source, Span
+from ddpjob_trainer.snapshot.restore.load import FileSpan, Source
 from ddpjob_trainer.snapshot.restore.resume import Retry
 from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
@@ -115,7 +115,7 @@ def memory_source(flat: Flat) -> Source:
     chunks = tuple(Chunk(n, 0, t.numel(), "all", n) for n, t in flat.tensors.items())
     found = Manifest(1, {}, (DataFile("all", 0, 0),), shapes, chunks, flat.aliases, flat.tree)
 
-    def fetch(_: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
+    def fetch(_: DataFile, spans: Sequence[FileSpan], buffer: torch.Tensor) -> None:
         for span in spans:
             content = accelerator.in_order(flat.tensors[span.chunk.tensor])
             buffer[span.at : span.at + span.bytes] = content.view(torch.uint8)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.environment import DRILL, REPLAY_DIR
+from ddpjob_trainer.environment import REPLAY_DIR, ROUND_DRILL
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.queued import Queued
@@ -195,7 +195,7 @@ def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):  # ty
     queued()
     env = {
         REPLAY_DIR: str(tmp_path / "replay"),
-        DRILL: f"Always {os.getpid()} {time.monotonic()}",
+        ROUND_DRILL: f"Always {os.getpid()} {time.monotonic()}",
     }
     training = fresh(tmp_path / "drilled")
     assert gang.run(training, env=env) == dict.fromkeys(range(3), 75), gang.log(0)

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.environment import DRILL, REPLAY_DIR
+from ddpjob_trainer.environment import REPLAY_DIR, ROUND_DRILL
 from ddpjob_trainer.gradients import determinism
 from support.launching import free_ports, page
 from support.rounds import Training, kill
@@ -442,7 +442,7 @@ def test_a_dataset_that_is_another_on_each_rank_is_told(gang, tmp_path, workers)
 @pytest.mark.fault("T14")
 def test_a_drill_finds_it_without_a_kill(gang, tmp_path):  # type: ignore[no-untyped-def]
     env = {REPLAY_DIR: str(tmp_path / "replay")}
-    drill = {DRILL: f"Always {os.getpid()} {time.monotonic()}"}
+    drill = {ROUND_DRILL: f"Always {os.getpid()} {time.monotonic()}"}
     codes = gang.run(train(tmp_path, Args, wait=True), env=env | drill)
     assert set(codes.values()) == {75}, gang.last_words()
     assert "a drill: all processes end after step" in gang.log(0)

@@ -29,7 +29,7 @@ from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
 from ddpjob_trainer.snapshot.save.staging import Pool
-from ddpjob_trainer.snapshot.save.writer import Outcome, Part, SnapshotWriter
+from ddpjob_trainer.snapshot.save.writer import Outcome, SnapshotWriter, StagedPart
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
 from support.snapshots import open_snapshots, whole
@@ -236,7 +236,7 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  #
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(Part, "changed"), (SnapshotFiles, "write"), (SnapshotWriter, "_post")],
+    [(StagedPart, "changed"), (SnapshotFiles, "write"), (SnapshotWriter, "_post")],
 )
 def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # type: ignore[no-untyped-def]
     tmp_path, open_ranks, monkeypatch, place, name, odd

@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpjob_trainer.data.fetch import Batches, Place, Work
+from ddpjob_trainer.data.fetch import Batches, BatchSettings, Work
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, open_input
 from ddpjob_trainer.data.order import Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.stream import Stream
@@ -37,16 +37,16 @@ from ddpjob_trainer.gpu import accelerator
 SAMPLES = 20
 
 
-def place(**changed: Any) -> Place:
+def place(**changed: Any) -> BatchSettings:
     usual: dict[str, Any] = {
         "seed": 5, "rank": 0, "ranks": 2, "global_batch": 8, "parts": 2, "level": "resume",
         "tail": "drop", "collate": None, "accelerator": accelerator.of(torch.device("cpu")),
         "say": lambda text: None, "alive": lambda: None,
     }  # fmt: skip
-    return Place(**{**usual, **changed})
+    return BatchSettings(**{**usual, **changed})
 
 
-def opened(source: Any, at: Place | None = None, **options: Any) -> Any:
+def opened(source: Any, at: BatchSettings | None = None, **options: Any) -> Any:
     asked = {one.name: one.default for one in fields(InputOptions)} | options
     return open_input(source, InputOptions.among(asked), at or place())
 

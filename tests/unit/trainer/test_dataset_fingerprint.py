@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ddpjob_trainer.data import dataset_fingerprint
-from ddpjob_trainer.data.fetch import Place
+from ddpjob_trainer.data.fetch import BatchSettings
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, open_input
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
@@ -41,7 +41,7 @@ class Unseeded(Own):
 
 
 def opened(dataset: Any, rank: int, *, ranks: int = 3, workers: int = 0, step: int = 2) -> Indexed:
-    place = Place(
+    place = BatchSettings(
         seed=5, rank=rank, ranks=ranks, global_batch=6, parts=ranks, level="resume", tail="drop",
         collate=None, accelerator=accelerator.of(torch.device("cpu")), say=lambda text: None,
         alive=lambda: None,

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.environment import DRILL, DrillSettings, Identity, read_launcher, read_worker
+from ddpjob_trainer.environment import (
+    ROUND_DRILL,
+    DrillSettings,
+    Identity,
+    read_launcher,
+    read_worker,
+)
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.training.replay.drill import SLOW_SECONDS, Drill
 
@@ -125,4 +131,4 @@ def test_the_launcher_says_what_it_is_told():
     with pytest.raises(ConfigError, match="DDPJOB_DRILL='on' must be one of Auto, Always, Never"):
         read_launcher({"DDPJOB_DRILL": "on"})
     assert read_worker({}).drill == DrillSettings("Never", 0, 0.0)
-    assert read_worker({DRILL: "Auto 17 2.5"}).drill == DrillSettings("Auto", 17, 2.5)
+    assert read_worker({ROUND_DRILL: "Auto 17 2.5"}).drill == DrillSettings("Auto", 17, 2.5)

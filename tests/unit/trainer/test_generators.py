@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from ddpjob_trainer.data import generators
-from ddpjob_trainer.data.fetch import Batches, Place, Work
+from ddpjob_trainer.data.fetch import Batches, BatchSettings, Work
 from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled
 from ddpjob_trainer.gpu import accelerator
@@ -235,7 +235,7 @@ def test_what_is_drawn_from_its_own_and_from_those_named_depends_on_the_position
 
 
 def stream(source: Any, rank: int = 0, batch: int | None = None, collate: Any = list) -> Stream:
-    place = Place(
+    place = BatchSettings(
         seed=5, rank=rank, ranks=3, global_batch=3 * (batch or 1), parts=3, level="resume",
         tail="drop", collate=collate, accelerator=accelerator.of(torch.device("cpu")),
         say=lambda text: None, alive=lambda: None,

@@ -20,7 +20,7 @@ from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Pool
-from ddpjob_trainer.snapshot.save.writer import Part, SnapshotWriter, versions_of
+from ddpjob_trainer.snapshot.save.writer import SnapshotWriter, StagedPart, versions_of
 from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
 
@@ -114,7 +114,9 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     buffer = tracker.pool.take(16)
     assert buffer is not None
     later = ((0, weight.detach()[2:]),)
-    part = Part(3, 0.0, "file", buffer, later, "mark", versions_of(later), Report(1, 16), None)
+    part = StagedPart(
+        3, 0.0, "file", buffer, later, "mark", versions_of(later), Report(1, 16), None
+    )
     assert not part.changed()
     with torch.no_grad():
         weight.mul_(0.5)

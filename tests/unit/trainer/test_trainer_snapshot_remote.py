@@ -28,7 +28,7 @@ from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.remote import client
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
 from ddpjob_trainer.snapshot.remote.fetch import fetch
-from ddpjob_trainer.snapshot.remote.process import Uploads as Retries
+from ddpjob_trainer.snapshot.remote.process import UploadQueue as Retries
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
 from ddpjob_trainer.state.codec import flatten, unflatten

@@ -24,12 +24,11 @@ REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
 RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher without a job: unique, as a job's uid
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
 #: Of a launcher, for a round: whether it allows a drill, its pid, when the round began (monotonic).
-DRILL = "DDPJOB_TRAINER_DRILL"
+ROUND_DRILL = "DDPJOB_TRAINER_DRILL"
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
 TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob-trainer chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
-#: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 #: A user may set these; arguments of start() come first.
@@ -187,7 +186,7 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
 
 
 def _drill(env: Mapping[str, str]) -> DrillSettings:
-    mode, _, rest = env.get(DRILL, "Never 0 0").partition(" ")
+    mode, _, rest = env.get(ROUND_DRILL, "Never 0 0").partition(" ")
     launcher, begun = rest.split()
     return DrillSettings(mode, int(launcher), float(begun))
 

@@ -24,7 +24,7 @@ Collate = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BatchSettings:
     """Hold the run's settings that shape one rank's batches."""
 
     seed: int

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.data import dataset_fingerprint, fetch
 from ddpjob_trainer.data.dataset_fingerprint import Fingerprint
-from ddpjob_trainer.data.fetch import Batches, Place, Work
+from ddpjob_trainer.data.fetch import Batches, BatchSettings, Work
 from ddpjob_trainer.data.generators import can_be_seeded, kept
 from ddpjob_trainer.data.order import (
     DataOrder,
@@ -50,7 +50,7 @@ class InputOptions(Arguments):
     generators: Any = None
 
 
-def open_input(source: Any, options: InputOptions, place: Place) -> Input:
+def open_input(source: Any, options: InputOptions, place: BatchSettings) -> Input:
     """Open a dataset or a stream. Raises ConfigError for one that cannot be read as asked for."""
     _check(options)
     if is_indexed_loader(source):
@@ -81,7 +81,7 @@ def _check(options: InputOptions) -> None:
         )
 
 
-def _taken_apart(loader: DataLoader[Any], options: InputOptions, place: Place) -> Indexed:
+def _taken_apart(loader: DataLoader[Any], options: InputOptions, place: BatchSettings) -> Indexed:
     for name in ("workers", "prefetch", "pin_memory", "shuffle", "sampler", "weights"):
         if getattr(options, name) is not None:
             raise ConfigError(
@@ -125,7 +125,7 @@ class Indexed:
     stream = None
 
     def __init__(
-        self, source: Any, options: InputOptions, place: Place, workers: dict[str, Any]
+        self, source: Any, options: InputOptions, place: BatchSettings, workers: dict[str, Any]
     ) -> None:
         self._source = Batches(source, place.collate, place.seed, options.generators or ())
         if options.batched:
@@ -226,7 +226,7 @@ class Indexed:
             self._workers = None
 
 
-def _check_stream(source: Any, options: InputOptions, place: Place) -> None:
+def _check_stream(source: Any, options: InputOptions, place: BatchSettings) -> None:
     name = type(source).__name__
     for option in ("shuffle", "sampler", "weights"):
         if getattr(options, option) is not None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.data import dataset_fingerprint, generators
-from ddpjob_trainer.data.fetch import Place, map_tensors
+from ddpjob_trainer.data.fetch import BatchSettings, map_tensors
 from ddpjob_trainer.data.generators import kept, seed_generators
 from ddpjob_trainer.data.order import DataOrder, Indices, Plan, Sequential, key64, words
 from ddpjob_trainer.data.user_samplers import SeededSampler, seed_sampler
@@ -59,7 +59,7 @@ class Stream:
     def __init__(
         self,
         source: Any,
-        place: Place,
+        place: BatchSettings,
         *,
         batched: bool | None = None,
         named: Sequence[Any] = (),

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from ddpjob_trainer.environment import DRILL, STORE_FD
+from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
@@ -83,7 +83,7 @@ class Starter:
         fds = {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
-        env = self._environment_of(local_rank, self._workers.round) | {DRILL: self._drill}
+        env = self._environment_of(local_rank, self._workers.round) | {ROUND_DRILL: self._drill}
         call = Call(env, out, err, fds)
         if self._workers.round > 0 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):

@@ -45,7 +45,7 @@ _PHASE_NUMBERS: Final = {phase: number for number, phase in enumerate(_PHASES)}
 _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(ACTIVITIES)}
 
 #: In the place of an exception: the process has ended for a drill.
-DRILL: Final = "drill"
+ENDED_BY_DRILL: Final = "drill"
 BLOCK: Final = 512
 #: What training resumes from; whether the steps repeated after a restart were equal.
 RESUMED: Final = "resumed.json"
@@ -153,7 +153,7 @@ class RankStateWriter:
         self.ends(words(f"{type(exception).__name__}: {exception}"))
 
     def ends(self, text: str) -> None:
-        """Record an exception's text, or DRILL, in its place."""
+        """Record an exception's text, or ENDED_BY_DRILL, in its place."""
         data = text.encode(errors="replace")[:_MAX_EXCEPTION]
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.dataset_fingerprint import Fingerprint, difference
-from ddpjob_trainer.data.fetch import Place
+from ddpjob_trainer.data.fetch import BatchSettings
 from ddpjob_trainer.data.order import DataOrder, Epochs
 from ddpjob_trainer.data.stream import Endless
 from ddpjob_trainer.errors import ConfigError
@@ -33,10 +33,10 @@ _OPTIONS = (
 OF_ALL = (*_OPTIONS[:-1], "samples", "order", "shards", "resume")
 
 
-def place(options: Options, world: World, alive: Callable[[], None]) -> Place:
+def place(options: Options, world: World, alive: Callable[[], None]) -> BatchSettings:
     """Return the run's settings that shape one rank's batches."""
     shares = options.shards if options.level == "elastic" else world.size
-    return Place(
+    return BatchSettings(
         seed=options.seed,
         rank=world.rank,
         ranks=world.size,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
-from ddpjob_trainer.liveness.heartbeat import DRILL
+from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
 _MAX_WORDS = 300  # of an exception in the launcher's log line
@@ -46,7 +46,7 @@ class Exit:
     @property
     def drill(self) -> bool:
         """Return whether it ended for a drill, with all others after the same step."""
-        return self.code == ExitCode.PEER_LOST and self.exception == DRILL
+        return self.code == ExitCode.PEER_LOST and self.exception == ENDED_BY_DRILL
 
 
 def _order(exit_: Exit) -> tuple[int, float, bool, int]:

@@ -79,7 +79,7 @@ def run_fetch(order: dict[str, Any]) -> None:
         return
 
 
-class Uploads:
+class UploadQueue:
     """What is to be uploaded, and when it is tried again. ``now``: a monotonic clock."""
 
     def __init__(self, make: Callable[[], Uploader], now: Callable[[], float]) -> None:
@@ -124,7 +124,9 @@ class Uploads:
 def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any]]) -> NoReturn:
     """Answer {uploaded} or {failed, text}; asked for it {now}, do not wait after a failure."""
     root, sequence, keep = Path(order["root"]), order["sequence"], order["keep"]
-    uploads = Uploads(lambda: Uploader(Store(order["url"]), root, sequence, keep), time.monotonic)
+    uploads = UploadQueue(
+        lambda: Uploader(Store(order["url"]), root, sequence, keep), time.monotonic
+    )
     while True:
         request: dict[str, Any] = {}
         with contextlib.suppress(queue.Empty):

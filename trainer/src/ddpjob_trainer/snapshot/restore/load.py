@@ -34,7 +34,7 @@ Offsets = Mapping[str, int]  # key of a piece -> where it begins in its file
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """A chunk of so many bytes, to lie at ``at`` of a buffer."""
 
     chunk: Chunk
@@ -43,7 +43,7 @@ class Span:
 
 
 #: Fills a buffer with spans of one data file. Raises OSError.
-Fetch = Callable[[DataFile, Sequence[Span], torch.Tensor], None]
+Fetch = Callable[[DataFile, Sequence[FileSpan], torch.Tensor], None]
 
 
 # --- Check ------------------------------------------------------------------------------------
@@ -131,15 +131,15 @@ class Source:
                 for span in window:
                     targets.put(span, self._buffer)
 
-    def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Span], int]]:
-        window: list[Span] = []
+    def _windows(self, chunks: Sequence[Chunk]) -> Iterator[tuple[list[FileSpan], int]]:
+        window: list[FileSpan] = []
         size = 0
         for chunk in chunks:
             length = chunk.count * ITEM_BYTES[self.manifest.tensors[chunk.tensor][0]]
             if window and size + length > _WINDOW_BYTES:
                 yield window, size
                 window, size = [], 0
-            window.append(Span(chunk, length, size))
+            window.append(FileSpan(chunk, length, size))
             size += -(-length // _ALIGN) * _ALIGN
         if window:
             yield window, size
@@ -166,7 +166,7 @@ class _Targets:
         self._tensors = tensors
         self._gathered: dict[str, tuple[torch.Tensor, list[int]]] = {}  # not in order in memory
 
-    def put(self, span: Span, buffer: torch.Tensor) -> None:
+    def put(self, span: FileSpan, buffer: torch.Tensor) -> None:
         tensor = self._tensors.get(span.chunk.tensor)
         if tensor is None:
             return
@@ -193,7 +193,11 @@ class _Targets:
 
 
 def read_spans(
-    directory: Path, file: DataFile, offsets: Offsets, spans: Sequence[Span], buffer: torch.Tensor
+    directory: Path,
+    file: DataFile,
+    offsets: Offsets,
+    spans: Sequence[FileSpan],
+    buffer: torch.Tensor,
 ) -> None:
     """Put spans of a data file into a buffer. Raises InvalidSnapshotError, OSError."""
     view = memoryview(buffer.numpy().data)

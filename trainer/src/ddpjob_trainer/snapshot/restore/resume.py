@@ -33,7 +33,7 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
     NewerFormatError,
 )
 from ddpjob_trainer.snapshot.restore import load
-from ddpjob_trainer.snapshot.restore.load import Source, Span
+from ddpjob_trainer.snapshot.restore.load import FileSpan, Source
 from ddpjob_trainer.telemetry.console import say
 
 _PROPOSED = b"candidate "
@@ -346,7 +346,7 @@ def _check_together(where: Path, found: Manifest, world: World) -> Source:
     offsets: dict[str, load.Offsets] = {}
     problem: Exception | None = None
 
-    def fetch(file: DataFile, spans: Sequence[Span], buffer: torch.Tensor) -> None:
+    def fetch(file: DataFile, spans: Sequence[FileSpan], buffer: torch.Tensor) -> None:
         # Source.read calls it: one rank reads, all get the bytes.
         owner = owners[file.name]
         if owner == world.rank:

@@ -46,7 +46,7 @@ _CHANGED = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class StagedPart:
     """A rank's part of one snapshot.
 
     ``versions``: those of the tensors that are copied later. ``report``: what is told once it is
@@ -107,9 +107,13 @@ class SnapshotWriter:
         self._files = files
         self._removing = threading.Lock()  # by retention, to which a manifest's draft is a leftover
         self._changed = threading.Condition()
-        self._copies: SimpleQueue[Part | int | None] = SimpleQueue()  # a number: prepare buffers
-        self._writes: SimpleQueue[Part | None] = SimpleQueue()  # None: look at what has changed
-        self._parts: dict[int, Part] = {}  # by step: being copied or written
+        self._copies: SimpleQueue[StagedPart | int | None] = (
+            SimpleQueue()
+        )  # a number: prepare buffers
+        self._writes: SimpleQueue[StagedPart | None] = (
+            SimpleQueue()
+        )  # None: look at what has changed
+        self._parts: dict[int, StagedPart] = {}  # by step: being copied or written
         #: On rank 0, those not yet durable: when begun, and of what; None: it has failed here.
         self._snapshots: dict[int, tuple[float, Draft | None]] = {}
         self._outcomes: deque[Outcome] = deque()
@@ -157,7 +161,7 @@ class SnapshotWriter:
 
     def _stage(
         self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]
-    ) -> Part:
+    ) -> StagedPart:
         """Lay out what this rank writes, in a buffer already but for what may be copied later."""
         rank, nonce, accelerator = self._rank, self._files.nonce, self._accelerator
         flat, structure = captured.flat, captured.structure
@@ -181,7 +185,7 @@ class SnapshotWriter:
             parts=captured.part.tree,
         )
         draft = Draft(step, dict(config), structure, nonce, flat.tree, dict(flat.aliases))
-        return Part(
+        return StagedPart(
             step,
             begun,
             data_name(step, nonce, rank),
@@ -193,7 +197,7 @@ class SnapshotWriter:
             draft if rank == 0 else None,
         )
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: StagedPart) -> None:
         """Have a part copied and written. What came of it is posted in any case."""
         with self._changed:
             self._parts[part.step] = part
@@ -309,7 +313,7 @@ class SnapshotWriter:
             else:
                 self._writes.put(task if self._copy(task) else None)
 
-    def _copy(self, part: Part) -> bool:
+    def _copy(self, part: StagedPart) -> bool:
         try:
             part.buffer.copy(part.later, self._accelerator, part.ready)
             if part.changed():
@@ -340,7 +344,7 @@ class SnapshotWriter:
             except Exception as error:  # no reason to end training
                 say(0, f"older snapshots were not removed: {self._why(error)}")
 
-    def _write(self, part: Part) -> Report:
+    def _write(self, part: StagedPart) -> Report:
         try:
             with part.buffer.content(part.report.bytes) as content:
                 crc = self._files.write(part.name, content)
@@ -348,7 +352,7 @@ class SnapshotWriter:
             return Report(self._rank, text=self._why(error))
         return replace(part.report, crc32=crc)
 
-    def _post(self, part: Part, report: Report) -> None:
+    def _post(self, part: StagedPart, report: Report) -> None:
         """Tell what became of this rank's part, and free its buffer."""
         part.buffer.busy = False
         self.reports.post(part.step, report)

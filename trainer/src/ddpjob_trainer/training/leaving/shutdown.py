@@ -22,7 +22,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.peer_loss import brief, cure_of, is_peer_loss, leave
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.liveness.heartbeat import DRILL, RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL, RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.leaving import refusal
 
@@ -150,7 +150,7 @@ class Shutdown:
 
     def drill(self, step: int) -> NoReturn:
         """End as all ranks do after this step, for the launcher to start the next round."""
-        self._state.ends(DRILL)
+        self._state.ends(ENDED_BY_DRILL)
         if self._rank == 0:
             say(0, f"a drill: all processes end after step {step} and do its last steps again")
         leave(ExitCode.PEER_LOST)
