@@ -1,7 +1,8 @@
 """Decide what follows a failed attempt, by the operator's rules, budgets and delays.
 
-attempts.py asks. The classes are ddpjob_contract.exits, as the operator's. Its long waits for a
-start that fails are left out: here somebody looks on, and mends the script.
+attempts.py asks. The classes are ddpjob_contract.exits, as the operator's. Left out are its long
+waits for a start that fails, and its end of a job by one exception that comes again and again
+(SameFailure): here somebody looks on, and mends the script.
 """
 
 from __future__ import annotations
