@@ -1,4 +1,4 @@
-"""Fills the status besides decisions: counts, progress, and why a gang stalls.
+"""Fill the status besides decisions: counts, progress, and why a gang stalls.
 
 plan() calls it last, in each planning round. Any stall has a condition with a reason from a closed
 list; silence is a defect.
