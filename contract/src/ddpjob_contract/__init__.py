@@ -1,4 +1,4 @@
-"""Names and numbers that operator, trainer and plugin share: environment, exit codes, reports.
+"""Define names and numbers for operator, trainer and plugin: environment, exit codes, reports.
 
 Each of their wheels, the plugin's file and both images hold this package. Pure: it imports the
 standard library only, and does nothing.

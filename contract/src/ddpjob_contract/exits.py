@@ -1,4 +1,4 @@
-"""Judge an exit code: its class, its names, and what follows where no rule of the user's matches.
+"""Judge an exit code: its class, its names, and what follows without a user's rule.
 
 The operator judges pods and rounds so, with what else it knows of them; `ddpjob-trainer local`
 judges launchers.

@@ -1,4 +1,4 @@
-"""A job, its pods and its trainers' pages, as the commands read them.
+"""Read a job, its pods and its trainers' pages, for the commands.
 
 The status is the operator's and has the CRD's schema; the pages of trainers are text from
 containers: a malformed value counts as absent.

@@ -1,4 +1,4 @@
-"""Start what the checks measure, each once and under a launcher of its own; read what it wrote."""
+"""Start each program that the checks measure, once, under its launcher; read its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train what the checks kill, hang and compare: small models of the kinds that people train.
+"""Train small models of common kinds, for the checks to kill, hang and compare.
 
 checks.py starts it under a launcher or under chaos.
 """

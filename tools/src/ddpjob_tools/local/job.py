@@ -1,4 +1,4 @@
-"""Say what a manifest's replicas are on this machine: command, variables, directories.
+"""Work out a manifest's replicas on this machine: command, variables, directories.
 
 command.py calls make(); attempts.py starts what it returns. The variables are those of the
 operator's pods (ddpjob_contract.environment), on 127.0.0.1. Paths that only the pods have are

@@ -1,4 +1,4 @@
-"""Tell whether all ranks were given one dataset, and a resume the dataset of its snapshot.
+"""Tell whether all ranks have one dataset, and a resume that of its snapshot.
 
 Data that is made, shuffled or split at random before start() has seeded the generators is another
 one in each process. inputs.py compares lengths and a Subset's indices between the ranks and with

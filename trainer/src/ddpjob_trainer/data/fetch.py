@@ -1,4 +1,4 @@
-"""Make a batch from its positions in the run, and move it to the right device.
+"""Make a batch from its positions in the run, and move it to a device.
 
 inputs.py calls Batches.make() in this process or in the workers, the loop to_device().
 """

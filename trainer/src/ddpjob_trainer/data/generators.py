@@ -1,4 +1,4 @@
-"""Seed whatever a sample may draw from, as a function of the seed and of the place in the run.
+"""Seed whatever a sample may draw from, by seed and place in the run.
 
 Batches, streams and samplers call this before each sample, batch or epoch: torch's, numpy's and
 random's own generators, and those that a dataset, its transforms, a collate function or a sampler

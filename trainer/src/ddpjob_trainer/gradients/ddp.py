@@ -1,4 +1,4 @@
-"""Make the gradients equal on all ranks, at levels off and resume; elastic.py has the same calls.
+"""Make the gradients equal on all ranks, at levels off and resume. elastic.py: same calls.
 
 The loop begins a step with parts(), which says what this rank computes and in which order, calls
 before_forward() and backward() for each part, and finish(), after which every ``.grad`` holds the

@@ -1,4 +1,4 @@
-"""Snapshots as the loop sees them: restore once, save when due.
+"""Restore a snapshot once and save when due: the loop's view of snapshots.
 
 Every rank stages its part and trains on; a thread writes. Failing to save is no reason to stop
 training: it is said, counted, and tried again.

@@ -1,4 +1,4 @@
-"""The training state: what goes into a snapshot, how it comes back, and its hashes."""
+"""Capture the training state for a snapshot, put it back, and hash it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of weights: a safetensors file that needs nothing of ours, and reading what others wrote.
+"""Write weights as safetensors that need nothing of ours; read what others wrote.
 
 No pickle is read but by torch's weights_only loader.
 """

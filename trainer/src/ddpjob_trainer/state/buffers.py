@@ -1,4 +1,4 @@
-"""The buffers of a model: which ones the ranks share, and how they are put back.
+"""Find the buffers of a model that the ranks share, and put them back.
 
 Those of the state_dict count always. One that is not persistent counts while it has the shape that
 it had at prepare(); else it is a cache, as long as what a rank has seen, and each rank's own.

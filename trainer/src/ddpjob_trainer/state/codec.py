@@ -1,4 +1,4 @@
-"""State as tensors and JSON. No pickle is ever written or read.
+"""Turn state into tensors and JSON. No pickle is ever written or read.
 
 ``flatten`` splits any nesting of dicts, lists, tuples, deques, numbers, strings, bytes and tensors
 into named tensors and a JSON tree that refers to them; ``unflatten`` joins them. Subclasses of

@@ -1,4 +1,4 @@
-"""Random numbers: reseeded at every step from (seed, step, shard), and saved too.
+"""Reseed random numbers at every step from (seed, step, shard), and save them.
 
 Reseeding makes dropout and augmentation a pure function of the position in the run. The states
 are stored in snapshots all the same, for user code that draws between steps.

@@ -1,4 +1,4 @@
-"""What a snapshot asks of an object, and what an optimizer needs when it comes back."""
+"""Define what a snapshot asks of an object, and prepare optimizers for their return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what the device does, and tell the hang watch while the loop makes no progress.
+"""Measure the device's work, and tell the hang watch while the loop makes no progress.
 
 When a GPU hangs, the hosts of all ranks wait somewhere. So Loop queues a mark behind each batch,
 forward, backward and update. The first mark that has not been passed says whether this rank waits

@@ -1,4 +1,4 @@
-"""Load the newest snapshot as the loop begins; after each step compare ranks, save what is due.
+"""Load the newest snapshot first; after each step compare ranks, save what is due.
 
 The snapshot that ends the run says so: a resume has nothing left to train then, unless it asks for
 more steps.

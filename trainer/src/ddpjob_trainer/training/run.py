@@ -1,4 +1,4 @@
-"""The run as the user's script sees it: prepare, steps, evaluate, hashes, finish.
+"""Give the user's script its Run: prepare, steps, evaluate, hashes, finish.
 
 The loop stays the user's. A Run knows the position in the run, so data order, random numbers,
 resume, snapshots, SIGTERM and the loss of a peer are its business. Made by start().

@@ -1,4 +1,4 @@
-"""Collect what decides the result of a run: stored in each snapshot, compared on each resume.
+"""Collect all that decides a run's result: snapshots store it, resumes compare it.
 
 Hyperparameters belong to it: what a script builds its optimizers and schedulers with, not what
 training has changed since.

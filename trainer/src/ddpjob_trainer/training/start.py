@@ -1,4 +1,4 @@
-"""start(): read the environment, meet the other ranks, make the Run."""
+"""Start a run: read the environment, meet the other ranks, make the Run."""
 
 from __future__ import annotations
 

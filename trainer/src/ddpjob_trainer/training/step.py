@@ -1,4 +1,4 @@
-"""One step, as the loop's body sees it: batches, backwards, updates."""
+"""Offer one step to the loop's body: batches, backwards, updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchange a step's numbers among the ranks, and draw the same conclusions on all of them.
+"""Exchange a step's numbers among ranks, so that all draw the same conclusions.
 
 One exchange per step runs beside the update. Values of hosts are read when the step ends; values
 of a GPU when the next step has been queued, so that the GPU stays busy, or sooner where a snapshot

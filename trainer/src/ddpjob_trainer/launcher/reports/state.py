@@ -1,4 +1,4 @@
-"""Build the answer to GET /state: what the ranks report, and what earlier rounds came to.
+"""Build the answer to GET /state: the ranks' reports, and earlier rounds' outcomes.
 
 The supervisor keeps the Results of earlier rounds and the Pace; a thread that serves HTTP asks.
 """

@@ -1,4 +1,4 @@
-"""Tell which incarnation's snapshots count: the lineage fence, on a disk and in an object store.
+"""Decide which incarnation's snapshots count: the lineage fence, on disk and in a store.
 
 Each incarnation (uid, attempt, round) owns a numbered folder: on a disk the number is taken by
 exclusive creation, in a store it is drawn (remote/upload.py). Before its first step it brings its

@@ -1,4 +1,4 @@
-"""The manifest: what a snapshot consists of. Present and its checksums right = valid.
+"""Define the manifest: a snapshot's contents. Present and its checksums right = valid.
 
 What it says is checked before anything is allocated, so a manifest made to do harm costs no more
 memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never

@@ -1,4 +1,4 @@
-"""Which files may go, now that a newer snapshot is durable. Runs in rank 0's writer thread."""
+"""Remove files that a newer durable snapshot has made needless. Runs in rank 0's writer thread."""
 
 from __future__ import annotations
 

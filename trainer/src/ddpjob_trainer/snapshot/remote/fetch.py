@@ -1,4 +1,4 @@
-"""Bring the newest snapshot of an object store to a disk that has nothing as new.
+"""Bring an object store's newest snapshot to a disk that has none as new.
 
 Called by remote/process.py. It becomes an incarnation on disk under the name that it has in the
 store, and resume.py then finds and checks it like any other.

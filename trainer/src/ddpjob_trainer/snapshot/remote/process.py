@@ -1,4 +1,4 @@
-"""The process beside rank 0 that talks to the object store: it fetches once, or uploads.
+"""Talk to the object store in a process beside rank 0: fetch once, or upload.
 
 It never imports torch, has a low priority, and ends with its rank. Requests and answers are JSON,
 one per line.

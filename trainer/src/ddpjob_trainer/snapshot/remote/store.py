@@ -1,4 +1,4 @@
-"""An object store as snapshots use it: numbered folders of objects below one URL. No torch.
+"""Adapt an object store to snapshots: numbered folders of objects below one URL. No torch.
 
 fsspec knows the protocols. Objects are never overwritten by another content: every name is drawn,
 or belongs to one incarnation alone. Store is a lineage.Folders, as a disk is.

@@ -1,4 +1,4 @@
-"""Put a snapshot back into live objects, one after the other, without a second copy of the whole.
+"""Put a snapshot back into live objects, one by one, without a second copy.
 
 All is compared before anything is overwritten. The model's tensors are read in place; an object
 gets new tensors, since load_state_dict() may keep those that it is given: what shared memory within

@@ -1,4 +1,4 @@
-"""Resume: choose a snapshot, bring it into this incarnation's directory, agree on it, publish it.
+"""Resume: choose a snapshot, bring it to this incarnation's directory, agree, publish.
 
 manager.restore() calls resume() on all ranks at the same point. Rank 0 takes a directory, walks the
 newest chain of start records, links each candidate's files into that directory and proposes it.

@@ -1,4 +1,4 @@
-"""Lay a snapshot out: which rank writes what, and where in its file; then draft the manifest.
+"""Assign each rank its bytes of a snapshot and their places; draft the manifest.
 
 The writer calls this on every rank at the same step, with what training_state has captured. All
 ranks hold equal parameters and optimizer state, so each writes another part of them; what only one

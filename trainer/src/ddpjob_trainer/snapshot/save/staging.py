@@ -1,4 +1,4 @@
-"""Where a rank's part of a snapshot lies until it is on disk: two reused buffers.
+"""Stage a rank's part of a snapshot in two reused buffers, until it is durable.
 
 A buffer holds the data file as it will be written. What user code may change after the step
 (buffers, counters, registered objects) is copied at once; parameters and optimizer state do not

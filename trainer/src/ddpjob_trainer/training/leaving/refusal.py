@@ -1,4 +1,4 @@
-"""Print an error that names its cure once, with the line of the script that led to it.
+"""Print an error that names its cure once, with the script's line behind it.
 
 All ranks of a launcher meet the same error, so the first one prints it. A traceback through our
 code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1 brings it back.

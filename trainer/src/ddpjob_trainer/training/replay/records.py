@@ -1,4 +1,4 @@
-"""Keep one rank's record of its steps in a file that outlives the process, and compare with it.
+"""Keep a rank's record of steps beyond the process's end, and compare with it.
 
 replay.py writes an entry per step into a file of the launcher's directory. The next process
 of the same rank finds there what the killed one computed. It never imports torch.
