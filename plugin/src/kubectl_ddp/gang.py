@@ -145,7 +145,7 @@ class Member:
 
     @property
     def state(self) -> str:
-        """One word, as `kubectl get pods` has it: Running, Terminating, ImagePullBackOff, ..."""
+        """Name it as `kubectl get pods` does: Running, Terminating, ImagePullBackOff, ..."""
         if "deletionTimestamp" in self.pod["metadata"]:
             return "Terminating"
         if not self.started and self.failed_init:

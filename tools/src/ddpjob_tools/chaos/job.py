@@ -30,7 +30,7 @@ class Job:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        """``program``: follows the options of `ddpjob-trainer run`."""
+        """Take ``program``, which follows the options of `ddpjob-trainer run`."""
         self._program = tuple(program)
         self._nproc = nproc
         self._environment = dict(environment)

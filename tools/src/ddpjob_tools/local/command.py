@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Make the folder, as a volume is there too, and keep other runs of the manifest out of it."""
+    """Make the folder, as a volume is there too. Keep other runs of the manifest out of it."""
     folder.mkdir(parents=True, exist_ok=True)
     held = os.open(folder, os.O_RDONLY)
     try:

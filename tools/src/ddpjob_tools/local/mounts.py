@@ -76,7 +76,7 @@ def work_at(manifest: Manifest, folders: Mapping[str, Path]) -> str:
 
 
 def config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, File], dict[str, Path]]:
-    """Return the files to write, and the folder of each mount of a ConfigMap in the manifest.
+    """Return the files to write, and the folder of each mount of a ConfigMap.
 
     Raises ConfigError.
     """
@@ -108,7 +108,7 @@ def config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, File], di
 
 
 class Paths:
-    """Puts our folders in the place of a pod's, wherever a path begins in a text."""
+    """Puts our folders in a pod's place, wherever a path begins in a text."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self._folders = folders

@@ -95,7 +95,7 @@ class Budget:
         self._progress = (-1, -1)
 
     def after(self, code: int, seconds: float, progress: tuple[int, int]) -> tuple[float, str]:
-        """Return the seconds until the next attempt, below 0 if none follows, and what to say.
+        """Return the seconds until the next attempt, and what to say. Below 0: none follows.
 
         ``seconds``: what the attempt lasted. ``progress``: the newest snapshot's step, the newest
         mtime at progressPath.

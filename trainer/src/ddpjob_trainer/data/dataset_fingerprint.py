@@ -58,7 +58,7 @@ def numbers(sample: Any) -> list[float]:
 
 
 def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
-    """Find the first rank, and the first of its samples, that is not as on rank 0.
+    """Find the first rank that differs from rank 0, and its first such sample.
 
     ``every``: of each rank the numbers of each sample.
     """

@@ -83,7 +83,7 @@ def kept() -> Iterator[None]:
 
 
 def seed(generators: Sequence[Any], key: int) -> None:
-    """Seed each with 64 bits, no two alike, nor like the process' own; reseed() gets 32."""
+    """Seed each with 64 bits, all different, also from the process' own; reseed() gets 32."""
     for place, generator in enumerate(generators, 1):
         own = (key + place * _ODD) % 2**64
         if isinstance(generator, torch.Generator):
@@ -98,7 +98,7 @@ def seed(generators: Sequence[Any], key: int) -> None:
 
 
 def state_of(generator: Any) -> Any:
-    """Return a generator's state, torch's as bytes on the CPU; None: it has none to be told."""
+    """Return a generator's state, torch's as bytes on the CPU; None where it has none."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -195,7 +195,7 @@ class _Search:
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
-    """Return those of its dict and of its slots; so the parts of a method or a partial."""
+    """Return the attributes in its dict and slots; thus a method's or partial's parts."""
     found: dict[str, Any] = {}
     with suppress(AttributeError):
         found |= object.__getattribute__(obj, "__dict__")

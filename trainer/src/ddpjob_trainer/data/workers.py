@@ -52,7 +52,7 @@ def _begin_worker(parent: int | None, init: Init | None, number: int) -> None:
 
 
 class _Ahead:
-    """Stand for a dataset of batches, indexed by the work to do; None is no work."""
+    """Stand for a dataset of batches, indexed by the work to do. None is no work."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches

@@ -281,7 +281,7 @@ class DdpAveraging:
             )
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """Return one number per rank to add up over all: with zeros that is exact in any order.
+        """Return one number per rank to add up over all. With zeros that is exact in any order.
 
         ``weights``: empty where samples weigh equally.
         """

@@ -110,7 +110,7 @@ def _words(found: Resumed) -> str:
 
 
 def _program() -> dict[str, str | None]:
-    """Hashes of the script and its arguments, which may hold what is nobody's business."""
+    """Hash the script and its arguments, which may hold what is nobody's business."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         script = None if file is None else _digest(Path(file).read_bytes())

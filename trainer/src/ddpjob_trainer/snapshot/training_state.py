@@ -40,7 +40,7 @@ _TREE_BYTES = 4096
 
 
 class _Inventory:
-    """What a model holds; asked once, since a large one has so many modules that walks show.
+    """The parts of a model. Asked once: a large one has so many modules that walks show.
 
     Parameters and buffers come under every name they have; tied ones come several times.
     ``transient``: non-persistent buffers, caches that forward may make, drop and reshape.

@@ -71,7 +71,7 @@ class UnstorableError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What the script reads itself after a resume: a value of another type then is refused."""
+    """A value that the script reads itself after a resume. One of another type then is refused."""
 
     value: Any
 
@@ -203,7 +203,7 @@ def _makes(value: Mapping[Any, Any]) -> tuple[Any, Any]:
 
 
 def _base(value: Any) -> Callable[[Any], Any] | None:
-    """Return how to make the plain type of a value of a subclass; None for other values."""
+    """Return how to make a subclass's plain type of a value; None for others."""
     if type(value) in _BASES or isinstance(value, np.generic | bool):
         return None
     return next((make for kind, make in _BASES.items() if isinstance(value, kind)), None)

@@ -40,7 +40,7 @@ class Divided(Stateful):
 
     @abstractmethod
     def held(self) -> Collection[int]:
-        """Return which entries of "state" are in this rank's part, if they are there at all."""
+        """Return this rank's entries of "state", if they are there at all."""
 
 
 #: numpy's and Python's, which have a state, but no state_dict().
@@ -98,7 +98,7 @@ class DictState:
 
 
 def _on_devices(there: Any, value: Any) -> Any:
-    """Bring tensors to the devices of those in their places: snapshots are read on the CPU."""
+    """Bring tensors to the devices of those in their places. Snapshots are read on the CPU."""
     if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
         return value.to(there.device)
     if type(value) is not type(there):

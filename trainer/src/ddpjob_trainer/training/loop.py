@@ -139,7 +139,7 @@ class Loop:
             self._updates.forward_begins(self.step, model)
 
     def _end(self, step: Step) -> None:
-        """End the step after the body: what that does after commit() is in the snapshot too."""
+        """End the step after the body. What that does after commit() is in the snapshot too."""
         process = self._process
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
@@ -215,7 +215,7 @@ class Loop:
         self.exchange.wait()
 
     def _end_early(self) -> None:
-        """Wait until every rank has left the loop where this one has; keep that end for good."""
+        """Wait until every rank has left the loop here; keep that end for good."""
         process, step, place = self._process, self.step, "before its first step"
         if step is not None:
             when = "after" if step.committed else "before"

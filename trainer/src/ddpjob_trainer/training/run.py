@@ -178,7 +178,7 @@ class Run:
         batched: bool | None = None,
         generators: Sequence[Any] | None = None,
     ) -> Iterator[Step]:
-        """Yield the steps that are still to do, after the newest snapshot if there is one.
+        """Yield the steps that are still to do, after the newest snapshot, if any.
 
         ``dataset``: map-style, or a DataLoader over one; else a stream: an IterableDataset, or a
         DataLoader over one, of which each process reads its own.
@@ -393,7 +393,7 @@ class Run:
     # --- Inside --------------------------------------------------------------------------
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """For what every rank does, once all have left the loop if it is over."""
+        """Enter what every rank does, once all have left the loop if it is over."""
         if self._loop is not None and not self._loop.within_step:
             self._loop.left()
         return self._process.shutdown.peers(what)

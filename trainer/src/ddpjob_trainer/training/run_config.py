@@ -184,7 +184,7 @@ def _of_scheduler(name: str, scheduler: LRScheduler) -> _Places:
 
 
 def _follows(place: str, places: Mapping[str, str]) -> bool:
-    """Whether it is a rate that a scheduler makes of the initial one."""
+    """Tell whether it is a rate that a scheduler makes of the initial one."""
     return place.endswith(" lr") and f"{place.removesuffix(' lr')} initial_lr" in places
 
 

@@ -67,7 +67,7 @@ class SnapshotFiles:
             raise
 
     def discard(self, step: int) -> None:
-        """Remove all files of a step that was not committed, those of the other ranks too.
+        """Remove all ranks' files of a step that was not committed.
 
         They stay if the rename, though perhaps not yet durable, was done.
         """

@@ -197,7 +197,7 @@ def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
 
 
 def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
-    """Return what a start record holds of them, each once, oldest first, without the job's own."""
+    """Return a start record's part of them: each once, oldest first, without the job's."""
     ordered = dict.fromkeys(uids)
     ordered.pop(but, None)
     return tuple(ordered)[-_MAX_PREDECESSORS:]

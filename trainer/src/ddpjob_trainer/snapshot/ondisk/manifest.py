@@ -44,7 +44,7 @@ class InvalidSnapshotError(Exception):
 
 
 class NewerFormatError(InvalidSnapshotError, ValueError):
-    """Nothing is wrong with it, but a newer ddpjob-trainer wrote it: it must be left to that."""
+    """A sound manifest of a newer ddpjob-trainer, to be left to that."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"{text}: it was written by a newer ddpjob-trainer; use that one")

@@ -94,7 +94,7 @@ class RemoteProcess:
 def fetch_if_newer(
     settings: SnapshotSettings, identity: Identity, alive: Callable[[], None]
 ) -> None:
-    """Bring to disk what only the store has; ``alive`` is called as long as bytes come.
+    """Bring to disk what only the store has. ``alive`` is called as long as bytes come.
 
     Raises OSError, PeerLostError, ConfigError.
     """

@@ -34,7 +34,7 @@ def fetch(
     tell: Tell,
     alive: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Return the step that was brought, None: what is on disk is as new, or there is none.
+    """Bring the newest snapshot and return its step, None if nothing newer is there.
 
     ``alive`` is called as bytes come. Raises PeerLostError when a later incarnation has uploaded
     already, ConfigError when only a newer program can read what is there, OSError, and what the

@@ -36,7 +36,7 @@ def answer(**about: Any) -> None:
 
 
 def why(error: BaseException) -> str:
-    """One line of any library's error."""
+    """Word any library's error in one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 

@@ -71,7 +71,7 @@ class Resumed:
 
 @dataclass(slots=True)
 class Retry:
-    """Ask again for a while where a disk fails for a moment, with one deadline for all calls.
+    """Ask again for a while where a disk fails for a moment. One deadline holds for all calls.
 
     A storage node that fails over answers EIO, ESTALE or ETIMEDOUT for some seconds. Taking an
     older snapshot at once would throw away training that is all there. ``now``: a monotonic clock.
@@ -103,7 +103,7 @@ class Retry:
 
 
 def resume(root: Path, world: World, *, anew: bool, retry: Retry | None = None) -> Resumed:
-    """Start this incarnation on all ranks, from the newest snapshot that all of them can read.
+    """Start this incarnation on all ranks, from the newest snapshot that all can read.
 
     ``anew``: only from what this job wrote itself. Raises OSError, PeerLostError, ConfigError.
     """

@@ -158,7 +158,7 @@ class SnapshotWriter:
     def _stage(
         self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]
     ) -> Part:
-        """Lay out what this rank writes, in a buffer already but for what may be copied later."""
+        """Lay out this rank's part in a buffer. What may be copied later is not yet in it."""
         rank, nonce, accelerator = self._rank, self._files.nonce, self._accelerator
         flat, structure = captured.flat, captured.structure
         layout = lay_out(structure, len(self.reports.writers), self._index)
@@ -234,7 +234,7 @@ class SnapshotWriter:
         self._wait(lambda: not self._parts)
 
     def wait_settled(self) -> None:
-        """Wait until all is durable or given up, on rank 0, when all ranks have posted."""
+        """Wait on rank 0, after all ranks' posts, until all is durable or given up."""
         self._wait(lambda: not self._snapshots)
 
     def _wait(self, done: Callable[[], bool]) -> None:

@@ -39,7 +39,7 @@ def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _is_first(text: str) -> bool:
-    """Whether no other rank of this launcher has said it in this round."""
+    """Tell whether no other rank of this launcher has said it in this round."""
     path = _mark_of(text)
     if path is None:
         return True

@@ -102,7 +102,7 @@ class Guard:
 
 
 class Touched:
-    """Finds gradients that are changed or dropped before they are the mean over the global batch.
+    """Finds gradients changed or dropped before they are the mean over the global batch.
 
     clip_grad_norm_() before commit() is right where DDP has averaged in backward. Where gradients
     are still this rank's own, lack a factor or are scaled, it would clip something else. A loop

@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 
 def difference(before: Entry, now: Entry) -> Differs | None:
-    """Name the first thing that differs in a step, in the order in which a step comes to it.
+    """Name the first difference in a step, in the order of its parts.
 
     Losses and weights decide. Another batch or other random numbers explain a difference; alone
     they are none: a batch may carry a path or a time, and each step begins with a seed of its own.
@@ -125,7 +125,7 @@ class Finding:
 
 
 class Comparison:
-    """One rank's comparison of the steps that it does again with what was recorded of them."""
+    """One rank's comparison of the steps that it does again with the record of them."""
 
     def __init__(self, recorded: dict[int, Entry] | None = None) -> None:
         self._recorded = recorded or {}
@@ -133,7 +133,7 @@ class Comparison:
 
     @property
     def pending(self) -> bool:
-        """Whether recorded steps are still to be done again."""
+        """Tell whether recorded steps are still to be done again."""
         return bool(self._recorded)
 
     def add(self, entry: Entry) -> bool:
