@@ -113,7 +113,10 @@ def _job(options: argparse.Namespace, scratch: Path) -> local_job.Job:
         else:
             text = Path(options.file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{options.file}: neither YAML nor JSON, but other bytes") from None
+        raise ConfigError(
+            f"{options.file}: neither YAML nor JSON, but other bytes: give a manifest of a DDPJob,"
+            " saved as UTF-8"
+        ) from None
     manifest = manifests.read(text)
     snapshots = options.snapshots or Path(f"{manifest.name}-snapshots")
     return local_job.make(

@@ -16,7 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_tools.local.manifest import Manifest
 from ddpjob_trainer.errors import ConfigError
 
-#: In a path: the replica of whoever reads it.
+#: In a path: the replica that reads it.
 OWN = f"$({contract.REPLICA})"
 
 
@@ -41,7 +41,7 @@ class Work:
         return self.folder / str(replica)
 
     def enter(self, replica: int) -> Path:
-        """Make a replica's folder anew, as a pod finds it empty."""
+        """Make a replica's folder empty, as a pod finds it."""
         shutil.rmtree(self.of(replica), ignore_errors=True)
         self.of(replica).mkdir(parents=True)
         return self.of(replica)
@@ -99,7 +99,10 @@ def config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, File], di
             if key in held:
                 files[folder / path] = File(held[key], mode if type(mode) is int else None)
             elif not source["optional"].value:
-                raise ConfigError(f"volumes: items: key {key!r}: the ConfigMap has no such one")
+                raise ConfigError(
+                    f"volumes: items: key {key!r}: the ConfigMap has no such one, so no pod could"
+                    " start: name a key that it has, or set optional: true"
+                )
         at = mount["mountPath"].text().rstrip("/")
         if not at.startswith("/"):
             raise mount["mountPath"].odd("below /")
