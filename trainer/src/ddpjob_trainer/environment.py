@@ -29,7 +29,6 @@ DRILL = "DDPJOB_TRAINER_DRILL"
 TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob-trainer chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
-#: Columns of the terminal that the launcher writes to; unset: it writes to no terminal.
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 #: A user may set these; arguments of start() come first.
