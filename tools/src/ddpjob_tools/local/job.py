@@ -169,7 +169,7 @@ def make(
     replicas: int | None = None,
     nproc: int | None = None,
 ) -> Job:
-    """Plan a manifest's job; ``replicas`` and ``nproc`` take the place of its own.
+    """Plan a manifest's job; ``replicas`` and ``nproc`` take the place of the manifest's.
 
     ``scratch``: for the files of ConfigMaps. ``folders``: a pod's path -> ours. Raises ConfigError.
     """

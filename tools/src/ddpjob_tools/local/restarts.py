@@ -1,7 +1,7 @@
 """Decide the answer to a failed attempt, by the operator's rules, budgets and delays.
 
 attempts.py asks. The classes are ddpjob_contract.exits, as the operator's. Its long waits for a
-start that fails are left out: here somebody looks on, and mends the script.
+start that fails are left out: here somebody looks on, and repairs the script.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _ENDS = (
 _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values, list: list.__iter__, tuple: tuple.__iter__, deque: deque.__iter__,
 }  # fmt: skip
-#: A run leads to the loop's generators. Only what stands in place of the script's own is gone into.
+#: A run leads to the loop's generators. Only what replaces the script's own is gone into.
 _OURS = re.compile(r"ddpjob_trainer\.(?!data\.)")
 _ODD = 0x9E3779B97F4A7C15
 #: The process' own, which are seeded anyway.
@@ -111,7 +111,7 @@ def state_of(generator: Any) -> Any:
 
 
 def mark(generator: Any) -> str:
-    """Hash what tells where a generator stands."""
+    """Hash a generator's position in its sequence."""
     state = state_of(generator)
     plain = state.numpy() if isinstance(state, torch.Tensor) else state
     return blake2b(pickle.dumps(plain), digest_size=8).hexdigest()

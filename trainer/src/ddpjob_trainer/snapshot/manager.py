@@ -209,7 +209,7 @@ class Snapshots:
         self._unsettled = False
         with self._progress.under("snapshot"):
             self._writer.wait_written()
-        self._progress.at("agreement")  # a rank that waits for its own disk is told from these
+        self._progress.at("agreement")  # sets a rank that waits for its own disk apart
         self._world.barrier()  # all parts are reported now; a dead peer is noticed here
         if self._world.rank == 0:
             with self._progress.under("snapshot"):

@@ -35,7 +35,7 @@ from ddpjob_trainer.state.stateful import (
 )
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
-#: and what keeps its structure need not be divided and laid out anew.
+#: and what keeps its structure need not be divided and laid out again.
 _TREE_BYTES = 4096
 
 
@@ -315,5 +315,5 @@ def _device_of(obj: Stateful) -> torch.device | None:
 
 
 def _is_ema(name: str) -> bool:
-    """Tell whether prepare(ema=...) has registered it: each model has one of its own."""
+    """Tell whether prepare(ema=...) has registered it: each model has another."""
     return re.fullmatch(r"ema(\d+|\..+)?", name) is not None

@@ -51,7 +51,7 @@ def persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Steady:
     """The buffers outside of a model's state_dict, as tensors on which all ranks agree.
 
-    Where one has another shape by now, the tensor that was there first stands for it.
+    Where one has another shape by now, the tensor that was there first takes its place.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -286,7 +286,7 @@ def _made(content: Any, flat: Flat) -> Any:
     return made
 
 
-#: How to make a value of what stands beside its mark.
+#: How to make a value of the data beside its mark.
 _READERS: dict[str, Callable[[Any, Flat], Any]] = {
     "$tensor": _tensor_named,
     "$complex": _complex,

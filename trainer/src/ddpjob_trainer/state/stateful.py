@@ -115,7 +115,7 @@ def _on_devices(there: Any, value: Any) -> Any:
 
 
 def stateful(obj: Keepable) -> Stateful:
-    """Return what stands for this in the snapshots."""
+    """Return the object that represents this in the snapshots."""
     if isinstance(obj, torch.Generator | OtherGenerator) and not isinstance(
         obj, random.SystemRandom
     ):

@@ -185,7 +185,7 @@ class Run:
         ``workers``: processes per rank that make batches ahead, each ``prefetch`` (default 2) of
         them; by default none. The result does not depend on them. ``pin_memory``: in page-locked
         memory; by default on CUDA with workers.
-        ``shuffle``: anew in each epoch, the default; False: the dataset's own order.
+        ``shuffle``: differently in each epoch, the default; False: the dataset's own order.
         ``sampler``: another order, as a torch Sampler, a sequence of indices, or a function from
         the epoch to one. ``weights``: one per sample; an epoch draws as many samples as there are,
         with replacement. ``batched``: whether a stream of unknown type yields batches, not samples.
@@ -216,7 +216,7 @@ class Run:
         trained = self._ready("evaluating()")
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
         module = trained.model_of(model).weights(ema=ema)
-        # An average's follow from the model's, unless update_bn() gives it some of its own.
+        # An average's follow from the model's, unless update_bn() gives it others.
         kept = buffers.preserved(module, not ema)
         during = self._process.progress.during("evaluation")
         with during, guard, kept, evaluation.evaluating(module):
@@ -293,7 +293,7 @@ class Run:
 
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
-        ``step.index + 1`` within the loop. Rank 0's values are told, so it may be called on all
+        ``step.index + 1`` within the loop. Rank 0's values count, so it may be called on all
         ranks or on rank 0 only. ``reduce``: "mean" tells the mean over all ranks and all calls of
         the step; then every rank calls it, with the same names, before step.commit(). Raises
         ConfigError.

@@ -113,7 +113,7 @@ def start(
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
     ``log``: a function of yours that rank 0 calls with the run's curves, as log(step, values), on
-    a thread of its own; what it raises is told once and ends nothing.
+    another thread; what it raises is printed once and ends nothing.
 
     Alone without any environment, under torchrun and under our launcher it is the same call.
     Raises ConfigError; ends the process with exit code 75 when the others do not come.

@@ -231,7 +231,7 @@ class Step:
 
 
 def check_loss(loss: object) -> None:
-    """Raise ConfigError for what has no backward of its own."""
+    """Raise ConfigError for a loss without a backward."""
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(f"step.backward() needs a tensor, the loss, not a {type(loss).__name__}")
     if loss.numel() != 1 or not loss.requires_grad or loss.is_complex():

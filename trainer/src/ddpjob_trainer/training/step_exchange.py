@@ -43,7 +43,7 @@ class StepExchange:
         self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
         self.logged = LoggedMeans(process.world)
-        self.stop = False  # a rank has been told to stop
+        self.stop = False  # a rank has been asked to stop
         self.asked = False  # this one's script has called step.stop()
         self.enough = False  # a rank's script has
 

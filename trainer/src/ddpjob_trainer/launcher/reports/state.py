@@ -60,7 +60,7 @@ class Results:
 
 
 def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
-    """Choose what is told of the restarts: one that was not checked takes nothing back."""
+    """Choose the verdict on the restarts: one that was not checked takes nothing back."""
     return before if not proof or (before and "unchecked" in proof) else proof
 
 

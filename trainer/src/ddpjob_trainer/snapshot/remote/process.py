@@ -91,7 +91,7 @@ class Uploads:
         self._next = 0.0
 
     def wait_seconds(self) -> float | None:
-        """Return how long there is nothing to do; None: until told."""
+        """Return how long there is nothing to do; None: until a request."""
         if self._wanted < 0:
             return None
         return max(0.0, self._next - self._now())

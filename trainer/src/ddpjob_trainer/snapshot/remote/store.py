@@ -51,7 +51,7 @@ class Store:
         known = lineage.read_starts(self, unread)
         for why in unread.values():
             if isinstance(why, OSError):
-                raise why  # never begin anew for want of a network
+                raise why  # never begin from nothing for want of a network
         return known, [why for why in unread.values() if isinstance(why, NewerFormatError)]
 
     def size(self, number: int, name: str) -> int | None:

@@ -65,7 +65,7 @@ class Loader:
             target.copy_(source)
 
     def _below(self, prefix: str) -> Callable[[str], bool]:
-        """Tell whether a stored name, or one that stands for it, is below a prefix."""
+        """Tell whether a stored name, or an alias of it, is below a prefix."""
         aliases = self._source.manifest.aliases
         elsewhere = {target for name, target in aliases.items() if name.startswith(prefix)}
         return lambda name: name.startswith(prefix) or name in elsewhere

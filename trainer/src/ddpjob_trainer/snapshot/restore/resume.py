@@ -186,7 +186,7 @@ class _Opening:
         lineage.refuse_if_stale(starts, identity)
         parent, source = 0, None
         head = lineage.newest(starts)
-        # A job that starts anew continues, in its later attempts, what it began itself.
+        # A job that resumes nothing continues, in its later attempts, what it began itself.
         if not anew or (head is not None and head.uid == identity.uid):
             parent, source = self._choose(starts, sequence)
         first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique

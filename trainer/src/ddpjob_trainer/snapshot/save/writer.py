@@ -35,7 +35,7 @@ GONE = (
     " snapshots may be gone with it"
 )
 _LOOK_SECONDS = 0.01  # how often rank 0 looks for the others' results
-_LONG_SECONDS = 60.0  # a wait that is told of
+_LONG_SECONDS = 60.0  # a wait that is reported
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 #: As Embedding(max_norm=...) does in its forward.
@@ -49,7 +49,7 @@ _CHANGED = (
 class Part:
     """A rank's part of one snapshot.
 
-    ``versions``: those of the tensors that are copied later. ``report``: what is told once it is
+    ``versions``: those of the tensors that are copied later. ``report``: to be posted once it is
     durable, but for its checksum. ``draft``: on rank 0, of the manifest.
     """
 

@@ -26,7 +26,7 @@ from ddpjob_trainer.liveness.heartbeat import DRILL, RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.leaving import refusal
 
-#: Between the end of the loop and that of a process that was told to stop in its last step.
+#: Between the end of the loop and that of a process that was asked to stop in its last step.
 _MOMENT_SECONDS = 1.0
 _CALLS = 8  # a call may be over on one rank before another that differs waits for it
 

@@ -44,7 +44,7 @@ class Guard:
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:
-        """Let an evaluation use optimizers of its own."""
+        """Let an evaluation use other optimizers than the loop's."""
         before, self._asleep = self._asleep, True
         try:
             yield

@@ -41,7 +41,7 @@ def difference(before: Entry, now: Entry) -> Differs | None:
     """Name the first difference in a step, in the order of its parts.
 
     Losses and weights decide. Another batch or other random numbers explain a difference; alone
-    they are none: a batch may carry a path or a time, and each step begins with a seed of its own.
+    they are none: a batch may carry a path or a time, and each step begins with another seed.
     """
     weights = bool(before.weights and now.weights and before.weights != now.weights)
     if before.losses == now.losses and not weights:
@@ -54,7 +54,7 @@ def difference(before: Entry, now: Entry) -> Differs | None:
 
 
 def record_path(directory: Path, rank: int, snapshots: Path) -> Path:
-    """Return where a rank's record is. Each run of a process has snapshots of its own."""
+    """Return where a rank's record is. Each run of a process has other snapshots."""
     name = blake2b(str(snapshots.absolute()).encode(), digest_size=4).hexdigest()
     return directory / f"rank-{rank}-{name}"
 
