@@ -1,4 +1,4 @@
-"""Names and numbers that operator, trainer and plugin share: environment, exit codes, reports.
+"""Define names and numbers for operator, trainer and plugin: environment, exit codes, reports.
 
 Each of their wheels, the plugin's file and both images hold this package. Pure: it imports the
 standard library only, and does nothing.
@@ -62,7 +62,7 @@ HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
 #: A template may set none of these, nor anything that starts with OWN_PREFIX but for USER_ENV.
 RESERVED_ENV: Final = RENDEZVOUS_ENV + PROCESS_ENV
 
-#: Directory of a run's results: the user sets it, in a template or in a shell.
+#: Where snapshots, events and curves go: the user sets these, in a template or in a shell.
 USER_ENV: Final = (
     "DDPJOB_TRAINER_SNAPSHOT_UPLOAD",
     "DDPJOB_TRAINER_EVENTS",

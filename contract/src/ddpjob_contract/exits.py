@@ -1,4 +1,4 @@
-"""Judge an exit code: its class, its names, and what follows where no rule of the user's matches.
+"""Judge an exit code: its class, its names, and what follows without a user's rule.
 
 The operator judges pods and rounds so, with what else it knows of them; `ddpjob-trainer local`
 judges launchers.
@@ -52,7 +52,7 @@ CLASSES: Final[Mapping[int, str]] = {
 
 
 def class_of(code: int | None, number: int | None, other: str = "User") -> str:
-    """Class an end by its exit code and signal; ``other``: of a code that means nothing.
+    """Class an end by its exit code and signal. ``other``: of a code that means nothing.
 
     SIGKILL comes from outside the program, of unknown origin: charged all the same. It
     may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
@@ -94,13 +94,13 @@ def reason_of(code: int | None, number: int | None) -> str:
 
 
 def reasons_of(code: int) -> set[str]:
-    """Return what a rule can call a process that ends so, before a container ends with it."""
+    """Return the reasons by which rules match a process's end, while its container still runs."""
     number = signal_of(code)
     return {reason_of(code, number), class_of(code, number), "Error"}
 
 
 def final_codes(ruled: Callable[[int, set[str]], str | None]) -> list[int]:
-    """Return the codes after which the user's rules want no restart, so none in place either."""
+    """Return the codes for which the user's rules want no restart, nor one in place."""
     return [code for code in range(1, 256) if ruled(code, reasons_of(code)) == "Fail"]
 
 

@@ -1,4 +1,4 @@
-"""The ddpjob operator: keeps a gang of PyTorch DDP pods training until it has succeeded.
+"""Keep gangs of PyTorch DDP pods training until they have succeeded: the operator.
 
 core/ is pure and decides; shell/ talks to the API server and decides nothing.
 """

@@ -1,4 +1,4 @@
-"""`python -m ddpjob_operator`, also installed as `ddpjob-operator`.
+"""Start the operator: `python -m ddpjob_operator`, also installed as `ddpjob-operator`.
 
 It lets signals end it before it imports the rest: it is PID 1 in a pod, and the kernel drops
 signals to PID 1 that have no handler. The app replaces these handlers with its own.

@@ -1,4 +1,4 @@
-"""Entry point of the command, of `python -m kubectl_ddp` and of the single file."""
+"""Enter the command: from its script, `python -m kubectl_ddp` or the single file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: __main__.py calls run(), which calls one function of commands/."""
+"""Parse the command line: __main__.py calls run(), which calls one function of commands/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error that ends a command, as one line: what is wrong and what helps."""
+"""Define the error that ends a command, as one line: the trouble and its cure."""
 
 from __future__ import annotations
 

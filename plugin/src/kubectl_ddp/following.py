@@ -1,4 +1,4 @@
-"""Reads a job again and again until it ends, for `status -w` and `logs -f`."""
+"""Read a job again and again until it ends, for `status -w` and `logs -f`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job, its pods and its trainers' pages, as the commands read them.
+"""Read a job, its pods and its trainers' pages, for the commands.
 
 The status is the operator's and has the CRD's schema; the pages of trainers are text from
 containers: a malformed value counts as absent.
@@ -145,7 +145,7 @@ class Member:
 
     @property
     def state(self) -> str:
-        """One word, as `kubectl get pods` has it: Running, Terminating, ImagePullBackOff, ..."""
+        """Name it as `kubectl get pods` does: Running, Terminating, ImagePullBackOff, ..."""
         if "deletionTimestamp" in self.pod["metadata"]:
             return "Terminating"
         if not self.started and self.failed_init:

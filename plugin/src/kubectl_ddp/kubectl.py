@@ -1,4 +1,4 @@
-"""Runs the user's own kubectl, and words its refusals so that they help."""
+"""Run the user's own kubectl, and word its refusals so that they help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads pages of many pods at once, through the API server's pod proxy.
+"""Read pages of many pods at once, through the API server's pod proxy.
 
 gang.py calls it. One `kubectl proxy` serves all requests of a command, since a process for each of
 a thousand pods would cost minutes. It listens on a socket in a directory of this user alone, since

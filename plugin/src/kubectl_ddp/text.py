@@ -1,4 +1,4 @@
-"""Layout of the commands' output: tables, ages, text of strangers.
+"""Lay out the commands' output: tables, ages, text of strangers.
 
 Nothing is coloured and nothing depends on the terminal but the width at which lines are wrapped.
 """

@@ -59,7 +59,7 @@ def test_another_program_of_the_same_job_is_no_warning():
     changed = {"step": 9, "changed": ["script", "arguments"]}
     world = poll(running(), step=10, resumed=changed)
     said = "made by another script and other arguments: its snapshot of step 9"
-    assert told(world) == [("Normal", f"training goes on from what was {said}")]
+    assert told(world) == [("Normal", f"training goes on from a state {said}")]
     assert "0 steps" not in succeed(world, step=9, resumed=changed).condition("Complete")["message"]
 
 

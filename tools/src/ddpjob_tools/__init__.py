@@ -1,4 +1,4 @@
-"""Commands beside the core, started by cli.py alone: chaos, gpu-check, init and local.
+"""Offer commands beside the core, started by cli.py alone: chaos, gpu-check, init, local.
 
 They drive the launcher and read what training records; nothing of the core imports them.
 """

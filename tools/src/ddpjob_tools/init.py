@@ -360,7 +360,7 @@ def _dumped(body: Mapping[str, Any]) -> str:
     import yaml  # here: `run` starts without it
 
     class Dumper(yaml.SafeDumper):
-        """Writes lines as a block where YAML allows it; quotes what it may read as no string."""
+        """Writes lines as a block where YAML allows it. It quotes what may read as no string."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         block = "\n" in value and not value.startswith((" ", "\t", "\n"))

@@ -1,4 +1,4 @@
-"""The stock image, its name and its torch; names that an API server takes for a DDPJob."""
+"""Name the stock image and its torch; check names that a DDPJob may have."""
 
 from __future__ import annotations
 

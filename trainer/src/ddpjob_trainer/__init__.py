@@ -1,4 +1,4 @@
-"""PyTorch DDP training that resumes bit for bit.
+"""Train with PyTorch DDP, and resume bit for bit.
 
 ``start`` is all a script needs. Names are resolved when used, so that the launcher, which
 shares this package, never imports torch.

@@ -1,4 +1,4 @@
-"""The `ddpjob-trainer` command, also as `python -m ddpjob_trainer`.
+"""Run the `ddpjob-trainer` command, also as `python -m ddpjob_trainer`.
 
 Its first act is to make SIGTERM end it, also while it still imports, and SIGINT without a
 traceback. The launcher is PID 1 in a pod, and the kernel drops signals to PID 1 that have no

@@ -1,4 +1,4 @@
-"""Stage marks for benchmarks and chaos: {t, event, rank, round} lines, appended to one file by all.
+"""Mark stages for benchmarks and chaos: {t, event, rank, round} lines in a shared file.
 
 Off unless DDPJOB_TRAINER_TRACE names the file. ``t`` is the machine's monotonic clock in seconds,
 the same in all its processes. Never imports torch.

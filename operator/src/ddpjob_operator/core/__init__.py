@@ -1,1 +1,1 @@
-"""The pure heart of the operator: state in, actions out. Start reading at plan.py."""
+"""Decide without side effects: state in, actions out. Start reading at plan.py."""

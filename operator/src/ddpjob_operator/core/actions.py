@@ -1,4 +1,4 @@
-"""The actions that the planner asks for, and the API's answers to them.
+"""Define the actions that the planner asks for, and the API's answers to them.
 
 plan() returns a Plan, shell/executor.py carries it out in order. ApiFeedback is the planner's only
 memory outside the API server and holds what no watch returns: losing it (an operator restart) costs

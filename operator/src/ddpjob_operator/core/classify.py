@@ -1,4 +1,4 @@
-"""Classifies the loss of a member, and picks the loss that ended an attempt.
+"""Classify the loss of a member, and pick the loss that ended an attempt.
 
 root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
 rules in their order (docs/guides/restarts.md): facts from before the end come before what the
@@ -228,7 +228,7 @@ def _taken(pod: Pod) -> Verdict | None:
 
 
 def _evicted(pod: Pod) -> Verdict | None:
-    """Tell an eviction for the pod's own limit from one for the node's lack of room.
+    """Tell an eviction for the pod's own limit from one for lack of room.
 
     Kubernetes 1.26 and later marks only the latter as a disruption.
     """

@@ -1,4 +1,4 @@
-"""An object under a name that we want: its owner, and what differs.
+"""Compare an object under a name that we want: its owner, its fields.
 
 shell/executor.py calls it after a 409 AlreadyExists and for the Service and the NetworkPolicy.
 """

@@ -1,4 +1,4 @@
-"""Renders the objects of a gang: headless Service, NetworkPolicy and the pods.
+"""Render the objects of a gang: headless Service, NetworkPolicy and the pods.
 
 plan() puts them into its actions. The pod template stays as the user wrote it; only what the
 contract promises is added, our variables first, so that the user's may refer to them as $(RANK).
@@ -156,7 +156,7 @@ def _service(job: Job, spec: Spec) -> dict[str, Any]:
 def _network_policy(
     job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """torch's store and gloo/NCCL have no authentication: only the gang may connect."""
+    """Admit only the gang: torch's store and gloo/NCCL have no authentication."""
     selector = {"matchLabels": {crd.LABEL_JOB_UID: job.uid}}
     metrics: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": spec.metrics_port}]}
     if metrics_from:

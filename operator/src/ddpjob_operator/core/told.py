@@ -1,4 +1,4 @@
-"""Words about a member's end: one line, and a message with its log's end.
+"""Word a member's end: one line, and a message with its log's end.
 
 classify.py and the policies ask, and decide what the end means; here are the texts of kubelets,
 runtimes and programs.

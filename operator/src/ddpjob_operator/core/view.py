@@ -1,4 +1,4 @@
-"""The input of one planning round: the job parsed, its pods sorted, the clock.
+"""Build a planning round's input: the job parsed, its pods sorted, the clock.
 
 plan() builds a View with build_view() and hands it to each policy, which returns a Change: the next
 status with the events and measurements about it.

@@ -1,1 +1,1 @@
-"""The operator's hands and ears: it talks to the cluster and decides nothing (see core/)."""
+"""Connect the operator to the cluster, and decide nothing (see core/)."""

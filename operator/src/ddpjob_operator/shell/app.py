@@ -1,4 +1,4 @@
-"""Puts the parts together, runs them, and takes them down in the right order.
+"""Put the parts together, run them, and take them down in the right order.
 
 __main__.py runs one App. kopf's events, the pod informer and the resync fill the store and name
 keys; workers take the keys, but only while this process holds the lease. On SIGTERM: no new work,

@@ -1,4 +1,4 @@
-"""The operator's one clock, and since when it has seen and acted without a gap.
+"""Tell the operator's time, and since when it has seen and acted without gap.
 
 Deadlines are stored as UTC, so the clock follows the machine's; but when that jumps it goes a
 little faster or slower instead, or an hour set forward would run every deadline down at once. And
@@ -46,7 +46,7 @@ class Clock:
         self._seen_since: dict[str | None, datetime] = dict.fromkeys(served, self._shown)
 
     def now(self) -> datetime:
-        """Return UTC; it goes back only when the machine's clock was set by half a day."""
+        """Return UTC; only a machine's clock set by half a day moves it back."""
         at, wall = self._monotonic(), self._wall()
         passed = timedelta(seconds=at - self._at)
         off = wall - (self._shown + passed)
@@ -71,7 +71,7 @@ class Clock:
         self._begin_anew()
 
     def seen_since(self, namespace: str | None = None) -> datetime:
-        """Return since when this process has seen it and acted without a gap; now, without sight.
+        """Return since when this process has seen it and acted without a gap. Without sight: now.
 
         What cannot be seen of one namespace is no gap in another's sight.
         """

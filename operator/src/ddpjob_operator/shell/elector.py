@@ -1,4 +1,4 @@
-"""Elects the one operator that acts: a Lease, held by renewing it.
+"""Elect the one operator that acts: a Lease, held by renewing it.
 
 app.py runs it; the executor asks leads() before each write. Leadership is for speed only: the
 preconditions of each write guard the objects. Times are on this process's monotonic clock: a lease

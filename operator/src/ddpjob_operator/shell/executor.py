@@ -1,4 +1,4 @@
-"""Carries out a plan's actions in their order, and records what the API answered.
+"""Carry out a plan's actions in their order, and record the API's answers.
 
 The reconciler calls it. Every answer goes into the store at once, so that the next plan never acts
 on its own stale past. Consecutive deletions, and consecutive creations, go out side by side.

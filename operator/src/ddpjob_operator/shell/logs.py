@@ -1,4 +1,4 @@
-"""Log lines on stderr: text for people, or one JSON object a line for machines."""
+"""Write log lines to stderr: text for people, or a JSON object a line."""
 
 from __future__ import annotations
 

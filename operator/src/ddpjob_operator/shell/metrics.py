@@ -1,4 +1,4 @@
-"""All metrics of the operator, for /metrics. No label ever holds the name of a job.
+"""Publish all metrics of the operator at /metrics. No label ever holds the name of a job.
 
 Changes of jobs are counted once, after the status write that stored them (executor.py). The present
 state is computed at each scrape, by the leader alone: sums over all operators count nothing twice.

@@ -1,4 +1,4 @@
-"""/healthz, /readyz and /metrics on one port, for the kubelet and Prometheus.
+"""Serve /healthz, /readyz and /metrics on one port, for the kubelet and Prometheus.
 
 /healthz fails when a loop of ours is stuck, but stays well while the API server is away: a restart
 cures only the former. The event loop that does the work answers it, so a blocked loop fails it by

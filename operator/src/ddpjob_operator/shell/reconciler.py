@@ -1,4 +1,4 @@
-"""Handles one key at a time: snapshot, plan, actions, and when to look again.
+"""Handle one key at a time: snapshot, plan, actions, the next look.
 
 The work queue's workers call it. Trouble with one job stays with it: it is logged with its key and
 uid and tried again later.

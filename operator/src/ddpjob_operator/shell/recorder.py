@@ -1,4 +1,4 @@
-"""Kubernetes Events about jobs, as `kubectl describe ddpjob` shows them.
+"""Send Kubernetes Events about jobs, as `kubectl describe ddpjob` shows them.
 
 The executor sends them. A job with too many events is cut short. Sending delays and fails nothing
 else.

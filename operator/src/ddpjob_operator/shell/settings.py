@@ -1,4 +1,4 @@
-"""Every flag and every environment variable that the operator reads, in this one file.
+"""Read every flag and environment variable of the operator, in this one file.
 
 __main__.py parses them, app.py hands them out. Flags win over the environment. Only what a pod
 learns about itself (POD_NAME, POD_NAMESPACE) and KUBECONFIG come from the environment, as in every

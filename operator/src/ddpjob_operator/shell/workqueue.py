@@ -1,4 +1,4 @@
-"""Keys that want work: each once in line, each with one worker at a time.
+"""Queue keys that want work: each once, each with one worker at a time.
 
 app.py runs its workers on the reconciler. The rules are those of client-go's work queue: a key that
 comes back while it is being worked on is worked on once more afterwards; a key that fails comes

@@ -1,1 +1,1 @@
-"""One file per command: functions of kubectl and the options, which return an exit code."""
+"""Define one command per file: functions of kubectl and options that return exit codes."""

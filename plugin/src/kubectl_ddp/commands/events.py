@@ -1,4 +1,4 @@
-"""`kubectl ddp events`: the story of a job, from Events and its recorded failures."""
+"""Tell the story of a job, from Events and recorded failures: `kubectl ddp events`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kubectl ddp logs`: the logs of a whole gang, or of the pod that failed."""
+"""Print a whole gang's logs, or the failed pod's: `kubectl ddp logs`."""
 
 from __future__ import annotations
 

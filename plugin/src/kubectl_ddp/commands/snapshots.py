@@ -1,4 +1,4 @@
-"""`kubectl ddp snapshots`: `ddpjob-trainer snapshot ls` in a pod of the job."""
+"""Run `ddpjob-trainer snapshot ls` in a pod of the job: `kubectl ddp snapshots`."""
 
 from __future__ import annotations
 

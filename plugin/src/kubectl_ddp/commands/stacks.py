@@ -1,4 +1,4 @@
-"""`kubectl ddp stacks`: the stacks of a process at the time it hung."""
+"""Print the stacks of a process at the time it hung: `kubectl ddp stacks`."""
 
 from __future__ import annotations
 

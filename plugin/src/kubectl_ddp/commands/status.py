@@ -1,4 +1,4 @@
-"""`kubectl ddp status`: all jobs in a line each, or one with its gang."""
+"""Print all jobs in a line each, or one with its gang: `kubectl ddp status`."""
 
 from __future__ import annotations
 

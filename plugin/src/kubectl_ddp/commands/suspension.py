@@ -1,4 +1,4 @@
-"""`kubectl ddp suspend` and `resume`: spec.suspend, and what follows."""
+"""Suspend or resume a job by spec.suspend: `kubectl ddp suspend` and `resume`."""
 
 from __future__ import annotations
 

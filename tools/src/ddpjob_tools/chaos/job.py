@@ -16,7 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_trainer.environment import TRACE, outside_of_jobs
 from ddpjob_trainer.launcher.processes import children
 
-#: Where launchers mark whom they have started.
+#: Where launchers mark the processes that they have started.
 TRACE_FILE = "trace"
 
 
@@ -30,7 +30,7 @@ class Job:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        """``program``: follows the options of `ddpjob-trainer run`."""
+        """Take ``program``, which follows the options of `ddpjob-trainer run`."""
         self._program = tuple(program)
         self._nproc = nproc
         self._environment = dict(environment)

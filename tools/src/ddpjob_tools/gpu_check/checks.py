@@ -1,4 +1,4 @@
-"""Check each promise: its limit, what was measured, and what to do where it does not hold."""
+"""Check each promise: its limit, the measured value, and a cure where it fails."""
 
 from __future__ import annotations
 

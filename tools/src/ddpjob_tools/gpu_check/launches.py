@@ -1,4 +1,4 @@
-"""Start what the checks measure, each once and under a launcher of its own; read what it wrote."""
+"""Start each program that the checks measure, once, under its launcher; read its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob_trainer.launcher.processes import children
 
 #: What takes longer hangs; the launcher's own deadlines end it long before.
 _LIMIT_SECONDS = 900.0
-_LAST = 3  # lines of output that a failed launch is told by
+_LAST = 3  # lines of output that describe a failed launch
 
 
 class LaunchError(Exception):

@@ -1,4 +1,4 @@
-"""Train what the checks kill, hang and compare: small models of the kinds that people train.
+"""Train small models of common kinds, for the checks to kill, hang and compare.
 
 checks.py starts it under a launcher or under chaos.
 """
@@ -54,7 +54,7 @@ def transformer() -> nn.Module:
 
 
 class Both(nn.Module):
-    """Add up the logits of a transformer and of a CNN, which sees the tokens as an image.
+    """Add up the logits of a transformer and of a CNN. The CNN sees the tokens as an image.
 
     One training shows the bits of both: it is starting processes that takes the time.
     """
@@ -117,7 +117,7 @@ def _spares() -> dict[str, object]:
 
 
 def main() -> None:
-    """Train as the arguments say; rank 0 writes what it has seen of the spares to rank-0.json."""
+    """Train as the arguments say. Rank 0 writes what it has seen of the spares to rank-0.json."""
     options = _arguments()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run = ddp.start(

@@ -1,4 +1,4 @@
-"""`ddpjob-trainer local`: a DDPJob manifest on one machine, without a cluster.
+"""Run a DDPJob manifest on one machine, without a cluster: `ddpjob-trainer local`.
 
 command -> manifest (what is written) -> job and mounts (what is started here) -> attempts
 (processes, and the restarts that the operator would make, as restarts decides).

@@ -39,7 +39,7 @@ class Attempts:
         self._progress = ProgressPath(job.progress_path)
 
     def run(self) -> int:
-        """Run to the end; return 0, the code of the first failure, or 128 + our signal."""
+        """Run to the end; return 0, the first failure's code, or 128 + our signal."""
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._received)

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Make the folder, as a volume is there too, and keep other runs of the manifest out of it."""
+    """Make the folder, as a volume is there too. Keep other runs of the manifest out of it."""
     folder.mkdir(parents=True, exist_ok=True)
     held = os.open(folder, os.O_RDONLY)
     try:
@@ -113,7 +113,10 @@ def _job(options: argparse.Namespace, scratch: Path) -> local_job.Job:
         else:
             text = Path(options.file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{options.file}: neither YAML nor JSON, but other bytes") from None
+        raise ConfigError(
+            f"{options.file}: neither YAML nor JSON, but other bytes: give a manifest of a DDPJob,"
+            " saved as UTF-8"
+        ) from None
     manifest = manifests.read(text)
     snapshots = options.snapshots or Path(f"{manifest.name}-snapshots")
     return local_job.make(

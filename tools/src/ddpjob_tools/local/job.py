@@ -1,4 +1,4 @@
-"""Say what a manifest's replicas are on this machine: command, variables, directories.
+"""Work out a manifest's replicas on this machine: command, variables, directories.
 
 command.py calls make(); attempts.py starts what it returns. The variables are those of the
 operator's pods (ddpjob_contract.environment), on 127.0.0.1. Paths that only the pods have are
@@ -169,7 +169,7 @@ def make(
     replicas: int | None = None,
     nproc: int | None = None,
 ) -> Job:
-    """Plan a manifest's job; ``replicas`` and ``nproc`` take the place of its own.
+    """Plan a manifest's job; ``replicas`` and ``nproc`` take the place of the manifest's.
 
     ``scratch``: for the files of ConfigMaps. ``folders``: a pod's path -> ours. Raises ConfigError.
     """

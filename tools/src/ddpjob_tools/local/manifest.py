@@ -196,7 +196,7 @@ def _objects(content: str) -> list[dict[str, Any]]:
         import yaml  # here: no other command reads YAML, and pods start without it
 
         class Loader(yaml.SafeLoader):
-            """As kubectl reads: a time is a string, and a key that comes twice is refused."""
+            """As kubectl reads: a time is a string, a key that comes twice is refused."""
 
             def compose_mapping_node(self, anchor: Any) -> Any:
                 node = super().compose_mapping_node(anchor)

@@ -16,7 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_tools.local.manifest import Manifest
 from ddpjob_trainer.errors import ConfigError
 
-#: In a path: the replica of whoever reads it.
+#: In a path: the replica that reads it.
 OWN = f"$({contract.REPLICA})"
 
 
@@ -41,7 +41,7 @@ class Work:
         return self.folder / str(replica)
 
     def enter(self, replica: int) -> Path:
-        """Make a replica's folder anew, as a pod finds it empty."""
+        """Make a replica's folder empty, as a pod finds it."""
         shutil.rmtree(self.of(replica), ignore_errors=True)
         self.of(replica).mkdir(parents=True)
         return self.of(replica)
@@ -76,7 +76,7 @@ def work_at(manifest: Manifest, folders: Mapping[str, Path]) -> str:
 
 
 def config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, File], dict[str, Path]]:
-    """Return the files to write, and the folder of each mount of a ConfigMap in the manifest.
+    """Return the files to write, and the folder of each mount of a ConfigMap.
 
     Raises ConfigError.
     """
@@ -99,7 +99,10 @@ def config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, File], di
             if key in held:
                 files[folder / path] = File(held[key], mode if type(mode) is int else None)
             elif not source["optional"].value:
-                raise ConfigError(f"volumes: items: key {key!r}: the ConfigMap has no such one")
+                raise ConfigError(
+                    f"volumes: items: key {key!r}: the ConfigMap has no such one, so no pod could"
+                    " start: name a key that it has, or set optional: true"
+                )
         at = mount["mountPath"].text().rstrip("/")
         if not at.startswith("/"):
             raise mount["mountPath"].odd("below /")
@@ -108,7 +111,7 @@ def config_maps(manifest: Manifest, scratch: Path) -> tuple[dict[Path, File], di
 
 
 class Paths:
-    """Puts our folders in the place of a pod's, wherever a path begins in a text."""
+    """Puts our folders in a pod's place, wherever a path begins in a text."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self._folders = folders

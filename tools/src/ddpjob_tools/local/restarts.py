@@ -1,8 +1,8 @@
-"""Decide what follows a failed attempt, by the operator's rules, budgets and delays.
+"""Decide the answer to a failed attempt, by the operator's rules, budgets and delays.
 
 attempts.py asks. The classes are ddpjob_contract.exits, as the operator's. Left out are its long
 waits for a start that fails, and its end of a job by one exception that comes again and again
-(SameFailure): here somebody looks on, and mends the script.
+(SameFailure): here somebody looks on, and repairs the script.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Budget:
         self._progress = (-1, -1)
 
     def after(self, code: int, seconds: float, progress: tuple[int, int]) -> tuple[float, str]:
-        """Return the seconds until the next attempt, below 0 if none follows, and what to say.
+        """Return the seconds until the next attempt, and what to say. Below 0: none follows.
 
         ``seconds``: what the attempt lasted. ``progress``: the newest snapshot's step, the newest
         mtime at progressPath.

@@ -81,7 +81,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def cure_of(error: BaseException) -> str:
-    """Return the cure for a backend's complaint that would recur in every new process, else ""."""
+    """Return a cure for a backend's complaint that every new process would repeat, else ""."""
     if not isinstance(error, RuntimeError):
         return ""
     return next((cure for words, cure in _MISCONFIGURED.items() if words in str(error)), "")

@@ -1,4 +1,4 @@
-"""Tell whether all ranks were given one dataset, and a resume the dataset of its snapshot.
+"""Tell whether all ranks have one dataset, and a resume that of its snapshot.
 
 Data that is made, shuffled or split at random before start() has seeded the generators is another
 one in each process. inputs.py compares lengths and a Subset's indices between the ranks and with
@@ -58,7 +58,7 @@ def numbers(sample: Any) -> list[float]:
 
 
 def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
-    """Find the first rank, and the first of its samples, that is not as on rank 0.
+    """Find the first rank that differs from rank 0, and its first such sample.
 
     ``every``: of each rank the numbers of each sample.
     """

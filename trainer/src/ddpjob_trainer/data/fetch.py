@@ -1,4 +1,4 @@
-"""Make a batch from its positions in the run, and move it to the right device.
+"""Make a batch from its positions in the run, and move it to a device.
 
 inputs.py calls Batches.make() in this process or in the workers, the loop to_device().
 """
@@ -83,7 +83,7 @@ class Work:
 
 
 class Batches:
-    """Make batches of a map-style dataset, whoever asks.
+    """Make batches of a map-style dataset, for any caller.
 
     ``draws``: random numbers may be used to make one. ``base``: what it is a Subset of, of Subsets
     too, and ``subset`` which of its samples, None for all. ``is_quiet``: no code of the user's runs

@@ -1,4 +1,4 @@
-"""Seed whatever a sample may draw from, as a function of the seed and of the place in the run.
+"""Seed whatever a sample may draw from, by seed and place in the run.
 
 Batches, streams and samplers call this before each sample, batch or epoch: torch's, numpy's and
 random's own generators, and those that a dataset, its transforms, a collate function or a sampler
@@ -35,7 +35,7 @@ _ENDS = (
 _CONTAINERS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values, list: list.__iter__, tuple: tuple.__iter__, deque: deque.__iter__,
 }  # fmt: skip
-#: A run leads to the loop's generators. Only what stands in place of the script's own is gone into.
+#: A run leads to the loop's generators. Only what replaces the script's own is gone into.
 _OURS = re.compile(r"ddpjob_trainer\.(?!data\.)")
 _ODD = 0x9E3779B97F4A7C15
 #: The process' own, which are seeded anyway.
@@ -83,7 +83,7 @@ def kept() -> Iterator[None]:
 
 
 def seed(generators: Sequence[Any], key: int) -> None:
-    """Seed each with 64 bits, no two alike, nor like the process' own; reseed() gets 32."""
+    """Seed each with 64 bits, all different, also from the process' own; reseed() gets 32."""
     for place, generator in enumerate(generators, 1):
         own = (key + place * _ODD) % 2**64
         if isinstance(generator, torch.Generator):
@@ -98,7 +98,7 @@ def seed(generators: Sequence[Any], key: int) -> None:
 
 
 def state_of(generator: Any) -> Any:
-    """Return a generator's state, torch's as bytes on the CPU; None: it has none to be told."""
+    """Return a generator's state, torch's as bytes on the CPU; None where it has none."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -111,7 +111,7 @@ def state_of(generator: Any) -> Any:
 
 
 def mark(generator: Any) -> str:
-    """Hash what tells where a generator stands."""
+    """Hash a generator's position in its sequence."""
     state = state_of(generator)
     plain = state.numpy() if isinstance(state, torch.Tensor) else state
     return blake2b(pickle.dumps(plain), digest_size=8).hexdigest()
@@ -195,7 +195,7 @@ class _Search:
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
-    """Return those of its dict and of its slots; so the parts of a method or a partial."""
+    """Return the attributes in its dict and slots; thus a method's or partial's parts."""
     found: dict[str, Any] = {}
     with suppress(AttributeError):
         found |= object.__getattribute__(obj, "__dict__")

@@ -97,7 +97,7 @@ def share(indices: Indices, part: int, parts: int) -> Indices:
 
 
 class Epochs(Protocol):
-    """Say which sample stands at which place of an epoch; a snapshot knows the order by name."""
+    """Map the places of an epoch to samples. A snapshot knows the order by name."""
 
     @property
     def length(self) -> int: ...  # noqa: D102
@@ -221,7 +221,7 @@ class DataOrder:
 
 
 def steps_per_epoch(samples: int | Sized, global_batch: int, tail: str = "drop") -> int:
-    """Return the steps of one epoch over so many samples, or over a dataset with a length.
+    """Return an epoch's steps over so many samples, or over a dataset with a length.
 
     Raises ConfigError for sizes that no run can have.
     """

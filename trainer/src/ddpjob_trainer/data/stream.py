@@ -165,9 +165,9 @@ class Stream:
             self._taken = 0
 
     def _told_by(self, batch: Any) -> bytes:
-        """Name its samples, where they are known: each rank may have changed them in its own way.
+        """Return bytes that tell this rank's first batch from another rank's.
 
-        What nothing is known of is taken to be no other rank's.
+        The sampler's draw, as ranks may change samples; else the batch's numbers; else our own key.
         """
         if self._sampler is not None:
             return self._sampler.first
@@ -253,7 +253,7 @@ class Stream:
 
 
 def _is_whole(batch: Any, rows: int | None) -> bool:
-    """Tell whether a tensor has this many rows, or none has any; time may come first."""
+    """Tell whether a tensor has this many rows, or none has any. Time may come first."""
     shapes: list[torch.Size] = []
 
     def add(tensor: torch.Tensor) -> torch.Tensor:

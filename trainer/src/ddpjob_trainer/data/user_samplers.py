@@ -37,7 +37,7 @@ _LEARNED = (
 
 
 class Sampled:
-    """Read the order of a torch Sampler, a sequence of indices, or a function of the epoch.
+    """Read the order of a torch Sampler, a sequence of indices, or an epoch's function.
 
     ``named``: generators to seed beside those that the sampler is found to keep.
     """
@@ -77,7 +77,7 @@ class Sampled:
         return np.take(self._order, places)
 
     def orders_since(self, epoch: int) -> Orders:
-        """Return what a snapshot holds of the orders read of this epoch and of later ones."""
+        """Return the orders read of this epoch and of later ones, for a snapshot."""
         return {number: order for number, order in self._orders.items() if int(number) >= epoch}
 
     def expect(self, orders: Orders) -> None:
@@ -148,7 +148,7 @@ class Sampled:
 
 
 def orders_since(order: DataOrder, step: int) -> Orders:
-    """Return a sampler's orders that are needed from this step on, as far as they were read."""
+    """Return the orders, as far as read, that a sampler needs from this step on."""
     epoch = step // order.steps_per_epoch
     return order.epochs.orders_since(epoch) if isinstance(order.epochs, Sampled) else {}
 
@@ -192,7 +192,7 @@ class SeededSampler:
 
 
 def seed_sampler(loader: DataLoader[Any], key: int) -> SeededSampler | None:
-    """Put a SeededSampler in the place of a loader's own; return None where it has no order."""
+    """Put a SeededSampler in the place of a loader's own. Return None where it has no order."""
     if isinstance(loader.dataset, IterableDataset):  # which has no order but its own
         return None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -232,7 +232,7 @@ def options_of(sampler: Any) -> dict[str, Any]:
 
 
 def _is(obj: object, kind: type) -> bool:
-    """Tell whether it is of torch's own class, or of torchdata's with the same name and meaning."""
+    """Tell whether it is of torch's own class, or of torchdata's with that name."""
     found = type(obj)
     package = found.__module__.partition(".")[0]
     return found.__name__ == kind.__name__ and package in ("torch", "torchdata")

@@ -1,6 +1,6 @@
 """Make batches ahead of time in worker processes, on top of torch's DataLoader.
 
-They are told what to make, batch by batch, so they decide nothing: with any number of them a run
+They are given what to make, batch by batch, so they decide nothing: with any number of them a run
 has the same bits. Forked before the snapshot is loaded, they start beside the load, and share
 none of the optimizer's memory. They die with the process that started them.
 """
@@ -52,7 +52,7 @@ def _begin_worker(parent: int | None, init: Init | None, number: int) -> None:
 
 
 class _Ahead:
-    """Stand for a dataset of batches, indexed by the work to do; None is no work."""
+    """Stand for a dataset of batches, indexed by the work to do. None is no work."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches

@@ -1,1 +1,1 @@
-"""Compute on a GPU: streams and memory, which devices there are, which errors are a GPU's."""
+"""Compute on a GPU: streams and memory, counting devices, telling a GPU's errors."""

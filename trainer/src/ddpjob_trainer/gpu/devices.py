@@ -66,7 +66,7 @@ def driver_version() -> str:
 
 
 def driver_opened(pid: str = "self") -> str:
-    """Return a GPU driver's file that a process has open, as with a context, or ""."""
+    """Return a GPU driver's file that a process has open, "" for none. A context opens one."""
     for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
         with contextlib.suppress(OSError):  # of the descriptor of the listing itself
             if (target := os.readlink(f"/proc/{pid}/fd/{fd}")) in _DRIVER:  # noqa: PTH115

@@ -1,4 +1,4 @@
-"""Make the gradients equal on all ranks, at levels off and resume; elastic.py has the same calls.
+"""Make the gradients equal on all ranks, at levels off and resume. elastic.py: same calls.
 
 The loop begins a step with parts(), which says what this rank computes and in which order, calls
 before_forward() and backward() for each part, and finish(), after which every ``.grad`` holds the
@@ -281,7 +281,7 @@ class DdpAveraging:
             )
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
-        """Return one number per rank to add up over all: with zeros that is exact in any order.
+        """Return one number per rank to add up over all. With zeros that is exact in any order.
 
         ``weights``: empty where samples weigh equally.
         """

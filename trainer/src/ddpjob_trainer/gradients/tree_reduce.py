@@ -145,7 +145,7 @@ class Means:
         ]
 
     def mean(self, sums: Sequence[tuple[Node, Gradients]]) -> Gradients:
-        """Return the means from the sums of this rank's subtrees, None where no shard has any.
+        """Return the means from this rank's subtrees' sums; None where no shard has any.
 
         Every rank must call it. The next call reuses the result's memory.
         """

@@ -75,7 +75,7 @@ class Supervisor:
     """Runs all rounds of one launcher."""
 
     def __init__(self, config: LaunchConfig, refill: Callable[[Path], None] | None = None) -> None:
-        """``refill``: restores the working directory to that of a new pod, except one path."""
+        """Take ``refill``, which restores the working directory to a new pod's, except one path."""
         self._config = config
         # All ranks of a single launcher share its folder and continue from the files there.
         self._refill = refill if config.replicas > 1 else None

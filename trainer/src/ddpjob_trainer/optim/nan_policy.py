@@ -28,7 +28,7 @@ _TOLD = 10
 
 
 class NanPolicy:
-    """One process's side. Every rank makes the same calls and gets the same answers."""
+    """One process's side of the NaN policy. All ranks make equal calls and get equal answers."""
 
     def __init__(self, policy: str, world: World) -> None:
         self._policy = policy
@@ -171,7 +171,7 @@ class NanPolicy:
 
 
 def _odd(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a number for each device and dtype, more than 0 if a gradient is not finite.
+    """Yield a number per device and dtype: above 0 if a gradient is not finite.
 
     In one call of torch's: in a short step a call per tensor would show.
     """

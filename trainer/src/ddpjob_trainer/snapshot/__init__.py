@@ -1,4 +1,4 @@
-"""Snapshots: make them beside training, and go on from them.
+"""Make snapshots beside training, and go on from them.
 
 manager: a run's snapshots, called by the loop. Out: training_state (capture) -> save/ (layout,
 staging, writer, part_reports) -> ondisk/ (data files, then the manifest); remote/ copies what is

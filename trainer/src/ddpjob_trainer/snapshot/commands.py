@@ -1,4 +1,4 @@
-"""`ddpjob-trainer snapshot ls|verify|export`: look at them, check them, take them along.
+"""Look at snapshots, check them, take them along: `ddpjob-trainer snapshot ls|verify|export`.
 
 Reads only, but for what export writes to the path it is given; safe beside a running job.
 """

@@ -1,4 +1,4 @@
-"""Snapshots as the loop sees them: restore once, save when due.
+"""Restore a snapshot once and save when due: the loop's view of snapshots.
 
 Every rank stages its part and trains on; a thread writes. Failing to save is no reason to stop
 training: it is said, counted, and tried again.
@@ -36,7 +36,7 @@ _UPLOAD_SECONDS = 300.0
 
 
 class Snapshots:
-    """One process's view. Every rank calls the same methods at the same step."""
+    """One process's view of the snapshots. Every rank calls the same methods at the same step."""
 
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
         self._settings = settings
@@ -119,7 +119,7 @@ class Snapshots:
         return self.are_made and (last or step % self.every_steps == 0)
 
     def report(self) -> list[float]:
-        """Return numbers to add up over all ranks, before each save() at least.
+        """Settle finished snapshots; return numbers to add up over all ranks, before each save().
 
         The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into.
         """
@@ -128,7 +128,7 @@ class Snapshots:
         return [float(newest), float(self._writer is not None and not self._writer.pool.free())]
 
     def learn(self, reported: Sequence[float]) -> None:
-        """Take in the sums of report(): no rank claims a snapshot that is not yet durable."""
+        """Take in the sums of report(). No rank claims a snapshot that is not yet durable."""
         newest, full = reported
         self.has_room = not full
         self._durable(int(newest) - 1)
@@ -194,7 +194,7 @@ class Snapshots:
         self.learn(self._world.sum(self.report()))
 
     def prepare(self, state: TrainingState) -> None:
-        """Between snapshots: allocate, once, what the first one needs, in the background."""
+        """Allocate, once and between snapshots, what the first one needs, in the background."""
         if self._writer is None or self._prepared:
             return
         self._prepared = True
@@ -209,7 +209,7 @@ class Snapshots:
         self._unsettled = False
         with self._progress.under("snapshot"):
             self._writer.wait_written()
-        self._progress.at("agreement")  # a rank that waits for its own disk is told from these
+        self._progress.at("agreement")  # sets a rank that waits for its own disk apart
         self._world.barrier()  # all parts are reported now; a dead peer is noticed here
         if self._world.rank == 0:
             with self._progress.under("snapshot"):
@@ -255,7 +255,7 @@ class Snapshots:
         say(0, f"snapshot after step {step} failed: {text}; training goes on{left}")
 
     def close(self) -> None:
-        """End its threads and the upload; a snapshot that is not durable yet is given up."""
+        """End its threads and the upload. A snapshot that is not durable yet is given up."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -36,7 +36,7 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
         ("global_batch", "global_batch"),
         ("samples", "data"),
         ("tail", ""),
-        # Each process has a stream of its own.
+        # Each process has another stream.
         *([("world_size", "")] if mine["order"] == "stream" else []),
         *([("shards", "")] if elastic and stored.get("shards") is not None else []),
     ):
@@ -72,7 +72,7 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
 def marks(identity: Identity) -> dict[str, Any]:
     """Return what a snapshot's configuration keeps of it: plain values.
 
-    Without an operator each run has a uid of its own, and to go on from the last is what it is for.
+    Without an operator each run has another uid, and is there to go on from the last.
     """
     alone = not identity.unique or identity.uid.startswith("local-")
     return {"job": None if alone else identity.uid, "program": _program()}
@@ -110,7 +110,7 @@ def _words(found: Resumed) -> str:
 
 
 def _program() -> dict[str, str | None]:
-    """Hashes of the script and its arguments, which may hold what is nobody's business."""
+    """Hash the script and its arguments, which may hold what is nobody's business."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         script = None if file is None else _digest(Path(file).read_bytes())

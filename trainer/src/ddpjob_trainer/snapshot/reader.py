@@ -145,7 +145,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
 
 
 def read_snapshot(directory: str | os.PathLike[str], step: int | None = None) -> Snapshot:
-    """Open the newest valid snapshot of a run, or the one of a step; every byte is checked.
+    """Open the newest valid snapshot of a run, or that of a step. Every byte is checked.
 
     ``directory``: <spec.snapshot.path>/<job name>. Safe beside a running job, as long as its
     retention leaves the snapshot. Raises SnapshotToolError where there is none, OSError.

@@ -1,4 +1,4 @@
-"""The training state: what goes into a snapshot, how it comes back, and its hashes."""
+"""Capture the training state for a snapshot, put it back, and hash it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from ddpjob_trainer.state.stateful import (
 )
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
-#: and what keeps its structure need not be divided and laid out anew.
+#: and what keeps its structure need not be divided and laid out again.
 _TREE_BYTES = 4096
 
 
 class _Inventory:
-    """What a model holds; asked once, since a large one has so many modules that walks show.
+    """The parts of a model. Asked once: a large one has so many modules that walks show.
 
     Parameters and buffers come under every name they have; tied ones come several times.
     ``transient``: non-persistent buffers, caches that forward may make, drop and reshape.
@@ -315,5 +315,5 @@ def _device_of(obj: Stateful) -> torch.device | None:
 
 
 def _is_ema(name: str) -> bool:
-    """Tell whether prepare(ema=...) has registered it: each model has one of its own."""
+    """Tell whether prepare(ema=...) has registered it: each model has another."""
     return re.fullmatch(r"ema(\d+|\..+)?", name) is not None

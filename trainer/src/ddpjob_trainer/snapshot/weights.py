@@ -1,4 +1,4 @@
-"""Files of weights: a safetensors file that needs nothing of ours, and reading what others wrote.
+"""Write weights as safetensors that need nothing of ours; read what others wrote.
 
 No pickle is read but by torch's weights_only loader.
 """
@@ -74,7 +74,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, s
 
 
 def _order_header(path: Path) -> None:
-    """Sort the metadata of a safetensors file in place, so that equal weights are equal bytes.
+    """Sort a safetensors file's metadata in place, so that equal weights are equal bytes.
 
     The library writes its keys in an order that is another one each time. Raises OSError.
     """

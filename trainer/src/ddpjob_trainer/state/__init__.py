@@ -1,1 +1,1 @@
-"""State of any object as tensors and JSON (codec), and the kinds of it that need care."""
+"""Turn any object's state into tensors and JSON (codec); handle kinds that need care."""

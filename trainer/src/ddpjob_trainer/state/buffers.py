@@ -1,4 +1,4 @@
-"""The buffers of a model: which ones the ranks share, and how they are put back.
+"""Find the buffers of a model that the ranks share, and put them back.
 
 Those of the state_dict count always. One that is not persistent counts while it has the shape that
 it had at prepare(); else it is a cache, as long as what a rank has seen, and each rank's own.
@@ -51,7 +51,7 @@ def persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Steady:
     """The buffers outside of a model's state_dict, as tensors on which all ranks agree.
 
-    Where one has another shape by now, the tensor that was there first stands for it.
+    Where one has another shape by now, the tensor that was there first takes its place.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

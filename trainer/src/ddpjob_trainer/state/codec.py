@@ -1,4 +1,4 @@
-"""State as tensors and JSON. No pickle is ever written or read.
+"""Turn state into tensors and JSON. No pickle is ever written or read.
 
 ``flatten`` splits any nesting of dicts, lists, tuples, deques, numbers, strings, bytes and tensors
 into named tensors and a JSON tree that refers to them; ``unflatten`` joins them. Subclasses of
@@ -71,7 +71,7 @@ class UnstorableError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What the script reads itself after a resume: a value of another type then is refused."""
+    """A value that the script reads itself after a resume. One of another type then is refused."""
 
     value: Any
 
@@ -203,7 +203,7 @@ def _makes(value: Mapping[Any, Any]) -> tuple[Any, Any]:
 
 
 def _base(value: Any) -> Callable[[Any], Any] | None:
-    """Return how to make the plain type of a value of a subclass; None for other values."""
+    """Return how to make a subclass's plain type of a value; None for others."""
     if type(value) in _BASES or isinstance(value, np.generic | bool):
         return None
     return next((make for kind, make in _BASES.items() if isinstance(value, kind)), None)
@@ -286,7 +286,7 @@ def _made(content: Any, flat: Flat) -> Any:
     return made
 
 
-#: How to make a value of what stands beside its mark.
+#: How to make a value of the data beside its mark.
 _READERS: dict[str, Callable[[Any, Flat], Any]] = {
     "$tensor": _tensor_named,
     "$complex": _complex,

@@ -1,4 +1,4 @@
-"""Random numbers: reseeded at every step from (seed, step, shard), and saved too.
+"""Reseed random numbers at every step from (seed, step, shard), and save them.
 
 Reseeding makes dropout and augmentation a pure function of the position in the run. The states
 are stored in snapshots all the same, for user code that draws between steps.
@@ -19,7 +19,7 @@ from ddpjob_trainer.data.order import key64
 
 
 def reseed(seed: int, step: int, *place: int) -> None:
-    """Seed torch (all devices), numpy and random for a shard of a step, or a part of one."""
+    """Seed torch (all devices), numpy and random for a step's shard or its part."""
     key = key64("torch", seed, step, *place)
     seed_generators(key)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a snapshot asks of an object, and what an optimizer needs when it comes back."""
+"""Define what a snapshot asks of an object, and prepare optimizers for their return."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Divided(Stateful):
 
     @abstractmethod
     def held(self) -> Collection[int]:
-        """Return which entries of "state" are in this rank's part, if they are there at all."""
+        """Return this rank's entries of "state", if they are there at all."""
 
 
 #: numpy's and Python's, which have a state, but no state_dict().
@@ -98,7 +98,7 @@ class DictState:
 
 
 def _on_devices(there: Any, value: Any) -> Any:
-    """Bring tensors to the devices of those in their places: snapshots are read on the CPU."""
+    """Bring tensors to the devices of those in their places. Snapshots are read on the CPU."""
     if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
         return value.to(there.device)
     if type(value) is not type(there):
@@ -115,7 +115,7 @@ def _on_devices(there: Any, value: Any) -> Any:
 
 
 def stateful(obj: Keepable) -> Stateful:
-    """Return what stands for this in the snapshots."""
+    """Return the object that represents this in the snapshots."""
     if isinstance(obj, torch.Generator | OtherGenerator) and not isinstance(
         obj, random.SystemRandom
     ):

@@ -1,6 +1,6 @@
-"""What run.state() returns: small values of the loop as attributes, kept in the snapshots.
+"""Keep small values of the loop in snapshots, as attributes: run.state().
 
-A variable begins anew after each restart. These are registered as they are made, so they do not.
+A variable loses its value in each restart. These are registered as they are made, so they do not.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The library's heart: start() -> Run -> prepare() -> Loop -> Step. Everything else serves it."""
+"""Train: start() -> Run -> prepare() -> Loop -> Step. Everything else serves it."""

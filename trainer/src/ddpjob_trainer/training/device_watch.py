@@ -1,4 +1,4 @@
-"""Measure what the device does, and tell the hang watch while the loop makes no progress.
+"""Measure the device's work, and tell the hang watch while the loop makes no progress.
 
 When a GPU hangs, the hosts of all ranks wait somewhere. So Loop queues a mark behind each batch,
 forward, backward and update. The first mark that has not been passed says whether this rank waits
@@ -44,12 +44,12 @@ class DeviceWatch:
         self._over.set()
 
     def queued(self, activity: Activity) -> None:
-        """All that has been queued since the last mark is of this activity."""
+        """Mark all that was queued since the last mark as of this activity."""
         if self._accelerator.queues:
             self._marks.append((activity, self._accelerator.mark()))
 
     def look(self, now: float) -> None:
-        """Tell what the device does if the loop has given no sign of life for a while.
+        """Report the device's activity if the loop gave no sign of life for long.
 
         Once, and again when it does something else: what never changes is a hang.
         """

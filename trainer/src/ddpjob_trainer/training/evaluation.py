@@ -30,7 +30,7 @@ _SOLE = ""  # the name of a metric that is one number
 def evaluating(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the module in eval mode, without gradients; put modes and generators back.
 
-    Gradients, too: a metric may take some of its own, which the next update must not find.
+    Gradients, too: a metric may take others, which the next update must not find.
     """
     modes = [(part, part.training) for part in module.modules()]  # some may be frozen
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

@@ -1,4 +1,4 @@
-"""Load the newest snapshot as the loop begins; after each step compare ranks, save what is due.
+"""Load the newest snapshot first; after each step compare ranks, save what is due.
 
 The snapshot that ends the run says so: a resume has nothing left to train then, unless it asks for
 more steps.
@@ -31,7 +31,7 @@ Best = list[Any]
 
 
 class Keeping:
-    """One process's side. Every rank makes the same calls."""
+    """One process's side of loading, comparing and saving. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Keeping:
             self._snapshots.prepare(self._trained.state)
 
     def left_early(self, done: int) -> None:
-        """All ranks have left the loop, and this many steps are finished: keep that for good.
+        """Keep for good that all ranks left the loop after this many steps.
 
         The script may have changed the weights since, each rank in its own way.
         """

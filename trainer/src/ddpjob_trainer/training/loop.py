@@ -60,7 +60,7 @@ class Loop:
         process.progress.plan(self._total)
         if self._input.stream is not None:
             trained.state.register("data stream", self._input.stream, per_rank=True)
-        process.averaging.plan(self._input.order, 0)
+        process.averaging.plan(self._input.order, 0)  # one that fails does so before the first step
         process.progress.built(partial(trained.updater.readings, process.world.accelerator))
         trace.mark("built")
         self.kept = Keeping(process, options, trained, self._input, self.exchange)
@@ -122,7 +122,7 @@ class Loop:
             process.replay.batch(batch)
             batch = fetch.to_device(batch, process.world.accelerator)
             self._device_watch.queued("data")
-            if self._input.draws:  # whoever made it: what is drawn from here on is the same
+            if self._input.draws:  # whether a worker made it or not, later draws are the same
                 rng.reseed(seed, index, part.shard, int(part.positions[0]))
             elif part.reseed:
                 rng.reseed(seed, index, part.shard)
@@ -139,7 +139,7 @@ class Loop:
             self._updates.forward_begins(self.step, model)
 
     def _end(self, step: Step) -> None:
-        """End the step after the body: what that does after commit() is in the snapshot too."""
+        """End the step after the body. What that does after commit() is in the snapshot too."""
         process = self._process
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
@@ -161,7 +161,7 @@ class Loop:
             self._stop_if_asked(done)
 
     def _stop_if_asked(self, done: int) -> None:
-        """End the process where all ranks end: told to, or for a drill."""
+        """End the process where all ranks end: by a signal, or for a drill."""
         process = self._process
         if self.exchange.stop:
             process.progress.close(hurry=True)
@@ -215,7 +215,7 @@ class Loop:
         self.exchange.wait()
 
     def _end_early(self) -> None:
-        """Wait until every rank has left the loop where this one has; keep that end for good."""
+        """Wait until every rank has left the loop here; keep that end for good."""
         process, step, place = self._process, self.step, "before its first step"
         if step is not None:
             when = "after" if step.committed else "before"

@@ -1,4 +1,4 @@
-"""The run as the user's script sees it: prepare, steps, evaluate, hashes, finish.
+"""Give the user's script its Run: prepare, steps, evaluate, hashes, finish.
 
 The loop stays the user's. A Run knows the position in the run, so data order, random numbers,
 resume, snapshots, SIGTERM and the loss of a peer are its business. Made by start().
@@ -178,14 +178,14 @@ class Run:
         batched: bool | None = None,
         generators: Sequence[Any] | None = None,
     ) -> Iterator[Step]:
-        """Yield the steps that are still to do, after the newest snapshot if there is one.
+        """Yield the steps that are still to do, after the newest snapshot, if any.
 
         ``dataset``: map-style, or a DataLoader over one; else a stream: an IterableDataset, or a
         DataLoader over one, of which each process reads its own.
         ``workers``: processes per rank that make batches ahead, each ``prefetch`` (default 2) of
         them; by default none. The result does not depend on them. ``pin_memory``: in page-locked
         memory; by default on CUDA with workers.
-        ``shuffle``: anew in each epoch, the default; False: the dataset's own order.
+        ``shuffle``: differently in each epoch, the default; False: the dataset's own order.
         ``sampler``: another order, as a torch Sampler, a sequence of indices, or a function from
         the epoch to one. ``weights``: one per sample; an epoch draws as many samples as there are,
         with replacement. ``batched``: whether a stream of unknown type yields batches, not samples.
@@ -216,7 +216,7 @@ class Run:
         trained = self._ready("evaluating()")
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
         module = trained.model_of(model).weights(ema=ema)
-        # An average's follow from the model's, unless update_bn() gives it some of its own.
+        # An average's follow from the model's, unless update_bn() gives it others.
         kept = buffers.preserved(module, not ema)
         during = self._process.progress.during("evaluation")
         with during, guard, kept, evaluation.evaluating(module):
@@ -293,7 +293,7 @@ class Run:
 
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
-        ``step.index + 1`` within the loop. Rank 0's values are told, so it may be called on all
+        ``step.index + 1`` within the loop. Rank 0's values count, so it may be called on all
         ranks or on rank 0 only. ``reduce``: "mean" tells the mean over all ranks and all calls of
         the step; then every rank calls it, with the same names, before step.commit(). Raises
         ConfigError.
@@ -393,7 +393,7 @@ class Run:
     # --- Inside --------------------------------------------------------------------------
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """For what every rank does, once all have left the loop if it is over."""
+        """Enter what every rank does, once all have left the loop if it is over."""
         if self._loop is not None and not self._loop.within_step:
             self._loop.left()
         return self._process.shutdown.peers(what)

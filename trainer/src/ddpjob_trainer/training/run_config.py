@@ -1,4 +1,4 @@
-"""Collect what decides the result of a run: stored in each snapshot, compared on each resume.
+"""Collect all that decides a run's result: snapshots store it, resumes compare it.
 
 Hyperparameters belong to it: what a script builds its optimizers and schedulers with, not what
 training has changed since.
@@ -184,7 +184,7 @@ def _of_scheduler(name: str, scheduler: LRScheduler) -> _Places:
 
 
 def _follows(place: str, places: Mapping[str, str]) -> bool:
-    """Whether it is a rate that a scheduler makes of the initial one."""
+    """Tell whether it is a rate that a scheduler makes of the initial one."""
     return place.endswith(" lr") and f"{place.removesuffix(' lr')} initial_lr" in places
 
 

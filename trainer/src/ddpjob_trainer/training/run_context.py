@@ -1,4 +1,4 @@
-"""The parts of one process of a run, made by start()."""
+"""Hold the parts of one process of a run, made by start()."""
 
 from __future__ import annotations
 

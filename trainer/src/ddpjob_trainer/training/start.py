@@ -1,4 +1,4 @@
-"""start(): read the environment, meet the other ranks, make the Run."""
+"""Start a run: read the environment, meet the other ranks, make the Run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def start(
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard_dir``: for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
     ``log``: a function of yours that rank 0 calls with the run's curves, as log(step, values), on
-    a thread of its own; what it raises is told once and ends nothing.
+    another thread; what it raises is printed once and ends nothing.
 
     Alone without any environment, under torchrun and under our launcher it is the same call.
     Raises ConfigError; ends the process with exit code 75 when the others do not come.
@@ -198,14 +198,14 @@ def _check_guarded() -> None:
 
 
 def _seed_all(seed: int) -> None:
-    """Models built from here on are equal on all ranks, whichever generator they use."""
+    """Seed all generators, so that models built from here on are equal on all ranks."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def _snapshot_settings(given: SnapshotSettings, asked: SnapshotOptions) -> SnapshotSettings:
-    """Arguments of start() before the environment."""
+    """Put arguments of start() before the environment."""
     asked.check()
     directory = given.directory if asked.snapshot_dir is None else asked.snapshot_dir
     url = given.upload if asked.snapshot_upload is None else asked.snapshot_upload
@@ -259,7 +259,7 @@ def _make_progress(
     *,
     rendezvous_seconds: float,
 ) -> Progress:
-    """Rank 0 opens files, the others write none. Raises ConfigError."""
+    """Make the Progress; only rank 0's opens files. Raises ConfigError."""
     main = env.rank == 0
     events = given.events if given.events is not None else env.events
     return Progress(

@@ -1,4 +1,4 @@
-"""One step, as the loop's body sees it: batches, backwards, updates."""
+"""Offer one step to the loop's body: batches, backwards, updates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Step:
         self.work.backward(self, loss, weight=number, retain_graph=retain_graph)
 
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Update with some optimizers in the midst of a step, as a GAN does; then commit() ends it.
+        """Update with some optimizers in the midst of a step, as a GAN does. Then commit() ends it.
 
         Their gradients are averaged over the global batch and applied: clip, optimizer, scheduler,
         EMA. Then all gradients are dropped, also those that a loss left in other models. Without
@@ -127,7 +127,7 @@ class Step:
         return min(self.consumed, newest)
 
     def check_forward(self) -> None:
-        """No forward has come since the newest batch was got: its random numbers are over.
+        """Refuse to go on from a batch without forward: its random numbers are over.
 
         Raises ConfigError, unless the batch has had its backward and the step was committed since.
         """
@@ -231,7 +231,7 @@ class Step:
 
 
 def check_loss(loss: object) -> None:
-    """Raise ConfigError for what has no backward of its own."""
+    """Raise ConfigError for a loss without a backward."""
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(f"step.backward() needs a tensor, the loss, not a {type(loss).__name__}")
     if loss.numel() != 1 or not loss.requires_grad or loss.is_complex():

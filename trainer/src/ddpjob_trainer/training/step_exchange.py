@@ -1,4 +1,4 @@
-"""Exchange a step's numbers among the ranks, and draw the same conclusions on all of them.
+"""Exchange a step's numbers among ranks, so that all draw the same conclusions.
 
 One exchange per step runs beside the update. Values of hosts are read when the step ends; values
 of a GPU when the next step has been queued, so that the GPU stays busy, or sooner where a snapshot
@@ -34,7 +34,7 @@ MOST = 16
 
 
 class StepExchange:
-    """One process's side. Every rank makes the same calls, start() once per step."""
+    """One process's side of a step's exchange. Every rank calls alike, start() once per step."""
 
     def __init__(self, process: RunContext, nan: NanPolicy) -> None:
         self._process = process
@@ -43,7 +43,7 @@ class StepExchange:
         self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
         self.logged = LoggedMeans(process.world)
-        self.stop = False  # a rank has been told to stop
+        self.stop = False  # a rank has been asked to stop
         self.asked = False  # this one's script has called step.stop()
         self.enough = False  # a rank's script has
 
@@ -93,7 +93,7 @@ class StepExchange:
         self._ended.append(step)
 
     def learn(self, *, all_steps: bool) -> None:
-        """Hear of the ended steps that are likely to be known, or wait for all; tell of them.
+        """Take in ended steps whose numbers are likely known, or wait for all; report them.
 
         Raises DivergedError and ConfigError where the ranks do not agree.
         """
@@ -197,7 +197,7 @@ class LoggedMeans:
         self._reported: deque[dict[str, Mean]] = deque()  # of steps that are not yet known
 
     def add(self, values: Values) -> Values:
-        """Take values of a step; return the means to be of names that are new in it.
+        """Take values of a step; return the future means of names new in it.
 
         Raises ConfigError.
         """
@@ -218,7 +218,7 @@ class LoggedMeans:
         return found
 
     def report(self) -> list[Number]:
-        """Of this step, to be added up over all ranks."""
+        """Return this step's numbers, to be added up over all ranks."""
         self._told = True
         self._reported.append(self._means)
         if not self._means:  # as in nearly every step of most runs

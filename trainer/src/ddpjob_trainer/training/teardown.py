@@ -16,7 +16,7 @@ from ddpjob_trainer.training.run_context import RunContext
 
 
 class Teardown:
-    """One process's side."""
+    """One process's side of leaving the run."""
 
     def __init__(self, process: RunContext) -> None:
         self._process = process
@@ -25,7 +25,7 @@ class Teardown:
         atexit.register(self._at_exit)
 
     def finish(self, error: BaseException | None) -> None:
-        """Wait for the other ranks and leave the process group, unless an error is on its way."""
+        """Wait for the other ranks and leave the process group, unless ``error`` is under way."""
         if error is not None or self._closed:
             return
         process = self._process
@@ -40,7 +40,7 @@ class Teardown:
         self._close(together=True)
 
     def _at_exit(self) -> None:
-        """Whether exit code 0 follows nobody knows here; sys.exit(1) is no end of a run."""
+        """Close alone; warn of a missing finish(). The exit code that follows is unknown here."""
         if self._closed:
             return
         loop, process = self.loop, self._process

@@ -28,7 +28,7 @@ from ddpjob_trainer.training.step_exchange import StepExchange
 
 
 class Updates:
-    """One process's side."""
+    """One process's side of a step's forwards, backwards and updates."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Updates:
     # --- What a Step calls ------------------------------------------------------------------
 
     def forward_begins(self, step: Step, model: Wrapped) -> None:
-        """See each forward through a wrapper, evaluations included."""
+        """Prepare each forward through a wrapper, evaluations included."""
         graph = torch.is_grad_enabled()
         self._process.averaging.before_forward(model, step.part(), graph=graph)
         if graph:

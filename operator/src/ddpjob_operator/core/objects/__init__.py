@@ -1,1 +1,1 @@
-"""Reads the API server's objects into slim records; text of strangers is bounded here."""
+"""Read the API server's objects into slim records; text of strangers is bounded here."""

@@ -1,4 +1,4 @@
-"""The parts of a spec that only render.py reads, as bounded, compressed JSON.
+"""Pack the parts of a spec that only render.py reads, as bounded, compressed JSON.
 
 observe.py packs each DDPJob as it arrives: as dicts a template takes up to 30 times its JSON, a
 user may write a megabyte of it, and each of the gang's pods repeats it. The few facts that
@@ -66,7 +66,7 @@ class Template:
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
-    """Pack an object of at most ``limit`` bytes of JSON; a longer one is a flaw."""
+    """Pack an object of at most ``limit`` bytes of JSON; longer is a flaw."""
     try:
         # shell/api/decode.py puts NaN for what is nested too deep to read.
         text = json.dumps(

@@ -1,4 +1,4 @@
-"""Reads values out of a stranger's raw JSON: the wrong type counts as absent.
+"""Read values out of a stranger's raw JSON: the wrong type counts as absent.
 
 observe.py, spec.py and status.py pass everything from the API server through here once; the rest of
 the core sees types.

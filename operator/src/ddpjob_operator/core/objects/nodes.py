@@ -1,4 +1,4 @@
-"""The nodes that a job's pods are on: ready, silent and since when, or gone.
+"""Define records of a job's nodes: ready, silent and since when, or gone.
 
 shell/cache/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
 """

@@ -1,4 +1,4 @@
-"""Turns raw API objects into the slim records that the planner reads.
+"""Turn raw API objects into the slim records that the planner reads.
 
 The informer and the store call it for each event and keep one small record per pod. It bounds and
 escapes all text that a stranger could have written, so nothing behind it has to.

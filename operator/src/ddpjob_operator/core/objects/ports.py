@@ -1,4 +1,4 @@
-"""Ports of a gang; on the host's network each attempt draws its own.
+"""Choose a gang's ports; on the host's network each attempt draws its own.
 
 render.py asks. Two gangs on one node would collide on fixed ports. A hash draws them, so that each
 caller gets the same; if a stranger has the port, the next attempt draws another. A port that the

@@ -1,4 +1,4 @@
-"""Quantities of Kubernetes as numbers, for compact_spec.py."""
+"""Convert quantities of Kubernetes to numbers, for compact_spec.py."""
 
 from __future__ import annotations
 

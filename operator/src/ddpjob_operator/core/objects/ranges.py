@@ -1,4 +1,4 @@
-"""Sets of replicas as short text: {0, 1, 2, 5} is "0-2,5".
+"""Write sets of replicas as short text: {0, 1, 2, 5} is "0-2,5".
 
 The form of batch/v1 completedIndexes, for status.succeededReplicas.
 """

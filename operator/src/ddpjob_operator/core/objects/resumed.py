@@ -1,4 +1,4 @@
-"""Reads what a launcher reports of its resume: whose snapshot it took, and the restart's proof.
+"""Read a launcher's report of its resume: the snapshot's owner, the restart's proof.
 
 observe.py passes the reports; report.py makes Events and the condition ResumeProven of them.
 """
@@ -45,7 +45,7 @@ def words(raw: object, done: object = None) -> str:
 
 
 def proof(raw: object) -> Proof | None:
-    """contract.Proof, written by a stranger -> Proof; None if it says nothing."""
+    """Parse a stranger's contract.Proof into a Proof; None if it says nothing."""
     body = mapping(raw)
     names = ("first", "last", "step", "rank")
     first, last, step, rank = (opt_count(body.get(name)) for name in names)

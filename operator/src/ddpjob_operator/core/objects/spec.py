@@ -1,4 +1,4 @@
-""".spec of a DDPJob as data, with the defaults of the CRD.
+"""Define a DDPJob's .spec as data, with the defaults of the CRD.
 
 plan() calls read() in each planning round. The CRD's schema and CEL rules refuse most bad input at
 `kubectl apply`; the rest is refused here with SpecError, which becomes the condition Invalid.

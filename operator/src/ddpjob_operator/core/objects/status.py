@@ -1,4 +1,4 @@
-""".status of a DDPJob as data: parsed leniently, written whole.
+"""Define a DDPJob's .status as data: parsed leniently, written whole.
 
 plan() reads it with from_dict() and stores it with to_dict(). Anyone with access to the subresource
 may have written it: what does not parse counts as absent.
@@ -166,7 +166,7 @@ class Status:
 
     @property
     def terminal(self) -> bool:
-        """Succeeded or Failed: absorbing."""
+        """Tell whether the job is Succeeded or Failed: absorbing."""
         return self.phase in TERMINAL_PHASES
 
     @property

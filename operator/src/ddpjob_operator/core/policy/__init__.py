@@ -1,1 +1,1 @@
-"""One file per policy; plan.py asks them in order. Each turns a View into a Change."""
+"""Define one policy per file; plan.py asks them in order. Each turns a View into a Change."""

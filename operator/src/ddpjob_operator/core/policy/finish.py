@@ -1,4 +1,4 @@
-"""The end of a job: Succeeded and Failed, clean-up, and the time to live.
+"""End a job: Succeeded and Failed, clean-up, and the time to live.
 
 plan() calls it. Both phases are absorbing, whatever the pods do later.
 """

@@ -1,1 +1,1 @@
-"""The API server as a few verbs: the session, its credentials, its JSON, its errors."""
+"""Offer the API server as a few verbs: session, credentials, JSON, errors."""

@@ -1,4 +1,4 @@
-"""The API server as ~8 verbs: dicts in, dicts out, every failure an ApiError.
+"""Offer the API server as ~8 verbs: dicts in, dicts out, failures as ApiError.
 
 The elector, informers, executor and recorder call it. Typed models would drop fields that they do
 not know and cost five times as much.

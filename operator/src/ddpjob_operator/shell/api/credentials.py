@@ -1,4 +1,4 @@
-"""The API server's address and our credentials, as `kubernetes.config` finds them.
+"""Find the API server's address and our credentials, as `kubernetes.config` does.
 
 client.py and kopf's login ask for them. In a pod the ServiceAccount's token file, which the kubelet
 rotates, is read again every minute; exec plugins of a kubeconfig run again when their token is

@@ -1,4 +1,4 @@
-"""Decodes JSON from the API server, whatever users have put into it.
+"""Decode JSON from the API server, whatever users have put into it.
 
 client.py and kopf's session (handlers.py) call it. A list is decoded item by item as it arrives, so
 that never more than one item is there as dicts, and other tasks run between two items. What is

@@ -1,4 +1,4 @@
-"""The API server's errors, as exceptions that callers can tell apart.
+"""Define the API server's errors, as exceptions that callers can tell apart.
 
 Every error of a call becomes one ApiError; no aiohttp exception gets past shell/api/client.py.
 """

@@ -1,1 +1,1 @@
-"""Keeps the operator's knowledge of the cluster."""
+"""Keep the operator's knowledge of the cluster."""

@@ -1,4 +1,4 @@
-"""The nodes of the cluster as slim records, and since when each has been silent.
+"""Keep the cluster's nodes as slim records, and since when each is silent.
 
 The node informer fills the cache, the reconciler hands it to plan(). This process's own clock
 measures how long a node has not been ready, from the moment when it saw that; time before its

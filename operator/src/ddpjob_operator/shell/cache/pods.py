@@ -1,4 +1,4 @@
-"""Slim records of pods, and two questions about pods that no watch answers.
+"""Keep slim records of pods; answer two questions that no watch does.
 
 The informer and the executor call it.
 """
@@ -34,7 +34,7 @@ class SlimPod:
 
 
 def slim_pod(obj: Object) -> SlimPod:
-    """Keep the needed part of a Pod object; a malformed one must not hide all the others."""
+    """Keep the needed part of a Pod object; a malformed one must hide no other."""
     meta, readable = obj["metadata"], True
     try:
         pod = observe.pod(obj)

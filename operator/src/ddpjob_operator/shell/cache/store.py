@@ -1,4 +1,4 @@
-"""The operator's knowledge of the cluster: jobs, their pods, and the API's refusals.
+"""Store the operator's knowledge: jobs, their pods, and the API's refusals.
 
 Three sources write here: the watches, full lists, and the answers to our own calls; the reconciler
 reads snapshots. The sources overtake one another, so a record only gives way to a newer one
@@ -307,7 +307,7 @@ class Store:
         return owner
 
     def _retain(self, gang: _Gang, listed: set[str], version: str) -> bool:
-        """Remove pods that a list read at ``version`` does not show; tell whether there were any.
+        """Remove pods absent from a list read at ``version``; tell whether there were any.
 
         A pod that we created after the list was read is not missing from it.
         """

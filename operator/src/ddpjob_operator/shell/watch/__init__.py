@@ -1,1 +1,1 @@
-"""Fills the cache by lists, watches, and the launchers' /state."""
+"""Fill the cache by lists, watches, and the launchers' /state."""

@@ -1,4 +1,4 @@
-"""kopf, embedded: its watch of DDPJobs, each event handed on, and nothing else.
+"""Embed kopf: take its watch of DDPJobs, and hand each event on.
 
 kopf_thread.py runs it in kopf's thread, where it is imported: importing kopf takes a second. Only
 on.event and on.login are used: no annotation, no finalizer, no patch, no Event of kopf's. Its

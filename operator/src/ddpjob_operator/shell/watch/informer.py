@@ -1,4 +1,4 @@
-"""Keeps the store's pods and nodes up to date by paged lists and watches with bookmarks.
+"""Keep the store's pods and nodes current, by paged lists and watches with bookmarks.
 
 app.py runs one per namespace and kind. Only pods with our job-uid label are asked for. A pod that a
 new list does not show was deleted, though its events were lost.

@@ -1,4 +1,4 @@
-"""Keeps kopf running in a thread with a separate event loop, whatever ends it.
+"""Keep kopf running in a thread with a separate event loop, whatever ends it.
 
 app.py runs it. When kopf stops, or gives up on a watch, it cancels every task that was created in
 its loop after it began, so it must not share ours; in a main thread it would also take over the

@@ -1,4 +1,4 @@
-"""Asks replica 0 of each running job for its progress: GET /state on its metrics port.
+"""Ask replica 0 of each running job for its progress: GET /state on its metrics port.
 
 app.py runs the reader; answers go into the store's ApiFeedback, and the planner decides whether
 they become a status write. It also learns of rounds (restarts in place) there; they are over when

@@ -1,4 +1,4 @@
-"""A full list of all DDPJobs now and then: it finds what the watch missed.
+"""List all DDPJobs now and then, to find what the watch missed.
 
 app.py runs one per served namespace, so that one without rights holds up no other's jobs. Only a
 list shows a job that was deleted during a watch gap. The first list also shows whether the CRD is

@@ -91,7 +91,7 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
 
 
 def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
-    """Word a warning of ranks that ended with 0 long ago while others run, "" if none did.
+    """Word a warning of ranks that ended with 0 long before others, else "".
 
     ``patience``: seconds in which others may end as well. It is no failure, yet the others may wait
     for ever. Ranks in a collective notice, or hang until the launcher acts; after its training loop

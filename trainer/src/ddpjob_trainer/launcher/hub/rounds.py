@@ -125,9 +125,9 @@ def drills_left(records: Collection[Round]) -> bool:
 
 
 def _drilled(exits: Collection[Exit]) -> int:
-    """Return the step after which the gang ended for a drill, 0 if it did not.
+    """Return the step after which a drill ended the gang, 0 without a drill.
 
-    Whoever has lost its peers to the drill, or was stopped, is no cause; any other end is one.
+    A worker that lost its peers to the drill, or was stopped, is no cause; any other end is one.
     """
     cause = first_failure(exits)
     ended = [exit_.step for exit_ in exits if exit_.drill]

@@ -111,7 +111,7 @@ def end_all(
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter for what a process does, such as T: stopped; "" if it is gone."""
+    """Return the kernel's letter for a process's state, such as T: stopped. "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

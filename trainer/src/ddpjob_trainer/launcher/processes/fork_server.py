@@ -144,7 +144,7 @@ def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
 
 
 def _end_if_unfit(control: socket.socket, threads: int, who: str, cure: str = "") -> None:
-    """End the server if an import left what no fork survives: more threads, or an open GPU."""
+    """End the server if an import left more threads or an open GPU. No fork survives them."""
     opened = devices.driver_opened()
     if opened or _threads_forked() > threads:
         left = f"has opened {opened}" if opened else "has left threads behind"

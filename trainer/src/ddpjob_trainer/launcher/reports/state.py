@@ -1,4 +1,4 @@
-"""Build the answer to GET /state: what the ranks report, and what earlier rounds came to.
+"""Build the answer to GET /state: the ranks' reports, and earlier rounds' outcomes.
 
 The supervisor keeps the Results of earlier rounds and the Pace; a thread that serves HTTP asks.
 """
@@ -60,7 +60,7 @@ class Results:
 
 
 def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
-    """Choose what is told of the restarts: one that was not checked takes nothing back."""
+    """Choose the verdict on the restarts: one that was not checked takes nothing back."""
     return before if not proof or (before and "unchecked" in proof) else proof
 
 

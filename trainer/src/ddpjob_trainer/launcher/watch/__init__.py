@@ -1,1 +1,1 @@
-"""Notice what no process reports: hangs, a name that does not resolve, ranks that wait for ever."""
+"""Notice what processes cannot report: hangs, an unresolved name, ranks that wait forever."""

@@ -1,1 +1,1 @@
-"""What lies in a snapshot directory: durable files, their lineage and retention."""
+"""Read and write a snapshot directory: durable files, their lineage and retention."""

@@ -1,4 +1,4 @@
-"""JSON of bounded size, some of it with its own checksum: the SHA-256 of all before it, at the end.
+"""Write and read JSON of bounded size; seal() puts a SHA-256 at the end.
 
 Writing has the bounds of reading, so nothing is called durable that could never be read.
 """

@@ -1,4 +1,4 @@
-"""A data file's layout: a safetensors header, then flat pieces of tensors, without gaps.
+"""Lay out a data file: a safetensors header, then flat tensor pieces without gaps.
 
 The header is written so that every piece is aligned to its elements. Reading trusts nothing in
 it. Never imports torch.

@@ -1,4 +1,4 @@
-"""File operations of a snapshot: every change of the disk and every opening goes through here.
+"""Change and open a snapshot's files: every such operation goes through here.
 
 The volume may be shared with strangers. So nothing is opened but regular files in real
 directories: no link is followed below the snapshot directory itself, nothing waits for a pipe and

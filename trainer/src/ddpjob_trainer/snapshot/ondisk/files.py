@@ -1,4 +1,4 @@
-"""Write a rank's data file, commit a manifest, clean up: called by each rank's writer thread.
+"""Write a rank's data file, commit a manifest, clean up, in its writer thread.
 
 Commit protocol: data files under unique names, each written and fsynced; when all ranks' are
 durable the manifest is written and fsynced under a temporary name, renamed, and the directory
@@ -67,7 +67,7 @@ class SnapshotFiles:
             raise
 
     def discard(self, step: int) -> None:
-        """Remove all files of a step that was not committed, those of the other ranks too.
+        """Remove all ranks' files of a step that was not committed.
 
         They stay if the rename, though perhaps not yet durable, was done.
         """

@@ -1,4 +1,4 @@
-"""Tell which incarnation's snapshots count: the lineage fence, on a disk and in an object store.
+"""Decide which incarnation's snapshots count: the lineage fence, on disk and in a store.
 
 Each incarnation (uid, attempt, round) owns a numbered folder: on a disk the number is taken by
 exclusive creation, in a store it is drawn (remote/upload.py). Before its first step it brings its
@@ -197,7 +197,7 @@ def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
 
 
 def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
-    """Return what a start record holds of them, each once, oldest first, without the job's own."""
+    """Return a start record's part of them: each once, oldest first, without the job's."""
     ordered = dict.fromkeys(uids)
     ordered.pop(but, None)
     return tuple(ordered)[-_MAX_PREDECESSORS:]

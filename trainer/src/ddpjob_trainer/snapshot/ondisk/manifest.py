@@ -1,4 +1,4 @@
-"""The manifest: what a snapshot consists of. Present and its checksums right = valid.
+"""Define the manifest: a snapshot's contents. Present and its checksums right = valid.
 
 What it says is checked before anything is allocated, so a manifest made to do harm costs no more
 memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never
@@ -44,7 +44,7 @@ class InvalidSnapshotError(Exception):
 
 
 class NewerFormatError(InvalidSnapshotError, ValueError):
-    """Nothing is wrong with it, but a newer ddpjob-trainer wrote it: it must be left to that."""
+    """A sound manifest of a newer ddpjob-trainer, to be left to that."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"{text}: it was written by a newer ddpjob-trainer; use that one")

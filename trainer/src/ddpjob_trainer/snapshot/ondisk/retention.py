@@ -1,4 +1,4 @@
-"""Which files may go, now that a newer snapshot is durable. Runs in rank 0's writer thread."""
+"""Remove files that a newer durable snapshot has made needless. Runs in rank 0's writer thread."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]
 
 @lru_cache(16)
 def _data_files(path: Path, written: int) -> frozenset[str]:
-    """Read a manifest once: to parse a large one keeps the interpreter from the training thread."""
+    """Read a manifest once. To parse a large one keeps the interpreter from the training thread."""
     return frozenset(file.name for file in manifest.read(path).files)
 
 
 def _remove_ours(directory: Path) -> None:
-    """Remove a directory of ours, with a record or our files only: none named by a date, say."""
+    """Remove a directory of ours, with a record or our files only. One named by a date stays."""
     with contextlib.suppress(OSError):
         names = disk.names(directory)
         if lineage.START in names or all(map(_OURS.match, names)):
@@ -71,7 +71,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
-    """Files of removed, failed and abandoned snapshots, but not of one still being written."""
+    """Remove files of removed, failed and abandoned snapshots. One still being written stays."""
     step = manifest.step_of(newest.name)
     for name in disk.names(directory):
         number = _STEP.fullmatch(name)
@@ -82,7 +82,7 @@ def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
 
 
 def _retain_chain(folders: lineage.Disk, sequence: int, keep: int) -> None:
-    """Remove the directories of before that our chain needs no more, and surplus copies in it."""
+    """Remove earlier directories that our chain needs no more, and surplus copies in it."""
     taken = folders.numbers()
     starts = {} if taken[:1] in ([], [sequence]) else lineage.read_starts(folders)
     mine = starts.get(sequence)

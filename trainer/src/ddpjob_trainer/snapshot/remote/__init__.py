@@ -1,1 +1,1 @@
-"""Snapshots in an object store: copied there beside training, fetched where a disk is fresh."""
+"""Copy snapshots to an object store beside training; fetch them to a fresh disk."""

@@ -1,4 +1,4 @@
-"""The process that talks to the object store, as its rank sees it: told, asked, never waited for.
+"""Link a rank to its process for the object store: tell it, ask it.
 
 Only at the start, when a snapshot may have to be fetched, and at the end, when the last one must
 not be lost with the disk, the rank waits.
@@ -94,7 +94,7 @@ class RemoteProcess:
 def fetch_if_newer(
     settings: SnapshotSettings, identity: Identity, alive: Callable[[], None]
 ) -> None:
-    """Bring to disk what only the store has; ``alive`` is called as long as bytes come.
+    """Bring to disk what only the store has. ``alive`` is called as long as bytes come.
 
     Raises OSError, PeerLostError, ConfigError.
     """

@@ -1,4 +1,4 @@
-"""Bring the newest snapshot of an object store to a disk that has nothing as new.
+"""Bring an object store's newest snapshot to a disk that has none as new.
 
 Called by remote/process.py. It becomes an incarnation on disk under the name that it has in the
 store, and resume.py then finds and checks it like any other.
@@ -34,7 +34,7 @@ def fetch(
     tell: Tell,
     alive: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Return the step that was brought, None: what is on disk is as new, or there is none.
+    """Bring the newest snapshot and return its step, None if nothing newer is there.
 
     ``alive`` is called as bytes come. Raises PeerLostError when a later incarnation has uploaded
     already, ConfigError when only a newer program can read what is there, OSError, and what the

@@ -1,4 +1,4 @@
-"""The process beside rank 0 that talks to the object store: it fetches once, or uploads.
+"""Talk to the object store in a process beside rank 0: fetch once, or upload.
 
 It never imports torch, has a low priority, and ends with its rank. Requests and answers are JSON,
 one per line.
@@ -36,7 +36,7 @@ def answer(**about: Any) -> None:
 
 
 def why(error: BaseException) -> str:
-    """One line of any library's error."""
+    """Word any library's error in one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
@@ -91,7 +91,7 @@ class UploadQueue:
         self._next = 0.0
 
     def wait_seconds(self) -> float | None:
-        """Return how long there is nothing to do; None: until told."""
+        """Return how long there is nothing to do; None: until a request."""
         if self._wanted < 0:
             return None
         return max(0.0, self._next - self._now())

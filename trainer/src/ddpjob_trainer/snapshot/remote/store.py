@@ -1,4 +1,4 @@
-"""An object store as snapshots use it: numbered folders of objects below one URL. No torch.
+"""Adapt an object store to snapshots: numbered folders of objects below one URL. No torch.
 
 fsspec knows the protocols. Objects are never overwritten by another content: every name is drawn,
 or belongs to one incarnation alone. Store is a lineage.Folders, as a disk is.
@@ -51,7 +51,7 @@ class Store:
         known = lineage.read_starts(self, unread)
         for why in unread.values():
             if isinstance(why, OSError):
-                raise why  # never begin anew for want of a network
+                raise why  # never begin from nothing for want of a network
         return known, [why for why in unread.values() if isinstance(why, NewerFormatError)]
 
     def size(self, number: int, name: str) -> int | None:

@@ -27,7 +27,7 @@ _DRAWN = 10**6
 
 
 class Uploader:
-    """One incarnation's side. Everything may be tried again after an error."""
+    """One incarnation's side of the uploads. Everything may be tried again after an error."""
 
     def __init__(self, store: Store, root: Path, sequence: int, keep: int) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class Uploader:
         self.newest = -1
 
     def upload(self, step: int) -> None:
-        """Copy the snapshot of a step, unless a newer one is there; again if it was marked since.
+        """Copy a step's snapshot, unless a newer one is there. Do so again if it was marked since.
 
         Raises PeerLostError when this incarnation is out of date, InvalidSnapshotError, OSError,
         and what the protocol's library raises.
@@ -74,7 +74,7 @@ class Uploader:
         self._begun = True
 
     def _parent(self, known: dict[int, Start]) -> int:
-        """Return our parent's number if it has written here too, 0: its copy is all we have."""
+        """Return our parent's number if it wrote here too. 0: its copy is all we have."""
         with contextlib.suppress(OSError, ValueError):
             on_disk = lineage.Disk(self._root)
             parent = lineage.read_start(on_disk, self._start.parent_sequence)
@@ -114,7 +114,7 @@ class Uploader:
     # --- Retention -------------------------------------------------------------------------
 
     def _retain(self) -> None:
-        """Keep the newest of ours and what our chain needs; the rest goes, the manifest first."""
+        """Keep the newest of ours and what our chain needs. The rest goes, the manifest first."""
         store, number = self._store, self._number
         ours = lineage.steps(store, number, None)
         needed: set[str] = set()

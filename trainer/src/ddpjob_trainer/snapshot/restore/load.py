@@ -1,4 +1,4 @@
-"""Read a snapshot's tensors: every data file is checked first, then tensors come one by one.
+"""Read a snapshot's tensors one by one, after a check of every data file.
 
 What is read goes straight to where it belongs, through one small buffer, so that a process which
 resumes needs no second copy of its state.

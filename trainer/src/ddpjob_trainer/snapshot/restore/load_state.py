@@ -1,4 +1,4 @@
-"""Put a snapshot back into live objects, one after the other, without a second copy of the whole.
+"""Put a snapshot back into live objects, one by one, without a second copy.
 
 All is compared before anything is overwritten. The model's tensors are read in place; an object
 gets new tensors, since load_state_dict() may keep those that it is given: what shared memory within
@@ -22,7 +22,7 @@ _ANEW = "start anew in another snapshot directory or with snapshot.resume: Never
 
 @contextlib.contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turn what a state of another structure leads to into ConfigError: trying again is no use."""
+    """Turn the errors of a state of another structure into ConfigError. Trying again is no use."""
     try:
         yield
     except ConfigError:
@@ -65,7 +65,7 @@ class Loader:
             target.copy_(source)
 
     def _below(self, prefix: str) -> Callable[[str], bool]:
-        """Tell of a stored name whether it, or one that stands for it, is below a prefix."""
+        """Tell whether a stored name, or an alias of it, is below a prefix."""
         aliases = self._source.manifest.aliases
         elsewhere = {target for name, target in aliases.items() if name.startswith(prefix)}
         return lambda name: name.startswith(prefix) or name in elsewhere
@@ -77,7 +77,7 @@ class Loader:
         device: torch.device | None = None,
         entries: Collection[int] | None = None,
     ) -> Any:
-        """Return the part of the state below a path, in memory that no tensor of the model has.
+        """Return the state below a path, in memory that no tensor of the model has.
 
         ``into``: tensors that may be overwritten at once, by their names below the path, where they
         have the stored shape. ``device``: where all others are to be that are more than a number.

@@ -1,4 +1,4 @@
-"""Resume: choose a snapshot, bring it into this incarnation's directory, agree on it, publish it.
+"""Resume: choose a snapshot, bring it to this incarnation's directory, agree, publish.
 
 manager.restore() calls resume() on all ranks at the same point. Rank 0 takes a directory, walks the
 newest chain of start records, links each candidate's files into that directory and proposes it.
@@ -71,7 +71,7 @@ class Resumed:
 
 @dataclass(slots=True)
 class Retry:
-    """Ask again for a while where a disk fails for a moment, with one deadline for all calls.
+    """Ask again for a while where a disk fails for a moment. One deadline holds for all calls.
 
     A storage node that fails over answers EIO, ESTALE or ETIMEDOUT for some seconds. Taking an
     older snapshot at once would throw away training that is all there. ``now``: a monotonic clock.
@@ -103,7 +103,7 @@ class Retry:
 
 
 def resume(root: Path, world: World, *, anew: bool, retry: Retry | None = None) -> Resumed:
-    """Start this incarnation on all ranks, from the newest snapshot that all of them can read.
+    """Start this incarnation on all ranks, from the newest snapshot that all can read.
 
     ``anew``: only from what this job wrote itself. Raises OSError, PeerLostError, ConfigError.
     """
@@ -186,7 +186,7 @@ class _Opening:
         lineage.refuse_if_stale(starts, identity)
         parent, source = 0, None
         head = lineage.newest(starts)
-        # A job that starts anew continues, in its later attempts, what it began itself.
+        # A job that resumes nothing continues, in its later attempts, what it began itself.
         if not anew or (head is not None and head.uid == identity.uid):
             parent, source = self._choose(starts, sequence)
         first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique

@@ -1,4 +1,4 @@
-"""Lay a snapshot out: which rank writes what, and where in its file; then draft the manifest.
+"""Assign each rank its bytes of a snapshot and their places; draft the manifest.
 
 The writer calls this on every rank at the same step, with what training_state has captured. All
 ranks hold equal parameters and optimizer state, so each writes another part of them; what only one
@@ -88,7 +88,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, Shape], ...
 
 @_remembered
 def fingerprint(structure: Structure) -> int:
-    """Return 24 bits that stand for what must be equal on all ranks that divide the work."""
+    """Return 24 bits for all that must be equal on ranks that divide the work."""
     facts = [[n, *shape] for n, shape in structure.shapes if n in structure.shared]
     return zlib.crc32(json.dumps(facts).encode()) >> 8
 
@@ -224,7 +224,7 @@ class Draft:
 
 
 def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:
-    """Put each rank's entries into the state of rank 0's optimizers, in a plain one's order."""
+    """Put each rank's entries into rank 0's optimizers' state, in a plain one's order."""
     for name in parts[0]:
         entries = sorted((e for part in parts for e in part[name]), key=lambda entry: entry[0])
         member(member(tree, "registered"), name)["state"] = {"$dict": entries} if entries else {}

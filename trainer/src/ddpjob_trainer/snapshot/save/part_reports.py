@@ -1,4 +1,4 @@
-"""Which ranks have made their part of which snapshot durable, told over the rendezvous store.
+"""Report each rank's durable part of a snapshot to rank 0, over the rendezvous store.
 
 Nothing here waits, and training's collectives are not involved.
 """

@@ -1,4 +1,4 @@
-"""Where a rank's part of a snapshot lies until it is on disk: two reused buffers.
+"""Stage a rank's part of a snapshot in two reused buffers, until it is durable.
 
 A buffer holds the data file as it will be written. What user code may change after the step
 (buffers, counters, registered objects) is copied at once; parameters and optimizer state do not
@@ -26,7 +26,7 @@ Copy = tuple[int, torch.Tensor]  # where in the buffer, what
 
 @dataclass(slots=True)
 class Buffer:
-    """Memory that was touched once; children share it, so that a fork copies no page of it."""
+    """Memory that was touched once. Children share it, so that a fork copies no page of it."""
 
     size: int
     memory: torch.Tensor  # uint8, the whole of it
@@ -57,7 +57,7 @@ class Buffer:
         self.memory[offset:end].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def copy(self, copies: Sequence[Copy], accelerator: Accelerator, ready: Any) -> None:
-        """Copy flat tensors in, as they are at the mark ``ready``, and wait until they are there.
+        """Copy flat tensors in, as they are at the mark ``ready``, and wait for them.
 
         All at once: on a GPU one wait for each would be the most of it.
         """

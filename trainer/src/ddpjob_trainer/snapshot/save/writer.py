@@ -35,7 +35,7 @@ GONE = (
     " snapshots may be gone with it"
 )
 _LOOK_SECONDS = 0.01  # how often rank 0 looks for the others' results
-_LONG_SECONDS = 60.0  # a wait that is told of
+_LONG_SECONDS = 60.0  # a wait that is reported
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
 
 #: As Embedding(max_norm=...) does in its forward.
@@ -49,7 +49,7 @@ _CHANGED = (
 class StagedPart:
     """A rank's part of one snapshot.
 
-    ``versions``: those of the tensors that are copied later. ``report``: what is told once it is
+    ``versions``: those of the tensors that are copied later. ``report``: to be posted once it is
     durable, but for its checksum. ``draft``: on rank 0, of the manifest.
     """
 
@@ -162,7 +162,7 @@ class SnapshotWriter:
     def _stage(
         self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]
     ) -> StagedPart:
-        """Lay out what this rank writes, in a buffer already but for what may be copied later."""
+        """Lay out this rank's part in a buffer. What may be copied later is not yet in it."""
         rank, nonce, accelerator = self._rank, self._files.nonce, self._accelerator
         flat, structure = captured.flat, captured.structure
         layout = lay_out(structure, len(self.reports.writers), self._index)
@@ -238,7 +238,7 @@ class SnapshotWriter:
         self._wait(lambda: not self._parts)
 
     def wait_settled(self) -> None:
-        """Wait until all is durable or given up, on rank 0, when all ranks have posted."""
+        """Wait on rank 0, after all ranks' posts, until all is durable or given up."""
         self._wait(lambda: not self._snapshots)
 
     def _wait(self, done: Callable[[], bool]) -> None:

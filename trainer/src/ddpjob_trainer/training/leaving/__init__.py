@@ -1,1 +1,1 @@
-"""The ways out of a run: together at its end, at an agreed step, by an error, by a refusal."""
+"""Leave a run: at its end, an agreed step, an error, or a refusal."""

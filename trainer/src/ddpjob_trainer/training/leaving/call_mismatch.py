@@ -22,7 +22,7 @@ _RUNS = itertools.count()  # of this process: torchrun's store has the calls of 
 
 
 class CallMismatch:
-    """One process's side. Does nothing in a run of one rank."""
+    """One process's side of comparing the ranks' calls. Does nothing in a run of one rank."""
 
     def __init__(self, world: World, shutdown: Shutdown) -> None:
         self._world = world

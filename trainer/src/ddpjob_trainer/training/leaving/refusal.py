@@ -1,4 +1,4 @@
-"""Print an error that names its cure once, with the line of the script that led to it.
+"""Print an error that names its cure once, with the script's line behind it.
 
 All ranks of a launcher meet the same error, so the first one prints it. A traceback through our
 code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1 brings it back.
@@ -39,7 +39,7 @@ def tell(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _is_first(text: str) -> bool:
-    """Whether no other rank of this launcher has said it in this round."""
+    """Tell whether no other rank of this launcher has said it in this round."""
     path = _mark_of(text)
     if path is None:
         return True

@@ -26,7 +26,7 @@ from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL, RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.leaving import refusal
 
-#: Between the end of the loop and that of a process that was told to stop in its last step.
+#: Between the end of the loop and that of a process that was asked to stop in its last step.
 _MOMENT_SECONDS = 1.0
 _CALLS = 8  # a call may be over on one rank before another that differs waits for it
 
@@ -76,7 +76,7 @@ class Shutdown:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.old)
 
     def _in_child(self) -> None:
-        """Let a child, of multiprocessing say, end when it is told to: it has no step to finish."""
+        """Let a child, of multiprocessing say, end on a signal. It has no step to finish."""
         for signum, default in (
             (signal.SIGTERM, signal.SIG_DFL),
             (signal.SIGINT, signal.default_int_handler),
@@ -107,7 +107,7 @@ class Shutdown:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Exit with code 75 for a lost peer in what one rank may do and another not."""
+        """Exit with code 75 for a lost peer, where one rank alone may act."""
         try:
             yield
         except RuntimeError as error:
@@ -116,7 +116,7 @@ class Shutdown:
 
     @contextlib.contextmanager
     def in_loop(self) -> Iterator[None]:
-        """While the training loop runs, a signal waits for the step on which all ranks agree."""
+        """Defer signals within the training loop to the step on which all ranks agree."""
         self._in_loop = True
         try:
             yield
@@ -126,7 +126,7 @@ class Shutdown:
                 self._remind_later()
 
     def _remind_later(self) -> None:
-        """End a moment after the loop, as no step comes on which the ranks could agree.
+        """End a moment after the loop. No step comes on which the ranks could agree.
 
         All may be done within a moment, and an error that left the loop tells more than the signal.
         """
@@ -149,7 +149,7 @@ class Shutdown:
         leave(128 + self.signal)
 
     def drill(self, step: int) -> NoReturn:
-        """End as all ranks do after this step, for the launcher to start the next round."""
+        """End with all ranks after this step; the launcher then starts the next round."""
         self._state.ends(ENDED_BY_DRILL)
         if self._rank == 0:
             say(0, f"a drill: all processes end after step {step} and do its last steps again")
@@ -174,7 +174,7 @@ class Shutdown:
         leave(ExitCode.PEER_LOST)
 
     def refuse(self, error: ConfigError) -> NoReturn:
-        """End at once, from any thread: the main one waits for peers that will not come."""
+        """End at once, from any thread. The main one waits for peers that will not come."""
         self._state.failed(error)
         if not refusal.tell(self._rank, error, None):
             say(self._rank, f"{type(error).__name__}: {error}")

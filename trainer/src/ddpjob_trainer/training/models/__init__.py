@@ -1,1 +1,1 @@
-"""prepare(): models, optimizers and options that go together, wrapped and registered."""
+"""Wrap and register models, optimizers and options that go together: prepare()."""

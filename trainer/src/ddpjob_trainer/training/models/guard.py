@@ -44,7 +44,7 @@ class Guard:
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:
-        """Let an evaluation use optimizers of its own."""
+        """Let an evaluation use other optimizers than the loop's."""
         before, self._asleep = self._asleep, True
         try:
             yield
@@ -102,7 +102,7 @@ class Guard:
 
 
 class Touched:
-    """Finds gradients that are changed or dropped before they are the mean over the global batch.
+    """Finds gradients changed or dropped before they are the mean over the global batch.
 
     clip_grad_norm_() before commit() is right where DDP has averaged in backward. Where gradients
     are still this rank's own, lack a factor or are scaled, it would clip something else. A loop

@@ -58,7 +58,7 @@ class Model:
 
 
 class PreparedModels:
-    """What the loop trains, and with what: all that prepare() was given, in one call or several."""
+    """The loop's models and their means: everything given to prepare(), in one call or several."""
 
     def __init__(self, options: Options, averaging: Averaging, world: World) -> None:
         self._options = options
@@ -99,7 +99,7 @@ class PreparedModels:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model, or all of them as parts of one module."""
+        """Return the model, or all of them as parts of one module."""
         return self.state.module
 
     def model_of(self, given: torch.nn.Module | None) -> Model:
@@ -112,7 +112,7 @@ class PreparedModels:
         raise ConfigError("model=... is none that prepare() was given")
 
     def steady_buffers(self) -> list[torch.Tensor]:
-        """Those that are not persistent, as all ranks can share them."""
+        """Return the buffers that are not persistent, as all ranks can share them."""
         return [t for m in self.models if m.wrapped.steady for t in m.wrapped.steady.tensors()]
 
     def compared(self) -> dict[str, Stateful]:
@@ -168,7 +168,7 @@ class PreparedModels:
         self.updater.units.append(Unit(optimizer, scheduler, clip))
 
     def _add_scaler(self, given: torch.amp.GradScaler | None) -> None:
-        """One for the whole run: its scale is that of all losses."""
+        """Make one scaler for the whole run. Its scale is that of all losses."""
         updater = self.updater
         if updater.scaler is None and self._options.precision == "fp16":
             updater.scaler = given or torch.amp.GradScaler(self._world.device.type)
@@ -181,7 +181,7 @@ class PreparedModels:
         self._own.add(name)
 
     def _join(self) -> None:
-        """Parameters of a single model keep their names; those of several begin with its own."""
+        """Join all models. A single one's parameters keep their names; several prefix theirs."""
         if len(self.models) == 1:
             self.state.module = self.models[0].module
         else:
@@ -288,7 +288,7 @@ def shaped_like(given: Any, values: Sequence[T]) -> Any:
 
 
 def place(module: torch.nn.Module, device: torch.device) -> None:
-    """Move a model to this process's device, unless its user has put it somewhere else already.
+    """Move a model to this process's device, unless its user has put it elsewhere.
 
     One that lies on several devices would be folded into one.
     """
@@ -317,7 +317,7 @@ def _kinds(kind: type) -> str:
 
 
 def _name(what: str, name: str, base: str) -> str:
-    """Name what belongs to a model or an optimizer of this name; ``base``: of the first of all."""
+    """Name a part of the model or optimizer ``name``; ``base`` is the first one's name."""
     return what if name == base else f"{what}.{name}"
 
 
@@ -325,7 +325,7 @@ def _name(what: str, name: str, base: str) -> str:
 
 
 def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
-    """Parameters keep their names, the module stays the user's."""
+    """Compile a module in place. Parameters keep their names, the module stays the user's."""
     if not options.compile:
         return
     backend = "inductor" if options.compile is True else options.compile
@@ -338,7 +338,7 @@ def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
 
 
 def keep_bits(level: str, device: torch.device) -> None:
-    """Before anything runs: what is compiled, by the script or by prepare(), must keep the bits."""
+    """Set the compilers, before anything runs, to keep the bits of all that they compile."""
     if level == "off" or "torch._dynamo" not in sys.modules:  # else there is nothing to compile
         return
     # The warm-up runs backward twice on one graph; donated buffers would be gone by then.

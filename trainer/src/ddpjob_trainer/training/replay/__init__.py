@@ -1,1 +1,1 @@
-"""The check of each restart: record each step, compare the steps done again, give a verdict."""
+"""Check each restart: record steps, compare those done again, give a verdict."""

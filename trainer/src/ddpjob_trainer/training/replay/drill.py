@@ -23,7 +23,7 @@ STEPS: Final = 2
 
 
 class Drill:
-    """One process's side. Every rank makes the same calls."""
+    """One process's side of the drills. Every rank makes the same calls."""
 
     def __init__(
         self, given: DrillSettings, identity: Identity, replay: Replay, snapshots: Snapshots
@@ -51,7 +51,7 @@ class Drill:
             self._goal = epoch
 
     def report(self) -> list[float]:
-        """Numbers to add up over all ranks: who cannot have a drill, and who has started slowly."""
+        """Return numbers to add up over all ranks: drill impossible here; slow start here."""
         if self._slow is None:
             took = time.monotonic() - self._given.begun
             self._slow = self._given.mode == "Auto" and took > SLOW_SECONDS
@@ -70,7 +70,7 @@ class Drill:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether all ranks end now, after this step: the same on all of them.
+        """Tell whether all ranks end now, after this step. It is the same on all of them.
 
         Not while another restart is still compared, nor when no snapshot but the last follows.
         """

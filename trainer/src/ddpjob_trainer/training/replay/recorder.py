@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.001
 
 
 def record_name(rank: int) -> str:
-    """File of a rank."""
+    """Return the name of a rank's file."""
     return f"rank-{rank}.jsonl"
 
 
@@ -58,7 +58,7 @@ class Recorder:
         self._line("start", **place, **facts)
 
     def resumed(self, step: int, epoch: int | None) -> None:
-        """Training goes on after ``step`` finished steps; ``epoch``: steps in one, if known."""
+        """Record that training goes on after ``step`` steps. ``epoch``: steps in one, if known."""
         self._line("resume", step=step, epoch=epoch)
 
     def stepped(self, step: int, losses: Sequence[torch.Tensor | float]) -> None:
@@ -74,14 +74,14 @@ class Recorder:
             self._line("told", step=step, what=what, values=values)
 
     def wait(self, step: int) -> None:
-        """Stand at the gate after a step until the driver has made the kill that belongs there."""
+        """Stand at the gate after a step until the driver has made its kill."""
         if self._gate is None:
             return
         while step >= int.from_bytes(self._gate[:GATE_BYTES], "little"):
             time.sleep(_LOOK_SECONDS)
 
     def ended(self, state: TrainingState, *, committed: bool = True) -> None:
-        """Hash all that a snapshot holds, part by part; stand here until every kill was made.
+        """Hash all that a snapshot holds, part by part. Stand here until every kill was made.
 
         ``committed``: whether the loop was left after a commit(). Otherwise the snapshot is of the
         step before, and only parameters are sure to be now what they were then.

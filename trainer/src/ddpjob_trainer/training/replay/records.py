@@ -1,4 +1,4 @@
-"""Keep one rank's record of its steps in a file that outlives the process, and compare with it.
+"""Keep a rank's record of steps beyond the process's end, and compare with it.
 
 replay.py writes an entry per step into a file of the launcher's directory. The next process
 of the same rank finds there what the killed one computed. It never imports torch.
@@ -38,10 +38,10 @@ class Entry(NamedTuple):
 
 
 def difference(before: Entry, now: Entry) -> Differs | None:
-    """Name the first thing that differs in a step, in the order in which a step comes to it.
+    """Name the first difference in a step, in the order of its parts.
 
     Losses and weights decide. Another batch or other random numbers explain a difference; alone
-    they are none: a batch may carry a path or a time, and each step begins with a seed of its own.
+    they are none: a batch may carry a path or a time, and each step begins with another seed.
     """
     weights = bool(before.weights and now.weights and before.weights != now.weights)
     if before.losses == now.losses and not weights:
@@ -54,7 +54,7 @@ def difference(before: Entry, now: Entry) -> Differs | None:
 
 
 def record_path(directory: Path, rank: int, snapshots: Path) -> Path:
-    """Return where a rank's record is. Each run of a process has snapshots of its own."""
+    """Return where a rank's record is. Each run of a process has other snapshots."""
     name = blake2b(str(snapshots.absolute()).encode(), digest_size=4).hexdigest()
     return directory / f"rank-{rank}-{name}"
 
@@ -125,7 +125,7 @@ class Finding:
 
 
 class Comparison:
-    """One rank's comparison of the steps that it does again with what was recorded of them."""
+    """One rank's comparison of the steps that it does again with the record of them."""
 
     def __init__(self, recorded: dict[int, Entry] | None = None) -> None:
         self._recorded = recorded or {}
@@ -133,7 +133,7 @@ class Comparison:
 
     @property
     def pending(self) -> bool:
-        """Whether recorded steps are still to be done again."""
+        """Tell whether recorded steps are still to be done again."""
         return bool(self._recorded)
 
     def add(self, entry: Entry) -> bool:

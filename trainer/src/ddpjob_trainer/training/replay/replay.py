@@ -43,7 +43,7 @@ _CAUSES: Final[dict[Differs, str]] = {
 
 @dataclass(slots=True)
 class _Pending:
-    """A step whose numbers may still be on their way: the losses, then samples of batches."""
+    """A step with numbers that may be on their way: losses, then samples of batches."""
 
     step: int
     batches: Digest
@@ -55,7 +55,7 @@ class _Pending:
 
 
 class Replay:
-    """One process's side. Every rank makes the same calls.
+    """One process's side of each restart's check. Every rank makes the same calls.
 
     ``path``: where the launcher wants the record; None: nothing is recorded.
     """
@@ -112,7 +112,7 @@ class Replay:
             self._batches.add(batch)
 
     def report(self) -> list[float]:
-        """Numbers to add up over all ranks: whether this one differs, and has steps to compare."""
+        """Return numbers to add up over all ranks: this one differs; has steps to compare."""
         return [float(self._comparison.found.what is not None), float(self._comparison.pending)]
 
     def learn(self, sums: Sequence[float]) -> None:

@@ -1,1 +1,1 @@
-"""Fills the status besides decisions."""
+"""Fill the status besides decisions."""

@@ -1,4 +1,4 @@
-"""Reports a program that fails again and again, in whatever phase the gang is.
+"""Report a program that fails again and again, in whatever phase the gang is.
 
 plan() asks in each planning round; the answer comes from the newest failures of the status, those
 of rounds included. restart.py decides what follows from each.

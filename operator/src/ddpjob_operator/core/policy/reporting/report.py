@@ -1,4 +1,4 @@
-"""Fills the status besides decisions: counts, progress, and why a gang stalls.
+"""Fill the status besides decisions: counts, progress, and why a gang stalls.
 
 plan() calls it last, in each planning round. Any stall has a condition with a reason from a closed
 list; silence is a defect.
@@ -318,7 +318,7 @@ def began_from(view: View, change: Change, progress: Progress) -> Change:
     if said in ("", view.status.progress.resumed):
         return change
     if not said.startswith(resumed.OF_ANOTHER):
-        return change.tell("Normal", "ProgramChanged", f"training goes on from what was {said}")
+        return change.tell("Normal", "ProgramChanged", f"training goes on from a state {said}")
     cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
     return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
 

@@ -1,1 +1,1 @@
-"""From a lost member to a new attempt, and who pays for it."""
+"""Restart a gang after the loss of a member, and decide who pays for it."""

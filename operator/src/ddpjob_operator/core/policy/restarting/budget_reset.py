@@ -1,4 +1,4 @@
-"""Resets the budgets of restarts after progress, or after a time without failure.
+"""Reset the budgets of restarts after progress, or after a time without failure.
 
 plan() asks in each planning round. Progress is a newer snapshot of ours or, for programs with their
 own files, a newer mtime at spec.restart.progressPath. Without either, time alone heals:

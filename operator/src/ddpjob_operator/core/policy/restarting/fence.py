@@ -1,4 +1,4 @@
-"""Pods on silent nodes: when they count as lost, and on whose word.
+"""Count pods on silent nodes as lost, once a fact allows it.
 
 A pod on a silent node may train on, so normally its object alone shows that it has ended. Three
 facts replace that: the Node object is deleted; an administrator has tainted it out-of-service
@@ -43,7 +43,7 @@ def lost(view: View, pod: Pod) -> bool:
 
 
 def suspect(view: View, *, late: bool = False) -> Pod | None:
-    """Find a member on a silent node, which its peers may die of; ``late``: not running yet."""
+    """Find a member on a silent node, a cause of its peers' end. ``late``: not running yet."""
     found = [pod for pod in _needed(view) if not (late and classify.running(pod))]
     nodes = ((pod, _node(view, pod)) for pod in found)
     # A new node may be reported later than its pod.

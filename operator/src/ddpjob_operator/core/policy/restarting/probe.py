@@ -1,4 +1,4 @@
-"""Finds out whether a kubelet ended a trainer for a failed probe of the template.
+"""Find out whether a kubelet ended a trainer for a failed probe of the template.
 
 The pod's status only shows SIGTERM, or what the program makes of it. The kubelet's Events of the
 pod have the probe, and are sent before the container is signalled. They are read where the template

@@ -1,4 +1,4 @@
-"""Turns the loss of a member into a new attempt or the job's end, by budgets.
+"""Turn a member's loss into a new attempt or the job's end, by budgets.
 
 plan() calls after() with the loss that root_cause.py found. A charged restart is the user's doing
 and counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against

@@ -1,4 +1,4 @@
-"""Finds the loss that ended an attempt, and gives its cause time to show itself.
+"""Find the loss that ended an attempt, and give its cause time to show.
 
 plan() asks in each planning round. The first loss seen is often not the cause: peers of a dead
 machine end within seconds, each program with its own code, and Kubernetes reports the machine most

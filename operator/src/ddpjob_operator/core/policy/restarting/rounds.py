@@ -1,4 +1,4 @@
-"""Rounds: restarts in place that the gang's launchers report, counted once each.
+"""Count each round (a restart in place that the gang's launchers report) once.
 
 plan() calls count() in each planning round. The operator only counts them, names the failure, and
 charges nothing; a drill is a round without a failure, reported in one Event. status.restarts.round

@@ -1,1 +1,1 @@
-"""From a job without pods to one whose gang runs."""
+"""Start a gang: from a job without pods to one whose gang runs."""

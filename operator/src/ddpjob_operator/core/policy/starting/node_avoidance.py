@@ -1,4 +1,4 @@
-"""Keeps later attempts off nodes that failed a pod, while there is room elsewhere.
+"""Keep later attempts off nodes that failed a pod, while there is room elsewhere.
 
 restart.py records such a node in status.avoidedNodes: its GPU failed, or the runtime could not
 start a container for a reason of the node's. A doubtful node is better than none: the list is

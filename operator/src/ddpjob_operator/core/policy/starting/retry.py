@@ -1,4 +1,4 @@
-"""Times the next try of a creation that the API server refused.
+"""Time the next try of a creation that the API server refused.
 
 shell/executor.py records refusals here, plan() asks what to try. A taken name is the matter of one
 object and passes soon. Any other refusal (rights, PodSecurity, a missing ServiceAccount, a webhook

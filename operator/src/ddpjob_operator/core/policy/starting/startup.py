@@ -1,4 +1,4 @@
-"""The way from the barrier to the moment when all members run, and its failures.
+"""Start a gang, from the barrier until all members run, and handle its failures.
 
 plan() calls advance() while the phase is Starting. What the cluster refuses or has no room for is
 given back uncharged; so is what the API server calls invalid, since the user or an admission

@@ -1,4 +1,4 @@
-"""Holds back new pods of a job that is neither suspended nor at its end.
+"""Hold back new pods of a job that is neither suspended nor at its end.
 
 plan() asks before it creates. Running pods are looked after as ever: losses are counted, successes
 honoured, deadlines kept. Only the template of a new pod is in doubt: a job may be refused, never
