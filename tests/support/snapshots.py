@@ -103,7 +103,7 @@ def open_snapshots(
     world = World(0, 1, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
     clock = clock or Clock()
     retry = Retry(0, now=lambda: clock.now, wait=clock.wait)
-    resumed = resume_from(root, world, anew=not resume, retry=retry)
+    resumed = resume_from(root, world, own_only=not resume, retry=retry)
     store = Store(root, resumed.start.sequence, keep, ranks)
     retain(root, store.sequence, keep)
     return store, resumed.source

@@ -49,7 +49,7 @@ def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None
 def test_a_folder_that_was_empty_is_filled_anew(here: Path, tmp_path: Path) -> None:
     """With several launchers: what one rank has saved there, the others' pods do not have."""
     files, env = mounted(tmp_path / "files"), {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
-    again = workdir.fill(files, Path("runs"), env, print, anew=True)
+    again = workdir.fill(files, Path("runs"), env, print, restores=True)
     assert again
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     (here / "checkpoints").mkdir()
@@ -75,8 +75,8 @@ def test_somebody_s_folder_is_never_cleared_nor_looked_through(
     """It may be the root of a container, with /proc below, or a claim of a million files."""
     monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("it is looked through"))
     (here / "mine").touch()
-    assert workdir.fill(mounted(tmp_path / "files"), None, {}, print, anew=True) is None
-    assert workdir.fill(None, None, {}, print, anew=True) is None
+    assert workdir.fill(mounted(tmp_path / "files"), None, {}, print, restores=True) is None
+    assert workdir.fill(None, None, {}, print, restores=True) is None
 
 
 @pytest.mark.parametrize("name", ["train.py", "data/a.txt"])

@@ -204,7 +204,7 @@ def _run(options: argparse.Namespace) -> int:
         given = vars(options)
         try:
             refill = workdir.fill(
-                options.files, options.output, os.environ, _say, anew=options.anew
+                options.files, options.output, os.environ, _say, restores=options.anew
             )
         except OSError as error:  # a full or broken disk: another node's may work
             _say(f"the working directory was not made ready: {error}")

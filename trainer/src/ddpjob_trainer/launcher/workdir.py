@@ -30,15 +30,15 @@ def fill(
     env: Mapping[str, str],
     say: Callable[[str], None],
     *,
-    anew: bool = False,
+    restores: bool = False,
 ) -> Callable[[Path], None] | None:
     """Copy ``files`` here, make the snapshots' folder, and link ``output`` to one in it.
 
-    ``anew``: return a function that restores the folder, except a path, if it was empty. Raises
+    ``restores``: return a function that restores the folder, except a path, if it was empty. Raises
     ConfigError, OSError.
     """
     # A user's own folder may be a whole disk.
-    ours = anew and files is not None and not any(Path().iterdir())
+    ours = restores and files is not None and not any(Path().iterdir())
     if files is not None:
         _copy(files)
     copied = [path for path in Path().rglob("*") if path.is_file()] if ours else []

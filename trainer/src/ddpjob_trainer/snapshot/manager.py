@@ -70,7 +70,7 @@ class Snapshots:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
             fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
-        resumed = resume(self._settings.directory, self._world, anew=not self._settings.resume)
+        resumed = resume(self._settings.directory, self._world, own_only=not self._settings.resume)
         failpoints.reach("load")
         if (source := resumed.source) is None:
             self._open(resumed)

@@ -72,7 +72,7 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
 def marks(identity: Identity) -> dict[str, Any]:
     """Return what a snapshot's configuration keeps of it: plain values.
 
-    Without an operator each run has another uid, and is there to go on from the last.
+    Without an operator each run has another uid, though it is meant to go on from the last.
     """
     alone = not identity.unique or identity.uid.startswith("local-")
     return {"job": None if alone else identity.uid, "program": _program()}

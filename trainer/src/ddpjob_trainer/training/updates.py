@@ -121,7 +121,7 @@ class Updates:
                 self.exchange.start(step, allowed=allowed)
                 if step.weights and allowed:
                     self._trained.updater.multiply(units, self.exchange.factor(step))
-                self._apply(step, units, allowed=allowed, told=True)
+                self._apply(step, units, allowed=allowed, exchanged=True)
         self._process.progress.at("body")
         self._device_watch.queued("update")
         failpoints.reach("step")
@@ -149,9 +149,9 @@ class Updates:
         return reached, finite
 
     def _apply(
-        self, step: Step, units: Sequence[Unit], *, allowed: bool, told: bool = False
+        self, step: Step, units: Sequence[Unit], *, allowed: bool, exchanged: bool = False
     ) -> None:
-        """Update, or leave the update out. ``told``: the step's exchange is under way."""
+        """Update, or leave the update out. ``exchanged``: the step's exchange is under way."""
         updater = self._trained.updater
         self._process.snapshots.before_update()
         if allowed and updater.hooks:
@@ -162,7 +162,7 @@ class Updates:
             return
         if not allowed:
             losses = [float(loss) for loss in step.losses]
-            reported = self.exchange.not_finite(step) if told else None
+            reported = self.exchange.not_finite(step) if exchanged else None
             self._nan.refuse(step.index, self._trained.module, losses, reported)
             updater.forget()
         self._process.progress.count("skipped_updates")

@@ -102,13 +102,13 @@ class Retry:
             pause *= 2
 
 
-def resume(root: Path, world: World, *, anew: bool, retry: Retry | None = None) -> Resumed:
+def resume(root: Path, world: World, *, own_only: bool, retry: Retry | None = None) -> Resumed:
     """Start this incarnation on all ranks, from the newest snapshot that all can read.
 
-    ``anew``: only from what this job wrote itself. Raises OSError, PeerLostError, ConfigError.
+    ``own_only``: only from what this job wrote itself. Raises OSError, PeerLostError, ConfigError.
     """
     if world.rank == 0:
-        start, source = _open(root, world, anew, retry or Retry(0))
+        start, source = _open(root, world, own_only, retry or Retry(0))
         world.broadcast_bytes(json.dumps(asdict(start)).encode())
     else:
         start, source = _follow(root, world)
@@ -118,13 +118,13 @@ def resume(root: Path, world: World, *, anew: bool, retry: Retry | None = None) 
 # --- Choose: rank 0 ---------------------------------------------------------------------------
 
 
-def _open(root: Path, world: World, anew: bool, retry: Retry) -> tuple[Start, Source | None]:
+def _open(root: Path, world: World, own_only: bool, retry: Retry) -> tuple[Start, Source | None]:
     opening = _Opening(root, world, retry)
     left = _ATTEMPTS
     while True:
         try:
             retry(lambda: root.mkdir(parents=True, exist_ok=True))
-            return opening.run(anew)
+            return opening.run(own_only)
         except FileNotFoundError:  # a live zombie may remove what we are about to take
             left -= 1
             if not left:
@@ -167,12 +167,12 @@ class _Opening:
             uid = f"{world.identity.uid}-{secrets.token_hex(8)}"
             self._identity = replace(world.identity, uid=uid)
 
-    def run(self, anew: bool) -> tuple[Start, Source | None]:
+    def run(self, own_only: bool) -> tuple[Start, Source | None]:
         """Claim a number and begin there; a start that fails leaves nothing."""
         self._unreadable = None
         sequence = self._retry(lambda: lineage.claim(self._root))
         try:
-            return self._begin(sequence, anew)
+            return self._begin(sequence, own_only)
         except BaseException:
             # Copies of a whole snapshot, again at each try, would fill the disk.
             ours = lineage.directory(self._root, sequence)
@@ -181,16 +181,16 @@ class _Opening:
                     disk.remove_tree(ours)
             raise
 
-    def _begin(self, sequence: int, anew: bool) -> tuple[Start, Source | None]:
+    def _begin(self, sequence: int, own_only: bool) -> tuple[Start, Source | None]:
         identity, starts = self._identity, self._starts()
         lineage.refuse_if_stale(starts, identity)
         parent, source = 0, None
         head = lineage.newest(starts)
         # A job that resumes nothing continues, in its later attempts, what it began itself.
-        if not anew or (head is not None and head.uid == identity.uid):
+        if not own_only or (head is not None and head.uid == identity.uid):
             parent, source = self._choose(starts, sequence)
         first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique
-        if source is None and self._unreadable is not None and not (anew and first):
+        if source is None and self._unreadable is not None and not (own_only and first):
             raise _refusal(self._unreadable)  # rather than start from nothing
         if source is None and not first:
             say(0, f"{self._root} holds no snapshot to go on from: training begins anew")

@@ -107,12 +107,10 @@ class SnapshotWriter:
         self._files = files
         self._removing = threading.Lock()  # by retention, to which a manifest's draft is a leftover
         self._changed = threading.Condition()
-        self._copies: SimpleQueue[StagedPart | int | None] = (
-            SimpleQueue()
-        )  # a number: prepare buffers
-        self._writes: SimpleQueue[StagedPart | None] = (
-            SimpleQueue()
-        )  # None: look at what has changed
+        #: A number: prepare buffers.
+        self._copies: SimpleQueue[StagedPart | int | None] = SimpleQueue()
+        #: None: look at what has changed.
+        self._writes: SimpleQueue[StagedPart | None] = SimpleQueue()
         self._parts: dict[int, StagedPart] = {}  # by step: being copied or written
         #: On rank 0, those not yet durable: when begun, and of what; None: it has failed here.
         self._snapshots: dict[int, tuple[float, Draft | None]] = {}

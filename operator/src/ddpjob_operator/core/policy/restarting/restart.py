@@ -82,9 +82,8 @@ def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     action = _action(view, old, loss)
     if action == "Fail":
         return "PermanentFailure", told.describe(loss)
-    if (times := _in_same_way(view, status, loss)) >= exits.SAME_EXCEPTION and _ruled(
-        view, loss
-    ) is None:
+    times = _in_same_way(view, status, loss)
+    if times >= exits.SAME_EXCEPTION and _ruled(view, loss) is None:
         return "SameFailure", (
             f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
             f"again: mend the program or its data; a rule of spec.restart.rules with action "
