@@ -8,7 +8,7 @@ reads, never a decision.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -49,11 +49,15 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """Replace .status, guarded by the resourceVersion of the job that was planned on."""
+    """Replace .status, guarded by the resourceVersion of the job that was planned on.
+
+    ``begins``: phase Starting begins with it, so that QuorumRead.begun becomes true.
+    """
 
     status: Body
     events: tuple[Event, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class QuorumRead:
     """The result of one quorum read of the job's pods, and then of the job.
 
     It guarantees: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
-    that attempt's pods exactly those of ``replicas`` and, if ``alone``, no object of an older one.
+    its members exactly those of ``replicas`` and, if ``alone``, no object of an older pod.
 
     It allows to create pods until the attempt changes, a creation or a status write has an unknown
     outcome, or the process stops leading; a watch does not renew it. It proves that a replica is
@@ -201,6 +205,7 @@ class QuorumRead:
     seen: frozenset[int] = frozenset()
     replicas: frozenset[int] = frozenset()
     hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: not asked
+    begun: bool = False  # this process has stored that phase Starting begins (rule O5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +235,9 @@ class ApiFeedback:
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap
+
+    def begin(self, attempt: object) -> ApiFeedback:
+        """Note that this process has stored the phase Starting of that attempt."""
+        read = self.confirmed
+        known = read is not None and read.attempt == attempt
+        return replace(self, confirmed=replace(read, begun=True)) if read and known else self

@@ -120,7 +120,7 @@ def ended_round(
     code, rank = found.code, found.rank
     if rank is None and nproc_per_node == 1:
         rank = replica
-    cls = {"hang": "Hang", "oom": "OOM"}.get(found.kind, "User")
+    cls = {"hang": "Hang", "oom": "OOM", "lost": "Infrastructure"}.get(found.kind, "User")
     number = found.signal or signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
     said = found.exception or told.KINDS.get(found.kind, "")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import crd, exits
+from ddpjob_contract import POD_UID, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
@@ -39,11 +39,19 @@ def network(
 
 
 def pod(
-    job: Job, spec: Spec, attempt: int, replica: int, avoided: Sequence[str] = ()
+    job: Job,
+    spec: Spec,
+    attempt: int,
+    replica: int,
+    avoided: Sequence[str] = (),
+    *,
+    since: int = 0,
+    hub: int = 0,
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
-    ``avoided``: names of nodes that it must not be scheduled to.
+    ``avoided``: names of nodes that it must not be scheduled to. ``since``: the attempt of the last
+    whole start, and ``hub``: the hub's number, where they are others.
     """
     template = spec.template.packed.unpack()
     meta, body = mapping(template.get("metadata")), template["spec"]
@@ -63,9 +71,10 @@ def pod(
     assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
-    ours = _env(job, spec, attempt, replica, grace)
+    ours = _env(job, spec, attempt, replica, grace, since or attempt, hub or attempt)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
+        {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         *({"name": name, "value": value} for name, value in ours.items() if name not in names),
         *given,
     ]
@@ -176,8 +185,11 @@ def _network_policy(
     }
 
 
-def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[str, str]:
-    found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, attempt, replica)
+def _env(
+    job: Job, spec: Spec, attempt: int, replica: int, grace: int, since: int, hub: int
+) -> dict[str, str]:
+    # Members of several attempts have to agree on the ports.
+    found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, since, replica)
     snapshots = None
     if given := spec.snapshot:
         snapshots = Snapshots(
@@ -203,6 +215,9 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[s
         drill=spec.restart.drill,
         final_exit_codes=_final_exit_codes(spec.restart),
         heal_after=spec.restart.heal_after,
+        hub=hub,
+        replacement=attempt > since,
+        replace_seconds=spec.restart.replace_seconds,
         hang_startup=spec.hang.startup,
         hang_step=spec.hang.step,
         hang_snapshot=spec.hang.snapshot,

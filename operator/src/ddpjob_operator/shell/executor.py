@@ -34,8 +34,10 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
+from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import (
     JOBS,
@@ -203,6 +205,8 @@ class Executor:
         if pruned and not self._store.feedback(job.uid).pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
+        if action.begins:
+            self._learn(job.uid, lambda known: known.begin(action.status.get("attempt")))
         self._tell_of(job, action)
         return True
 
@@ -260,18 +264,22 @@ class Executor:
         now = self._store.snapshot(job.key)
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
+        status, before = status_.from_dict(now.job.status), self._store.feedback(job.uid).confirmed
         found = QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
             hidden=hidden,
-            alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods),
+            alone=all(
+                p.attempt is not None and p.attempt >= status.floor(p.replica) for p in now.pods
+            ),
             running=(job.status.get("attempt"), job.status.get("phase"))
             == (action.attempt, "Running"),
             seen=seen,
             replicas=frozenset(
-                p.replica for p in now.pods if p.attempt == action.attempt and p.replica is not None
+                p.replica for p in now.pods if p.replica is not None and belongs(status, p)
             ),
+            begun=before is not None and before.attempt == action.attempt and before.begun,
         )
         self._learn(job.uid, lambda known: replace(known, confirmed=found))
         return found.alone

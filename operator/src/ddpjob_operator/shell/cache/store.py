@@ -26,7 +26,7 @@ Owner = tuple[str, str]  # namespace of the pod, uid of the job: no pod of anoth
 Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
-_ATTEMPTS = 4
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Gang:
         if pod.attempt is not None and pod.replica is not None:
             self.seen.setdefault(pod.attempt, set()).add(pod.replica)
             if len(self.seen) > _ATTEMPTS:
-                del self.seen[next(iter(self.seen))]
+                del self.seen[min(self.seen)]  # members may be of older attempts
 
 
 class RewoundError(Exception):

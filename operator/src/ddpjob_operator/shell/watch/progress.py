@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import ddpjob_contract as contract
-from ddpjob_operator.core.objects import compact_spec, observe, ports
+from ddpjob_operator.core.objects import compact_spec, observe, ports, status
 from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.shell.cache.store import Key, Store
@@ -94,7 +94,7 @@ class ProgressReader:
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
-        ours = (job.uid, job.status.get("attempt"))
+        ours = (job.uid, status.from_dict(job.status).hub)
         if isinstance(raw, dict) and (
             (raw.get("uid") or job.uid, raw.get("attempt", ours[1])) != ours
         ):
@@ -107,13 +107,13 @@ class ProgressReader:
         self._changed(job.key)
 
     def _address(self, job: observe.Job) -> tuple[str, int] | None:
-        attempt = job.status.get("attempt")
+        known = status.from_dict(job.status)
         for pod in self._store.pods_of(job.uid):
-            if (pod.replica, pod.attempt) == (0, attempt) and pod.trainer.state == "running":
+            if (pod.replica, pod.attempt) == (0, known.hub) and pod.trainer.state == "running":
                 master = integer(job.spec.get("port"), ports.MASTER)
                 metrics = integer(mapping(job.spec.get("metrics")).get("port"), ports.METRICS)
                 template = compact_spec.template(job.spec.get("template"))
-                found = ports.of(template, master, metrics, job.uid, pod.attempt or 0, 0)
+                found = ports.of(template, master, metrics, job.uid, known.members_since, 0)
                 return (pod.ip, found.metrics) if _is_of_a_pod(pod.ip) else None
         return None
 
