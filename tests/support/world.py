@@ -23,11 +23,13 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as spec_
+from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
+from ddpjob_operator.core.view import belongs
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -72,7 +74,9 @@ def rendered(*avoided: str, attempt: int = 1, replica: int = 0, **spec: Any) -> 
 
 
 def env_of(pod: dict[str, Any]) -> dict[str, str]:
-    return {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
+    """Without what the kubelet fills in."""
+    env = pod["spec"]["containers"][0]["env"]
+    return {e["name"]: e["value"] for e in env if "valueFrom" not in e}
 
 
 def refusal(world: World, code: int, message: str = "words", **more: Any) -> act.Refusal:
@@ -199,6 +203,8 @@ class World:
                 pruned = (action.status, stored) if self.prunes else None
                 self.job["status"] = stored
                 self.feedback = replace(self.feedback, status_written_at=self.now, pruned=pruned)
+                if action.begins:
+                    self.feedback = self.feedback.begin(action.status["attempt"])
                 self.events += action.events
                 self.measurements += action.measurements
                 self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")
@@ -206,16 +212,18 @@ class World:
                 self._delete(action)
             case act.ConfirmGone():
                 shown = [observe.pod(pod) for pod in self.pods.values()]
-                mine = {pod.replica for pod in shown if pod.attempt == action.attempt}
+                status, before = status_.from_dict(self.job.get("status")), self.feedback.confirmed
+                mine = {pod.replica for pod in shown if belongs(status, pod)}
                 found = act.QuorumRead(
                     action.attempt,
                     self.now,
                     generation=self.job["metadata"]["generation"],
-                    alone=all((pod.attempt or 0) >= action.attempt for pod in shown),
+                    alone=all((pod.attempt or 0) >= status.floor(pod.replica) for pod in shown),
                     running=self.phase == "Running",
                     seen=self._seen(),
                     hidden=tuple(self.hidden.values()) if action.by_name else None,
                     replicas=frozenset(replica for replica in mine if replica is not None),
+                    begun=bool(before and before.attempt == action.attempt and before.begun),
                 )
                 self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():
@@ -317,7 +325,8 @@ class World:
     def poll(self, *rounds: object, **state: Any) -> World:
         """GET /state of replica 0 says so."""
         counted = {"round": len(rounds), "rounds": list(rounds)}
-        raw = {"version": 1, "attempt": self.status["attempt"], **counted, **state}
+        hub = status_.from_dict(self.status).hub
+        raw = {"version": 1, "attempt": hub, **counted, **state}
         found = observe.progress(raw, self.now)
         self.feedback = replace(self.feedback, progress=found, rounds=observe.rounds(raw))
         return self.settle()

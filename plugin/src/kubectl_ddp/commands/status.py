@@ -160,7 +160,7 @@ def head_lines(
     if lost and begun:
         left = job.spec["restart"]["replaceSeconds"] - (now - lost).total_seconds()
         what = f"{gang.named(begun)}, lost {since(lost, now)} ago"
-        lines.append(("Replacing", f"{what}; all pods restart in {duration(max(0.0, left))}"))
+        lines.append(("Replacing", f"{what}; all pods restart in {duration(left)}"))
     retry = moment(timings.get("nextRestartAt"))
     if retry and retry > now and not ended:
         lines.append(("Next try", f"in {duration((retry - now).total_seconds())}"))

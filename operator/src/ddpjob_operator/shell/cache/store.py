@@ -26,7 +26,7 @@ Owner = tuple[str, str]  # namespace of the pod, uid of the job: no pod of anoth
 Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
-_ATTEMPTS = 8
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
