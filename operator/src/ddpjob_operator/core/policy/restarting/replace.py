@@ -71,11 +71,15 @@ def begin(
     return change.tell("Warning", "Replacing", message)
 
 
-def joins(view: View, loss: Failure) -> bool:
-    """Tell whether a launcher that waited has ended: its incident is counted already (rule O2)."""
+def waited(view: View, loss: Failure) -> bool:
+    """Tell whether the lost pod waited for others: it is older than they will be."""
     pod = view.members.get(loss.replica)
-    waited = pod is not None and (pod.attempt or 0) < view.status.attempt
-    return view.replacing and waited and loss.cls == "Collateral"
+    return view.replacing and pod is not None and (pod.attempt or 0) < view.status.attempt
+
+
+def joins(view: View, loss: Failure) -> bool:
+    """Tell whether a launcher waited no longer: its incident is counted already (rule O2)."""
+    return loss.cls == "Collateral" and waited(view, loss)
 
 
 def unmade(view: View) -> frozenset[int]:

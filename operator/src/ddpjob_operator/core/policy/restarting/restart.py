@@ -39,7 +39,7 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     free = _action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = _count(view, change.status.restarts, free), view.spec.restart
     delay, early = backoff(view.spec, restarts.consecutive), 0.0
-    if not free and not _trained(view):
+    if not (free or _trained(view) or replacement.waited(view, loss)):
         early = backoff(view.spec, min(restarts.consecutive, restarts.charged), STARTUP_SECONDS)
     count = (
         f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
