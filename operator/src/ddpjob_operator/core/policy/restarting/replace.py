@@ -43,7 +43,9 @@ def lost(view: View, loss: Failure, delay: float) -> frozenset[int]:
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members
     gone = {loss.replica, *view.missing, *(one.replica for one in fence.losses(view))}  # rule O3
     gone |= {r for r, pod in members.items() if pod.deleting or classify.failure(pod, nproc, now)}
-    waiting = [r for r, pod in members.items() if r not in gone and classify.running(pod)]
+    newest = view.status.attempt - view.replacing  # a pod that was made meanwhile has not waited
+    kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
+    waiting = any(map(classify.running, kept))
     few = len(view.status.births.keys() | gone) <= MAX_BIRTHS
     return frozenset(gone) if waiting and few else frozenset()
 
