@@ -66,6 +66,7 @@ class World:
         self.ticks = 0
         self.frozen: set[tuple[str, str]] = set()  # watches that deliver nothing
         self.pulls = True  # images can be pulled: pods start
+        self.holds = False  # launchers say that they wait for a lost one's replacement
         self._era = 0
         self._skewed_at = self.cluster.now - LONGEST_WAIT - PATIENCE
         self.named = 0
@@ -122,10 +123,11 @@ class World:
         by_job: dict[str | None, set[int | None]] = {}
         for uid, pod in self.cluster.processes.items():
             if uid not in self.cluster.forced | self.state.late:
-                by_job.setdefault(owner(pod), set()).add(attempt(pod))
-        for attempts in by_job.values():
-            if len(attempts) > 1:
-                what = f"processes of attempts {sorted(map(str, attempts))} run side by side"
+                gang = self.state.gangs.get(uid, attempt(pod))
+                by_job.setdefault(owner(pod), set()).add(gang)
+        for gangs in by_job.values():
+            if len(gangs) > 1:
+                what = f"processes of gangs of {sorted(map(str, gangs))} run side by side"
                 raise Violation("i1_processes", what)
 
     def tick(self) -> bool:
@@ -145,6 +147,8 @@ class World:
                     operator.deliver(plural)
             if not operator.dead:
                 self._periodic(operator)
+                if self.holds:
+                    operator.hear_launchers()
         if self.bury():
             return True
         if any(operator.work() for operator in self.operators):
