@@ -24,7 +24,7 @@ _WAIT: Final = "; the other pods wait until"
 
 
 def hear(view: View, change: Change) -> Change:
-    """Store that all launchers wait for a replacement: once said it holds until a whole start."""
+    """Store that all launchers wait for a lost one: so they do until a whole start."""
     heard = view.feedback.rounds
     if view.status.phase != "Running" or heard is None or heard.attempt != view.status.hub:
         return change
