@@ -88,8 +88,9 @@ def test_on_the_hosts_network_a_replacement_has_the_ports_of_the_gang():
     template = {"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}}
     world = holding(template=template)
     names = ("MASTER_PORT", contract.HUB_PORT, contract.METRICS_PORT)
-    before = [env_of(world.pods["job-1"])[name] for name in names]
-    assert [env_of(world.end(1, 137).pods["job-1"])[name] for name in names] == before
+    before = env_of(world.pods["job-1"])
+    after = env_of(world.end(1, 137).pods["job-1"])
+    assert [after[name] for name in names] == [before[name] for name in names]
 
 
 def test_one_replica_after_another_is_replaced_and_the_newest_of_each_counts():

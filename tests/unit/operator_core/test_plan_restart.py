@@ -266,5 +266,5 @@ def test_members_killed_together_count_once():
     assert world.status["attempt"] == 2
     assert world.status["restarts"] == {
         "total": 1, "charged": 1, "disruptions": 0, "consecutive": 1,
-        "released": 0, "inPlace": 0, "round": 0, "snapshotStep": 0,
+        "released": 0, "replaced": 0, "inPlace": 0, "round": 0, "snapshotStep": 0,
     }  # fmt: skip
