@@ -33,7 +33,7 @@ TRAINER = "spec.template.spec.containers.0"  # "T" in these tests
 #: What differs from pod to pod, and from a cluster to this machine.
 OWN = {"MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ID"}
 ITEMS = [{"key": "x", "path": "../../x"}]
-OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT}
+OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT, contract.REPLACE_SECONDS}
 
 
 def plan(text: str, tmp_path: Path, **more: Any) -> Job:
