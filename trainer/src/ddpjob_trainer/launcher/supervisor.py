@@ -275,6 +275,7 @@ class Supervisor:
                 self._ended.signal = signum
                 self._ended.at_work = self._workers.running > 0
                 self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.PARKED)
+                trace.mark("leaving")
                 self._member.link.send(Leaving(signum), now)
                 self._end_by_grace(now)
             elif signum == signal.SIGINT:
