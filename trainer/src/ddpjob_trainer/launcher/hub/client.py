@@ -54,12 +54,12 @@ class Link(Protocol):
 
 
 class LocalLink:
-    """Links launcher 0 to its own hub."""
+    """Links launcher 0 to its own hub, which is never lost without it."""
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = self.refused = ""
-        self.met = True
+        self.met = False
         self.hub: Hub | None = None
 
     def send(self, message: Message, now: float) -> None:
