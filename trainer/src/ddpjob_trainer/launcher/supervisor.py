@@ -92,6 +92,7 @@ class Supervisor:
         self._since = self._tick  # when the phase began
         self._began = False  # a round has begun here
         self._warned = False
+        self._said_parked = False
         self._reported = 0  # exits that the hub knows of
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()
@@ -262,8 +263,12 @@ class Supervisor:
         self._phase, self._since = phase, now
 
     def _is_parked(self, now: float) -> bool:
-        """Return whether no round has followed for longer than one takes to begin."""
-        return self._phase is _Phase.PARKED and now - self._since > _TICK_SECONDS
+        """Return whether it waits for longer than a round takes to begin; say so once."""
+        parked = self._phase is _Phase.PARKED and now - self._since > _TICK_SECONDS
+        if parked and not self._said_parked:
+            self._log.say("nothing runs here: waiting until all launchers of the gang have come")
+        self._said_parked = parked
+        return parked
 
     def _forward(self, now: float) -> None:
         while self._signals.pending:
