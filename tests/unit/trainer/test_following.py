@@ -192,7 +192,7 @@ def test_one_that_has_been_replaced_is_out(make):  # type: ignore[no-untyped-def
     launcher = make(RUNNING)
     line = launcher.linked(5, "hub")
     line.received(Refused("a newer pod has its place", final=True), 0.0)
-    assert launcher.client.refused == launcher.client.lost == "a newer pod has its place"
+    assert (launcher.client.lost, launcher.client.met) == ("a newer pod has its place", False)
 
 
 def test_a_new_hub_calls_until_all_are_linked() -> None:
@@ -233,7 +233,7 @@ class Scene:
     def __init__(self, phase: _Phase, *, holds: bool = True, met: bool = True) -> None:
         self.did: list[str] = []
         self.link = SimpleNamespace(
-            inbox=deque[Message](), lost="", unmet="", refused="", met=met,
+            inbox=deque[Message](), lost="", unmet="", met=met,
             leave=lambda: self.did.append("leave"), join=lambda: self.did.append("join"),
             send=lambda message, now: self.did.append(type(message).__name__),
         )  # fmt: skip
@@ -295,14 +295,13 @@ def test_each_state_and_each_word_of_the_hub(phase, messages, lost, then, did): 
 @pytest.mark.parametrize(
     "change",
     [
-        {"holds": False}, {"met": False}, {"refused": "out"}, {"phase": _Phase.SUCCEEDED},
+        {"holds": False}, {"met": False}, {"phase": _Phase.SUCCEEDED},
         {"signal": 15}, {"end": End(-1, "no", graceful=False)},
     ],
 )  # fmt: skip
 def test_who_does_not_hold_ends_when_the_hub_is_lost(change):  # type: ignore[no-untyped-def]
     made = {name: change[name] for name in ("holds", "met") if name in change}
     scene = Scene(change.get("phase", _Phase.RUNNING), **made)
-    scene.link.refused = change.get("refused", "")
     scene.supervisor._ended.signal = change.get("signal", 0)
     scene.supervisor._ended.end = change.get("end")
     scene.take(lost="gone")

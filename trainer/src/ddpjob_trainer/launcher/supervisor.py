@@ -347,7 +347,7 @@ class Supervisor:
         if not lost or ended.lost:
             return
         in_time = not overdue or self._phase is _Phase.RUNNING
-        over = link.refused or ended.signal or ended.end or self._phase is _Phase.SUCCEEDED
+        over = ended.signal or ended.end or self._phase is _Phase.SUCCEEDED
         if self._config.holds and link.met and in_time and not over:
             self._leave_hub(lost, now)
             return

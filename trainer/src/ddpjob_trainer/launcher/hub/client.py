@@ -31,14 +31,13 @@ class Link(Protocol):
     """``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may.
 
     ``unmet``: evidence that no hub is where it should be, "" while it may only be late. ``met``: a
-    hub has admitted or called this launcher. ``refused``: why no hub will admit it any more.
+    hub has admitted or called this launcher, and may admit it again.
     """
 
     inbox: deque[Message]
     lost: str
     unmet: str
     met: bool
-    refused: str
 
     def send(self, message: Message, now: float) -> None:
         """Send a message to the hub."""
@@ -58,7 +57,7 @@ class LocalLink:
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
-        self.lost = self.unmet = self.refused = ""
+        self.lost = self.unmet = ""
         self.met = False
         self.hub: Hub | None = None
 
@@ -92,7 +91,7 @@ class HubClient:
         least: int = 0,
     ) -> None:
         self.inbox: deque[Message] = deque()
-        self.lost = self.unmet = self.refused = ""
+        self.lost = self.unmet = ""
         self.met = False
         self._tell = tell
         self._refusal = ""  # the last reason for not being admitted yet
@@ -255,7 +254,7 @@ class HubClient:
             self._tell(f"the hub does not admit this launcher yet: {message.reason[:200]}")
         self._refusal = self.unmet = message.reason
         if message.final:
-            self.lost = self.refused = message.reason
+            self.lost, self.met = message.reason, False
         else:
             wire.close()
             self._ask_no_more(wire)
