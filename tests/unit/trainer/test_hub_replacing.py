@@ -136,20 +136,21 @@ def test_a_link_that_broke_and_came_back_costs_a_round_of_the_budget_and_a_new_p
     assert ended(gang.told()) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("pods", "rounds"), [((5, 6), True), ((5,), False)])
-def test_a_second_loss_while_they_hold(pods: tuple[int, ...], rounds: bool) -> None:
-    """Also that of a newcomer before Go. The deadline is the first loss's."""
+@pytest.mark.parametrize("in_time", [True, False])
+def test_more_are_lost_while_they_hold(in_time: bool) -> None:
+    """Also newcomers before Go. The deadline is the first loss's."""
     gang = Gang()
     gang.hub.lost(2, 1.0)
     gang.stop(0, 1)
     gang.hub.lost(1, 50.0)
-    for birth in pods:
-        gang.comes(2, 60.0, birth=birth)
-        gang.hub.lost(2, 70.0)
-        assert gang.comes(1, 70.0, birth=birth) is None
+    for birth in (5, 6):
+        for replica in (2, 1):
+            assert gang.comes(replica, 60.0, birth=birth) is None
+            gang.hub.lost(replica, 70.0)
+    gang.comes(1, 80.0, birth=7)
     gang.told()
-    if rounds:
-        gang.comes(2, 80.0, birth=7)
+    if in_time:
+        gang.comes(2, 90.0, birth=7)
         gang.goes(1)
         return
     assert gang.hub.tick(300.0) == 1.0 + HOLD

@@ -68,7 +68,7 @@ def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full): 
         RuntimeDir(2, (str(tmp_path), "/nowhere"))
     assert list(tmp_path.iterdir()) == [runtime_dir.path]
     full.clear()
-    assert runtime_dir.begin(1).is_dir()  # somebody has made room
+    assert runtime_dir.begin(Key(1, 1)).is_dir()  # somebody has made room
 
 
 def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
