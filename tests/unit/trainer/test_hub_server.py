@@ -18,7 +18,11 @@ from ddpjob_trainer.launcher.hub.server import HubServer
 from support.descriptors import none_left
 from support.patience import PATIENCE
 
-GANG = Hello("uid", 1, replicas=2, nproc=1, replica=0)
+GANG = Hello(
+    "uid", "pod-0", replica=0, birth=1, replicas=2, nproc=1, holds=False, running=True
+)  # fmt: skip
+OTHER = replace(GANG, replica=1, pod="pod-1")
+WELCOME = encode(Welcome(1, "pod-0"))
 
 
 class Port:
@@ -54,7 +58,7 @@ def port() -> Iterator[Port]:
 
 
 def hello(uid: str = "uid") -> bytes:
-    return encode(Hello(uid, 1, replicas=2, nproc=1, replica=1))
+    return encode(replace(OTHER, uid=uid))
 
 
 def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
@@ -62,7 +66,7 @@ def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
     refused.sendall(hello("another's") * 2)
     launcher.sendall(hello())
     port.hear(100.0)
-    assert launcher.recv(1000) == encode(Welcome())
+    assert launcher.recv(1000) == WELCOME
     assert b"belongs to another job" in refused.recv(1000)
     assert refused.recv(1) == b"", "it spoke again"
     due = port.server.tick(100.0)
@@ -86,7 +90,7 @@ def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Por
         port.hear(due)
         assert port.server.tick(due) is None
         port.hear(due)
-        assert launcher.recv(1000) == encode(Welcome())
+        assert launcher.recv(1000) == WELCOME
         port.hear(due)
 
 
@@ -99,9 +103,9 @@ def test_a_port_without_descriptors_can_be_closed() -> None:
 
 
 def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:
-    assert port.hub.admit(replace(GANG, replica=1)) is None
+    port.hub.admit(OTHER, 0.0)
     said: list[str] = []
-    client = HubClient(port.address, replace(GANG, replica=1), port.selector, said.append)
+    client = HubClient(port.address, OTHER, port.selector, said.append)
     meetings = 0
     while meetings < 3:  # then it has heard the second refusal
         for key, _ in port.selector.select():

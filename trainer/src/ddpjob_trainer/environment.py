@@ -105,13 +105,23 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """The operator's settings of this pod. ``replica`` None: standalone."""
+    """The operator's settings of this pod. ``replica`` None: standalone.
+
+    ``least_hub``: the launcher follows no hub with a smaller number. ``replacement``: the pod takes
+    a lost one's place. ``replace_seconds`` 0: nobody holds while a lost pod is replaced.
+    """
 
     replica: int | None
     replicas: int
     nproc: int | None
     master: tuple[str, int] | None
     identity: Identity
+    name: str
+    namespace: str
+    pod_uid: str  # "": not a pod
+    least_hub: int
+    replacement: bool
+    replace_seconds: int
     grace_seconds: float
     metrics_port: int | None
     hub_port: int | None
@@ -298,6 +308,12 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         nproc=nproc or None,
         master=master if replica else None,
         identity=_identity(env),
+        name=env.get(contract.NAME, ""),
+        namespace=env.get(contract.NAMESPACE, ""),
+        pod_uid=env.get(contract.POD_UID, ""),
+        least_hub=_integer(env, contract.HUB, 0),
+        replacement=env.get(contract.REPLACEMENT) == "1",
+        replace_seconds=_integer(env, contract.REPLACE_SECONDS, 0),
         grace_seconds=_seconds(env, contract.GRACE_SECONDS, GRACE_SECONDS),
         metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
         hub_port=_integer(env, contract.HUB_PORT, 0) or None,

@@ -1,6 +1,7 @@
 """Exchange lines over a TCP connection between launchers, without blocking, in bounded memory.
 
-client.py and server.py own the wires; the supervisor's selector drives them.
+Owners of wires are client.py, server.py, and before an admission listener.py and calls.py; the
+supervisor's selector drives them.
 """
 
 from __future__ import annotations
@@ -23,20 +24,15 @@ OnEvent = Callable[[float], None]
 class Wire:
     """One connection, registered with the supervisor's selector.
 
-    ``received`` gets each message, ``closed`` the reason, once, when the connection ends.
+    ``received`` gets each message, ``closed`` the reason, once, when the connection ends. The
+    wire's owner sets them.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        selector: selectors.BaseSelector,
-        received: Callable[[Message, float], None],
-        closed: Callable[[str, float], None],
-    ) -> None:
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.received: Callable[[Message, float], None] = lambda message, now: None
+        self.closed: Callable[[str, float], None] = lambda reason, now: None
         self._socket = connection
         self._selector = selector
-        self._received = received
-        self._closed = closed
         self._in = b""
         self._out = b""
         self._open = True
@@ -78,7 +74,7 @@ class Wire:
             return
         for line in lines:
             try:
-                self._received(decode(line), now)
+                self.received(decode(line), now)
             except (ValueError, TypeError, RecursionError) as error:
                 self._fail(f"it sent what is no message: {error}", now)
             if self._socket.fileno() < 0:  # closed while handling the message
@@ -98,7 +94,7 @@ class Wire:
     def _fail(self, reason: str, now: float) -> None:
         if self._open:
             self.close()
-            self._closed(reason, now)
+            self.closed(reason, now)
 
 
 def _watch_for_silence(connection: socket.socket) -> None:

@@ -70,13 +70,15 @@ def state_body(
     uid: str = "",
     attempt: int,
     round_: int,
+    holds: bool = False,
     results: Results | None = None,
     stacks: str = "",
     pace: float | None = None,
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
-    ``uid``: of the job, if it is one's. ``results``: of earlier rounds, shown while this one starts
+    ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``holds``: all launchers
+    wait while a lost one is replaced. ``results``: of earlier rounds, shown while this one starts
     up. ``stacks``: of the last hang. ``pace``: steps per second.
     """
     results = results or Results()
@@ -88,6 +90,7 @@ def state_body(
         "uid": uid,
         "attempt": attempt,
         "round": round_,
+        "holds": holds or None,
         "phase": state.phase if state else "startup",
         "step": step if step >= 0 else None,
         "totalSteps": total or None,
