@@ -208,6 +208,11 @@ class Site:
         inside = processes_with(DDPJOB_NAMESPACE=self.namespace, HOSTNAME=pod)
         return [pid for pid in inside if is_rank(pid)]
 
+    def kill_launcher(self, pod: str) -> None:
+        """Kill a pod's launcher, and so all of its container, from outside."""
+        inside = processes_with(DDPJOB_NAMESPACE=self.namespace, HOSTNAME=pod)
+        assert send([pid for pid in inside if is_first(pid)], Signals.SIGKILL) == 1
+
     def evict(self, pod: str) -> None:
         """Evict it through the API, as `kubectl drain` does."""
         meta = {"name": pod, "namespace": self.namespace}
