@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.plan import plan
 from model import wrong
 from model.operators import Planner
 from model.story import World, job_body
+from model.test_machine import INDEX, JOBS, Machine, move
 from support.invariants import Violation
 from support.objects import attempt, replica, status, uid_of
 
@@ -59,3 +63,28 @@ def test_who_makes_again_what_is_missing_is_found_out(loop: asyncio.AbstractEven
     with pytest.raises(Violation) as found:
         made_twice(loop, wrong.makes_again_what_is_missing)
     assert found.value.name == "i2_one_birth"
+
+
+class Replacing(Machine):
+    """The machine of test_machine.py from where two gangs train whose launchers hold."""
+
+    @initialize()
+    def begin(self) -> None:  # type: ignore[override]
+        self.world.holds = True
+        restart = {"maxRestarts": 100, "backoff": {"initialSeconds": 1, "maxSeconds": 1}}
+        for name, replicas in zip(JOBS, (3, 2), strict=True):
+            body = job_body(name, replicas=replicas, restart=restart)
+            self.world.cluster.create(crd.PLURAL, body)
+        assert self.world.run(
+            lambda: all(self.world.cluster.status(name).get("holds") for name in JOBS)
+        )
+
+    @move(index=INDEX, code=st.sampled_from((75, 137)))
+    def a_launcher_ends(self, index: int, code: int) -> None:
+        """More often than in the other machine, by what does not end the job."""
+        if pods := [pod for pod in self.world.cluster.pods() if self.world.cluster.runs(pod)]:
+            self.world.cluster.finish(pods[index % len(pods)], code)
+
+
+TestReplacing = pytest.mark.timeout(0)(pytest.mark.tier("gate")(Replacing.TestCase))
+TestReplacing.settings = settings()

@@ -194,7 +194,7 @@ def i1_single_incarnation(state: State, write: Write) -> str | None:
         return None  # of before the history began
     others = [p for p in state.gang(owner(write.obj) or "") if uid_of(p) != write.uid and trains(p)]
     for other in others:
-        if _gang_of(state, other) != _gang_of(state, write.obj):
+        if gang_of(state, other) != gang_of(state, write.obj):
             return f"{name(write.obj)} trains beside {name(other)} of another gang"
         if replica(other) == replica(write.obj):
             return f"two pods of replica {replica(other)} train"
@@ -314,7 +314,7 @@ def i21_one_template(state: State, write: Write) -> str | None:
     if not _created(write) or untimely(state, write):
         return None
     for other in state.gang(owner(write.obj) or ""):
-        if _gang_of(state, other) == _gang_of(state, write.obj) and images(other) != images(
+        if gang_of(state, other) == gang_of(state, write.obj) and images(other) != images(
             write.obj
         ):
             return f"{name(write.obj)} and {name(other)} differ: {images(other)}"
@@ -512,10 +512,12 @@ def _belongs(pod: Object, now: Mapping[str, Any] | None) -> bool:
     return number is not None and _floor(replica(pod), known) <= number <= known.get("attempt", 0)
 
 
-def _gang_of(state: State, pod: Object) -> int | None:
-    """The attempt in which the pod's gang began."""
+def gang_of(state: State, pod: Object) -> int | None:
+    """The attempt in which the pod's gang began; None if its job was gone as the history began."""
     now = _asked(state, pod)
-    mine = now.get("membersSince", 0) if now and _belongs(pod, now) else attempt(pod)
+    mine = attempt(pod) if now else None
+    if now and _belongs(pod, now):
+        mine = now.get("membersSince", 0)
     return state.gangs.get(uid_of(pod), mine)
 
 
