@@ -365,6 +365,14 @@ def test_nobody_waits_for_ever(phase, seconds):  # type: ignore[no-untyped-def]
     assert scene.did == ["stop 1"]
 
 
+def test_one_that_holds_after_a_failure_seeks_the_hub_in_peace() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.supervisor._ended.waiting_since = 99.0
+    scene.link.unmet = "nobody listens at job-0 port 2"
+    scene.take(now=200.0)
+    assert (scene.did, scene.supervisor._ended.lost) == ([], "")
+
+
 def test_workers_that_may_save_have_their_time_when_the_hub_is_gone() -> None:
     scene = Scene(_Phase.STOPPING)
     scene.workers.kill_at = 130.0
