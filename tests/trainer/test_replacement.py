@@ -124,13 +124,16 @@ def gang(tmp_path: Path) -> Iterator[Operated]:
 
 @pytest.mark.fault("T5")
 def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):  # type: ignore[no-untyped-def]
-    """In the midst of the second epoch; the pod with the hub comes last."""
-    gang.hold("1-0-step-11", "1-1-step-12", "1-2-step-13")
+    """In the midst of the second epoch; the pod with the hub comes last.
+
+    The others' workers wait as well, or for the lost one, and notice its end by themselves.
+    """
+    gang.hold("1-0-step-11", "1-1-step-12-2", "1-2-step-13-0")
     gang.begin()
     first = gang.launchers[:]
-    places = {"1-0-step-11": 1, "1-1-step-12": 2, "1-2-step-13": 0}
-    for place, replica in places.items():
-        workers = gang.at(place)
+    places = {"1-0-step-11": (1, range(3)), "1-1-step-12": (2, [2]), "1-2-step-13": (0, [0])}
+    for place, (replica, ranks) in places.items():
+        workers = gang.at(place, ranks)
         assert (gang.state()["attempt"], gang.state()["holds"]) == (1, True)
         gang.lose(replica)
         gang.until(lambda pids=workers: not any(map(alive, pids)), "all workers have ended")

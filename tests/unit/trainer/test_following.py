@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.calls import Calls
 from ddpjob_trainer.launcher.hub.client import HubClient
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.listener import Listener
 from ddpjob_trainer.launcher.hub.messages import (
     Call,
     End,
@@ -28,6 +31,8 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stopped,
     Welcome,
 )
+from ddpjob_trainer.launcher.hub.rounds import Limits
+from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.hub.wire import Wire
 from ddpjob_trainer.launcher.reports.termination import Ended
 from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
@@ -137,8 +142,8 @@ def test_a_call_takes_the_launcher_from_a_hub_that_still_answers(make):  # type:
     client.leave()
     assert (old.open, new.open, client.lost) == (False, True, "")
     client.send(Stopped(0, (), -1), 0.0)  # nobody is to hear it
-    _, again = launcher.call(5, "old")
-    assert again is None, "it may be back, as nothing newer has admitted this launcher"
+    _, refused = launcher.call(5, "old")
+    assert refused is not None, "it is left for good"
     client.join()
     assert new.sent == [PARKED]
     new.received(Welcome(7, "new"), 1.0)
@@ -147,7 +152,7 @@ def test_a_call_takes_the_launcher_from_a_hub_that_still_answers(make):  # type:
     _, refused = launcher.call(7, "new")
     assert refused == Refused("this launcher is linked", final=False)
     _, refused = launcher.call(5, "old")
-    assert refused == Refused("this launcher follows hub 7", final=True)
+    assert refused == Refused("this launcher waits for hub 7 or a later one", final=True)
 
 
 def test_a_call_before_the_first_hub_was_met(make):  # type: ignore[no-untyped-def]
@@ -222,6 +227,46 @@ def test_a_new_hub_calls_until_all_are_linked() -> None:
     calls.close()
     selector.close()
     assert heard == []
+
+
+def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() -> None:
+    """Over sockets, with hubs of two."""
+    selector = selectors.DefaultSelector()
+    own = dataclasses.replace(RUNNING, replicas=2)
+    went: list[Message] = []
+
+    def serve(number: int, running: bool) -> tuple[Hub, HubServer, tuple[str, int]]:
+        lead = dataclasses.replace(
+            own, pod=f"hub-{number}", replica=0, birth=number, running=running
+        )  # fmt: skip
+        listening = sockets.bind(0)
+        post: list[Callable[[int, Message], None]] = []
+        hub = Hub(lead, Limits(3, hold=99.0), lambda *said: post[0](*said))  # noqa: PLW0108
+        server = HubServer(listening, selector, hub)
+        post.append(lambda replica, m: server.post(replica, m) if replica else went.append(m))
+        hub.admit(lead, 0.0)
+        return hub, server, ("127.0.0.1", listening.getsockname()[1])
+
+    def turn(until: Callable[[], object]) -> None:
+        while not until():
+            for key, _ in selector.select(5):
+                key.data(1.0)
+            calls.tick(1.0)
+
+    old, old_server, name = serve(5, True)
+    new, new_server, _ = serve(7, False)
+    client = HubClient(name, own, selector, lambda text: None, least=5)
+    door = sockets.bind(0)
+    listener = Listener(door, selector, client.called)
+    where = {1: ("127.0.0.1", door.getsockname()[1])}
+    calls = Calls(where, Call("uid", 7, "hub-7"), selector, new.is_present, new_server.answered)
+    turn(lambda: client.met and client.lost)
+    client.leave()
+    client.join()
+    turn(lambda: new.is_present(1) and not old.is_present(1) and client.inbox)
+    assert client.inbox[-1] == Go(7, 0, ())
+    for part in (client, calls, listener, old_server, new_server, selector):
+        part.close()
 
 
 # --- The launcher's states -----------------------------------------------------------------------
@@ -318,6 +363,14 @@ def test_nobody_waits_for_ever(phase, seconds):  # type: ignore[no-untyped-def]
     scene.take(now=100.1 + seconds)
     assert scene.supervisor._ended.lost == "it does not answer"
     assert scene.did == ["stop 1"]
+
+
+def test_one_that_holds_after_a_failure_seeks_the_hub_in_peace() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.supervisor._ended.waiting_since = 99.0
+    scene.link.unmet = "nobody listens at job-0 port 2"
+    scene.take(now=200.0)
+    assert (scene.did, scene.supervisor._ended.lost) == ([], "")
 
 
 def test_workers_that_may_save_have_their_time_when_the_hub_is_gone() -> None:

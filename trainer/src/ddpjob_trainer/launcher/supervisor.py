@@ -338,7 +338,8 @@ class Supervisor:
         ended, link = self._ended, self._member.link
         lost = link.lost
         # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
+        failed = self._phase is _Phase.RUNNING and ended.waiting_since
+        asking = failed or self._phase is _Phase.SUCCEEDED
         if link.unmet and asking and self._workers.is_training():
             lost = lost or link.unmet
         overdue = self._is_overdue(now)

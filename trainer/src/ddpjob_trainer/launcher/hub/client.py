@@ -79,7 +79,7 @@ class LocalLink:
 class HubClient:
     """Connects until admitted; keeps messages until then, and drops them when the link is lost.
 
-    ``least``: it follows no hub with a smaller number.
+    ``least``: the number of the oldest hub that it follows; it rises with each that it follows.
     """
 
     def __init__(
@@ -200,8 +200,9 @@ class HubClient:
         if self._wire is not None and hub == self._followed:
             return Refused("this launcher is linked", final=False)
         if not self._may_follow(hub):
-            return Refused(f"this launcher follows hub {self._followed[0]}", final=True)
+            return Refused(f"this launcher waits for hub {self._least} or a later one", final=True)
         self.met = True
+        self._least = message.number  # so the old one, which may answer still, is left for good
         if self._searching and not self._hello.running:
             self._ask(wire)
             return None
@@ -239,6 +240,7 @@ class HubClient:
             self._refused(wire, Refused(why, final=False))
             return
         self._followed = hub
+        self._least = message.number
         self._asked.discard(wire)
         self._stop_seeking()
         self._wire = wire
