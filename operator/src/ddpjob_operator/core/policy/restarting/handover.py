@@ -86,7 +86,7 @@ def _going(view: View) -> Mapping[int, Node]:
 
 
 def _unread(going: Mapping[int, Node]) -> set[str]:
-    """Return the nodes of which no quorum has told lately."""
+    """Return the nodes that no quorum read has reported lately."""
     ages = {node.name: node.read_seconds for node in going.values()}
     return {name for name, age in ages.items() if age is None or age > fence.READ_HOLDS}
 
