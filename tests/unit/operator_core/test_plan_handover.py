@@ -128,6 +128,15 @@ def test_a_signal_that_is_gone_when_the_node_is_read_brings_nothing_about():
     assert (world.log, world.phase, world.events) == (["read node2"], "Running", [])
 
 
+def test_on_a_silent_node_nothing_could_be_ended():
+    world = holding().fall_silent("node2")
+    world.log.clear()
+    assert (signal(world, node2=KERNEL).wait(60).log, world.status["attempt"]) == ([], 1)
+    assert world.machines
+    world.machines.down.clear()
+    assert intent(world.settle()) == (2, 1, "1:2")
+
+
 def test_a_read_of_long_ago_proves_nothing():
     world = holding(replicas=3)
     assert world.machines

@@ -69,12 +69,18 @@ def saves(view: View, pod: Pod) -> bool:
 
 
 def _going(view: View) -> Mapping[int, Node]:
-    """Return the nodes about to go by replica, if now is the time to leave them."""
+    """Return the nodes about to go by replica, if now is the time to leave them.
+
+    On one that is not ready nothing would be ended before it answers again.
+    """
     status, known = view.status, view.nodes.known if view.nodes else {}
     signalled = {
         replica: node
         for replica, pod in view.members.items()
-        if (node := known.get(pod.node)) and node.signal and _entry(node) not in status.handed_over
+        if (node := known.get(pod.node))
+        and node.ready
+        and node.signal
+        and _entry(node) not in status.handed_over
     }
     if not signalled or status.phase != "Running" or not view.all_running or view.succeeded:
         return {}
