@@ -336,9 +336,10 @@ properties:
   handedOver:
     description: >-
       Nodes that were about to go, each with what said so, the newest last. A pod there was replaced
-      once, or could not be: a pod that comes back to it stays. Empty after each resume.
+      once, or could not be: a pod that comes back to it stays. When it is full no more are. Empty
+      after each resume.
     type: array
-    maxItems: 16
+    maxItems: 32
     x-kubernetes-list-type: atomic
     items:
       type: string

@@ -188,6 +188,15 @@ def test_a_gang_that_cannot_hand_over_trains_on_and_says_so_once(spec: dict[str,
     assert "avoidedNodes" not in world.status
 
 
+def test_a_list_that_names_what_many_nodes_show_comes_to_an_end():
+    world = holding(replicas=3)
+    world.job["status"]["handedOver"] = [f"n{number}: cordon" for number in range(31)]
+    signal(world, node1=DRAINED, node2=DRAINED)
+    assert intent(world) == (2, 1, "0:2,2:2"), "there is room for one node"
+    world.finish_deletions().run().poll(holds=True, step=9, snapshotStep=9).wait(600)
+    assert (world.phase, world.counts[0], len(world.status["handedOver"])) == ("Running", 1, 32)
+
+
 def test_when_every_node_is_about_to_go_nobody_could_hold():
     world = signal(holding(), node1=DRAINED, node2=DRAINED)
     assert (world.phase, intent(world)) == ("Running", (1, 1, ""))

@@ -34,10 +34,11 @@ from ddpjob_operator.core.objects.resumed import Proof
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
-#: status.failures, avoidedNodes and handedOver keep so many, newest last: etcd has a limit.
+#: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
-MAX_HANDED_OVER: Final = 16
+#: status.handedOver has room for so many and forgets none: each is acted on once.
+MAX_HANDED_OVER: Final = 32
 #: status.births names so many replicas.
 MAX_BIRTHS: Final = 256
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
@@ -274,7 +275,7 @@ def from_dict(body: object) -> Status:
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
-        handed_over=tuple(map(text, sequence(raw.get("handedOver"))))[-MAX_HANDED_OVER:],
+        handed_over=tuple(map(text, sequence(raw.get("handedOver"))))[:MAX_HANDED_OVER],
         timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
     )
 

@@ -5,8 +5,8 @@ plan() calls begin() in each planning round without a loss. What says that a nod
 there are replaced as lost ones are (replace.py): one intent raises their floor and counts one
 disruption. Only their deletion differs, as it leaves them their grace period: all ranks save at one
 step, their launchers leave, and the others hold, so no step is lost. A node and a signal bring that
-about once (status.handedOver), so that a pod which finds no other node stays in peace, and only
-after progress since the last restart.
+about once (status.handedOver, until a resume), so that a pod which finds no other node stays in
+peace, and only after progress since the last restart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def begin(view: View, change: Change) -> Change | None:
     words = ", ".join(f"{node.name} is about to go ({node.signal})" for node in nodes.values())
     loss = _loss(view, min(planned), words)
     news = map(_entry, nodes.values())
-    acted = change.with_status(handed_over=(*view.status.handed_over, *news)[-MAX_HANDED_OVER:])
+    acted = change.with_status(handed_over=(*view.status.handed_over, *news))
     able = replacement.lost(view, loss, 0.0, planned)
     if not able or restart.end(view, view.status, loss):
         what = f"{words}: {told.replicas(planned, 40)} cannot be replaced before the end there"
@@ -73,22 +73,18 @@ def _going(view: View) -> Mapping[int, Node]:
 
     On one that is not ready nothing would be ended before it answers again.
     """
-    status, known = view.status, view.nodes.known if view.nodes else {}
-    signalled = {
-        replica: node
-        for replica, pod in view.members.items()
-        if (node := known.get(pod.node))
-        and node.ready
-        and node.signal
-        and _entry(node) not in status.handed_over
-    }
-    if not signalled or status.phase != "Running" or not view.all_running or view.succeeded:
+    status, pods = view.status, view.members
+    if status.phase != "Running" or not view.all_running or view.succeeded or view.nodes is None:
         return {}
-    if classify.leaving(view.members.values()) or template_guard.why(view):
-        return {}
+    listed = (view.nodes.known.get(name) for name in sorted({pod.node for pod in pods.values()}))
+    signalled = [node for node in listed if node and node.signal and node.ready]
+    news = [node for node in signalled if _entry(node) not in status.handed_over]
+    left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     patient = due(view)
-    early = patient is not None and view.now < patient
-    return {} if early or restart.in_a_row(view, status.restarts) else signalled
+    early = restart.in_a_row(view, status.restarts) or (patient and view.now < patient)
+    if not left or early or classify.leaving(pods.values()) or template_guard.why(view):
+        return {}
+    return {replica: left[pod.node] for replica, pod in pods.items() if pod.node in left}
 
 
 def _unread(going: Mapping[int, Node]) -> set[str]:
