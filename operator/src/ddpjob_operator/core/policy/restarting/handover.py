@@ -58,8 +58,9 @@ def reads(view: View) -> tuple[ReadNodes, ...]:
 
 def due(view: View) -> datetime | None:
     """Return when launchers that have not said that they hold are taken to be unable to."""
-    since = view.status.timings.running_at
-    return None if since is None or view.status.holds else since + _PATIENCE
+    since, nodes = view.status.timings.running_at, view.nodes.known if view.nodes else {}
+    waits = not view.status.holds and any(node.signal for node in nodes.values())
+    return since + _PATIENCE if since and waits else None
 
 
 def saves(view: View, pod: Pod) -> bool:
