@@ -112,7 +112,14 @@ def test_arguments_are_the_operators_own(template: Template) -> None:
     assert tuned.metrics_from == (), "empty: everybody"
     assert (tuned.workers, tuned.resync_seconds, tuned.lease_seconds) == (3, 40, 20)
     assert tuned.probe_host == "::"
-    assert settings.parse(operator(template())["args"], {}).namespaces == ()
+    plain = settings.parse(operator(template())["args"], {})
+    assert plain.namespaces == ()
+    assert "KernelDeadlock" in plain.node_signals.conditions
+    assert "karpenter.sh/disrupted" in plain.node_signals.taints
+    assert not plain.node_signals.cordon
+    values = "nodeSignals.conditions={Ready=False},nodeSignals.cordon=true"
+    given = settings.parse(operator(template("--set", values))["args"], {}).node_signals
+    assert (given.conditions, given.cordon) == (("Ready=False",), True)
 
 
 def test_who_may_read_the_operators_own(template: Template) -> None:

@@ -44,6 +44,8 @@ from support.objects import (
 #: So long some replicas may be done and others not before the status must say so.
 LINGERING = timedelta(minutes=11)
 JOBS, PODS, SERVICES, NODES = crd.PLURAL, "pods", "services", "nodes"
+#: What says in tests that a node is about to go.
+SIGNAL = "KernelDeadlock"
 
 
 Seat = tuple[int, int]  # attempt and replica of a pod
@@ -90,6 +92,7 @@ class State:
     tampered: set[str] = field(default_factory=set)  # pods whose labels somebody changed
     top: dict[str, int] = field(default_factory=dict)  # highest attempt of any pod, by job
     silent: set[str] = field(default_factory=set)  # nodes: their pods are lost, and look well
+    going: set[str] = field(default_factory=set)  # nodes that once had the condition SIGNAL
     hurt: dict[str, set[Seat]] = field(default_factory=dict)  # of lost pods, by job
     done: dict[str, int] = field(default_factory=dict)  # attempt that has succeeded, by job
     proven: dict[str, set[Seat]] = field(default_factory=dict)  # successes, by job
@@ -118,6 +121,9 @@ class State:
                 self.unserved.add(owner(write.obj) or "")
         elif write.plural == NODES:
             self._notice_silence(write)
+            conditions = status(write.obj).get("conditions") or ()
+            if any((c["type"], c["status"]) == (SIGNAL, "True") for c in conditions):
+                self.going.add(name(write.obj))
         elif write.plural == PODS and (job := owner(write.obj)) is not None:
             self._take_pod(job, write)
 
@@ -265,7 +271,7 @@ def i4_one_cause(state: State, write: Write) -> str | None:
 
 
 def i4_cause_earned(state: State, write: Write) -> str | None:
-    """Who counts a loss has lost something: a healthy gang is never restarted for one."""
+    """Who counts a loss has lost something, or its node is about to go: a healthy gang stays."""
     if (pair := _statuses(state, write)) is None or state.deposed:
         return None
     old, new = pair
@@ -273,6 +279,8 @@ def i4_cause_earned(state: State, write: Write) -> str | None:
     if not ends or len(ends) == len([f for f in old.get("failures") or () if not f.get("inPlace")]):
         return None
     loss = ends[-1]
+    if loss.get("reason") == "HandedOver" and loss.get("node") in state.going:
+        return None
     if loss.get("class") == "Startup" or _members(state.hurt.get(write.uid, set()), old):
         return None
     return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"

@@ -125,6 +125,7 @@ class Machines:
     out_of_service: set[str] = field(default_factory=set)
     read: dict[str, datetime] = field(default_factory=dict)
     guessed: set[str] = field(default_factory=set)
+    signals: dict[str, str] = field(default_factory=dict)  # what says that a node is about to go
     others_up: int = 0  # workers without a pod of the gang
     others_down: int = 0
     calm_since: datetime | None = None  # None: always
@@ -149,6 +150,7 @@ class Machines:
             down_seconds=(now - since).total_seconds() if since else 0.0,
             read_seconds=(now - self.read[name]).total_seconds() if name in self.read else None,
             guessed=name in self.guessed,
+            signal=self.signals.get(name, ""),
         )
 
 

@@ -323,15 +323,27 @@ properties:
       {{- include "ddpjob.crd.failure" . | nindent 6 }}
   avoidedNodes:
     description: >-
-      Nodes on which a GPU failed or a container could not be started for a reason of the node's,
-      the newest last. New pods are kept off them, until a gang finds no room elsewhere within
-      startupDeadlineSeconds or the job is suspended and resumed.
+      Nodes on which a GPU failed or a container could not be started for a reason of the node's, or
+      which were about to go, the newest last. New pods are kept off them, until a gang finds no
+      room elsewhere within startupDeadlineSeconds, or a replacement within restart.replaceSeconds,
+      or the job is suspended and resumed.
     type: array
     maxItems: 16
     x-kubernetes-list-type: set
     items:
       type: string
       maxLength: 253
+  handedOver:
+    description: >-
+      Nodes that were about to go, each with what said so, the newest last. A pod there was replaced
+      once, or could not be: a pod that comes back to it stays. When it is full no more are. Empty
+      after each resume.
+    type: array
+    maxItems: 32
+    x-kubernetes-list-type: atomic
+    items:
+      type: string
+      maxLength: 640
   timings:
     description: Points in time (UTC, of the operator's clock) and durations.
     type: object

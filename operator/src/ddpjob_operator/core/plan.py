@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
 from typing import Final
 
@@ -41,6 +42,7 @@ from ddpjob_operator.core.policy.reporting import repeat, report
 from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
+    handover,
     probe,
     restart,
     root_cause,
@@ -134,8 +136,10 @@ def _decide(view: View) -> Change:
 
 
 def _restart(view: View, change: Change) -> Change | None:
-    """Answer a loss, or a replacement that gets nowhere; None: there is neither."""
+    """Answer a loss, a node about to go, or a replacement that gets nowhere; None: all is well."""
     if view.replacing and (over := replacement.over(view)):
+        if any(not pod.node for pod in view.members.values()):
+            change = node_avoidance.nothing(change, "no room elsewhere")
         return restart.whole(view, change, *over)
     loss = root_cause.loss(view, change.status)
     if loss is not None:
@@ -143,7 +147,7 @@ def _restart(view: View, change: Change) -> Change | None:
     if unmade := replacement.unmade(view):
         what = f"nobody knows whether there were pods of {told.replicas(unmade, 40)}"
         return replacement.begin(view, change, unmade, f"{what}; another attempt for them")
-    return None
+    return handover.begin(view, change)
 
 
 def _start(view: View, change: Change) -> Change:
@@ -154,6 +158,7 @@ def _start(view: View, change: Change) -> Change:
     change = change.with_status(
         timings=replace(change.status.timings, started_at=view.now),
         restarts=replace(change.status.restarts, consecutive=0, released=0),
+        handed_over=(),
     )
     change = node_avoidance.nothing(change, "the job was suspended and resumed")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
@@ -284,7 +289,7 @@ def _act(view: View) -> Plan:
         return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
-    return Plan(_creations(view) or fence.reads(view), wake)
+    return Plan(_creations(view) or fence.reads(view) or handover.reads(view), wake)
 
 
 def _leave(view: View) -> Plan:
@@ -311,14 +316,15 @@ def _deletions(view: View) -> tuple[Action, ...]:
     """Delete pods that are no members.
 
     Once a member is dead and the gang was not kept they can save nothing, so a longer grace period
-    is cut short.
+    is cut short, but for those that hand over.
     """
     ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
     actions: list[Action] = []
     for pod in view.others:
         replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
-        grace = DEAD_GANG_SECONDS if (pod.attempt or 0) < max(dead + 1, replaced) else None
+        late = (pod.attempt or 0) < max(dead + 1, replaced)
+        grace = DEAD_GANG_SECONDS if late and not handover.saves(view, pod) else None
         if fence.lost(view, pod):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
@@ -344,9 +350,14 @@ def _creations(view: View) -> tuple[Action, ...]:
         return (EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
-    avoided = view.status.avoided_nodes
-    gang = {"since": view.status.members_since, "hub": view.status.hub}
-    pods = ((r, render.pod(view.job, view.spec, attempt, r, avoided, **gang)) for r in due_now)
+    make = partial(
+        render.pod,
+        avoided=view.status.avoided_nodes,
+        suspected=node_avoidance.suspected(view),
+        since=view.status.members_since,
+        hub=view.status.hub,
+    )
+    pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
         *(CreatePod(r, attempt, body) for r, body in pods),
@@ -374,6 +385,7 @@ def _wake(view: View) -> float | None:
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
     times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
+    times.append(handover.due(view))
     if status.phase == "Starting" or view.replacing:
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:

@@ -45,13 +45,15 @@ def pod(
     replica: int,
     avoided: Sequence[str] = (),
     *,
+    suspected: Sequence[str] = (),
     since: int = 0,
     hub: int = 0,
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
-    ``avoided``: names of nodes that it must not be scheduled to. ``since``: the attempt of the last
-    whole start, and ``hub``: the hub's number, where they are others.
+    ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
+    only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
+    hub's number, where they are others.
     """
     template = spec.template.packed.unpack()
     meta, body = mapping(template.get("metadata")), template["spec"]
@@ -60,8 +62,11 @@ def pod(
     body["restartPolicy"] = "Never"
     _default(body, "automountServiceAccountToken", False)
     _default(body, "enableServiceLinks", False)
-    if avoided and not body.get("nodeName"):  # a pod with a nodeName meets no scheduler
-        body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
+    if not body.get("nodeName"):  # else it meets no scheduler
+        if avoided:
+            body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
+        if suspected:
+            body["affinity"] = _rather_off(suspected, mapping(body.get("affinity")))
     body["tolerations"] = _tolerations(body.get("tolerations"))
     # With 0 the pod object would go before its containers, and the barrier would miss them. The CRD
     # refuses 0; a job that an older CRD took gets 1 here.
@@ -268,6 +273,16 @@ def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     ]
     terms = terms or [{"matchFields": not_these}]
     return {**given, "nodeAffinity": {**node_affinity, required: {"nodeSelectorTerms": terms}}}
+
+
+def _rather_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Add preferred terms against these nodes, each as strong as one may be."""
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    node_affinity = mapping(given.get("nodeAffinity"))
+    not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]
+    terms = [{"weight": 100, "preference": {"matchFields": [field]}} for field in not_these]
+    terms = [*sequence(node_affinity.get(preferred)), *terms]
+    return {**given, "nodeAffinity": {**node_affinity, preferred: terms}}
 
 
 def _default(body: dict[str, Any], field: str, value: object) -> None:

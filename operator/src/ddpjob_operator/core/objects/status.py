@@ -37,6 +37,8 @@ PHASES: Final = get_args(Phase)
 #: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
+#: status.handedOver has room for so many and forgets none: each is acted on once.
+MAX_HANDED_OVER: Final = 32
 #: status.births names so many replicas.
 MAX_BIRTHS: Final = 256
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
@@ -178,7 +180,8 @@ class Status:
     succeeded: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)
     failures: tuple[Failure, ...] = ()
-    avoided_nodes: tuple[str, ...] = ()  # a GPU there failed: new pods go elsewhere
+    avoided_nodes: tuple[str, ...] = ()  # failed or about to go: new pods go elsewhere
+    handed_over: tuple[str, ...] = ()  # node and signal, each acted on once
     timings: Timings = field(default_factory=Timings)
 
     @property
@@ -238,6 +241,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "lastFailure": _written(last, _FAILURE) if last else None,
             "failures": [_written(one, _FAILURE) for one in status.failures] or None,
             "avoidedNodes": list(status.avoided_nodes) or None,
+            "handedOver": list(status.handed_over) or None,
             "timings": _written(status.timings, _TIMINGS) or None,
         }
     )
@@ -271,6 +275,7 @@ def from_dict(body: object) -> Status:
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
+        handed_over=tuple(map(text, sequence(raw.get("handedOver"))))[:MAX_HANDED_OVER],
         timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
     )
 

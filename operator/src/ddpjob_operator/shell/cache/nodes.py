@@ -11,10 +11,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, NodeRecord, Nodes, disrupted, record
+from ddpjob_operator.core.objects.nodes import (
+    FORBIDDEN,
+    NO_SIGNALS,
+    Node,
+    NodeRecord,
+    Nodes,
+    Signals,
+    disrupted,
+    record,
+)
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import NODES, Api
 from ddpjob_operator.shell.cache.pods import number
@@ -39,10 +48,12 @@ class _Seen:
 
 
 class NodeCache:
-    """The known nodes; ``clock`` is monotonic."""
+    """The known nodes; ``clock`` is monotonic, ``signals`` say that one is about to go."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, signals: Signals = NO_SIGNALS
+    ) -> None:
+        self._clock, self._signals = clock, signals
         self._nodes: dict[str, _Seen] = {}
         self._workers: dict[str, bool] = {}  # whether each is ready
         self._unready = 0  # of them
@@ -60,6 +71,10 @@ class NodeCache:
             calm_seconds=self._clock() - self._calm_since,
             known={name: self._one(name) for name in names},
         )
+
+    def slim(self, obj: Mapping[str, Any]) -> Slim:
+        """Keep the needed part of a Node object."""
+        return record(obj, self._signals), number(obj["metadata"].get("resourceVersion"))
 
     def put(self, slim: Slim, *, quorum: bool = False) -> bool:
         """Take a node; return True if it is news. A quorum read is always the newest."""
@@ -115,6 +130,7 @@ class NodeCache:
             down_seconds=0.0 if seen.down_since is None else now - seen.down_since,
             read_seconds=None if seen.read_at is None else now - seen.read_at,
             guessed=seen.guessed,
+            signal=found.signal if found is not None else "",
         )
 
     def _keep(self, name: str, seen: _Seen) -> None:
@@ -144,18 +160,13 @@ async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
     """GET each of them from a quorum into the cache; raise ApiError."""
     for name in names:
         try:
-            cache.put(slim(await api.get(NODES, None, name)), quorum=True)
+            cache.put(cache.slim(await api.get(NODES, None, name)), quorum=True)
         except errors.NotFound:
             cache.remove(name, quorum=True)
 
 
-def slim(obj: Mapping[str, Any]) -> Slim:
-    """Keep the needed part of a Node object."""
-    return record(obj), number(obj["metadata"].get("resourceVersion"))
-
-
-def _shown(found: NodeRecord | None) -> tuple[bool, bool, bool] | None:
-    return None if found is None else (found.ready, found.out_of_service, found.control_plane)
+def _shown(found: NodeRecord | None) -> NodeRecord | None:
+    return None if found is None else replace(found, since=None)
 
 
 def _older(version: int | None, known: int | None) -> bool:

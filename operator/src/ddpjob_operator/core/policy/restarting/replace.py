@@ -31,17 +31,20 @@ def hear(view: View, change: Change) -> Change:
     return change.with_status(holds=view.status.holds or heard.holds)
 
 
-def lost(view: View, loss: Failure, delay: float) -> frozenset[int]:
+def lost(
+    view: View, loss: Failure, delay: float, planned: frozenset[int] = frozenset()
+) -> frozenset[int]:
     """Return the replicas to replace after this loss; none: all restart (rule O4).
 
-    ``delay``: seconds before new pods may be made.
+    ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.holds and view.spec.restart.in_place > 0
     if not (able and in_time) or view.succeeded:
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members
-    gone = {loss.replica, *view.missing, *(one.replica for one in fence.losses(view))}  # rule O3
+    gone = {loss.replica, *planned, *view.missing}
+    gone |= {one.replica for one in fence.losses(view)}  # rule O3
     gone |= {r for r, pod in members.items() if pod.deleting or classify.failure(pod, nproc, now)}
     newest = view.status.attempt - view.replacing  # a pod that was made meanwhile has not waited
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
@@ -51,9 +54,15 @@ def lost(view: View, loss: Failure, delay: float) -> frozenset[int]:
 
 
 def begin(
-    view: View, change: Change, gone: frozenset[int], message: str, delay: float = 0.0
+    view: View,
+    change: Change,
+    gone: frozenset[int],
+    message: str,
+    delay: float = 0.0,
+    *,
+    reason: str = "Replacing",
 ) -> Change:
-    """Record the intent to replace these replicas' pods (rule O2)."""
+    """Record the intent to replace these replicas' pods (rule O2); ``reason``: of the Event."""
     attempt, status = view.next_attempt, change.status
     change = change.with_status(
         phase="Restarting",
@@ -70,7 +79,7 @@ def begin(
         ),
     )
     change = change.condition("Running", False, "Replacing", message, view.now)
-    return change.tell("Warning", "Replacing", message)
+    return change.tell("Warning", reason, message)
 
 
 def waited(view: View, loss: Failure) -> bool:

@@ -29,8 +29,13 @@ STARTUP_SECONDS: Final = 300.0
 _COMPARED: Final = 64
 
 
-def after(view: View, change: Change, loss: Failure) -> Change:
-    """Record the loss, then start a new attempt or fail, as rules and budgets say."""
+def after(
+    view: View, change: Change, loss: Failure, planned: frozenset[int] = frozenset()
+) -> Change:
+    """Record the loss, then start a new attempt or fail, as rules and budgets say.
+
+    ``planned``: replicas that handover.py replaces before they are lost.
+    """
     if replacement.joins(view, loss):
         return _join(view, change, loss)
     last = end(view, change.status, loss)
@@ -49,7 +54,7 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     count += "; it told of no step, so the waits are longer" * (early > delay)
     delay = max(delay, early)
     wait = f" in {delay:g} s" if delay else ""
-    gone = replacement.lost(view, loss, delay)
+    gone = replacement.lost(view, loss, delay, planned)
     if gone:
         restarts = replace(restarts, replaced=restarts.replaced + 1)
         loss = replace(loss, replaced=True)
@@ -58,7 +63,8 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     change = change.measure(Measurement("restarts_total", 1, loss.cls))
     if gone:
         what = f"{told.describe(loss)}; replacing {told.replicas(gone, 40)}{wait} ({count})"
-        return replacement.begin(view, change, gone, what, delay)
+        told_as = loss.reason if planned else "Replacing"
+        return replacement.begin(view, change, gone, what, delay, reason=told_as)
     change = new_attempt(view, change, "Restarting", delay)
     message = (
         f"attempt {view.status.attempt} ended: {told.describe(loss)}; restarting{wait} ({count})"
@@ -174,7 +180,7 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
-    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, _in_a_row(view, old)):
+    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 
@@ -213,7 +219,7 @@ def _count(view: View, old: Restarts, free: bool) -> Restarts:
         total=old.total + 1,
         charged=old.charged + (not free),
         disruptions=old.disruptions + free,
-        consecutive=_in_a_row(view, old) + 1,
+        consecutive=in_a_row(view, old) + 1,
         replaced=old.replaced,
         in_place=old.in_place,
         round=old.round,
@@ -222,7 +228,7 @@ def _count(view: View, old: Restarts, free: bool) -> Restarts:
     )
 
 
-def _in_a_row(view: View, old: Restarts) -> int:
+def in_a_row(view: View, old: Restarts) -> int:
     """Count restarts before this one without progress or a long run in between.
 
     A run longer than the longest backoff is no crash loop, so the next restart is immediate.

@@ -17,7 +17,7 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy.reporting import repeat, report
-from ddpjob_operator.core.policy.restarting import fence, restart
+from ddpjob_operator.core.policy.restarting import fence, handover, restart
 from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import node_avoidance, retry, template_guard
 from ddpjob_operator.core.view import Change, View, recovers_from
@@ -135,9 +135,11 @@ def _run(view: View, change: Change) -> Change:
 def _last_sign(view: View, loss: Failure) -> datetime:
     """Return the last sign of progress, which may be long before the loss was decided.
 
-    An exit code is seen at once. A step from before the previous loss does not count.
+    An exit code is seen at once, and a hand-over is no end. A step from before the previous loss
+    does not count.
     """
     at_once = loss.exit_code is not None and loss.cls != "Hang"
+    at_once = at_once or loss.reason == handover.HANDED_OVER
     heard = view.status.progress
     if at_once or heard.step is None or heard.updated_at is None:
         return loss.detected_at
