@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpjob_trainer.environment import read_launcher
-from ddpjob_trainer.launcher.hub.messages import Key
+from ddpjob_trainer.environment import Key, read_launcher
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump

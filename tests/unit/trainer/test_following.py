@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.calls import Calls
 from ddpjob_trainer.launcher.hub.client import HubClient
@@ -24,7 +25,6 @@ from ddpjob_trainer.launcher.hub.messages import (
     End,
     Go,
     Hello,
-    Key,
     Message,
     Refused,
     Stop,

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.launcher.hub.messages import End, Key
+from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children

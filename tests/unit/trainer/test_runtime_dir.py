@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher.hub.messages import Key
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from support.launching import PATHS
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS, GRACE_SECONDS
@@ -55,6 +56,13 @@ class Identity:
     def key(self) -> str:
         """Return a prefix for rendezvous keys."""
         return f"{self.uid}/{self.attempt}/{self.round}"
+
+
+class Key(NamedTuple):
+    """One incarnation of a gang's processes: the number of its hub, and the hub's round."""
+
+    number: int
+    round: int
 
 
 @dataclass(frozen=True, slots=True)

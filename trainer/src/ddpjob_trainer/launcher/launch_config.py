@@ -23,12 +23,12 @@ from ddpjob_trainer.environment import (
     REPLAY_DIR,
     RUN_ID,
     STATE_DIR,
+    Key,
     LauncherEnvironment,
 )
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.hub.messages import Key
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import uses_our_library
 from ddpjob_trainer.launcher.runtime_dir import RuntimeDir

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from ddpjob_trainer.launcher.hub.messages import Key
+from ddpjob_trainer.environment import Key
 
 #: Another name than that of earlier versions' directories, which have no lock.
 _PREFIX: Final = "ddpjob-launcher-"

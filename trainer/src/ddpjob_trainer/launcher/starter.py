@@ -13,9 +13,8 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD
+from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD, Key
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.hub.messages import Key
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares

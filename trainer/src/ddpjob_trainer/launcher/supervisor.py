@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ddpjob_contract import Round, State
 from ddpjob_trainer import trace
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -28,7 +29,6 @@ from ddpjob_trainer.launcher.hub.messages import (
     Failed,
     Finished,
     Go,
-    Key,
     Leaving,
     Message,
     Stop,

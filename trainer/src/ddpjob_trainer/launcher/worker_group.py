@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ddpjob_contract import ExitCode
 from ddpjob_trainer import trace
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.launcher.hub.messages import Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump

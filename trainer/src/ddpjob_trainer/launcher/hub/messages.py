@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from ddpjob_contract import Round
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 
 MAX_LINE = 64 * 1024
-
-
-class Key(NamedTuple):
-    """One incarnation of the gang's processes: the number of the hub, and its round."""
-
-    number: int
-    round: int
 
 
 @dataclass(frozen=True, slots=True)
