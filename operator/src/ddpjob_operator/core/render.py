@@ -222,7 +222,8 @@ def _env(
         heal_after=spec.restart.heal_after,
         hub=hub,
         replacement=attempt > since,
-        replace_seconds=spec.restart.replace_seconds,
+        # Where pods share a host's network, launchers of one node would share the hub's port.
+        replace_seconds=0 if spec.template.host_network else spec.restart.replace_seconds,
         hang_startup=spec.hang.startup,
         hang_step=spec.hang.step,
         hang_snapshot=spec.hang.snapshot,
