@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
 from ddpjob_operator.shell.cache import nodes as cached
-from ddpjob_operator.shell.cache.nodes import NodeCache, slim
+from ddpjob_operator.shell.cache.nodes import NodeCache
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -42,7 +42,7 @@ def seen(cache: NodeCache, *names: str) -> Nodes:
 
 def node(version: int, status: str = "True", *, since: float = 0, taint: str = "") -> Any:
     at = (START + timedelta(seconds=since)).isoformat()
-    return slim(
+    return NodeCache().slim(
         {
             "metadata": {"name": "a", "resourceVersion": str(version)},
             "spec": {"taints": [{"key": taint}] if taint else []},
