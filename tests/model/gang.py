@@ -1,7 +1,8 @@
 """A world whose pods hold launchers: operators, kubelets, hubs and links move side by side.
 
 Beside the invariants of every write, those of rounds are held whenever one begins: K1 (a key's
-launchers are one list), K3 (nothing older is alive there), K4 (a launcher's keys grow).
+launchers are one list), K2 (a number is
+one hub's, by its pod's attempt), K3 (nothing older is alive there), K4 (a launcher's keys grow).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class GangWorld(World):
         self.finishing = False
         self.stale: set[str] = set()  # names that lead to the pod before
         self.began: dict[tuple[str, Key], dict[int, str]] = {}  # job, key -> pods by replica
+        self.numbers: dict[tuple[str, int], str] = {}  # job, number -> pod of the hub
+        self.met: list[str] = []  # faults
         self.told: set[str] = set()  # pods that got SIGTERM
         super().__init__(loop, cluster=more.pop("cluster", Cluster(nodes=NODES)), **more)
         self.network = Network(self.seconds)
@@ -63,6 +66,12 @@ class GangWorld(World):
 
     def begins(self, launcher: Launcher, key: Key) -> None:
         """A round's worker starts in a launcher."""
+        hub = self.launchers.get(launcher.followed, launcher)
+        if key.round > 0 or launcher.config.replacement:
+            given = self.numbers.setdefault((launcher.job, key.number), hub.uid)
+            if given != hub.uid or key.number != attempt(hub.pod):
+                what = f"{hub.uid} of attempt {attempt(hub.pod)} gives out {key}"
+                raise Violation("k2_number_of_one_hub", f"{what}; {given} had number {key.number}")
         known = self.began.setdefault((launcher.job, key), {})
         other = known.setdefault(launcher.replica, launcher.uid)
         if other != launcher.uid:
@@ -88,6 +97,11 @@ class GangWorld(World):
             return keys.pop()
         return None
 
+    @property
+    def hub_pod(self) -> str:
+        """The pod to which the hub's name leads."""
+        return self.network.names["job-0.job.ns.svc"]
+
     def _members(self, job: Object) -> dict[int, str]:
         known = from_dict(status(job))
         return {
@@ -102,6 +116,11 @@ class GangWorld(World):
         """Without faults the gang is in one round, whole or restarted, within that time."""
         if not self.run(lambda: self.over() or self.whole() is not None, seconds):
             raise Violation("h_whole_again", f"no whole gang after {seconds:g} s: {self.told_of()}")
+
+    def must_finish(self) -> None:
+        """The whole gang ends well, and the job with it."""
+        self.finishing = True
+        self.must_end()
 
     def told_of(self) -> str:
         found = self.cluster.status("job")
@@ -199,7 +218,7 @@ class GangWorld(World):
         """A peer of its round is gone, other than by a success."""
         for other in self._peers(one):
             mine = other.workers.key == one.workers.key
-            done = mine and other.workers.succeeded
+            done = mine and other.workers.succeeded and self.finishing  # else it left too early
             if not done and not (mine and other.alive and other.workers.running):
                 return True
         return False
@@ -238,9 +257,10 @@ class GangWorld(World):
     def _bound(self, pod: Object) -> Object:
         """A scheduler spreads a gang over the nodes."""
         fitting = self.cluster.fitting(pod)
-        node = pod["spec"].get("nodeName") or fitting[
-            ((replica(pod) or 0) + (attempt(pod) or 0)) % len(fitting)
-        ]
+        node = (
+            pod["spec"].get("nodeName")
+            or fitting[((replica(pod) or 0) + (attempt(pod) or 0)) % len(fitting)]
+        )
         return {**pod, "spec": {**pod["spec"], "nodeName": node}}
 
     # --- Time ----------------------------------------------------------------------------

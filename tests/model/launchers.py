@@ -104,9 +104,10 @@ class Workers:
 
 
 class Launcher(Supervisor):
-    """A pod's process. ``hub_class``: for wrong hubs."""
+    """A pod's process. The classes of its parts are for wrong ones."""
 
     hub_class: type[Hub] = Hub
+    client_class: type[ModelClient] = ModelClient
 
     def __init__(self, world: Watched, pod: Object, now: float) -> None:
         self.pod, self.world = pod, world
@@ -115,7 +116,7 @@ class Launcher(Supervisor):
         self.alive, self.stopped = True, False
         self.code = 137  # as long as nobody knows better: it was killed
         self.due: float | None = None
-        config = self.config_of(pod)
+        config = _config(tuple(sorted(self.environment(pod).items())))
         quiet = mock.patch("ddpjob_trainer.launcher.supervisor.Names", lambda *args: _SILENT)
         with mock.patch("time.monotonic", lambda: now), quiet:
             super().__init__(config)
@@ -135,15 +136,15 @@ class Launcher(Supervisor):
         else:
             self._begin(config.first, now)
 
-    def config_of(self, pod: Object) -> LaunchConfig:
+    def environment(self, pod: Object) -> dict[str, str]:
+        """As the operator has set it, and its kubelet."""
         told = pod["spec"]["containers"][0]["env"]
-        env = {one["name"]: one["value"] for one in told if "value" in one}
-        return _config(tuple(sorted((env | {POD_UID: self.uid}).items())))
+        return {one["name"]: one["value"] for one in told if "value" in one} | {POD_UID: self.uid}
 
     def _join(self, config: LaunchConfig, now: float) -> membership.Membership:
         mine = {"network": self.world.network, "owner": self}
         parts = {
-            "HubClient": type("Client", (ModelClient,), mine),
+            "HubClient": type("Client", (self.client_class,), mine),
             "Calls": type("Called", (ModelCalls,), mine),
             "Hub": self.hub_class,
             "sockets": SimpleNamespace(bind=lambda port: _SILENT),
@@ -192,6 +193,10 @@ class Launcher(Supervisor):
         return found
 
     @property
+    def config(self) -> LaunchConfig:
+        return self._config
+
+    @property
     def replica(self) -> int:
         return self._config.replica
 
@@ -234,6 +239,12 @@ class Launcher(Supervisor):
             return self
         line: Any = self.link_line
         return line.peer.host if line is not None else None
+
+    @property
+    def followed(self) -> str:
+        """The pod of the hub that it followed last."""
+        link = self._member.link
+        return link._followed[1] if isinstance(link, HubClient) else self.uid
 
     @property
     def gang(self) -> list[Launcher]:

@@ -119,7 +119,9 @@ class Network:
         for line in self.lines:
             lost = not self.reaches(line.host, line.peer.host)
             line.cut_since = (line.cut_since or now) if lost else None
-            deaf = not line.peer.host.alive or (line.peer.peer is not line and line.peer is not line)
+            deaf = not line.peer.host.alive or (
+                line.peer.peer is not line and line.peer is not line
+            )
             gone = deaf and not lost and None not in line.inbox
             if gone or (line.cut_since is not None and now - line.cut_since > SILENCE_SECONDS):
                 self.break_off(line)

@@ -145,29 +145,30 @@ def begun(
     return world
 
 
-def walk(
-    loop: asyncio.AbstractEventLoop, seed: int, moves: int, *, whole: bool = True, **more: Any
-) -> GangWorld:
+def walk(loop: asyncio.AbstractEventLoop, seed: int, moves: int, **more: Any) -> GangWorld:
     """Walk with faults, then without, until the gang is whole; Violation if anything is wrong."""
     draw = Random(seed)
     world = begun(loop, draw.choice((2, 3, 3, 4)), fence=draw.random() < 0.7, **more)
     world.state.deposed = draw.random() < 0.3
+    wander(world, draw, moves)
+    world.heal()
+    world.must_be_whole(BOUND)
+    world.must_finish()
+    return world
+
+
+def wander(world: GangWorld, draw: Random, moves: int) -> None:
+    """Anybody moves and anything happens; ``world.met`` tells what, for a look at a violation."""
     world.wire.gate = lambda call: _harm(draw, call)
     weights = [weight for weight, _ in EVENTS.values()]
-    trace: list[str] = []
-    world.trace = trace  # type: ignore[attr-defined]
     for _ in range(moves):
         take_due(world)
         if draw.random() < FAULTS:
             (name,) = draw.choices(list(EVENTS), weights)
-            trace.append(f"{world.ticks} {world.cluster.now:%H:%M:%S} {name}")
+            world.met.append(f"{world.ticks} {world.cluster.now:%H:%M:%S} {name}")
             EVENTS[name][1](world, draw)
             world.verify()
         _anybody(world, draw)
-    world.heal()
-    if whole:
-        world.must_be_whole(BOUND)
-    return world
 
 
 def _anybody(world: GangWorld, draw: Random) -> None:

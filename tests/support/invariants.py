@@ -278,6 +278,24 @@ def i4_cause_earned(state: State, write: Write) -> str | None:
     return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
 
 
+def i4_replaces_the_lost(state: State, write: Write) -> str | None:
+    """Only the seats of lost pods are filled anew: who waits for them keeps his."""
+    if (pair := _statuses(state, write)) is None or state.deposed:
+        return None
+    old, new = pair
+    if new.get("membersSince", 0) != old.get("membersSince", 0):
+        return None
+    lost = _members(state.hurt.get(write.uid, set()), old)
+    for pod in state.gang(write.uid):
+        number = replica(pod)
+        given_up = _belongs(pod, old) and not _belongs(pod, new)
+        if given_up and number not in lost:
+            return (
+                f"{name(pod)} is well, and attempt {new.get('attempt')} makes another in its place"
+            )
+    return None
+
+
 def i4_intent_first(state: State, write: Write) -> str | None:
     """Nothing is done to a pod that no stored status asks for."""
     if write.plural != PODS or not write.by:
@@ -423,6 +441,7 @@ ALWAYS: tuple[Invariant, ...] = (
     i4_attempt_monotone,
     i4_one_cause,
     i4_cause_earned,
+    i4_replaces_the_lost,
     i4_intent_first,
     i5_budget,
     i7_success_earned,
