@@ -74,6 +74,8 @@ class GangWorld(World):
                 raise Violation("k2_number_of_one_hub", f"{what}; {given} had number {key.number}")
         known = self.began.setdefault((launcher.job, key), {})
         other = known.setdefault(launcher.replica, launcher.uid)
+        if other != launcher.uid and self._made_again(launcher, key, other):
+            known[launcher.replica] = other = launcher.uid
         if other != launcher.uid:
             what = f"replica {launcher.replica} in {other} and in {launcher.uid}"
             raise Violation("k1_one_list", f"round {key} is given out twice: {what}")
@@ -84,6 +86,14 @@ class GangWorld(World):
             if one.workers.running and (one is launcher or one.workers.key < key):
                 older = f"{one.uid} still runs {one.workers.key}"
                 raise Violation("k3_all_stand_still", f"{launcher.uid} begins {key}, and {older}")
+
+    def _made_again(self, launcher: Launcher, key: Key, other: str) -> bool:
+        """While a whole gang starts, the next operator makes again what is missing then.
+
+        A process that lives on without its object was given up by a person.
+        """
+        gone = not self.launchers[other].alive or other in self.cluster.forced
+        return gone and key.round == 0 and not launcher.config.replacement
 
     def whole(self, name: str = "job") -> Key | None:
         """The round in which every member of the operator's gang is, and linked."""

@@ -117,8 +117,8 @@ class Launcher(Supervisor):
         self.code = 137  # as long as nobody knows better: it was killed
         self.due: float | None = None
         config = _config(tuple(sorted(self.environment(pod).items())))
-        quiet = mock.patch("ddpjob_trainer.launcher.supervisor.Names", lambda *args: _SILENT)
-        with mock.patch("time.monotonic", lambda: now), quiet:
+        quiet = mock.patch("ddpjob_trainer.launcher.supervisor.Names", return_value=_SILENT)
+        with mock.patch("time.monotonic", return_value=now), quiet:
             super().__init__(config)
         self._selector.close()
         self._pump: Any = SimpleNamespace(tail=lambda rank: [])
