@@ -91,6 +91,7 @@ class State:
     top: dict[str, int] = field(default_factory=dict)  # highest attempt of any pod, by job
     silent: set[str] = field(default_factory=set)  # nodes: their pods are lost, and look well
     hurt: dict[str, set[Seat]] = field(default_factory=dict)  # of lost pods, by job
+    counted: dict[str, set[Seat]] = field(default_factory=dict)  # of losses that were counted
     done: dict[str, int] = field(default_factory=dict)  # attempt that has succeeded, by job
     proven: dict[str, set[Seat]] = field(default_factory=dict)  # successes, by job
     gangs: dict[str, int] = field(default_factory=dict)  # membersSince of its gang, by uid of a pod
@@ -122,6 +123,9 @@ class State:
             self._take_pod(job, write)
 
     def _take_job(self, write: Write) -> None:
+        if (pair := _statuses(self, write)) and (loss := _counted(pair)):
+            mine = {seat for seat in self.hurt.get(write.uid, ()) if seat[1] == loss["replica"]}
+            self.counted.setdefault(write.uid, set()).update(mine)
         _put(self.jobs, write)
         now = status(write.obj)
         if write.kind == "ADDED":  # a job of before the history began
@@ -268,14 +272,15 @@ def i4_cause_earned(state: State, write: Write) -> str | None:
     """Who counts a loss has lost something: a healthy gang is never restarted for one."""
     if (pair := _statuses(state, write)) is None or state.deposed:
         return None
-    old, new = pair
-    ends = [f for f in new.get("failures") or () if not f.get("inPlace")]
-    if not ends or len(ends) == len([f for f in old.get("failures") or () if not f.get("inPlace")]):
+    loss, hurt = _counted(pair), state.hurt.get(write.uid, set())
+    if loss is None or loss.get("class") == "Startup":
         return None
-    loss = ends[-1]
-    if loss.get("class") == "Startup" or _members(state.hurt.get(write.uid, set()), old):
-        return None
-    return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+    if not _members(hurt, pair[0]):
+        return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+    mine = {seat for seat in hurt if seat[1] == loss["replica"] and _members({seat}, pair[0])}
+    if mine and mine <= state.counted.get(write.uid, set()):
+        return f"the loss of replica {loss['replica']} is counted a second time"
+    return None
 
 
 def i4_replaces_the_lost(state: State, write: Write) -> str | None:
@@ -544,6 +549,15 @@ def _statuses(state: State, write: Write) -> tuple[Mapping[str, Any], Mapping[st
     if write.plural != JOBS or write.kind != "MODIFIED" or old is None:
         return None
     return status(old), status(write.obj)
+
+
+def _counted(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The loss that a write counts as an attempt's end; the list of them is bounded."""
+    known, told = ([f for f in one.get("failures") or () if not f.get("inPlace")] for one in pair)
+    if not told or (known and told[-1]["attempt"] == known[-1]["attempt"]):
+        return None
+    found: Mapping[str, Any] = told[-1]
+    return found
 
 
 def _restarts(found: Mapping[str, Any], kind: str) -> int:
