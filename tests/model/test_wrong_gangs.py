@@ -66,7 +66,7 @@ def test_a_planner_that_records_no_seat_counts_a_loss_twice(
 ) -> None:
     world = begun(loop, planner=wrong_gangs.records_no_seat)
     world.kill(world.launchers[world.hub_pod])
-    with pytest.raises(Violation, match="i4_cause_earned: .* counted a second time"):
+    with pytest.raises(Violation, match=r"i4_cause_earned: .* counted a second time"):
         world.must_be_whole()
 
 
