@@ -94,6 +94,7 @@ class State:
     silent: set[str] = field(default_factory=set)  # nodes: their pods are lost, and look well
     going: set[str] = field(default_factory=set)  # nodes that once had the condition SIGNAL
     hurt: dict[str, set[Seat]] = field(default_factory=dict)  # of lost pods, by job
+    counted: dict[str, set[Seat]] = field(default_factory=dict)  # of losses that were counted
     done: dict[str, int] = field(default_factory=dict)  # attempt that has succeeded, by job
     proven: dict[str, set[Seat]] = field(default_factory=dict)  # successes, by job
     gangs: dict[str, int] = field(default_factory=dict)  # membersSince of its gang, by uid of a pod
@@ -128,6 +129,9 @@ class State:
             self._take_pod(job, write)
 
     def _take_job(self, write: Write) -> None:
+        if (pair := _statuses(self, write)) and (loss := _counted(pair)):
+            mine = {seat for seat in self.hurt.get(write.uid, ()) if seat[1] == loss["replica"]}
+            self.counted.setdefault(write.uid, set()).update(mine)
         _put(self.jobs, write)
         now = status(write.obj)
         if write.kind == "ADDED":  # a job of before the history began
@@ -274,16 +278,38 @@ def i4_cause_earned(state: State, write: Write) -> str | None:
     """Who counts a loss has lost something, or its node is about to go: a healthy gang stays."""
     if (pair := _statuses(state, write)) is None or state.deposed:
         return None
+    loss, hurt = _counted(pair), state.hurt.get(write.uid, set())
+    if loss is None or loss.get("class") == "Startup" or _handed_over(state, loss):
+        return None
+    if not _members(hurt, pair[0]):
+        return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+    mine = {seat for seat in hurt if seat[1] == loss["replica"] and _members({seat}, pair[0])}
+    if mine and mine <= state.counted.get(write.uid, set()):
+        return f"the loss of replica {loss['replica']} is counted a second time"
+    return None
+
+
+def _handed_over(state: State, loss: dict[str, Any]) -> bool:
+    return loss.get("reason") == "HandedOver" and loss.get("node") in state.going
+
+
+def i4_replaces_the_lost(state: State, write: Write) -> str | None:
+    """Only the seats of lost pods are filled anew: who waits for them keeps his."""
+    if (pair := _statuses(state, write)) is None or state.deposed:
+        return None
     old, new = pair
-    ends = [f for f in new.get("failures") or () if not f.get("inPlace")]
-    if not ends or len(ends) == len([f for f in old.get("failures") or () if not f.get("inPlace")]):
+    if new.get("membersSince", 0) != old.get("membersSince", 0):
         return None
-    loss = ends[-1]
-    if loss.get("reason") == "HandedOver" and loss.get("node") in state.going:
-        return None
-    if loss.get("class") == "Startup" or _members(state.hurt.get(write.uid, set()), old):
-        return None
-    return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+    lost = _members(state.hurt.get(write.uid, set()), old)
+    for pod in state.gang(write.uid):
+        number = replica(pod)
+        given_up = _belongs(pod, old) and not _belongs(pod, new)
+        going = (pod.get("spec") or {}).get("nodeName") in state.going
+        if given_up and number not in lost and not going:
+            return (
+                f"{name(pod)} is well, and attempt {new.get('attempt')} makes another in its place"
+            )
+    return None
 
 
 def i4_intent_first(state: State, write: Write) -> str | None:
@@ -431,6 +457,7 @@ ALWAYS: tuple[Invariant, ...] = (
     i4_attempt_monotone,
     i4_one_cause,
     i4_cause_earned,
+    i4_replaces_the_lost,
     i4_intent_first,
     i5_budget,
     i7_success_earned,
@@ -535,6 +562,15 @@ def _statuses(state: State, write: Write) -> tuple[Mapping[str, Any], Mapping[st
     if write.plural != JOBS or write.kind != "MODIFIED" or old is None:
         return None
     return status(old), status(write.obj)
+
+
+def _counted(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The loss that a write counts as an attempt's end; the list of them is bounded."""
+    known, told = ([f for f in one.get("failures") or () if not f.get("inPlace")] for one in pair)
+    if not told or (known and told[-1]["attempt"] == known[-1]["attempt"]):
+        return None
+    found: Mapping[str, Any] = told[-1]
+    return found
 
 
 def _restarts(found: Mapping[str, Any], kind: str) -> int:
