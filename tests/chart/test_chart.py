@@ -21,6 +21,7 @@ RIGHTS = {
     ("ddpjob.dev", "ddpjobs/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
     ("", "services"): {"get", "create", "update"},
+    ("", "secrets"): {"create"},
     ("networking.k8s.io", "networkpolicies"): {"get", "create", "update"},
     ("", "events"): {"list", "create"},
 }

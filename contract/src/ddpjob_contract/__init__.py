@@ -62,6 +62,9 @@ REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
 #: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
 REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"
 POD_UID: Final = "DDPJOB_POD_UID"
+#: Launchers tell one another by it that they are of the job: key TOKEN_KEY of the job's Secret.
+TOKEN: Final = "DDPJOB_TOKEN"
+TOKEN_KEY: Final = "token"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"

@@ -6,13 +6,14 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
+from ddpjob_trainer.launcher.hub.messages import Call, Hello, Refused, Welcome, decode, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from support.descriptors import none_left
@@ -75,6 +76,34 @@ def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
     assert silent.recv(1) == b""
     for one in (silent, refused, launcher):
         one.close()
+
+
+@pytest.mark.fault("T15")
+@pytest.mark.parametrize(("here", "there", "enters"), [
+    ("secret", "secret", True), ("secret", "", False), ("secret", "another", False),
+    ("", "", True), ("", "secret", True),
+])  # fmt: skip
+def test_nobody_is_admitted_or_followed_without_the_secret(
+    port: Port, here: str, there: str, enters: bool
+) -> None:
+    """It may be right later; a pod that was made without one asks for none."""
+    port.hub._own = replace(GANG, token=here)
+    with port.connect() as launcher:
+        launcher.sendall(encode(replace(OTHER, token=there)))
+        port.hear(100.0)
+        answer = decode(launcher.recv(1000))
+    if not enters:
+        why = "this launcher does not know the secret of the hub's job"
+        assert answer == Refused(why, final=False)
+    client = HubClient(port.address, replace(OTHER, token=here), port.selector, lambda said: None)
+    refused = client.called(Mock(), Call("uid", 2, "hub", there), 100.0)
+    client.close()
+    assert (answer == Welcome(1, "pod-0"), refused is None) == (enters, enters)
+    if refused is not None:
+        assert refused == Refused(
+            "this hub does not know the secret of the launcher's job", final=False
+        )
+    assert "secret" not in repr(replace(OTHER, token="secret"))
 
 
 def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Port) -> None:

@@ -105,8 +105,9 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal
-    goes to ApiFeedback.network_refusal.
+    The Secret is only POSTed, with bytes drawn then: one that is there is the job's. When all
+    exist, those that were read with our owner uid, ApiFeedback.network_attempt becomes ``attempt``;
+    a refusal goes to ApiFeedback.network_refusal.
     """
 
     attempt: int

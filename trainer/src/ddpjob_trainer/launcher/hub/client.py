@@ -20,7 +20,14 @@ from typing import Protocol
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Call, Hello, Message, Refused, Welcome
+from ddpjob_trainer.launcher.hub.messages import (
+    Call,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    is_of_the_job,
+)
 from ddpjob_trainer.launcher.hub.wire import Wire
 
 _CONNECT_SECONDS = 3.0
@@ -197,6 +204,8 @@ class HubClient:
         hub = (message.number, message.pod)
         if message.uid != self._hello.uid:
             return Refused("this launcher belongs to another job", final=True)
+        if not is_of_the_job(message, self._hello.token):
+            return Refused("this hub does not know the secret of the launcher's job", final=False)
         if self._wire is not None and hub == self._followed:
             return Refused("this launcher is linked", final=False)
         if not self._may_follow(hub):

@@ -29,6 +29,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
     Welcome,
+    is_of_the_job,
 )
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import History, Limits, Loss
@@ -119,6 +120,8 @@ class Hub:
         mine, replica = self._own, hello.replica
         if hello.uid != mine.uid:
             return Refused("this hub belongs to another job", final=False)
+        if not is_of_the_job(hello, mine.token):
+            return Refused("this launcher does not know the secret of the hub's job", final=False)
         # With a hub that replaces one, older launchers are welcome once they have stopped.
         older = hello.birth < mine.birth and (mine.running or hello.running)
         if older or (hello.birth > mine.birth and hello.running):

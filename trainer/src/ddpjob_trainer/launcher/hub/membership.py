@@ -88,6 +88,7 @@ def join(
         config.nproc,
         config.holds,
         running=not config.replacement,
+        token=config.env.token,
     )
     if config.hub_port is not None and config.replica > 0:
         return _follow(config, hello, selector, tell)
@@ -156,6 +157,6 @@ def _lead(
     if listening is not None:
         server = HubServer(listening, selector, hub)
         if config.replacement:
-            call = Call(config.uid, config.attempt, config.pod)
+            call = Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)
     return Membership(link, limits.budget > 0, hub, server, calls)
