@@ -113,6 +113,8 @@ REPORT_MAX_BYTES: Final = 2048
 STATE_MAX_BYTES: Final = 64 * 1024
 #: GET /state shows at most so many rounds, the newest.
 STATE_MAX_ROUNDS: Final = 10
+#: And so many replicas that are away.
+STATE_MAX_AWAY: Final = 256
 #: Stacks of a hang go to the log and to GET /state, never into the termination report.
 STATE_MAX_STACKS_BYTES: Final = 16 * 1024
 
@@ -210,6 +212,7 @@ class State(TypedDict, total=False):
     version: int
     uid: str  # of the job, if it is one's: another gang may have the address or port by now
     attempt: int  # the hub's number: the attempt in which its pod was made
+    away: list[int]  # replicas whose launcher was linked to the hub and is not now
     holds: bool  # all launchers hold while a lost one is replaced; absent: they do not
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]

@@ -345,7 +345,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         return (EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
-    avoided = view.status.avoided_nodes
+    avoided = node_avoidance.at_once(view)
     gang = {"since": view.status.members_since, "hub": view.status.hub}
     pods = ((r, render.pod(view.job, view.spec, attempt, r, avoided, **gang)) for r in due_now)
     return (

@@ -30,6 +30,7 @@ from ddpjob_operator.core.actions import (
     Existing,
     QuorumRead,
     ReadEvents,
+    ReadLeases,
     ReadNodes,
     Refusal,
     WriteStatus,
@@ -120,6 +121,8 @@ class Executor:
                 return await self._confirm_gone(job, action)
             case ReadNodes():
                 await nodes.read(self._api, self._store.nodes, action.names)
+            case ReadLeases():
+                await self._store.nodes.read_leases(self._api)
             case ReadEvents(uid):
                 found = await failed_probe(self._api, job, action)
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 
-from ddpjob_contract import ExitCode
+from ddpjob_contract import STATE_MAX_AWAY, ExitCode
 from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -103,6 +103,13 @@ class Hub:
     def is_present(self, replica: int) -> bool:
         """Return whether a launcher is linked to the hub."""
         return replica in self._present
+
+    @property
+    def away(self) -> list[int]:
+        """Return the replicas that were linked and are not now, from another thread, too."""
+        if self._phase is _Phase.FINISHED:
+            return []
+        return sorted(self._members.keys() - self._present)[:STATE_MAX_AWAY]
 
     @property
     def others(self) -> tuple[list[Exit], int]:

@@ -41,7 +41,7 @@ class Membership:
         if self.calls is not None and self.hub is not None and self.hub.history.round >= 0:
             self.calls.close()
             self.calls = None
-        parts = (self.hub, self.server, self.calls, self.listener)
+        parts = (self.link, self.hub, self.server, self.calls, self.listener)
         dues = [part.tick(now) for part in parts if part is not None]
         return min((due for due in dues if due is not None), default=None)
 
@@ -54,6 +54,11 @@ class Membership:
     def gang_holds(self) -> bool:
         """Return whether the hub here knows that every launcher holds."""
         return self.hub is not None and self.hub.holds
+
+    @property
+    def away(self) -> list[int]:
+        """Return the replicas whose links to the hub here are lost."""
+        return self.hub.away if self.hub is not None else []
 
     @property
     def others(self) -> tuple[list[Exit], int]:

@@ -157,13 +157,18 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The hub says it each second and a launcher answers: the loops at both ends run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """All workers everywhere ended with 0."""
 
 
 Message = (
     Hello | Failed | Exiting | Stopped | Done | Leaving
-    | Call | Welcome | Refused | Stop | Go | End | Finished
+    | Call | Welcome | Refused | Stop | Go | End | Beat | Finished
 )  # fmt: skip
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 

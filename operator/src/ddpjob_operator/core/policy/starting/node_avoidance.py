@@ -7,13 +7,16 @@ emptied when a gang has found no room without it, and when the user suspends and
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Final
 
+from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
 
 #: Up to so many of these failures in a row, without progress in between, are free.
 _FREE: Final = 3
+_NOTICED: Final = timedelta(seconds=60)
 
 
 def blames(loss: Failure) -> bool:
@@ -44,6 +47,19 @@ def node_of(view: View, change: Change, loss: Failure) -> Change:
     )
     change = change.with_status(avoided_nodes=(*old, loss.node)[-MAX_AVOIDED:])
     return change.tell("Warning", "NodeAvoided", message)
+
+
+def at_once(view: View) -> tuple[str, ...]:
+    """Return the nodes that new pods are kept off now: fallen silent ones for a minute.
+
+    By then Kubernetes itself has noticed, if they are lost.
+    """
+    silent = [
+        loss.node
+        for loss in view.status.failures
+        if loss.reason == classify.NODE_SILENT and view.now - loss.detected_at < _NOTICED
+    ]
+    return tuple(dict.fromkeys((*view.status.avoided_nodes, *silent)))
 
 
 def nothing(change: Change, why: str) -> Change:
