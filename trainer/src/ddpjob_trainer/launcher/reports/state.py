@@ -80,7 +80,8 @@ def state_body(
 
     ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``holds``: all launchers
     wait while a lost one is replaced. ``away``: replicas whose link is lost. ``results``: of
-    earlier rounds, shown while this one starts up. ``stacks``: of the last hang. ``pace``: steps per second.
+    earlier rounds, shown while this one starts up. ``stacks``: of the last hang. ``pace``: steps
+    per second.
     """
     results = results or Results()
     step, total = results.step, results.total_steps  # unknown before the resume
