@@ -25,7 +25,7 @@ from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Lease, Node, Nodes
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
@@ -129,6 +129,8 @@ class Machines:
     others_up: int = 0  # workers without a pod of the gang
     others_down: int = 0
     calm_since: datetime | None = None  # None: always
+    leases: dict[str, Lease] = field(default_factory=dict)  # as a list shows them
+    listed: datetime | None = None
     #: What a read brings to light: the cache of the watch was behind.
     truth: Callable[[], None] = lambda: None
 
@@ -138,7 +140,8 @@ class Machines:
         unready = len([node for node in there if not node.ready])
         others = self.others_up + self.others_down
         calm = (now - self.calm_since).total_seconds() if self.calm_since else math.inf
-        return Nodes(len(there) + others, unready + self.others_down, calm, known)
+        age = (now - self.listed).total_seconds() if self.listed else math.inf
+        return Nodes(len(there) + others, unready + self.others_down, calm, known, age)
 
     def _one(self, name: str, now: datetime) -> Node:
         since = self.gone.get(name, self.down.get(name))
@@ -151,6 +154,7 @@ class Machines:
             read_seconds=(now - self.read[name]).total_seconds() if name in self.read else None,
             guessed=name in self.guessed,
             signal=self.signals.get(name, ""),
+            lease=self.leases.get(name, Lease()) if self.listed else Lease(),
         )
 
 
@@ -233,6 +237,10 @@ class World:
                 self.machines.truth()
                 self.machines.read |= dict.fromkeys(action.names, self.now)
                 self.log.append(f"read {' '.join(action.names)}")
+            case act.ReadLeases():
+                assert self.machines
+                self.machines.listed = self.now
+                self.log.append("list leases")
             case act.ReadEvents():
                 self.log.append(f"events of {action.container} in {action.pod_uid}")
                 told = self.probed.get(action.pod_uid, "")

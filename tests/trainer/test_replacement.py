@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.launching import PATHS, free_ports, launch, page
+from support.patience import PATIENCE
 from support.rounds import Forwarder, Outcome, Training, alive, children, kill
 
 #: Spares are not the point: each launcher would import torch once more for them.
@@ -73,6 +74,13 @@ class Operated(Training):
             old.communicate()
             self.gone.append(old)
             self.launchers[replica] = self._pod(replica)
+
+    def succeed(self, replica: int) -> Any:
+        """Start a successor beside a pod that has not ended; return the old launcher."""
+        old = self.launchers[replica]
+        self.attempt_now += 1
+        self.launchers[replica] = self._pod(replica)
+        return old
 
     def release(self, place: str) -> None:
         (self.directory / f"hold-{place}").unlink()
@@ -144,6 +152,28 @@ def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):  #
     assert [one.returncode for one in first] == [-9] * 3, "each was lost once, and nothing else"
     assert gang.outcome() == undisturbed
     assert gang.report()["round"] == 0, "of hub 4"
+
+
+@pytest.mark.fault("T16")
+def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):  # type: ignore[no-untyped-def]
+    """Neither closes a connection: only its silence tells."""
+    gang.hold("1-0-step-11", "1-1-step-12")
+    gang.begin()
+    for place, replica in (("1-0-step-11", 1), ("1-1-step-12", 2)):
+        gang.at(place)
+        old = gang.launchers[replica]
+        old.send_signal(signal.SIGSTOP)
+        gang.until(lambda one=replica: gang.state().get("away") == [one], "the hub notices")
+        if replica == 2:
+            gang.succeed(2)
+            gang.until(lambda: "away" not in gang.state(), "the new one has its place")
+        old.send_signal(signal.SIGCONT)
+    _, said = old.communicate(timeout=PATIENCE)
+    assert old.returncode == 75, said
+    assert "replica 2 has been replaced by a newer pod" in said
+    assert gang.codes() == [0, 0, 0], gang.errors
+    assert gang.outcome() == undisturbed
+    assert [one["replica"] for one in gang.report()["rounds"]] == [1, 2]
 
 
 @pytest.mark.tier("all")

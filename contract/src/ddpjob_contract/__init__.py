@@ -62,6 +62,9 @@ REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
 #: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
 REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"
 POD_UID: Final = "DDPJOB_POD_UID"
+#: Launchers tell one another by it that they are of the job: key TOKEN_KEY of the job's Secret.
+TOKEN: Final = "DDPJOB_TOKEN"
+TOKEN_KEY: Final = "token"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
@@ -110,6 +113,8 @@ REPORT_MAX_BYTES: Final = 2048
 STATE_MAX_BYTES: Final = 64 * 1024
 #: GET /state shows at most so many rounds, the newest.
 STATE_MAX_ROUNDS: Final = 10
+#: And so many replicas that are away.
+STATE_MAX_AWAY: Final = 256
 #: Stacks of a hang go to the log and to GET /state, never into the termination report.
 STATE_MAX_STACKS_BYTES: Final = 16 * 1024
 
@@ -207,6 +212,7 @@ class State(TypedDict, total=False):
     version: int
     uid: str  # of the job, if it is one's: another gang may have the address or port by now
     attempt: int  # the hub's number: the attempt in which its pod was made
+    away: list[int]  # replicas whose launcher was linked to the hub and is not now
     holds: bool  # all launchers hold while a lost one is replaced; absent: they do not
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]

@@ -514,6 +514,29 @@ async def test_network_that_is_refused_stops_the_plan(
     assert "create pods" not in stage.api.calls
 
 
+@pytest.mark.parametrize("there", [False, True])
+async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(
+    stage: Stage, caplog: pytest.LogCaptureFixture, there: bool
+) -> None:
+    """One that is there is the job's, by its name: the operator has no right to look."""
+    secret = {"kind": "Secret", "metadata": {"name": "job-12345678"}, "type": "Opaque"}
+    stage.api.script = {"create secrets": [taken() if there else {}]}
+    await stage.do(EnsureNetwork(2, (secret,)))
+    assert stage.api.calls == ["create secrets"]
+    drawn = stage.api.bodies[0]["stringData"]["token"]
+    assert (len(bytes.fromhex(drawn)), stage.feedback.network_attempt) == (32, 2)
+    assert drawn not in caplog.text
+
+
+async def test_a_secret_that_is_refused_stops_the_plan(stage: Stage) -> None:
+    stage.api.script = {"create secrets": [errors.Forbidden(403, "Forbidden", "no secrets")]}
+    await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
+    assert stage.api.calls == ["create secrets"]
+    refusal = stage.feedback.network_refusal
+    assert refusal is not None
+    assert (refusal.code, stage.feedback.network_attempt) == (403, 0)
+
+
 async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage) -> None:
     stage.store.put_pod(pod(0))
     stage.store.put_pod(pod(1))

@@ -112,6 +112,26 @@ async def test_news_reach_the_outcomes_and_the_queue_once_and_who_does_not_lead_
     assert changed == [("ns", "job")], "the same answer again is no news"
 
 
+@needs_address
+async def test_whom_the_hub_calls_away_is_told_again_until_it_is_back() -> None:
+    away: list[Any] = [1, 7, -1, "0", None]
+    asked: list[str] = []
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.json_response({"step": 7, "away": away})
+
+    async with reading(state) as (store, changed):
+        await until(lambda: len(changed) >= 3)
+        (pod_1,) = [one.uid for one in store.pods_of("u1") if one.replica == 1]
+        assert store.feedback("u1").away == {pod_1}, "of the members, by uid"
+        away.clear()
+        await until(lambda: not store.feedback("u1").away)
+        told, answers = len(changed), len(asked)
+        await until(lambda: len(asked) >= answers + 3)
+        assert len(changed) == told
+
+
 DRAWN = ports.of(
     compact_spec.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
 ).metrics

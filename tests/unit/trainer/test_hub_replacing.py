@@ -109,6 +109,15 @@ def test_only_the_lost_launcher_is_replaced() -> None:
     assert (record["kind"], record["replica"], record["snapshotStep"]) == ("lost", 2, 7)
 
 
+def test_the_hub_tells_whose_link_is_lost() -> None:
+    gang = Gang()
+    assert gang.hub.away == []
+    gang.hub.lost(1, 1.0)
+    assert gang.hub.away == [1]
+    gang.comes(replica=1, birth=5, pod="new", running=False)
+    assert gang.hub.away == []
+
+
 def test_a_newcomer_may_come_before_all_have_stopped() -> None:
     gang = Gang()
     gang.hub.lost(2, 1.0)

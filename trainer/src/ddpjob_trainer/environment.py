@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,6 +127,7 @@ class LauncherEnvironment:
     name: str
     namespace: str
     pod_uid: str  # "": not a pod
+    token: str = field(repr=False)  # of the job; "": none
     least_hub: int
     replacement: bool
     replace_seconds: int
@@ -319,6 +320,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         name=env.get(contract.NAME, ""),
         namespace=env.get(contract.NAMESPACE, ""),
         pod_uid=env.get(contract.POD_UID, ""),
+        token=env.get(contract.TOKEN, ""),
         least_hub=_integer(env, contract.HUB, 0),
         replacement=env.get(contract.REPLACEMENT) == "1",
         replace_seconds=_integer(env, contract.REPLACE_SECONDS, 0),

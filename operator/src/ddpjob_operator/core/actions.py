@@ -91,6 +91,11 @@ class ReadNodes:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLeases:
+    """LIST the Leases of all nodes; a refusal counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadEvents:
     """LIST a kubelet's Events of one container of a pod; ApiFeedback.probed holds the answer.
 
@@ -105,8 +110,9 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal
-    goes to ApiFeedback.network_refusal.
+    The Secret is only POSTed, with bytes drawn then: one that is there is the job's. When all
+    exist, those that were read with our owner uid, ApiFeedback.network_attempt becomes ``attempt``;
+    a refusal goes to ApiFeedback.network_refusal.
     """
 
     attempt: int
@@ -137,6 +143,7 @@ Action = (
     | DeletePod
     | ConfirmGone
     | ReadNodes
+    | ReadLeases
     | ReadEvents
     | EnsureNetwork
     | CreatePod
@@ -229,6 +236,8 @@ class ApiFeedback:
     create_backoff: CreateBackoff | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
+    away: frozenset[str] = frozenset()  # uids of members whose link to the hub is lost, by
+    away_at: datetime | None = None  # the newest answer
     probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ

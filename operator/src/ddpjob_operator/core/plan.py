@@ -346,13 +346,14 @@ def _creations(view: View) -> tuple[Action, ...]:
     if feedback.network_attempt != attempt:
         if retry.resting(view, feedback.network_refusal):
             return ()
-        bodies = render.network(view.job, view.spec, feedback.metrics_from)
+        secret = feedback.network_attempt == 0 or _cannot_start(view)
+        bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
         return (EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     make = partial(
         render.pod,
-        avoided=view.status.avoided_nodes,
+        avoided=node_avoidance.at_once(view),
         suspected=node_avoidance.suspected(view),
         since=view.status.members_since,
         hub=view.status.hub,
@@ -362,6 +363,11 @@ def _creations(view: View) -> tuple[Action, ...]:
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
         *(CreatePod(r, attempt, body) for r, body in pods),
     )
+
+
+def _cannot_start(view: View) -> bool:
+    """Tell whether pods did not start last time, as where somebody has removed the Secret."""
+    return any(loss.cls == "Startup" for loss in view.status.failures[-1:])
 
 
 def _batch(view: View) -> int:

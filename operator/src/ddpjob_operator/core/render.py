@@ -1,4 +1,4 @@
-"""Render the objects of a gang: headless Service, NetworkPolicy and the pods.
+"""Render the objects of a gang: Secret, headless Service, NetworkPolicy and the pods.
 
 plan() puts them into its actions. The pod template stays as the user wrote it; only what the
 contract promises is added, our variables first, so that the user's may refer to them as $(RANK).
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import POD_UID, crd, exits
+from ddpjob_contract import POD_UID, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
@@ -26,13 +26,16 @@ _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unrea
 
 
 def network(
-    job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]] = ()
+    job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]] = (), *, secret: bool = True
 ) -> tuple[dict[str, Any], ...]:
-    """Render the objects that come before the first pod: the Service, then the NetworkPolicy.
+    """Render the objects that come before the first pod: Secret, Service, NetworkPolicy.
 
     ``metrics_from``: NetworkPolicyPeers that may read metrics; none: everybody.
+    ``secret``: the Secret may be missing.
     """
     bodies = [_service(job, spec)]
+    if secret:
+        bodies.insert(0, _secret(job))
     if spec.network_policy:
         bodies.append(_network_policy(job, spec, metrics_from))
     return tuple(bodies)
@@ -80,6 +83,7 @@ def pod(
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
         {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        {"name": TOKEN, "valueFrom": {"secretKeyRef": _token(job)}},
         *({"name": name, "value": value} for name, value in ours.items() if name not in names),
         *given,
     ]
@@ -143,6 +147,22 @@ def _meta(job: Job) -> dict[str, Any]:
         "namespace": job.namespace,
         "labels": _labels(job),
         "ownerReferences": [_owner(job)],
+    }
+
+
+def _token(job: Job) -> dict[str, str]:
+    # With the uid in it the name is nobody else's, so that nobody has to read the object.
+    return {"name": f"{job.name}-{job.uid[:8]}", "key": TOKEN_KEY}
+
+
+def _secret(job: Job) -> dict[str, Any]:
+    """Render the Secret by which launchers know one another, without what it holds."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**_meta(job), "name": _token(job)["name"]},
+        "type": "Opaque",
+        "immutable": True,  # kubelets need not watch it
     }
 
 

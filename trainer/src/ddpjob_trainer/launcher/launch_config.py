@@ -259,6 +259,7 @@ def common_environment(
 ) -> dict[str, str]:
     """Return the part of a worker's environment that all ranks and rounds share."""
     env = dict(base)
+    env.pop(contract.TOKEN, None)  # programs may log their environment
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONUNBUFFERED", "1")
     # Ask NVML whether there is CUDA: the driver survives no fork.

@@ -188,6 +188,7 @@ class Supervisor:
             attempt=workers.key.number,
             round_=workers.round,
             holds=self._member.gang_holds,
+            away=self._member.away,
             results=replace(self._results.after(workers), modified=self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),

@@ -53,6 +53,18 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """The age of a Lease, in seconds on this process' clock, up to the last list of all.
+
+    ``unrenewed``: since the Lease was first listed as it is. ``behind``: since another node's was
+    first listed with news after that; 0: none was.
+    """
+
+    unrenewed: float = 0.0
+    behind: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One node in one planning round.
 
@@ -69,19 +81,22 @@ class Node:
     read_seconds: float | None = None
     guessed: bool = False
     signal: str = ""
+    lease: Lease = Lease()
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """The nodes with a job's pods, by name, and counts of the cluster's workers.
 
-    ``calm_seconds``: for how long the cluster has not been disrupted.
+    ``calm_seconds``: for how long the cluster has not been disrupted. ``leases_seconds``: the age
+    of the last list of their Leases.
     """
 
     workers: int
     unready: int
     calm_seconds: float = math.inf
     known: Mapping[str, Node] = field(default_factory=dict)
+    leases_seconds: float = math.inf
     readable: bool = True  # False: the API server has said that the operator may not
 
     @property

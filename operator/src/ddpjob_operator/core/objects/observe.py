@@ -232,6 +232,12 @@ def rounds(raw: object) -> Rounds | None:
     return Rounds(attempt, count or 0, _round_records(body.get("rounds")), holds)
 
 
+def away(raw: object) -> frozenset[int]:
+    """Parse which replicas the body of GET /state calls away."""
+    found = sequence(mapping(raw).get("away"))[: contract.STATE_MAX_AWAY]
+    return frozenset(one for one in map(opt_count, found) if one is not None)
+
+
 def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     """Bound a stranger's text and replace what could forge a terminal or a log line."""
     if not isinstance(text, str):

@@ -8,15 +8,18 @@ known.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddpjob_operator.core.objects.json_read import mapping
 from ddpjob_operator.core.objects.nodes import (
     FORBIDDEN,
     NO_SIGNALS,
+    Lease,
     Node,
     NodeRecord,
     Nodes,
@@ -25,9 +28,10 @@ from ddpjob_operator.core.objects.nodes import (
     record,
 )
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import NODES, Api
+from ddpjob_operator.shell.api.client import LEASES, NODES, Api
 from ddpjob_operator.shell.cache.pods import number
 
+_LEASES = "kube-node-lease"  # their namespace
 _REMEMBERED = 1000  # nodes that are gone
 
 Slim = tuple[NodeRecord, int | None]  # with its resourceVersion
@@ -47,6 +51,15 @@ class _Seen:
     guessed: bool = False  # only a pod names it so far
 
 
+@dataclass(slots=True)
+class _Lease:
+    """When a list first showed a Lease as it is, and then another node's with news."""
+
+    renewed: object  # by the kubelet's clock: only good to tell one renewal from another
+    since: float
+    behind: float = math.inf
+
+
 class NodeCache:
     """The known nodes; ``clock`` is monotonic, ``signals`` say that one is about to go."""
 
@@ -60,6 +73,8 @@ class NodeCache:
         self._disrupted = False
         self._calm_since = -math.inf  # they were silent together before
         self._known = self._forbidden = False
+        self._leases: dict[str, _Lease] = {}
+        self._leases_at = -math.inf  # when they were asked for
 
     def of(self, names: Iterable[str]) -> Nodes | None:
         """Return these nodes for the planner; None before they could be read."""
@@ -70,6 +85,7 @@ class NodeCache:
             unready=self._unready,
             calm_seconds=self._clock() - self._calm_since,
             known={name: self._one(name) for name in names},
+            leases_seconds=self._clock() - self._leases_at,
         )
 
     def slim(self, obj: Mapping[str, Any]) -> Slim:
@@ -110,6 +126,21 @@ class NodeCache:
         self._mind_calm()
         return changed
 
+    async def read_leases(self, api: Api) -> None:
+        """List the nodes' Leases; without the right to that none is known. Raise ApiError."""
+        asked = self._clock()
+        found: dict[str, object] = {}
+        with contextlib.suppress(errors.Forbidden):
+            listing = await api.list_all(LEASES, _LEASES, keep=_renewal)
+            found = dict(listing.items)
+        now, old = self._clock(), self._leases
+        moved = [name for name in found if name in old and old[name].renewed != found[name]]
+        kept = {name: old[name] for name in found if name in old and name not in moved}
+        for lease in kept.values():
+            lease.behind = min(lease.behind, now if moved else math.inf)
+        self._leases = {name: kept.get(name) or _Lease(found[name], now) for name in found}
+        self._leases_at = asked
+
     def forget(self) -> None:
         """Stop trusting the nodes, which may not be read any more."""
         self._nodes.clear()
@@ -131,7 +162,12 @@ class NodeCache:
             read_seconds=None if seen.read_at is None else now - seen.read_at,
             guessed=seen.guessed,
             signal=found.signal if found is not None else "",
+            lease=self._lease(name),
         )
+
+    def _lease(self, name: str) -> Lease:
+        known, at = self._leases.get(name), self._leases_at
+        return Lease(max(0.0, at - known.since), max(0.0, at - known.behind)) if known else Lease()
 
     def _keep(self, name: str, seen: _Seen) -> None:
         self._nodes[name] = seen
@@ -163,6 +199,10 @@ async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
             cache.put(cache.slim(await api.get(NODES, None, name)), quorum=True)
         except errors.NotFound:
             cache.remove(name, quorum=True)
+
+
+def _renewal(obj: Mapping[str, Any]) -> tuple[str, object]:
+    return obj["metadata"]["name"], mapping(obj.get("spec")).get("renewTime")
 
 
 def _shown(found: NodeRecord | None) -> NodeRecord | None:

@@ -20,8 +20,16 @@ from typing import Protocol
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Call, Hello, Message, Refused, Welcome
-from ddpjob_trainer.launcher.hub.wire import Wire
+from ddpjob_trainer.launcher.hub.messages import (
+    Beat,
+    Call,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    is_of_the_job,
+)
+from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS, Wire
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
@@ -41,6 +49,9 @@ class Link(Protocol):
 
     def send(self, message: Message, now: float) -> None:
         """Send a message to the hub."""
+
+    def tick(self, now: float) -> float | None:
+        """Watch for a silent hub; return when to call again."""
 
     def leave(self) -> None:
         """Close the link, to no other yet: workers still run."""
@@ -65,6 +76,10 @@ class LocalLink:
         """See Link."""
         assert self.hub is not None
         self.hub.receive(0, message, now)
+
+    def tick(self, now: float) -> float | None:
+        """See Link."""
+        return None
 
     def leave(self) -> None:
         """See Link."""
@@ -105,6 +120,7 @@ class HubClient:
         self._asked: set[Wire] = set()  # Hello was sent, and not answered yet
         self._callers: set[Wire] = set()  # Hello follows once nothing runs here
         self._waiting: list[Message] = []
+        self._count_at = 0.0  # when the hub's silence grows by a second
         self._search = 0  # the newest search for the hub; 0: none yet
         self._searching = False
         self._connected: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
@@ -118,6 +134,15 @@ class HubClient:
             self._wire.send(message)
         elif self._searching:
             self._waiting.append(message)
+
+    def tick(self, now: float) -> float | None:
+        """See Link."""
+        if self._wire is None:
+            return None
+        if now >= self._count_at:
+            self._count_at = now + BEAT_SECONDS
+            self._wire.count_silence(now)
+        return self._count_at
 
     def leave(self) -> None:
         """See Link."""
@@ -197,6 +222,8 @@ class HubClient:
         hub = (message.number, message.pod)
         if message.uid != self._hello.uid:
             return Refused("this launcher belongs to another job", final=True)
+        if not is_of_the_job(message, self._hello.token):
+            return Refused("this hub does not know the secret of the launcher's job", final=False)
         if self._wire is not None and hub == self._followed:
             return Refused("this launcher is linked", final=False)
         if not self._may_follow(hub):
@@ -226,6 +253,8 @@ class HubClient:
     def _received(self, wire: Wire, message: Message, now: float) -> None:
         if isinstance(message, Refused):
             self._refused(wire, message)
+        elif wire is self._wire and isinstance(message, Beat):
+            wire.send(message)
         elif wire is self._wire:
             self.inbox.append(message)
         elif isinstance(message, Welcome):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 
-from ddpjob_contract import ExitCode
+from ddpjob_contract import STATE_MAX_AWAY, ExitCode
 from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -29,6 +29,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
     Welcome,
+    is_of_the_job,
 )
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import History, Limits, Loss
@@ -104,6 +105,13 @@ class Hub:
         return replica in self._present
 
     @property
+    def away(self) -> list[int]:
+        """Return the replicas that were linked and are not now, from another thread, too."""
+        if self._phase is _Phase.FINISHED:
+            return []
+        return sorted(self._members.keys() - self._present)[:STATE_MAX_AWAY]
+
+    @property
     def others(self) -> tuple[list[Exit], int]:
         """Return the ends with 0 at other launchers, and how many ranks run there."""
         if self._phase is not _Phase.RUNNING or self._own.replicas == 1:
@@ -119,6 +127,8 @@ class Hub:
         mine, replica = self._own, hello.replica
         if hello.uid != mine.uid:
             return Refused("this hub belongs to another job", final=False)
+        if not is_of_the_job(hello, mine.token):
+            return Refused("this launcher does not know the secret of the hub's job", final=False)
         # With a hub that replaces one, older launchers are welcome once they have stopped.
         older = hello.birth < mine.birth and (mine.running or hello.running)
         if older or (hello.birth > mine.birth and hello.running):

@@ -41,7 +41,7 @@ class Membership:
         if self.calls is not None and self.hub is not None and self.hub.history.round >= 0:
             self.calls.close()
             self.calls = None
-        parts = (self.hub, self.server, self.calls, self.listener)
+        parts = (self.link, self.hub, self.server, self.calls, self.listener)
         dues = [part.tick(now) for part in parts if part is not None]
         return min((due for due in dues if due is not None), default=None)
 
@@ -54,6 +54,11 @@ class Membership:
     def gang_holds(self) -> bool:
         """Return whether the hub here knows that every launcher holds."""
         return self.hub is not None and self.hub.holds
+
+    @property
+    def away(self) -> list[int]:
+        """Return the replicas whose links to the hub here are lost."""
+        return self.hub.away if self.hub is not None else []
 
     @property
     def others(self) -> tuple[list[Exit], int]:
@@ -88,6 +93,7 @@ def join(
         config.nproc,
         config.holds,
         running=not config.replacement,
+        token=config.env.token,
     )
     if config.hub_port is not None and config.replica > 0:
         return _follow(config, hello, selector, tell)
@@ -156,6 +162,6 @@ def _lead(
     if listening is not None:
         server = HubServer(listening, selector, hub)
         if config.replacement:
-            call = Call(config.uid, config.attempt, config.pod)
+            call = Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)
     return Membership(link, limits.budget > 0, hub, server, calls)

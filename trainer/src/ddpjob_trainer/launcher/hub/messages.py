@@ -5,8 +5,9 @@ wire.py encodes and decodes them.
 
 from __future__ import annotations
 
+import hmac
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from ddpjob_contract import Round
@@ -22,6 +23,7 @@ class Hello:
 
     ``pod``: its uid. ``birth``: the attempt in which it was made. ``holds``: it waits while a lost
     launcher is replaced. ``running``: round 0 of hub ``birth`` runs here; else nothing does.
+    ``token``: the job's secret.
     """
 
     uid: str
@@ -32,6 +34,7 @@ class Hello:
     nproc: int
     holds: bool
     running: bool
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,20 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """First message of a new hub, to a launcher that is to leave its old one and say Hello."""
+    """First message of a new hub, to a launcher that is to leave its old one and say Hello.
+
+    ``token``: the job's secret.
+    """
 
     uid: str
     number: int
     pod: str
+    token: str = field(default="", repr=False)
+
+
+def is_of_the_job(said: Hello | Call, token: str) -> bool:
+    """Tell whether a stranger knows the job's secret, if the pod here was made with one."""
+    return not token or hmac.compare_digest(said.token.encode(), token.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +151,18 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The hub says it each second and a launcher answers: the loops at both ends run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """All workers everywhere ended with 0."""
 
 
 Message = (
     Hello | Failed | Exiting | Stopped | Done | Leaving
-    | Call | Welcome | Refused | Stop | Go | End | Finished
+    | Call | Welcome | Refused | Stop | Go | End | Beat | Finished
 )  # fmt: skip
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 

@@ -7,8 +7,8 @@ import socket
 
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.listener import Listener
-from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
-from ddpjob_trainer.launcher.hub.wire import Wire
+from ddpjob_trainer.launcher.hub.messages import Beat, Hello, Message, Refused
+from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS, Wire
 
 
 class HubServer:
@@ -19,6 +19,7 @@ class HubServer:
     ) -> None:
         self._hub = hub
         self._wires: dict[int, Wire] = {}  # by replica
+        self._beat_at = 0.0
         self._listener = Listener(listening, selector, self._admit)
 
     def post(self, replica: int, message: Message) -> None:
@@ -34,8 +35,14 @@ class HubServer:
             wire.close()
 
     def tick(self, now: float) -> float | None:
-        """Drop silent strangers; return when to call again at the latest."""
-        return self._listener.tick(now)
+        """Drop who is silent, link or stranger; return when to call again at the latest."""
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_SECONDS
+            for wire in list(self._wires.values()):
+                wire.count_silence(now)
+                wire.send(Beat())
+        dues = (self._listener.tick(now), self._beat_at if self._wires else None)
+        return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
         """Close every connection: the other launchers see that this one is gone."""
@@ -60,10 +67,14 @@ class HubServer:
         if older is not None:
             self._listener.refuse(older, Refused("a newer pod has its place", final=True), now)
         self._wires[replica] = wire
-        wire.received = lambda message, now: self._hub.receive(replica, message, now)
+        wire.received = lambda message, now: self._received(replica, message, now)
         wire.closed = lambda reason, now: self._closed(replica, now)
         self._hub.admit(message, now)
         return None
+
+    def _received(self, replica: int, message: Message, now: float) -> None:
+        if not isinstance(message, Beat):
+            self._hub.receive(replica, message, now)
 
     def _closed(self, replica: int, now: float) -> None:
         del self._wires[replica]

@@ -15,7 +15,11 @@ from ddpjob_trainer.launcher.hub.messages import MAX_LINE, Message, decode, enco
 
 _MAX_PENDING = 1024 * 1024
 _READ = 64 * 1024
-#: A peer whose machine is gone falls silent: lost after about half a minute.
+#: A hub speaks to each launcher so often, and looks whether it has answered.
+BEAT_SECONDS = 1.0
+#: Seconds of silence after which a link between launcher and hub is lost (L3).
+_SILENT_SECONDS = 5
+#: Before there is a link, a peer whose machine is gone is lost after about half a minute.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
 
 OnEvent = Callable[[float], None]
@@ -36,6 +40,7 @@ class Wire:
         self._in = b""
         self._out = b""
         self._open = True
+        self._silent = 0  # calls of count_silence since the last input
         connection.setblocking(False)
         _watch_for_silence(connection)
         selector.register(connection, selectors.EVENT_READ, self._ready)
@@ -46,6 +51,16 @@ class Wire:
             return
         self._out += encode(message)
         self._flush()
+
+    def count_silence(self, now: float) -> None:
+        """Count a second; fail when too many have passed without input.
+
+        The owner's loop calls it once a second while it runs, after reading: its own pauses, in
+        which nobody could hear the peer, do not count.
+        """
+        self._silent += 1
+        if self._silent > _SILENT_SECONDS:
+            self._fail(f"it was silent for {_SILENT_SECONDS} s", now)
 
     def close(self) -> None:
         """Close without a call of ``closed``; drop unsent messages."""
@@ -68,6 +83,7 @@ class Wire:
         if not data:
             self._fail("it closed the connection", now)
             return
+        self._silent = 0
         *lines, self._in = (self._in + data).split(b"\n")
         if len(self._in) > MAX_LINE:
             self._fail("it sent an endless line", now)

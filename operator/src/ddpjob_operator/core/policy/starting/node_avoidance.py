@@ -9,8 +9,10 @@ suspends and resumes the job. A node that is only suspected is avoided where the
 from __future__ import annotations
 
 from collections import Counter
+from datetime import timedelta
 from typing import Final
 
+from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
 
@@ -19,6 +21,7 @@ _FREE: Final = 3
 #: A node is suspected once so many of so many failures in a row were first seen there.
 _SUSPECT: Final = 2
 _OF_LAST: Final = 5
+_NOTICED: Final = timedelta(seconds=60)
 
 
 def blames(loss: Failure) -> bool:
@@ -60,6 +63,19 @@ def suspected(view: View) -> tuple[str, ...]:
     losses = [one for one in view.status.failures if since is None or one.detected_at >= since]
     firsts = [one.node for one in losses[-_OF_LAST:] if one.node and one.cls != "Disruption"]
     return tuple(sorted(node for node, times in Counter(firsts).items() if times >= _SUSPECT))
+
+
+def at_once(view: View) -> tuple[str, ...]:
+    """Return the nodes that new pods are kept off now: fallen silent ones for a minute.
+
+    By then Kubernetes itself has noticed, if they are lost.
+    """
+    silent = [
+        loss.node
+        for loss in view.status.failures
+        if loss.reason == classify.NODE_SILENT and view.now - loss.detected_at < _NOTICED
+    ]
+    return tuple(dict.fromkeys((*view.status.avoided_nodes, *silent)))
 
 
 def nothing(change: Change, why: str) -> Change:
