@@ -9,6 +9,7 @@ GPU: then the figures only show that it works.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -157,15 +158,14 @@ def recoveries(size: Size, nproc: int, kills: int, words: list[str], way: str) -
                     process.wait()
                     process = training.launch()
 
-                def back(since: int = resumed, at: float = at) -> bool:
-                    again = len(training.events("resume")) > since
-                    return again and training.events("step")[-1]["time"] > at
+                def stepped(since: int = resumed) -> list[float]:
+                    """When the life after that resume ended its steps; the old one may be late."""
+                    resumes = training.events("resume")[since:]
+                    first = resumes[-1]["time"] if resumes else math.inf
+                    return [e["time"] for e in training.events("step") if e["time"] > first]
 
-                training.wait(process, back)
-                resume = training.events("resume")[-1]["time"]
-                found.append(
-                    next(e["time"] for e in training.events("step") if e["time"] > resume) - at
-                )
+                training.wait(process, lambda told=stepped: bool(told()))  # type: ignore[misc]
+                found.append(stepped()[0] - at)
                 print(f"{way}: {number + 1}/{kills} {found[-1]:.2f} s", flush=True)
         finally:
             process.kill()

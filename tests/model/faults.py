@@ -250,7 +250,7 @@ def _depose(world: World) -> None:
 
 def _release(world: World) -> None:
     for operator in list(world.operators):
-        if operator.task is not None and world.wire.held is not None:
+        if operator.held:
             operator.release()
             operator.dead = True
 

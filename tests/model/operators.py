@@ -169,6 +169,7 @@ class Operator:
         self.leading, self.dead, self.working = True, False, False
         self.skew = timedelta()  # of its clock
         self.task: asyncio.Task[None] | None = None
+        self.held: list[asyncio.Future[None]] = []  # its calls that are held up
         self.events: list[tuple[Key, Any]] = []
         self.store = Store(self._told)
         self.store.nodes = NodeCache(self._monotonic)
@@ -298,7 +299,7 @@ class Operator:
             if key is None:
                 return False
             self.task = self._loop.create_task(self._reconciler.reconcile(key))
-        elif self.wire.held is not None:
+        elif self.held:
             return False
         self._run()
         return True
@@ -308,7 +309,12 @@ class Operator:
         task = self.task
         assert task is not None
         held = asyncio.Event()
-        self.wire.on_hold = held.set
+
+        def hold(call: asyncio.Future[None]) -> None:
+            self.held.append(call)
+            held.set()
+
+        self.wire.on_hold = hold
         self.working = True
         kept, reconciler.plan = reconciler.plan, self.planner
         try:
@@ -323,10 +329,11 @@ class Operator:
             self.dead = self.dead or crashed
 
     def release(self) -> None:
-        """The call that was held up goes on its way; others of the same look are refused."""
-        if self.wire.held is not None and self.task is not None:
-            self.wire.held.set_result(None)
-            self.wire.held = None
+        """The calls that were held up go on their way; others of the same look are refused."""
+        if self.held:
+            for call in self.held:
+                call.set_result(None)
+            self.held.clear()
             self._run()
 
 

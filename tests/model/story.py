@@ -101,7 +101,6 @@ class World:
         for operator in dead:
             if operator.task is not None:
                 operator.task.cancel()
-                self.wire.held = None
         return bool(dead)
 
     @property

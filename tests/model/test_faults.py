@@ -189,6 +189,14 @@ def test_a_job_deleted_while_its_watch_is_silent_gets_no_pod_but_of_its_last_int
         assert found.value.name in ("i4_intent_first", "i3_service_first")
 
 
+@pytest.mark.timeout(20)
+def test_two_calls_of_one_leader_or_of_two_are_held_up_and_both_go_on(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    pairs = [(Fault(7, "hold"), Fault(11, "hold")), (Fault(9, "hold"), Fault(10, "hold"))]
+    assert broken(loop, pairs) == []
+
+
 @pytest.mark.timeout(0)  # the whole of it takes hours
 def test_pairs_of_faults(
     loop: asyncio.AbstractEventLoop,

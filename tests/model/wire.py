@@ -60,8 +60,7 @@ class Wire:
     gate: Gate = lambda call: ""
     calls: list[Call] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
-    held: asyncio.Future[None] | None = None
-    on_hold: Callable[[], None] = lambda: None
+    on_hold: Callable[[asyncio.Future[None]], None] = lambda call: None
 
     async def send(self, call: Call, do: Callable[[], Any]) -> Any:
         self.calls.append(call)
@@ -69,9 +68,9 @@ class Wire:
         if harm == "crash-before":
             raise Crash
         if harm == "hold":
-            self.held = asyncio.get_running_loop().create_future()
-            self.on_hold()
-            await self.held
+            held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.on_hold(held)
+            await held
             harm = ""
         if harm in _ANSWERS:
             raise _answer(harm)
