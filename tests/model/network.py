@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 from ddpjob_trainer.launcher.hub.calls import Calls
 from ddpjob_trainer.launcher.hub.client import HubClient
-from ddpjob_trainer.launcher.hub.messages import Message
+from ddpjob_trainer.launcher.hub.messages import Beat, Message
 
 #: After so long the kernel, or a heartbeat, gives a silent peer up.
 SILENCE_SECONDS = 30.0
+_SILENT_TURNS = 5  # as wire.py counts them
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
 
@@ -47,11 +48,23 @@ class Line:
         self.inbox: deque[Message | None] = deque()  # None: the peer has closed
         self.cut_since: float | None = None
         self._network = network
+        self._silent = 0
 
     def send(self, message: Message) -> None:
         if self.open:
-            self._network.moves += 1
+            self._network.moves += not isinstance(message, Beat)
             self.peer.inbox.append(message)
+
+    def count_silence(self, now: float) -> None:
+        self._silent += 1
+        if self._silent > _SILENT_TURNS:
+            self.fail("it was silent", now)
+
+    def take(self) -> Message | None:
+        self._silent = 0
+        message = self.inbox.popleft()
+        self._network.moves += not isinstance(message, Beat)
+        return message
 
     def close(self) -> None:
         if self.open:
@@ -103,8 +116,7 @@ class Network:
                 host.door(line, now)
         for line in [line for line in self.lines if line.host is host]:
             while line.open and line.inbox and self.reaches(host, line.peer.host):
-                message = line.inbox.popleft()
-                self.moves += 1
+                message = line.take()
                 if message is None:
                     line.fail("it closed the connection", now)
                     continue

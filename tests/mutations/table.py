@@ -96,7 +96,7 @@ MUTATIONS = (
              "cause is not None and cause.code == ExitCode.HARDWARE", "False",
              TRAINER_TESTS + "test_rounds_decide.py"),
     Mutation("pods go back to the node of a GPU that failed", CORE + "plan.py",
-             "avoided=view.status.avoided_nodes", "avoided=()",
+             "avoided=node_avoidance.at_once(view)", "avoided=()",
              CORE_TESTS + "test_plan_hardware.py"),
     Mutation("who hands over gets no time to save", CORE + "plan.py",
              "late and not handover.saves(view, pod)", "late",
