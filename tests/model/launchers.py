@@ -21,6 +21,7 @@ from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
@@ -177,7 +178,8 @@ class Launcher(Supervisor):
         self._stop_the_rest(now)
         self._workers.kill_when_due(now)
         self._report_stopped(now)
-        self.due = due
+        # A beat is always due within a second; only other dues are worth a look.
+        self.due = due if due is not None and due > now + BEAT_SECONDS else None
         if self._is_finished(now):
             self.code = termination.finish(
                 self._config, self._workers, self._pump, self._results, self._ended, [], _hush
