@@ -159,7 +159,7 @@ def recoveries(size: Size, nproc: int, kills: int, words: list[str], way: str) -
                     process = training.launch()
 
                 def stepped(since: int = resumed) -> list[float]:
-                    """When the life after that resume ended its steps; the old one may be late."""
+                    """Return when steps of the new life ended: the old one may report late."""
                     resumes = training.events("resume")[since:]
                     first = resumes[-1]["time"] if resumes else math.inf
                     return [e["time"] for e in training.events("step") if e["time"] > first]
