@@ -1,8 +1,9 @@
 """From a fault until training steps again, by stage, in a cluster with kubelets and containers.
 
 A devcluster of two nodes, the chart as users install it, a gang of 3 replicas that trains the
-digits example: a process is killed (in place, and with new pods), a pod deleted, a process stops
-without dying, a node is cut off under `nodeLost.policy: Fence`. Beside it a bare script that makes
+digits example: a process is killed (in place, and with new pods), a pod deleted (all pods new, or
+that one alone while the others wait), a launcher killed, a process stops without dying, a node is
+cut off under `nodeLost.policy: Fence`. Beside it a bare script that makes
 the same pods, and deletes them and makes them again as fast as it can when it sees one fail or go;
 of a hang or of a lost node it never hears. Stages are the wall clock's, by the watches of job and
 pods; "noticed" holds what kubectl takes to bring the fault about.
@@ -40,6 +41,10 @@ FAULTS: dict[str, tuple[Object, bool]] = {
     "process killed, in place": ({"restart": IN_PLACE}, False),
     "process killed": ({"restart": NEW_PODS}, True),
     "pod deleted": ({"restart": NEW_PODS}, True),
+    "pod deleted, others kept": ({"restart": IN_PLACE}, False),
+    "pod deleted by force, others kept": ({"restart": IN_PLACE}, False),
+    "pod of the hub deleted, others kept": ({"restart": IN_PLACE}, False),
+    "launcher killed, others kept": ({"restart": IN_PLACE}, False),
     "hang, in place": ({"restart": IN_PLACE, "hang": {"stepSeconds": STEP_SECONDS}}, False),
     "node lost": ({"nodeLost": {"policy": "Fence", "afterSeconds": AFTER_SECONDS}}, False),
 }
@@ -79,8 +84,12 @@ def snapshot_of(site: Site, name: str) -> Object:
 def disturb(site: Site, name: str, fault: str, node: str) -> None:
     if fault.startswith(("process", "hang")):
         site.kill_training(f"{name}-1", signal="KILL" if "killed" in fault else "STOP")
-    elif fault == "pod deleted":
-        site.kubectl("delete", "pod", f"{name}-1", "--wait=false", check=True)
+    elif fault.startswith("launcher"):
+        site.kill_launcher(f"{name}-1")
+    elif fault.startswith("pod"):
+        force = ("--grace-period=0", "--force") if "by force" in fault else ()
+        pod = f"{name}-{0 if 'of the hub' in fault else 1}"
+        site.kubectl("delete", "pod", pod, "--wait=false", *force, check=True)
     else:
         site.cluster.node("partition", node)
 
@@ -90,6 +99,9 @@ async def ours(site: Site, client: Client, fault: str, name: str, node: str) -> 
     job = _job(name, fault, node)
     site.apply(job)
     before = await asyncio.to_thread(snapshot_of, site, name)
+    if "others kept" in fault:
+        hold = lambda: site.status(name).get("holds")  # noqa: E731
+        await asyncio.to_thread(wait_for, hold, f"launchers of {name} that hold", _PATIENCE)
     path = f"{JOBS}/namespaces/{site.namespace}/ddpjobs"
     since, began, attempt = await client.version(path), time.time(), before["attempt"]
     marks: dict[str, float] = {}
@@ -163,7 +175,7 @@ async def measure(site: Site, faults: list[str], repeats: int) -> dict[str, Any]
     async with Client(site.cluster.kubeconfig) as client:
         for fault in faults:
             for number in range(1 if fault == "node lost" else repeats):
-                node, label = "", f"{'abcde'[list(FAULTS).index(fault)]}{number}"
+                node, label = "", f"{'abcdefghi'[list(FAULTS).index(fault)]}{number}"
                 if fault == "node lost":
                     leads = (await asyncio.to_thread(site.leader))[1]
                     node = next(n for n in ("node1", "node2") if n != leads)

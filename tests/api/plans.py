@@ -105,7 +105,7 @@ def _others(roles: Sequence[str]) -> Iterator[Plan]:
 
 
 #: The story has no use for these: a node that is silent, and an admission plugin that is off.
-UNUSED = ("get-nodes", "update-ddpjobs-finalizers")
+UNUSED = ("get-nodes", "list-leases", "update-ddpjobs-finalizers")
 
 
 def _rights() -> Iterator[Plan]:

@@ -7,12 +7,16 @@ not wait for its timeouts; pods that are deleted stay, as on a machine that does
 from __future__ import annotations
 
 import contextlib
+import http.server
+import json
 import secrets
 from collections.abc import Iterator
 
 import pytest
 
 from support.arena import Arena
+from support.invariants import SIGNAL
+from support.pods import serving
 from support.proxy import Call, Fault
 from support.rest import Object, RestError
 
@@ -29,9 +33,12 @@ class Machine:
         stage.rest.post("/api/v1/nodes", body)
         self.ready("True")
 
-    def ready(self, status: str) -> None:
-        condition = {"type": "Ready", "status": status, "reason": "Test", "message": ""}
-        self.stage.rest.merge(f"{self.path}/status", {"status": {"conditions": [condition]}})
+    def ready(self, status: str, **others: str) -> None:
+        conditions = [
+            {"type": type_, "status": value, "reason": "Test", "message": ""}
+            for type_, value in {"Ready": status, **others}.items()
+        ]
+        self.stage.rest.merge(f"{self.path}/status", {"status": {"conditions": conditions}})
 
     def taint(self, key: str) -> None:
         taints = [{"key": key, "value": "nodeshutdown", "effect": "NoExecute"}]
@@ -133,3 +140,51 @@ def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gan
     machine.delete()
     status = stage.wait_phase(gang, "Running", attempt=2)
     assert "does not exist any more" in status["lastFailure"]["message"]
+
+
+class Launcher(http.server.BaseHTTPRequestHandler):
+    """Answers GET /state as the launcher of replica 0 of a gang that holds."""
+
+    step = 1
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        state = {"attempt": 1, "holds": True, "step": self.step, "snapshotStep": self.step - 1}
+        self.wfile.write(json.dumps({"version": 1, **state}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.fault("N20")
+def test_a_node_that_is_about_to_go_is_left_before_it_fails(arena: Arena) -> None:
+    arena.start_operator("--node-signals", json.dumps({"conditions": [SIGNAL]}))
+    with contextlib.ExitStack() as left:
+        machine = Machine(arena, f"going-{secrets.token_hex(2)}")
+        left.callback(machine.delete)
+        port = left.enter_context(serving(arena.kubelet, Launcher))
+        arena.apply("gang", metrics={"port": port})
+        arena.wait_status("gang", "its launchers hold", lambda s: s.get("holds"))
+        arena.kubelet.node = machine.name
+        arena.kubelet.finish("gang-1", 1)
+        arena.wait_phase("gang", "Running", attempt=2)
+        arena.kubelet.node = arena.kubelet.own
+        Launcher.step = 9
+        arena.wait_status("gang", "it has progressed", lambda s: not s["restarts"]["charged"])
+        before = {p["metadata"]["name"]: p["metadata"]["uid"] for p in arena.kubelet.pods("gang")}
+        arena.proxy.clear()
+        machine.ready("True", **{SIGNAL: "True"})
+        status = arena.wait_phase("gang", "Running", attempt=3)
+        loss = status["lastFailure"]
+        assert (loss["class"], loss["reason"]) == ("Disruption", "HandedOver")
+        assert (loss["node"], status["births"]) == (machine.name, "1:3")
+        assert status["avoidedNodes"] == [machine.name]
+        pods = arena.kubelet.pods("gang")
+        new = [p for p in pods if before[p["metadata"]["name"]] != p["metadata"]["uid"]]
+        assert [p["metadata"]["name"] for p in new] == ["gang-1"]
+        deletes = [c for c in arena.proxy.writes() if c.method == "DELETE"]
+        assert [c.code for c in deletes] == [200], "one pod, once"
+        reads = [c for c in arena.proxy.calls if c.path == machine.path]
+        assert reads, "a quorum has confirmed it"
+        assert arena.quiet_resyncs() == []

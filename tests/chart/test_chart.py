@@ -21,10 +21,13 @@ RIGHTS = {
     ("ddpjob.dev", "ddpjobs/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
     ("", "services"): {"get", "create", "update"},
+    ("", "secrets"): {"create"},
     ("networking.k8s.io", "networkpolicies"): {"get", "create", "update"},
     ("", "events"): {"list", "create"},
 }
 NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
+LEASES = ("coordination.k8s.io", "leases")
+OF_NODES = {"Role/kube-node-lease/ops:ddpjob-operator-node-leases": {LEASES: {"list"}}}
 ACCOUNT = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
 
 
@@ -53,6 +56,8 @@ def test_renders_these_objects_by_default(helm: Helm, template: Template) -> Non
         "ClusterRole/ddpjob-view",
         "ClusterRole/ops:ddpjob-operator",
         "ClusterRoleBinding/ops:ddpjob-operator",
+        "Role/kube-node-lease/ops:ddpjob-operator-node-leases",
+        "RoleBinding/kube-node-lease/ops:ddpjob-operator-node-leases",
         "Role/ddpjob-operator-lease",
         "RoleBinding/ddpjob-operator-lease",
         "Service/ddpjob-operator-metrics",
@@ -112,7 +117,14 @@ def test_arguments_are_the_operators_own(template: Template) -> None:
     assert tuned.metrics_from == (), "empty: everybody"
     assert (tuned.workers, tuned.resync_seconds, tuned.lease_seconds) == (3, 40, 20)
     assert tuned.probe_host == "::"
-    assert settings.parse(operator(template())["args"], {}).namespaces == ()
+    plain = settings.parse(operator(template())["args"], {})
+    assert plain.namespaces == ()
+    assert "KernelDeadlock" in plain.node_signals.conditions
+    assert "karpenter.sh/disrupted" in plain.node_signals.taints
+    assert not plain.node_signals.cordon
+    values = "nodeSignals.conditions={Ready=False},nodeSignals.cordon=true"
+    given = settings.parse(operator(template("--set", values))["args"], {}).node_signals
+    assert (given.conditions, given.cordon) == (("Ready=False",), True)
 
 
 def test_who_may_read_the_operators_own(template: Template) -> None:
@@ -218,11 +230,11 @@ def test_the_operators_rights_are_these_and_no_others(template: Template) -> Non
     """In the whole cluster, or in namespaces only, there with or without a look at nodes."""
     whole, nodes = "ops:ddpjob-operator", "ops:ddpjob-operator-nodes"
     for values, wanted in (
-        ("rbac.nodes=true", {f"ClusterRole/{whole}": {**RIGHTS, **NODE_RIGHTS}}),
+        ("rbac.nodes=true", {f"ClusterRole/{whole}": {**RIGHTS, **NODE_RIGHTS}, **OF_NODES}),
         ("namespaces={a,b}", {f"Role/{n}/ddpjob-operator": RIGHTS for n in ("a", "b")}),
         (
             "namespaces={a},rbac.nodes=true",
-            {"Role/a/ddpjob-operator": RIGHTS, f"ClusterRole/{nodes}": NODE_RIGHTS},
+            {"Role/a/ddpjob-operator": RIGHTS, f"ClusterRole/{nodes}": NODE_RIGHTS, **OF_NODES},
         ),
     ):
         objects = template("--set", f"{values},rbac.userRoles=false,leaseName=mine")
@@ -230,7 +242,7 @@ def test_the_operators_rights_are_these_and_no_others(template: Template) -> Non
         given = {
             n: rights(o) for n, o in objects.items() if n.startswith(("Role/", "ClusterRole/"))
         }
-        leases = {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
+        leases = {LEASES: {"create", "get", "update"}}
         assert given == {**wanted, "Role/ddpjob-operator-lease": leases}, values
         for name in given:
             kind, _, rest = name.partition("/")

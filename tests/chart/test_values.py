@@ -43,6 +43,8 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("commonLabels.app\\.kubernetes\\.io/name=x", "app.kubernetes.io/name"),
         ("networkPolicy.metricsFrom[0].foo=bar", "/networkPolicy/metricsFrom/0"),
         ("networkPolicy.metricsFrom[0].podSelector.a=b", "/networkPolicy/metricsFrom/0"),
+        ("nodeSignals.conditions[0]=Kernel Deadlock", "/nodeSignals/conditions/0"),
+        ("nodeSignals.cordon=1", "/nodeSignals/cordon"),
         ("commonLabels.team=a b", "/commonLabels/team"),
         ("nodeSelector.pool=true", "/nodeSelector/pool"),
         ("serviceAccount.name=Mine", "/serviceAccount/name"),

@@ -20,7 +20,7 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(site: Site, finished: 
     failure, restarts = after["lastFailure"], after["restarts"]
     assert (failure["class"], failure["reason"]) == ("Disruption", "EvictionByEvictionAPI")
     assert (restarts["total"], restarts["charged"]) == (1, 0)
-    assert site.resumed_from(name) >= reached
+    site.resumed_from(name, at_least=reached)
     finished(name)
     site.delete(name)
 

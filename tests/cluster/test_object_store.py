@@ -47,7 +47,7 @@ def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) 
     site.wait_running("lost", 2)
     assert len(before) == 3
     assert before.isdisjoint(site.uids("lost").values())
-    assert site.resumed_from("lost") >= 10
+    site.resumed_from("lost", at_least=10)
     status = site.wait_phase("lost", "Succeeded")
     assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
     assert site.result("lost") == expected

@@ -377,7 +377,8 @@ def deadline(pod: Object) -> datetime | None:
 
 
 def _plural(obj: Object) -> str:
-    kinds = {"Service": "services", "NetworkPolicy": "networkpolicies", "Pod": "pods"}
+    kinds = {"Service": "services", "NetworkPolicy": "networkpolicies", "Pod": "pods",
+             "Secret": "secrets"}  # fmt: skip
     return kinds.get(obj.get("kind", ""), crd.PLURAL if "kind" in obj else "nodes")
 
 

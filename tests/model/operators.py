@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.actions import Plan
-from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import observe, status
 from ddpjob_operator.core.plan import plan as real_plan
 from ddpjob_operator.shell import app, reconciler
 from ddpjob_operator.shell.api.client import Listing, Resource
@@ -262,6 +263,15 @@ class Operator:
         now = len(self.wire.cluster.history)
         self.blind |= now > self.cursor[plural]
         self.cursor[plural] = now
+
+    def hear_launchers(self) -> None:
+        """Poll /state of each hub that runs: its launchers wait for a lost one's replacement."""
+        for job in list(self.store.jobs()):
+            known = self.store.feedback(job.uid)
+            said = observe.Rounds(status.from_dict(job.status).hub, 0, (), holds=True)
+            if job.status.get("phase") == "Running" and known.rounds != said:
+                self.store.set_feedback(job.uid, replace(known, rounds=said))
+                self.queue.add(job.key)
 
     def _apply(self, kind: str, plural: str, obj: dict[str, Any]) -> None:
         if plural == crd.PLURAL:

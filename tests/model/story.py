@@ -11,13 +11,15 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
+import ddpjob_contract as contract
 from ddpjob_contract import crd
+from ddpjob_operator.core.objects import compact_spec
 from ddpjob_operator.core.plan import plan as real_plan
 from model.cluster import NAMESPACE, Cluster, Object, deadline
 from model.operators import RELIST, RESYNC, Operator, Planner
 from model.wire import Wire
-from support.invariants import State, Violation, at_rest, check, i19_explained
-from support.objects import attempt, owner, replica, status
+from support.invariants import State, Violation, at_rest, check, gang_of, i19_explained
+from support.objects import attempt, labels, owner, replica, status, uid_of
 from support.world import job_object
 
 WATCHED = (crd.PLURAL, "pods", "nodes")
@@ -66,6 +68,7 @@ class World:
         self.ticks = 0
         self.frozen: set[tuple[str, str]] = set()  # watches that deliver nothing
         self.pulls = True  # images can be pulled: pods start
+        self.holds = False  # launchers say that they wait for a lost one's replacement
         self._era = 0
         self._skewed_at = self.cluster.now - LONGEST_WAIT - PATIENCE
         self.named = 0
@@ -110,7 +113,8 @@ class World:
         """Hold what was written since the last time against the invariants."""
         if self.cluster.era != self._era:
             self._era = self.cluster.era
-            kept = {"late": self.state.late, "tampered": self.state.tampered}
+            as_made = {uid_of(pod) for pod in self.cluster.pods() if _as_made(pod)}
+            kept = {"late": self.state.late, "tampered": self.state.tampered - as_made}
             self.state, self.checked = State(deposed=True, **kept), 0
         self.state = check(self.cluster.history[self.checked :], self.state)
         self.checked = len(self.cluster.history)
@@ -121,10 +125,10 @@ class World:
         by_job: dict[str | None, set[int | None]] = {}
         for uid, pod in self.cluster.processes.items():
             if uid not in self.cluster.forced | self.state.late:
-                by_job.setdefault(owner(pod), set()).add(attempt(pod))
-        for attempts in by_job.values():
-            if len(attempts) > 1:
-                what = f"processes of attempts {sorted(map(str, attempts))} run side by side"
+                by_job.setdefault(owner(pod), set()).add(gang_of(self.state, pod))
+        for gangs in by_job.values():
+            if len(gangs) > 1:
+                what = f"processes of gangs of {sorted(map(str, gangs))} run side by side"
                 raise Violation("i1_processes", what)
 
     def tick(self) -> bool:
@@ -144,6 +148,8 @@ class World:
                     operator.deliver(plural)
             if not operator.dead:
                 self._periodic(operator)
+                if self.holds:
+                    operator.hear_launchers()
         if self.bury():
             return True
         if any(operator.work() for operator in self.operators):
@@ -342,6 +348,14 @@ class World:
         """Terminal, or gone."""
         job = self.cluster.job(name)
         return job is None or status(job).get("phase") in ("Succeeded", "Failed")
+
+
+def _as_made(pod: Object) -> bool:
+    """Its labels are those that it was made with, perhaps again."""
+    env = compact_spec.trainer_container(pod["spec"]).get("env") or ()
+    told = {one["name"]: one.get("value") for one in env}
+    made = (told.get(contract.ATTEMPT), told.get(contract.UID))
+    return made == (labels(pod).get(crd.LABEL_ATTEMPT), labels(pod).get(crd.LABEL_JOB_UID))
 
 
 def _asks(job: Object) -> bool:

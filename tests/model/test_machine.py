@@ -31,7 +31,10 @@ INDEX = st.integers(0, 5)
 SPECS = st.fixed_dictionaries(
     {"replicas": st.integers(1, 3)},
     optional={
-        "restart": st.fixed_dictionaries({"maxRestarts": st.integers(0, 2)}),
+        "restart": st.fixed_dictionaries(
+            {"maxRestarts": st.integers(0, 2)},
+            optional={"replaceSeconds": st.sampled_from((0, 30))},
+        ),
         "startupDeadlineSeconds": st.sampled_from((30, 600)),
         "activeDeadlineSeconds": st.sampled_from((60, 3600)),
         "ttlSecondsAfterFinished": st.sampled_from((0, 60)),
@@ -77,8 +80,9 @@ class Machine(RuleBasedStateMachine):
         self.harms: dict[int, str] = {}
         self.world.wire.gate = lambda call: self.harms.pop(call.number, "")
 
-    @initialize(first=SPECS, second=SPECS)
-    def begin(self, first: dict[str, Any], second: dict[str, Any]) -> None:
+    @initialize(first=SPECS, second=SPECS, holds=st.booleans())
+    def begin(self, first: dict[str, Any], second: dict[str, Any], holds: bool) -> None:
+        self.world.holds = holds
         for name, spec in zip(JOBS, (first, second), strict=True):
             self.world.cluster.create(crd.PLURAL, job_body(name, **spec))
 

@@ -153,6 +153,17 @@ def gives_up_waiting(*args: Any) -> Plan:
     return asked.answer()
 
 
+def makes_again_what_is_missing(*args: Any) -> Plan:
+    """Takes itself for the process that began to make the pods of a replacement."""
+    asked = Question(*args)
+    read = asked.feedback.confirmed
+    if read is None:
+        return asked.answer()
+    return replace(
+        asked, feedback=replace(asked.feedback, confirmed=replace(read, begun=True))
+    ).answer()
+
+
 def _status(found: Plan) -> dict[str, Any] | None:
     writes = [one for one in found.actions if isinstance(one, WriteStatus)]
     return dict(writes[0].status) if writes else None

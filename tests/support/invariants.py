@@ -18,7 +18,7 @@ from typing import Any
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.objects.ranges import parse_ranges
+from ddpjob_operator.core.objects.ranges import parse_births, parse_ranges
 from support.objects import (
     TERMINAL,
     Object,
@@ -44,6 +44,11 @@ from support.objects import (
 #: So long some replicas may be done and others not before the status must say so.
 LINGERING = timedelta(minutes=11)
 JOBS, PODS, SERVICES, NODES = crd.PLURAL, "pods", "services", "nodes"
+#: What says in tests that a node is about to go.
+SIGNAL = "KernelDeadlock"
+
+
+Seat = tuple[int, int]  # attempt and replica of a pod
 
 
 class Violation(AssertionError):  # noqa: N818 - it is what it says
@@ -87,9 +92,14 @@ class State:
     tampered: set[str] = field(default_factory=set)  # pods whose labels somebody changed
     top: dict[str, int] = field(default_factory=dict)  # highest attempt of any pod, by job
     silent: set[str] = field(default_factory=set)  # nodes: their pods are lost, and look well
-    hurt: dict[str, set[int]] = field(default_factory=dict)  # attempts with a loss, by job
+    going: set[str] = field(default_factory=set)  # nodes that once had the condition SIGNAL
+    hurt: dict[str, set[Seat]] = field(default_factory=dict)  # of lost pods, by job
+    counted: dict[str, set[Seat]] = field(default_factory=dict)  # of losses that were counted
     done: dict[str, int] = field(default_factory=dict)  # attempt that has succeeded, by job
-    proven: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # successes, by job
+    proven: dict[str, set[Seat]] = field(default_factory=dict)  # successes, by job
+    gangs: dict[str, int] = field(default_factory=dict)  # membersSince of its gang, by uid of a pod
+    #: Attempts in which only lost pods were made, by job, and the replicas that had one there.
+    born: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
     def before(self, write: Write) -> Object | None:
         """The object as it was."""
@@ -105,31 +115,55 @@ class State:
     def take(self, write: Write) -> None:
         """Let the write happen."""
         if write.plural == JOBS:
-            _put(self.jobs, write)
-            if write.kind == "ADDED":  # a job of before the history began
-                told = status(write.obj)
-                done = {(told.get("attempt", 0), r) for r in _done(told)}
-                self.proven.setdefault(write.uid, set()).update(done)
-            if write.kind == "DELETED":
-                self.deleted[write.uid] = write.obj
-                self.done.pop(write.uid, None)
+            self._take_job(write)
         elif write.plural == SERVICES:
             _put(self.services, write)
             if write.kind == "DELETED" and not write.by:
                 self.unserved.add(owner(write.obj) or "")
         elif write.plural == NODES:
             self._notice_silence(write)
+            conditions = status(write.obj).get("conditions") or ()
+            if any((c["type"], c["status"]) == (SIGNAL, "True") for c in conditions):
+                self.going.add(name(write.obj))
         elif write.plural == PODS and (job := owner(write.obj)) is not None:
-            if untimely(self, write):
-                self.late.add(write.uid)
-            if relabels(self, write):
-                self.tampered.add(write.uid)
-                self.hurt.setdefault(job, set()).add(attempt(self.before(write) or write.obj) or 0)
-            _put(self.pods.setdefault(job, {}), write)
-            self.top[job] = max(self.top.get(job, 0), attempt(write.obj) or 0)
-            self._notice_success(job, write)
-            if write.kind == "DELETED" or hurt(write.obj) or node(write.obj) in self.silent:
-                self.hurt.setdefault(job, set()).add(attempt(write.obj) or 0)
+            self._take_pod(job, write)
+
+    def _take_job(self, write: Write) -> None:
+        if (pair := _statuses(self, write)) and (loss := _counted(pair)):
+            mine = {seat for seat in self.hurt.get(write.uid, ()) if seat[1] == loss["replica"]}
+            self.counted.setdefault(write.uid, set()).update(mine)
+        _put(self.jobs, write)
+        now = status(write.obj)
+        if write.kind == "ADDED":  # a job of before the history began
+            done = {(now.get("attempt", 0), r) for r in _done(now)}
+            self.proven.setdefault(write.uid, set()).update(done)
+            for pod in self.pods.get(write.uid, {}).values():
+                self._notice_gang(pod)
+        if now.get("phase") == "Starting" and now.get("attempt", 0) > now.get("membersSince", 0):
+            self.born.setdefault((write.uid, now["attempt"]), set())
+        if write.kind == "DELETED":
+            self.deleted[write.uid] = write.obj
+            self.done.pop(write.uid, None)
+
+    def _take_pod(self, job: str, write: Write) -> None:
+        if untimely(self, write):
+            self.late.add(write.uid)
+        if relabels(self, write):
+            self.tampered.add(write.uid)
+            self.hurt.setdefault(job, set()).add(_seat(self.before(write) or write.obj))
+        _put(self.pods.setdefault(job, {}), write)
+        if write.kind == "ADDED":
+            self._notice_gang(write.obj)
+            self.born.get((job, attempt(write.obj) or 0), set()).add(replica(write.obj) or 0)
+        self.top[job] = max(self.top.get(job, 0), attempt(write.obj) or 0)
+        self._notice_success(job, write)
+        if write.kind == "DELETED" or hurt(write.obj) or node(write.obj) in self.silent:
+            self.hurt.setdefault(job, set()).add(_seat(write.obj))
+
+    def _notice_gang(self, pod: Object) -> None:
+        now = _asked(self, pod)
+        if now and _belongs(pod, now):
+            self.gangs[uid_of(pod)] = now.get("membersSince", 0)
 
     def _notice_silence(self, write: Write) -> None:
         if write.kind != "DELETED" and ready(write.obj):
@@ -137,18 +171,17 @@ class State:
             return
         self.silent.add(name(write.obj))
         for job, pods in self.pods.items():
-            lost = {attempt(pod) or 0 for pod in pods.values() if node(pod) == name(write.obj)}
+            lost = {_seat(pod) for pod in pods.values() if node(pod) == name(write.obj)}
             self.hurt.setdefault(job, set()).update(lost)
 
     def _notice_success(self, job: str, write: Write) -> None:
         known = self.jobs.get(job)
         if succeeded(write.obj) and write.kind != "DELETED":
-            pair = (attempt(write.obj) or 0, replica(write.obj) or 0)
-            self.proven.setdefault(job, set()).add(pair)
+            self.proven.setdefault(job, set()).add(_seat(write.obj))
         if known is None:
             return
         now, wanted = status(known).get("attempt", 0), known["spec"].get("replicas", 1)
-        mine = [p for p in self.gang(job) if attempt(p) == now and succeeded(p)]
+        mine = [p for p in self.gang(job) if _belongs(p, status(known)) and succeeded(p)]
         if {replica(p) for p in mine} >= set(range(wanted)):
             self.done.setdefault(job, now)
         elif self.done.get(job) == now:
@@ -162,26 +195,29 @@ Invariant = Callable[[State, Write], str | None]
 
 
 def i1_single_incarnation(state: State, write: Write) -> str | None:
-    """Never do pods of two attempts, or two pods of one replica, train side by side."""
+    """Never do pods of two gangs, or two pods of one replica, train side by side."""
     if write.plural != PODS or write.kind == "DELETED" or not trains(write.obj):
         return None
     if write.uid in state.late | state.tampered or untimely(state, write) or relabels(state, write):
         return None
+    if write.kind == "ADDED" and not write.by and _stored(state, write.obj) is None:
+        return None  # of before the history began
     others = [p for p in state.gang(owner(write.obj) or "") if uid_of(p) != write.uid and trains(p)]
     for other in others:
-        if attempt(other) != attempt(write.obj):
-            return f"{name(write.obj)} trains beside {name(other)} of another attempt"
+        if gang_of(state, other) != gang_of(state, write.obj):
+            return f"{name(write.obj)} trains beside {name(other)} of another gang"
         if replica(other) == replica(write.obj):
             return f"two pods of replica {replica(other)} train"
     return None
 
 
 def i1_barrier(state: State, write: Write) -> str | None:
-    """No pod is created while an object of an older attempt is there."""
+    """No pod is created while an object is there that is older than the gang's members."""
     if not _created(write) or untimely(state, write):
         return None
-    mine = attempt(write.obj) or 0
-    old = [p for p in state.gang(owner(write.obj) or "") if (attempt(p) or 0) < mine]
+    mine, now = attempt(write.obj) or 0, _asked(state, write.obj)
+    older = (p for p in state.gang(owner(write.obj) or "") if (attempt(p) or 0) < mine)
+    old = [p for p in older if not _belongs(p, now)]
     if not old:
         return None
     return f"{name(write.obj)} of attempt {mine} is created beside {name(old[0])} of an older one"
@@ -194,6 +230,14 @@ def i3_service_first(state: State, write: Write) -> str | None:
         return None
     found = any(owner(service) == job for service in state.services.values())
     return None if found else f"{name(write.obj)} is created, its Service is not there"
+
+
+def i2_one_birth(state: State, write: Write) -> str | None:
+    """Where lost pods are replaced, an attempt and a replica name one pod: one hub per number."""
+    there = state.born.get((owner(write.obj) or "", attempt(write.obj) or 0), ())
+    if not _created(write) or replica(write.obj) not in there:
+        return None
+    return f"{name(write.obj)} of attempt {attempt(write.obj)} is made a second time"
 
 
 def i4_attempt_monotone(state: State, write: Write) -> str | None:
@@ -231,17 +275,41 @@ def i4_one_cause(state: State, write: Write) -> str | None:
 
 
 def i4_cause_earned(state: State, write: Write) -> str | None:
-    """Who counts a loss has lost something: a healthy gang is never restarted for one."""
+    """Who counts a loss has lost something, or its node is about to go: a healthy gang stays."""
+    if (pair := _statuses(state, write)) is None or state.deposed:
+        return None
+    loss, hurt = _counted(pair), state.hurt.get(write.uid, set())
+    if loss is None or loss.get("class") == "Startup" or _handed_over(state, loss):
+        return None
+    if not _members(hurt, pair[0]):
+        return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+    mine = {seat for seat in hurt if seat[1] == loss["replica"] and _members({seat}, pair[0])}
+    if mine and mine <= state.counted.get(write.uid, set()):
+        return f"the loss of replica {loss['replica']} is counted a second time"
+    return None
+
+
+def _handed_over(state: State, loss: dict[str, Any]) -> bool:
+    return loss.get("reason") == "HandedOver" and loss.get("node") in state.going
+
+
+def i4_replaces_the_lost(state: State, write: Write) -> str | None:
+    """Only the seats of lost pods are filled anew: who waits for them keeps his."""
     if (pair := _statuses(state, write)) is None or state.deposed:
         return None
     old, new = pair
-    ends = [f for f in new.get("failures") or () if not f.get("inPlace")]
-    if not ends or len(ends) == len([f for f in old.get("failures") or () if not f.get("inPlace")]):
+    if new.get("membersSince", 0) != old.get("membersSince", 0):
         return None
-    loss = ends[-1]
-    if loss.get("class") == "Startup" or loss["attempt"] in state.hurt.get(write.uid, ()):
-        return None
-    return f"a loss of attempt {loss['attempt']} is counted, and all its pods are well"
+    lost = _members(state.hurt.get(write.uid, set()), old)
+    for pod in state.gang(write.uid):
+        number = replica(pod)
+        given_up = _belongs(pod, old) and not _belongs(pod, new)
+        going = (pod.get("spec") or {}).get("nodeName") in state.going
+        if given_up and number not in lost and not going:
+            return (
+                f"{name(pod)} is well, and attempt {new.get('attempt')} makes another in its place"
+            )
+    return None
 
 
 def i4_intent_first(state: State, write: Write) -> str | None:
@@ -255,11 +323,9 @@ def i4_intent_first(state: State, write: Write) -> str | None:
         where = f"{now.get('phase')}, attempt {now.get('attempt')}" if now else "no such job"
         return f"{name(write.obj)} of attempt {attempt(write.obj)} is created; stored: {where}"
     now = _stored(state, write.obj)
-    number = attempt(write.obj)
-    outside = number is None or not _belongs(number, now)
-    if now is None or outside or now.get("phase") in TERMINAL:
+    if now is None or not _belongs(write.obj, now) or now.get("phase") in TERMINAL:
         return None
-    return f"{name(write.obj)}, a member of the running attempt {number}, is deleted"
+    return f"{name(write.obj)}, a member of attempt {attempt(write.obj)}, is deleted"
 
 
 def i16_bijection(state: State, write: Write) -> str | None:
@@ -278,11 +344,13 @@ def i16_bijection(state: State, write: Write) -> str | None:
 
 
 def i21_one_template(state: State, write: Write) -> str | None:
-    """All pods of an attempt are made of one template."""
+    """All pods of a gang are made of one template."""
     if not _created(write) or untimely(state, write):
         return None
     for other in state.gang(owner(write.obj) or ""):
-        if attempt(other) == attempt(write.obj) and images(other) != images(write.obj):
+        if gang_of(state, other) == gang_of(state, write.obj) and images(other) != images(
+            write.obj
+        ):
             return f"{name(write.obj)} and {name(other)} differ: {images(other)}"
     return None
 
@@ -320,13 +388,12 @@ def i6_terminal_final(state: State, write: Write) -> str | None:
 
 
 def i7_success_earned(state: State, write: Write) -> str | None:
-    """Succeeded means: every replica of one attempt ended with 0."""
+    """Succeeded means: every replica's member ended with 0."""
     pair = _statuses(state, write)
     if pair is None or pair[1].get("phase") != "Succeeded" or pair[0].get("phase") in TERMINAL:
         return None
     now, wanted = pair[1].get("attempt", 0), write.obj["spec"].get("replicas", 1)
-    proven = {r for k, r in state.proven.get(write.uid, ()) if k == now}
-    lacking = set(range(wanted)) - proven
+    lacking = set(range(wanted)) - _members(state.proven.get(write.uid, set()), pair[1])
     return f"Succeeded, but replicas {sorted(lacking)} of {now} never did" if lacking else None
 
 
@@ -385,10 +452,12 @@ ALWAYS: tuple[Invariant, ...] = (
     i6_terminal_final,  # first: who leaves the end breaks others, too
     i1_single_incarnation,
     i1_barrier,
+    i2_one_birth,
     i3_service_first,
     i4_attempt_monotone,
     i4_one_cause,
     i4_cause_earned,
+    i4_replaces_the_lost,
     i4_intent_first,
     i5_budget,
     i7_success_earned,
@@ -456,11 +525,35 @@ def _asked(state: State, pod: Object) -> Mapping[str, Any] | None:
     return _stored(state, pod) or (None if gone is None else status(gone))
 
 
-def _belongs(number: int, now: Mapping[str, Any] | None) -> bool:
-    """Whether pods of that attempt are members, as the stored status has it."""
-    known = now or {}
-    current = known.get("attempt", 0)
-    return number == current and current >= known.get("membersSince", 0)
+def _floor(number: int | None, now: Mapping[str, Any]) -> int:
+    """The lowest attempt whose pod is that replica's member, as the stored status has it."""
+    births = parse_births(now.get("births"))
+    return max(births.get(-1 if number is None else number, 0), int(now.get("membersSince", 0)))
+
+
+def _seat(pod: Object) -> Seat:
+    return attempt(pod) or 0, replica(pod) or 0
+
+
+def _members(seats: set[Seat], now: Mapping[str, Any]) -> set[int]:
+    """The replicas of those that are members, as the stored status has it."""
+    current = now.get("attempt", 0)
+    return {r for number, r in seats if _floor(r, now) <= number <= current}
+
+
+def _belongs(pod: Object, now: Mapping[str, Any] | None) -> bool:
+    """Whether the pod is a member, as the stored status has it."""
+    known, number = now or {}, attempt(pod)
+    return number is not None and _floor(replica(pod), known) <= number <= known.get("attempt", 0)
+
+
+def gang_of(state: State, pod: Object) -> int | None:
+    """The attempt in which the pod's gang began; None if its job was gone as the history began."""
+    now = _asked(state, pod)
+    mine = attempt(pod) if now else None
+    if now and _belongs(pod, now):
+        mine = now.get("membersSince", 0)
+    return state.gangs.get(uid_of(pod), mine)
 
 
 def _statuses(state: State, write: Write) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
@@ -469,6 +562,15 @@ def _statuses(state: State, write: Write) -> tuple[Mapping[str, Any], Mapping[st
     if write.plural != JOBS or write.kind != "MODIFIED" or old is None:
         return None
     return status(old), status(write.obj)
+
+
+def _counted(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The loss that a write counts as an attempt's end; the list of them is bounded."""
+    known, told = ([f for f in one.get("failures") or () if not f.get("inPlace")] for one in pair)
+    if not told or (known and told[-1]["attempt"] == known[-1]["attempt"]):
+        return None
+    found: Mapping[str, Any] = told[-1]
+    return found
 
 
 def _restarts(found: Mapping[str, Any], kind: str) -> int:
@@ -506,8 +608,8 @@ def at_rest(state: State, now: datetime) -> Iterator[tuple[str, str]]:
 
 def i18_counts(state: State, job: Object, now: datetime) -> str | None:
     """The status shows what is there."""
-    told, current = status(job).get("replicas") or {}, status(job).get("attempt")
-    mine = [p for p in state.gang(uid_of(job)) if attempt(p) == current]
+    told = status(job).get("replicas") or {}
+    mine = [p for p in state.gang(uid_of(job)) if _belongs(p, status(job))]
     ready = len([p for p in mine if _alive(p)])
     if status(job).get("phase") in (*TERMINAL, "Suspended") or told.get("ready", 0) == ready:
         return None
@@ -515,14 +617,14 @@ def i18_counts(state: State, job: Object, now: datetime) -> str | None:
 
 
 def i6_cleaned(state: State, job: Object, now: datetime) -> str | None:
-    """A finished or suspended job runs nothing, and no pod is left of an older attempt."""
-    phase, current = status(job).get("phase"), status(job).get("attempt")
+    """A finished or suspended job runs nothing, and no pod is left that is no member."""
+    phase = status(job).get("phase")
     pods = state.pods.get(uid_of(job), {}).values()
     stuck = [p for p in pods if labelled(p) and not leaving(p)]
     if phase in (*TERMINAL, "Suspended"):
         left = [p for p in stuck if not ended(p)]
     else:
-        left = [p for p in stuck if attempt(p) != current]
+        left = [p for p in stuck if not _belongs(p, status(job))]
     return f"{name(job)} is {phase}, {name(left[0])} is still there" if left else None
 
 
@@ -532,7 +634,7 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
     phase, wanted = found.get("phase"), job["spec"].get("replicas", 1)
     if phase in TERMINAL or (phase == "Suspended" and job["spec"].get("suspend")):
         return None
-    mine = [p for p in state.gang(uid_of(job)) if attempt(p) == found.get("attempt")]
+    mine = [p for p in state.gang(uid_of(job)) if _belongs(p, found)]
     on = {replica(p) for p in mine if _alive(p) or succeeded(p)}
     done = _done(found) - on  # and their pods are gone
     began = parse_time((found.get("timings") or {}).get("runningAt"))

@@ -93,7 +93,7 @@ def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
 def job(phase: str = "Running", version: int = 1, uid: str = "u") -> dict[str, Any]:
     """A DDPJob j of two replicas."""
     meta = {"name": "j", "namespace": "n", "uid": uid, "resourceVersion": str(version)}
-    restart = {"maxRestarts": 3, "maxDisruptions": 100}
+    restart = {"maxRestarts": 3, "maxDisruptions": 100, "replaceSeconds": 300}
     spec = {"replicas": 2, "metrics": {"port": 9400}, "restart": restart, "template": {}}
     return {"metadata": meta, "spec": spec, "status": {"phase": phase}}
 

@@ -282,11 +282,11 @@ def patch(directory: Path, constants: Mapping[str, object]) -> None:
 
 
 class Forwarder:
-    """A TCP port that leads to another one until it is cut."""
+    """A TCP port that leads to another one of the same address until it is cut."""
 
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, target: int, host: str = "127.0.0.1") -> None:
+        self._target = (host, target)
+        self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self._open: list[socket.socket] = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -296,7 +296,7 @@ class Forwarder:
             while True:
                 near, _ = self._listener.accept()
                 with contextlib.suppress(ConnectionRefusedError):
-                    far = socket.create_connection(("127.0.0.1", self._target))
+                    far = socket.create_connection(self._target)
                     self._open += [near, far]
                     for ends in ((near, far), (far, near)):
                         threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
@@ -310,9 +310,9 @@ class Forwarder:
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
-        """Break every connection, and let nobody connect again."""
-        for one in self._open:
+    def cut(self, *, again: bool = False) -> None:
+        """Break every connection, and let nobody connect again, unless they may."""
+        for one in self._open[again:]:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 

@@ -208,6 +208,11 @@ class Site:
         inside = processes_with(DDPJOB_NAMESPACE=self.namespace, HOSTNAME=pod)
         return [pid for pid in inside if is_rank(pid)]
 
+    def kill_launcher(self, pod: str) -> None:
+        """Kill a pod's launcher, and so all of its container, from outside."""
+        inside = processes_with(DDPJOB_NAMESPACE=self.namespace, HOSTNAME=pod)
+        assert send([pid for pid in inside if is_first(pid)], Signals.SIGKILL) == 1
+
     def evict(self, pod: str) -> None:
         """Evict it through the API, as `kubectl drain` does."""
         meta = {"name": pod, "namespace": self.namespace}
@@ -238,14 +243,15 @@ class Site:
         log = self.cluster.read("-n", self.namespace, "logs", f"{name}-0")
         return dict(re.findall(r"^(?:\[rank \d+\] )?(\w+)=(\S+)\s*$", log, re.MULTILINE))
 
-    def resumed_from(self, name: str) -> int:
-        """The step of the snapshot that rank 0 says it resumed from, as soon as it has."""
+    def resumed_from(self, name: str, *, at_least: int = 0) -> int:
+        """The newest snapshot that rank 0 says it resumed from, as soon as it is that new."""
 
-        def said() -> re.Match[str] | None:
+        def said() -> list[int]:
             log = self.kubectl("logs", f"{name}-0").stdout
-            return re.search(r"resuming after step (\d+)", log)
+            steps = map(int, re.findall(r"resuming after step (\d+)", log))
+            return [step for step in steps if step >= at_least]
 
-        return int(wait_for(said, f"{name} to resume from a snapshot")[1])
+        return wait_for(said, f"{name} to resume from a snapshot of step {at_least} or later")[-1]
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.environment import Key, read_launcher
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
@@ -26,6 +26,6 @@ def make_group(
     """The workers, and what is said of them."""
     said: list[str] = []
     pump = OutputPump(Log(), prefixed=True)
-    workers = WorkerGroup(config_of_three(), 0, tmp_path, pump, said.append)
+    workers = WorkerGroup(config_of_three(), Key(1, 0), tmp_path, pump, said.append)
     workers.start(lambda local_rank, out, err: start(local_rank), 0.0)
     return workers, said

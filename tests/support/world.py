@@ -23,11 +23,13 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as spec_
+from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Lease, Node, Nodes
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
+from ddpjob_operator.core.view import belongs
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -72,7 +74,9 @@ def rendered(*avoided: str, attempt: int = 1, replica: int = 0, **spec: Any) -> 
 
 
 def env_of(pod: dict[str, Any]) -> dict[str, str]:
-    return {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
+    """Without what the kubelet fills in."""
+    env = pod["spec"]["containers"][0]["env"]
+    return {e["name"]: e["value"] for e in env if "valueFrom" not in e}
 
 
 def refusal(world: World, code: int, message: str = "words", **more: Any) -> act.Refusal:
@@ -121,9 +125,12 @@ class Machines:
     out_of_service: set[str] = field(default_factory=set)
     read: dict[str, datetime] = field(default_factory=dict)
     guessed: set[str] = field(default_factory=set)
+    signals: dict[str, str] = field(default_factory=dict)  # what says that a node is about to go
     others_up: int = 0  # workers without a pod of the gang
     others_down: int = 0
     calm_since: datetime | None = None  # None: always
+    leases: dict[str, Lease] = field(default_factory=dict)  # as a list shows them
+    listed: datetime | None = None
     #: What a read brings to light: the cache of the watch was behind.
     truth: Callable[[], None] = lambda: None
 
@@ -133,7 +140,8 @@ class Machines:
         unready = len([node for node in there if not node.ready])
         others = self.others_up + self.others_down
         calm = (now - self.calm_since).total_seconds() if self.calm_since else math.inf
-        return Nodes(len(there) + others, unready + self.others_down, calm, known)
+        age = (now - self.listed).total_seconds() if self.listed else math.inf
+        return Nodes(len(there) + others, unready + self.others_down, calm, known, age)
 
     def _one(self, name: str, now: datetime) -> Node:
         since = self.gone.get(name, self.down.get(name))
@@ -145,6 +153,8 @@ class Machines:
             down_seconds=(now - since).total_seconds() if since else 0.0,
             read_seconds=(now - self.read[name]).total_seconds() if name in self.read else None,
             guessed=name in self.guessed,
+            signal=self.signals.get(name, ""),
+            lease=self.leases.get(name, Lease()) if self.listed else Lease(),
         )
 
 
@@ -199,6 +209,8 @@ class World:
                 pruned = (action.status, stored) if self.prunes else None
                 self.job["status"] = stored
                 self.feedback = replace(self.feedback, status_written_at=self.now, pruned=pruned)
+                if action.begins:
+                    self.feedback = self.feedback.begin(action.status["attempt"])
                 self.events += action.events
                 self.measurements += action.measurements
                 self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")
@@ -206,16 +218,18 @@ class World:
                 self._delete(action)
             case act.ConfirmGone():
                 shown = [observe.pod(pod) for pod in self.pods.values()]
-                mine = {pod.replica for pod in shown if pod.attempt == action.attempt}
+                status, before = status_.from_dict(self.job.get("status")), self.feedback.confirmed
+                mine = {pod.replica for pod in shown if belongs(status, pod)}
                 found = act.QuorumRead(
                     action.attempt,
                     self.now,
                     generation=self.job["metadata"]["generation"],
-                    alone=all((pod.attempt or 0) >= action.attempt for pod in shown),
+                    alone=all((pod.attempt or 0) >= status.floor(pod.replica) for pod in shown),
                     running=self.phase == "Running",
                     seen=self._seen(),
                     hidden=tuple(self.hidden.values()) if action.by_name else None,
                     replicas=frozenset(replica for replica in mine if replica is not None),
+                    begun=bool(before and before.attempt == action.attempt and before.begun),
                 )
                 self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():
@@ -223,6 +237,10 @@ class World:
                 self.machines.truth()
                 self.machines.read |= dict.fromkeys(action.names, self.now)
                 self.log.append(f"read {' '.join(action.names)}")
+            case act.ReadLeases():
+                assert self.machines
+                self.machines.listed = self.now
+                self.log.append("list leases")
             case act.ReadEvents():
                 self.log.append(f"events of {action.container} in {action.pod_uid}")
                 told = self.probed.get(action.pod_uid, "")
@@ -317,7 +335,8 @@ class World:
     def poll(self, *rounds: object, **state: Any) -> World:
         """GET /state of replica 0 says so."""
         counted = {"round": len(rounds), "rounds": list(rounds)}
-        raw = {"version": 1, "attempt": self.status["attempt"], **counted, **state}
+        hub = status_.from_dict(self.status).hub
+        raw = {"version": 1, "attempt": hub, **counted, **state}
         found = observe.progress(raw, self.now)
         self.feedback = replace(self.feedback, progress=found, rounds=observe.rounds(raw))
         return self.settle()

@@ -295,6 +295,19 @@ class TestStatus:
             found = job(phase="Restarting", timings={"nextRestartAt": at(seconds)})
             assert [line for line in head(found) if line.startswith("Next try")] == told
 
+    def test_who_is_being_replaced_while_the_others_wait(self) -> None:
+        births = {"attempt": 4, "births": "0:3,1:4,7:4", "restarts": {"total": 3, "replaced": 2}}
+        found = job(phase="Starting", timings={"replacingSince": at(100)}, **births)
+        lines = head(found)
+        assert "Replacing: replicas 1,7, lost 100s ago; all pods restart in 3m20s" in lines
+        (said,) = (line for line in lines if line.startswith("Restarts"))
+        assert "3 with new pods (2 of lost pods alone, 0 of 3 charged" in said
+        assert not [line for line in head(job(phase="Running", **births)) if "Replac" in line]
+        lost = {**FAILURE, "replaced": True}
+        assert "(attempt 1, round 2; replaced alone)" in status.failure_line(lost, NOW)
+        (one,) = events.story(job(failures=[lost]), [])
+        assert one.message.startswith("on n2, replaced alone\n")
+
     def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self) -> None:
         words = {"step": 9, "samplesPerSecond": 5.0, "updatedAt": at(480)}
         found = job(phase="Running")

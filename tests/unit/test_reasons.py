@@ -12,7 +12,7 @@ PAGE = ROOT / "docs/reference/reasons.md"
 #: Words of the same shape there that are no reasons.
 OTHERS = {
     *("Auto", "Never", "Fence", "Wait", "Fail", "Restart", "RestartFree"),  # values of the spec
-    *("DDPJob", "Pod", "Service", "NetworkPolicy", "ValidatingAdmissionPolicy"),  # kinds
+    *("DDPJob", "Pod", "Service", "NetworkPolicy", "Secret", "ValidatingAdmissionPolicy"),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
@@ -20,7 +20,7 @@ OTHERS = {
     *("Killing", "Unhealthy"),  # pods' Events
     *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),
     "ClusterFirstWithHostNet",  # pods' fields
-    *("True", "False", "TCP", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),
+    *("True", "False", "TCP", "Opaque", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),
 }
 #: Words of Kubernetes that the page explains and no source has to know.
 KUBERNETES = {

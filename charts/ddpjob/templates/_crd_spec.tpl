@@ -193,6 +193,16 @@ properties:
             type: string
             enum: [Auto, Always, Never]
             default: Auto
+      replaceSeconds:
+        description: >-
+          When a pod is lost, the others keep their pods and wait so many seconds while it is
+          replaced; then all pods restart. Needs our launcher (ddpjob-trainer run) and inPlace. 0
+          means that all pods restart at once.
+        type: integer
+        format: int32
+        minimum: 0
+        maximum: 86400
+        default: 300
       healAfterSeconds:
         description: >-
           So many seconds of a gang that runs and in which nothing failed, no process either,

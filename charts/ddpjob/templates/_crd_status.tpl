@@ -59,6 +59,9 @@ properties:
       true: it ended only a round, the processes were restarted in place and the pods kept. Left
       out: it ended the attempt.
     type: boolean
+  replaced:
+    description: "true: only lost pods were replaced, and the other pods waited for them."
+    type: boolean
   step:
     description: Steps that the process had finished, when it is known.
     type: integer
@@ -146,8 +149,8 @@ properties:
           minimum: 0
   attempt:
     description: >-
-      Number of the current incarnation of the gang's pods, from 1. Every creation of the
-      gang (start, restart, resume) takes a new one; only failures count against budgets.
+      Number of the current incarnation of the gang's pods, from 1. Every creation of pods (start,
+      restart, resume, replacement) takes a new one; only failures count against budgets.
     type: integer
     format: int32
   membersSince:
@@ -155,6 +158,16 @@ properties:
       Lowest attempt whose pods are members of the gang. Pods of older attempts are deleted.
     type: integer
     format: int32
+  births:
+    description: >-
+      The same for replicas that were replaced since, for example "1:5,7:6": replica 1 in attempt 5.
+      At most 256; then the whole gang restarts.
+    type: string
+    maxLength: 4096
+  holds:
+    description: >-
+      true: the launchers of all replicas have said that they wait while a lost pod is replaced.
+    type: boolean
   templateHash:
     description: Hash of the spec that the current attempt's pods were made from.
     type: string
@@ -178,6 +191,10 @@ properties:
         description: Restarts of the gang, whatever the cause.
         type: integer
         format: int32
+      replaced:
+        description: Those of total in which only lost pods were replaced.
+        type: integer
+        format: int32
       charged:
         description: >-
           Restarts charged to restart.maxRestarts since it last healed.
@@ -191,8 +208,8 @@ properties:
         format: int32
       round:
         description: >-
-          Number of the current round as far as it is known: so many restarts in place of the
-          current attempt are counted in inPlace.
+          Number of the current round as far as it is known: so many ends of rounds since replica
+          0's pod was made are counted.
         type: integer
         format: int32
       disruptions:
@@ -306,15 +323,27 @@ properties:
       {{- include "ddpjob.crd.failure" . | nindent 6 }}
   avoidedNodes:
     description: >-
-      Nodes on which a GPU failed or a container could not be started for a reason of the node's,
-      the newest last. New pods are kept off them, until a gang finds no room elsewhere within
-      startupDeadlineSeconds or the job is suspended and resumed.
+      Nodes on which a GPU failed or a container could not be started for a reason of the node's, or
+      which were about to go, the newest last. New pods are kept off them, until a gang finds no
+      room elsewhere within startupDeadlineSeconds, or a replacement within restart.replaceSeconds,
+      or the job is suspended and resumed.
     type: array
     maxItems: 16
     x-kubernetes-list-type: set
     items:
       type: string
       maxLength: 253
+  handedOver:
+    description: >-
+      Nodes that were about to go, each with what said so, the newest last. A pod there was replaced
+      once, or could not be: a pod that comes back to it stays. When it is full no more are. Empty
+      after each resume.
+    type: array
+    maxItems: 32
+    x-kubernetes-list-type: atomic
+    items:
+      type: string
+      maxLength: 640
   timings:
     description: Points in time (UTC, of the operator's clock) and durations.
     type: object
@@ -337,6 +366,12 @@ properties:
         format: date-time
       nextRestartAt:
         description: The next attempt is not created before this time (back-off).
+        type: string
+        format: date-time
+      replacingSince:
+        description: >-
+          When the first pod was lost of those that are being replaced now. All pods restart
+          restart.replaceSeconds later.
         type: string
         format: date-time
       completedAt:

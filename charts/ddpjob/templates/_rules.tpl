@@ -20,6 +20,10 @@ namespaces is off, and discovery is open to every ServiceAccount.
 - apiGroups: [""]
   resources: [services]
   verbs: [get, create, update]
+# One a job, named after its uid; none is ever read.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create, update]

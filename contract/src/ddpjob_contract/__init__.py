@@ -55,6 +55,16 @@ IN_PLACE_FINAL_EXIT_CODES: Final = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
 HEAL_AFTER_SECONDS: Final = "DDPJOB_HEAL_AFTER_SECONDS"
 #: A file or directory that the program writes: a newer mtime there is progress.
 PROGRESS_PATH: Final = "DDPJOB_PROGRESS_PATH"
+#: The number of the hub that the pod was made for: it follows no hub with a smaller one.
+HUB: Final = "DDPJOB_HUB"
+#: "1" in a pod that replaces a lost one: it starts nothing before the hub says so.
+REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
+#: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
+REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"
+POD_UID: Final = "DDPJOB_POD_UID"
+#: Launchers tell one another by it that they are of the job: key TOKEN_KEY of the job's Secret.
+TOKEN: Final = "DDPJOB_TOKEN"
+TOKEN_KEY: Final = "token"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
@@ -103,6 +113,8 @@ REPORT_MAX_BYTES: Final = 2048
 STATE_MAX_BYTES: Final = 64 * 1024
 #: GET /state shows at most so many rounds, the newest.
 STATE_MAX_ROUNDS: Final = 10
+#: And so many replicas that are away.
+STATE_MAX_AWAY: Final = 256
 #: Stacks of a hang go to the log and to GET /state, never into the termination report.
 STATE_MAX_STACKS_BYTES: Final = 16 * 1024
 
@@ -124,7 +136,7 @@ class Round(TypedDict, total=False):
     rank: int
     code: int  # exit status of that process, 128+n for signal n
     signal: int
-    kind: ReportKind | Literal["drill"]
+    kind: ReportKind | Literal["drill", "lost"]  # lost: the launcher of ``replica``, with its pod
     exception: str
     step: int  # finished steps of that process
     snapshotStep: int  # step of the newest committed snapshot
@@ -199,7 +211,9 @@ class State(TypedDict, total=False):
 
     version: int
     uid: str  # of the job, if it is one's: another gang may have the address or port by now
-    attempt: int
+    attempt: int  # the hub's number: the attempt in which its pod was made
+    away: list[int]  # replicas whose launcher was linked to the hub and is not now
+    holds: bool  # all launchers hold while a lost one is replaced; absent: they do not
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]
     step: int

@@ -39,6 +39,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "restart.inPlace.enabled": True,
     "restart.inPlace.maxWithoutProgress": 3,
     "restart.inPlace.drill": "Auto",
+    "restart.replaceSeconds": 300,
     "restart.healAfterSeconds": 3600,
     "snapshot.everySteps": 50,
     "snapshot.keep": 3,

@@ -41,6 +41,9 @@ class Member:
     drill: str  # Auto, Always or Never
     final_exit_codes: Iterable[int]
     heal_after: int
+    hub: int  # the hub's number
+    replacement: bool  # of a lost pod
+    replace_seconds: int  # 0: no replacement of one pod alone
     hang_startup: int
     hang_step: int
     hang_snapshot: int
@@ -73,6 +76,8 @@ class Member:
             contract.DRILL: self.drill,
             contract.IN_PLACE_FINAL_EXIT_CODES: ",".join(map(str, self.final_exit_codes)),
             contract.HEAL_AFTER_SECONDS: self.heal_after,
+            contract.HUB: self.hub,
+            contract.REPLACE_SECONDS: self.replace_seconds,
             contract.HANG_STARTUP_SECONDS: self.hang_startup,
             contract.HANG_STEP_SECONDS: self.hang_step,
             contract.HANG_SNAPSHOT_SECONDS: self.hang_snapshot,
@@ -88,6 +93,8 @@ class Member:
                 contract.SNAPSHOT_KEEP: self.snapshots.keep,
                 contract.SNAPSHOT_RESUME: self.snapshots.resume,
             }
+        if self.replacement:
+            env[contract.REPLACEMENT] = 1
         if self.progress_path:
             env[contract.PROGRESS_PATH] = self.progress_path
         return {name: str(value) for name, value in env.items()}

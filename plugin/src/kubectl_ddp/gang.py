@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -19,6 +19,7 @@ from kubectl_ddp import podproxy
 from kubectl_ddp.failure import Failure, Missing
 from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
 from kubectl_ddp.podproxy import Page
+from kubectl_ddp.text import ranges
 
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
@@ -77,6 +78,15 @@ class Job:
         """Return the failures, oldest first; without a history the last one alone."""
         last = self.status.get("lastFailure")
         return list(self.status.get("failures") or ([last] if last else []))
+
+    @property
+    def replaced(self) -> list[int]:
+        """Return the replicas whose lost pods are being replaced now, while the others wait."""
+        status = self.status
+        births = (pair.partition(":") for pair in str(status.get("births") or "").split(","))
+        now = str(status.get("attempt"))
+        wait = self.phase in ("Restarting", "Starting")
+        return [int(replica) for replica, _, birth in births if wait and birth == now]
 
     @property
     def on_host(self) -> bool:
@@ -213,6 +223,11 @@ class Told:
     def silent(self) -> bool:
         """Tell whether the trainer has reported nothing yet, as a plain script never does."""
         return self.text("phase") == "startup" and not self.text("updatedAt")
+
+
+def named(replicas: Sequence[int]) -> str:
+    """Name replicas: replica 1, replicas 0-2."""
+    return f"replica{'s' * (len(replicas) > 1)} {ranges(replicas)}"
 
 
 def find_job(kubectl: Kubectl, name: str) -> Job:

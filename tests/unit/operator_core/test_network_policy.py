@@ -19,7 +19,7 @@ def policy_of(*metrics_from: Mapping[str, Any]) -> tuple[Mapping[str, Any], Pod]
     """The policy of a job and one of its pods."""
     obj = job_object()
     job, parsed = observe.job(obj), spec.read(obj["spec"])
-    _, policy = render.network(job, parsed, metrics_from)
+    *_, policy = render.network(job, parsed, metrics_from)
     made = render.pod(job, parsed, 1, 0)["metadata"]
     return policy, Pod(made["namespace"], made["labels"])
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import ExitCode
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.core.objects import status as st
-from support.world import World, rendered, running
+from support.world import World, job_object, rendered, running
 
 BROKEN = int(ExitCode.HARDWARE)
 NODES = [f"n{number}" for number in range(20)]
@@ -113,3 +115,45 @@ def test_the_templates_own_affinity_is_kept():
 def test_the_list_names_only_what_can_be_a_node():
     found = st.from_dict({"avoidedNodes": ["A b", "", 3, "x" * 300, "a..b", *NODES, "n19"]})
     assert found.avoided_nodes == tuple(NODES[-st.MAX_AVOIDED :])
+
+
+def rather_off(pod: dict[str, Any]) -> list[str]:
+    affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
+    terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    assert all(term["weight"] == 100 for term in terms)
+    return [term["preference"]["matchFields"][0]["values"][0] for term in terms]
+
+
+def test_where_failures_begin_again_and_again_is_avoided_while_there_is_a_choice():
+    """Replica 1 is on node2, the others on node1."""
+    world = running(restart={"maxRestarts": 20})
+    for replica, nodes in ((1, []), (0, []), (1, ["node2"]), (0, ["node1", "node2"])):
+        lose(world, replica, 137).wait(400)
+        assert [rather_off(pod) for pod in world.pods.values()] == [nodes] * 3
+    for _ in range(2):
+        lose(world, 1, 1).wait(400)
+    assert rather_off(world.pods["job-0"]) == ["node1", "node2"]
+    assert rather_off(lose(world, 1, 1).pods["job-0"]) == ["node2"], "of the last five"
+    world.patch(suspend=True).patch(suspend=False)
+    assert rather_off(world.pods["job-0"]) == [], "it may have been mended"
+
+
+def test_the_removal_of_pods_says_nothing_of_their_node():
+    world = running()
+    for _ in range(3):
+        world.vanish(1).wait(400).run()
+    assert rather_off(world.pods["job-1"]) == []
+
+
+def test_wishes_of_the_template_are_kept_beside_ours():
+    given = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [1]}}
+    template = {"spec": {"containers": [{"name": "trainer"}], "affinity": given}}
+    job = job_object(template=template)
+    found = render.pod(observe.job(job), spec.parse(job["spec"]), 1, 0, ["a"], suspected=["b"])
+    affinity = found["spec"]["affinity"]["nodeAffinity"]
+    wish = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["b"]}]}
+    assert affinity["preferredDuringSchedulingIgnoredDuringExecution"] == [
+        1,
+        {"weight": 100, "preference": wish},
+    ]
+    assert kept_off(found) == ["a"]

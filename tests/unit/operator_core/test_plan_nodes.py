@@ -5,12 +5,13 @@ Replicas 0 and 2 run on node1, replica 1 on node2.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, record
+from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Lease, record
 from support.world import Machines, World, job_object, running, started
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
@@ -43,6 +44,69 @@ def test_fence_replaces_the_gang_once_the_node_was_silent_for_so_long():
     loss = world.loss
     assert (loss["reason"], loss["class"]) == ("NodeLost", "Infrastructure")
     assert (loss["node"], loss["replica"], world.counts) == ("node2", 1, (1, 0, 1))
+
+
+def away(world: World, *replicas: int) -> World:
+    """As the hub has just said."""
+    uids = frozenset(world.pods[f"job-{replica}"]["metadata"]["uid"] for replica in replicas)
+    world.feedback = replace(world.feedback, away=uids, away_at=world.now)
+    return world.settle()
+
+
+@pytest.mark.fault("N21")
+def test_a_pod_that_its_hub_has_lost_on_a_node_without_a_new_lease_is_given_up():
+    """Long before Kubernetes calls the node not ready: new pods are kept off it until then."""
+    world, machines = on_nodes(**FENCE)
+    world.poll(holds=True).wait(2).log.clear()
+    machines.leases["node2"] = Lease(14.9, 14.9)
+    assert away(world, 1).log == ["list leases"]
+    assert away(world.wait(3), 1).log.count("list leases") == 1, "again in 4 s"
+    world.log.clear()
+    machines.leases["node2"] = Lease(15.0, 10.0)
+    away(world.wait(2), 1)
+    assert world.log == [
+        *("status Restarting 2", "delete job-1 1", "status Starting 2", "create job-1 2"),
+    ]
+    loss = world.loss
+    assert (loss["reason"], loss["class"], loss["replaced"]) == (
+        "NodeSilent",
+        "Infrastructure",
+        True,
+    )
+    assert (loss["node"], world.counts) == ("node2", (1, 0, 1))
+    assert kept_off(world) == ["node2"]
+    world.run().wait(400).end(1, 1).wait(301)
+    assert kept_off(world) == [], "by then the node has a taint, or has come back"
+
+
+def kept_off(world: World) -> list[str]:
+    affinity = world.pods["job-1"]["spec"].get("affinity", {}).get("nodeAffinity", {})
+    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    fields = [f for t in terms.get("nodeSelectorTerms", ()) for f in t["matchFields"]]
+    return [value for one in fields for value in one["values"]]
+
+
+@pytest.mark.fault("N21")
+@pytest.mark.parametrize(("lease", "spec", "who"), [
+    (Lease(14.9, 14.9), FENCE, 1),
+    (Lease(600, 9.9), FENCE, 1),  # the control plane was away, and is back for 10 s
+    (Lease(), FENCE, 1),  # unknown, or without the right to list them
+    (Lease(600, 600), {**FENCE, "nodeLost": {"policy": "Wait"}}, 1),
+    (Lease(600, 600), FENCE, 0),  # another one's link is lost
+    (Lease(600, 600), FENCE, None),
+])  # fmt: skip
+def test_neither_a_lost_link_nor_an_old_lease_alone_gives_a_pod_up(
+    lease: Lease, spec: dict[str, Any], who: int | None
+):
+    world, machines = on_nodes(**spec)
+    machines.leases["node2"] = lease
+    away(world, *(() if who is None else (who,)))
+    if who == 1:  # an answer from before holds for nothing later
+        machines.leases["node2"] = Lease(600, 600)
+        machines.listed = world.now
+        world.feedback = replace(world.feedback, away_at=world.now - timedelta(seconds=11))
+        world.settle()
+    assert (world.phase, world.status["attempt"], world.counts) == ("Running", 1, (0, 0, 0))
 
 
 @pytest.mark.parametrize("policy", ["Fence", "Wait"])

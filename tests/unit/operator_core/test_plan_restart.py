@@ -7,11 +7,13 @@ from datetime import timedelta
 
 import pytest
 
+import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.plan import plan
-from support.world import World, job_object, running, started
+from support.world import JOB_UID, World, job_object, running, started
 
 
 def test_intent_is_alone_in_its_plan():
@@ -20,6 +22,32 @@ def test_intent_is_alone_in_its_plan():
     assert isinstance(write, act.WriteStatus)
     assert (write.status["phase"], write.status["attempt"]) == ("Restarting", 2)
     assert write.status["membersSince"] == 2
+
+
+@pytest.mark.fault("U18")
+def test_the_gangs_secret_is_made_before_the_first_pod_and_again_only_if_it_may_be_gone():
+    made: list[tuple[int, ...]] = []
+    world = World(job_object(startupDeadlineSeconds=60, restart={"maxRestarts": 9}))
+
+    def network(action: act.EnsureNetwork) -> None:
+        now = (world.status["attempt"], len(world.pods))
+        made.extend(now for body in action.bodies if body["kind"] == "Secret")
+
+    world.refuse_network = network
+    world.settle().run()
+    body, *_ = render.network(observe.job(world.job), spec.read(world.job["spec"]))
+    name = body["metadata"]["name"]
+    owner = body["metadata"]["ownerReferences"][0]["uid"]
+    assert (name, owner) == ("job-uid-of-j", JOB_UID)
+    ref = {"name": contract.TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}}
+    assert all(ref in pod["spec"]["containers"][0]["env"] for pod in world.pods.values())
+    world.end(1, 1).run()
+    assert (made, world.status["attempt"]) == ([(1, 0)], 2)
+    world.restart_operator().end(1, 1).wait(301).run()
+    assert made == [(1, 0), (3, 0)], "this process has not made it"
+    world.end(1, 1).wait(301).all_wait("CreateContainerConfigError").wait(60).wait(301)
+    assert world.loss["class"] == "Startup"
+    assert (made[-1], len(made)) == ((5, 0), 3)
 
 
 @pytest.mark.parametrize("replica", range(3))
@@ -266,5 +294,5 @@ def test_members_killed_together_count_once():
     assert world.status["attempt"] == 2
     assert world.status["restarts"] == {
         "total": 1, "charged": 1, "disruptions": 0, "consecutive": 1,
-        "released": 0, "inPlace": 0, "round": 0, "snapshotStep": 0,
+        "released": 0, "replaced": 0, "inPlace": 0, "round": 0, "snapshotStep": 0,
     }  # fmt: skip

@@ -225,7 +225,7 @@ def test_the_hub_has_a_port_of_its_own(port: int, metrics: int, declared: list[i
     fields = {"port": port, "metrics": {"port": metrics}, "template": template}
     assert env_of(rendered(**fields))[contract.HUB_PORT] == str(hub)
     obj = job_object(**fields)
-    service, policy = render.network(observe.job(obj), spec.parse(obj["spec"]))
+    _, service, policy = render.network(observe.job(obj), spec.parse(obj["spec"]))
     assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == {
         "master": port, "hub": hub, "metrics": metrics}  # fmt: skip
     gang, everyone = policy["spec"]["ingress"]

@@ -308,6 +308,40 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
+async def test_of_a_replacement_each_pod_has_its_own_floor(stage: Stage) -> None:
+    found = job(6, attempt=3, membersSince=1, births="1:3", phase="Starting")
+    kept, lost, made = pod(0, 1), pod(1, 1), pod(1, 3, version=21)
+    stage.api.script["list pods"] = [Listing([kept, lost], "20"), Listing([kept, made], "30")]
+    stage.api.script["get ddpjobs"] = [found] * 2
+    await stage.do(ConfirmGone(3))
+    assert stage.feedback.confirmed == QuorumRead(3, NOW, alone=False, replicas=frozenset({0}))
+    await stage.do(ConfirmGone(3))
+    assert stage.feedback.confirmed == QuorumRead(3, NOW, replicas=frozenset({0, 1}))
+
+
+async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(
+    stage: Stage,
+) -> None:
+    def begun() -> bool:
+        return stage.feedback.confirmed is not None and stage.feedback.confirmed.begun
+
+    found = job(9, phase="Starting", attempt=2)
+    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
+    stage.api.script = {
+        "replace ddpjobs": [found, found],
+        "list pods": [Listing([], "20")] * 2,
+        "get ddpjobs": [found] * 2,
+        "create pods": [LOST],
+    }
+    await stage.do(WriteStatus(found["status"]))
+    assert not begun(), "it only reports"
+    await stage.do(WriteStatus(found["status"], begins=True), ConfirmGone(2))
+    assert begun(), "a later read changes nothing of that"
+    await stage.do(create())
+    await stage.do(ConfirmGone(2))
+    assert stage.feedback.confirmed == QuorumRead(2, NOW)
+
+
 @pytest.mark.fault("N11")
 async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage: Stage) -> None:
     labelled = {LABEL_JOB_UID: "u1"}
@@ -478,6 +512,29 @@ async def test_network_that_is_refused_stops_the_plan(
     assert refusal.code == code
     assert (refusal.existing.owner_uid if refusal.existing else None) == owner
     assert "create pods" not in stage.api.calls
+
+
+@pytest.mark.parametrize("there", [False, True])
+async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(
+    stage: Stage, caplog: pytest.LogCaptureFixture, there: bool
+) -> None:
+    """One that is there is the job's, by its name: the operator has no right to look."""
+    secret = {"kind": "Secret", "metadata": {"name": "job-12345678"}, "type": "Opaque"}
+    stage.api.script = {"create secrets": [taken() if there else {}]}
+    await stage.do(EnsureNetwork(2, (secret,)))
+    assert stage.api.calls == ["create secrets"]
+    drawn = stage.api.bodies[0]["stringData"]["token"]
+    assert (len(bytes.fromhex(drawn)), stage.feedback.network_attempt) == (32, 2)
+    assert drawn not in caplog.text
+
+
+async def test_a_secret_that_is_refused_stops_the_plan(stage: Stage) -> None:
+    stage.api.script = {"create secrets": [errors.Forbidden(403, "Forbidden", "no secrets")]}
+    await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
+    assert stage.api.calls == ["create secrets"]
+    refusal = stage.feedback.network_refusal
+    assert refusal is not None
+    assert (refusal.code, stage.feedback.network_attempt) == (403, 0)
 
 
 async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage) -> None:

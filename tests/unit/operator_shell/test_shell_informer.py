@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.objects.nodes import FORBIDDEN
+from ddpjob_operator.core.objects.nodes import FORBIDDEN, Signals
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import Listing, Object
+from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 from support import stored
@@ -150,6 +151,21 @@ async def test_a_node_that_changes_names_the_jobs_that_are_on_it() -> None:
     assert told == [("ns", "job")] * 3, "at the list, silent, gone"
     store.remove_pod("p")
     assert store.keys_on({"a"}) == set()
+
+
+async def test_a_node_that_is_about_to_go_names_the_jobs_that_are_on_it() -> None:
+    tainted = {"spec": {"taints": [{"key": "going"}]}}
+    store = Store(nodes=NodeCache(signals=Signals(taints=("going",))))
+    store.put_job(stored.job())
+    store.put_pod({**stored.pod("p"), "spec": {"nodeName": "a"}})
+    api = NodesApi([node("a", 3)])
+    api.events = [("MODIFIED", {**node("a", version), **tainted}) for version in (4, 5)]
+    async with informing_of_nodes(api, store) as told:
+        await asyncio.sleep(1)
+        found = store.nodes.of(["a"])
+    assert told == [("ns", "job")] * 2, "at the list and the taint"
+    assert found is not None
+    assert found.known["a"].signal == "taint going"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import Listing
 from ddpjob_operator.shell.cache import nodes as cached
-from ddpjob_operator.shell.cache.nodes import NodeCache, slim
+from ddpjob_operator.shell.cache.nodes import NodeCache
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -40,9 +42,53 @@ def seen(cache: NodeCache, *names: str) -> Nodes:
     return nodes
 
 
+class Leases:
+    """An API server that lists Leases, in some seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.found, self.takes, self.allowed = clock, {"a": 1, "b": 1}, 0.0, True
+
+    async def list_all(self, resource: Any, namespace: str, *, keep: Any) -> Listing:
+        assert (resource.plural, namespace) == ("leases", "kube-node-lease")
+        if not self.allowed:
+            raise errors.Forbidden(403, "Forbidden", "no")
+        self.clock.seconds += self.takes
+        found = self.found.items()
+        objects = [{"metadata": {"name": n}, "spec": {"renewTime": t}} for n, t in found]
+        return Listing([keep(one) for one in objects], "1")
+
+
+async def test_a_lease_is_old_by_what_this_process_has_listed(
+    clock: Clock, cache: NodeCache
+) -> None:
+    """Never by its own time, which is the kubelet's."""
+    api = Leases(clock)
+    cache.replace_all([node(1)])
+    assert seen(cache, "a").leases_seconds == math.inf
+
+    async def after(seconds: float, **renewed: int) -> tuple[float, float]:
+        clock.seconds += seconds
+        api.found |= renewed
+        await cache.read_leases(api)  # type: ignore[arg-type]
+        found = seen(cache, "a").known["a"].lease
+        return found.unrenewed, found.behind
+
+    assert await after(0) == (0, 0)
+    assert await after(15) == (15, 0), "nobody has renewed one: the control plane is away"
+    assert await after(5, b=2) == (20, 0)
+    assert await after(6, b=3) == (26, 6), "from the first that was"
+    assert await after(1, a=2) == (0, 0)
+    api.takes = 20.0
+    assert await after(1, b=4) == (1, 0), "asked before the other one was listed"
+    assert await after(5) == (26, 5)
+    assert seen(cache, "a").leases_seconds == 20
+    api.allowed = False
+    assert await after(60) == (0, 0)
+
+
 def node(version: int, status: str = "True", *, since: float = 0, taint: str = "") -> Any:
     at = (START + timedelta(seconds=since)).isoformat()
-    return slim(
+    return NodeCache().slim(
         {
             "metadata": {"name": "a", "resourceVersion": str(version)},
             "spec": {"taints": [{"key": taint}] if taint else []},

@@ -112,6 +112,26 @@ async def test_news_reach_the_outcomes_and_the_queue_once_and_who_does_not_lead_
     assert changed == [("ns", "job")], "the same answer again is no news"
 
 
+@needs_address
+async def test_whom_the_hub_calls_away_is_told_again_until_it_is_back() -> None:
+    away: list[Any] = [1, 7, -1, "0", None]
+    asked: list[str] = []
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.json_response({"step": 7, "away": away})
+
+    async with reading(state) as (store, changed):
+        await until(lambda: len(changed) >= 3)
+        (pod_1,) = [one.uid for one in store.pods_of("u1") if one.replica == 1]
+        assert store.feedback("u1").away == {pod_1}, "of the members, by uid"
+        away.clear()
+        await until(lambda: not store.feedback("u1").away)
+        told, answers = len(changed), len(asked)
+        await until(lambda: len(asked) >= answers + 3)
+        assert len(changed) == told
+
+
 DRAWN = ports.of(
     compact_spec.template({"spec": {"hostNetwork": True}}), ports.MASTER, ports.METRICS, "u1", 1, 0
 ).metrics
@@ -127,10 +147,21 @@ async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port
     store.put_pod(pod(replica=0, ip="192.0.2.7"))
     seen = observe.job(obj)
     (trainer,) = render.pod(seen, spec.parse(seen.spec), 1, 0)["spec"]["containers"]
-    env = {variable["name"]: variable["value"] for variable in trainer["env"]}
+    env = {variable["name"]: variable.get("value", "") for variable in trainer["env"]}
     address = ProgressReader(store, lambda _: None, lambda: True)._address(seen)
     assert address == ("192.0.2.7", int(env[contract.METRICS_PORT]))
     assert host_network == (env[contract.METRICS_PORT] != "9400")
+
+
+def test_after_a_replacement_it_asks_the_hub() -> None:
+    store = Store()
+    store.put_job(stored.job(1, phase="Running", attempt=5, membersSince=2, births="0:4,1:5"))
+    store.put_pod(stored.pod("old", 0, 2, status=pod(0, "192.0.2.6")["status"]))
+    reader = ProgressReader(store, lambda _: None, lambda: True)
+    (seen,) = store.jobs()
+    assert reader._address(seen) is None
+    store.put_pod(stored.pod("new", 0, 4, status=pod(0, "192.0.2.7")["status"]))
+    assert reader._address(seen) == ("192.0.2.7", 9400)
 
 
 OTHERS = [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ddpjob_operator.core.objects.nodes import Signals
 from ddpjob_operator.shell import settings
 
 LABELS = {"matchLabels": {"app": "prometheus"}}
@@ -20,6 +21,16 @@ def test_flags_win_over_the_environment() -> None:
     )
     assert found == wanted
     assert settings.parse(["--metrics-from", json.dumps([PEER])], {}).metrics_from == (PEER,)
+
+
+def test_signals_of_nodes_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"conditions": ["KernelDeadlock"], "taints": [], "cordon": True}
+    found = settings.parse(["--node-signals", json.dumps(given)], {}).node_signals
+    assert found == Signals(("KernelDeadlock",), (), cordon=True)
+    assert settings.parse([], {}).node_signals == Signals()
+    with pytest.raises(SystemExit):
+        settings.parse(["--node-signals", "x"], {})
+    assert "argument --node-signals: no JSON" in capsys.readouterr().err
 
 
 def test_peers_are_as_the_api_server_stores_them() -> None:

@@ -202,6 +202,7 @@ def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> No
         one["metadata"]["labels"][LABEL_ATTEMPT] = str(attempt)
         store.put_pod(one)
         store.remove_pod(f"x{attempt}")
+    store.put_pod(pod(20, uid="kept"))  # of attempt 1: the others are replacements
     assert [len(store.seen("u1", attempt)) for attempt in range(1, 7)] == [0, 0, 1, 1, 1, 1]
     assert store.seen("u1", None) == store.seen("other", 6) == frozenset()
 

@@ -6,19 +6,24 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, Welcome, encode
+from ddpjob_trainer.launcher.hub.messages import Beat, Call, Hello, Refused, Welcome, decode, encode
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from support.descriptors import none_left
 from support.patience import PATIENCE
 
-GANG = Hello("uid", 1, replicas=2, nproc=1, replica=0)
+GANG = Hello(
+    "uid", "pod-0", replica=0, birth=1, replicas=2, nproc=1, holds=False, running=True
+)  # fmt: skip
+OTHER = replace(GANG, replica=1, pod="pod-1")
+WELCOME = encode(Welcome(1, "pod-0"))
 
 
 class Port:
@@ -54,7 +59,7 @@ def port() -> Iterator[Port]:
 
 
 def hello(uid: str = "uid") -> bytes:
-    return encode(Hello(uid, 1, replicas=2, nproc=1, replica=1))
+    return encode(replace(OTHER, uid=uid))
 
 
 def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
@@ -62,15 +67,81 @@ def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
     refused.sendall(hello("another's") * 2)
     launcher.sendall(hello())
     port.hear(100.0)
-    assert launcher.recv(1000) == encode(Welcome())
+    assert launcher.recv(1000) == WELCOME
     assert b"belongs to another job" in refused.recv(1000)
     assert refused.recv(1) == b"", "it spoke again"
-    due = port.server.tick(100.0)
-    assert due is not None
-    port.server.tick(due)
+    port.server.tick(105.0)
     assert silent.recv(1) == b""
     for one in (silent, refused, launcher):
         one.close()
+
+
+@pytest.mark.fault("T16")
+def test_who_is_silent_for_5_seconds_of_the_others_loop_has_lost_its_link(port: Port) -> None:
+    """At either end, and whatever the clock says meanwhile: an own pause counts for nothing."""
+    client = HubClient(port.address, OTHER, port.selector, lambda said: None)
+    while not client.met:
+        port.hear(100.0)
+    assert port.hub.away == []
+    now = 100.0
+    for _ in range(20):
+        now += 1.0
+        port.server.tick(now)
+        client.tick(now)
+        port.hear(now)
+    now += 3600.0
+    for _ in range(5):
+        now += 1.0
+        client.tick(now)  # nobody speaks: the hub does not run
+        client.tick(now)
+    assert (client.lost, port.hub.away) == ("", [])
+    client.tick(now + 1.0)
+    assert client.lost == "it was silent for 5 s"
+    client.leave()
+    client.close()
+
+
+@pytest.mark.fault("T16")
+def test_a_launcher_that_does_not_answer_the_hub_is_away(port: Port) -> None:
+    with port.connect() as launcher:
+        launcher.sendall(hello())
+        port.hear(100.0)
+        for second in range(1, 6):
+            assert port.server.tick(99.0 + second) is not None
+        assert port.hub.away == []
+        port.server.tick(100.0 + 3600.0)
+        said = launcher.recv(1000)
+        assert said.startswith(WELCOME + encode(Beat()))
+    assert port.hub._final is not None, "a gang that does not hold ends"
+    assert not port.hub.is_present(1)
+
+
+@pytest.mark.fault("T15")
+@pytest.mark.parametrize(("here", "there", "enters"), [
+    ("secret", "secret", True), ("secret", "", False), ("secret", "another", False),
+    ("", "", True), ("", "secret", True),
+])  # fmt: skip
+def test_nobody_is_admitted_or_followed_without_the_secret(
+    port: Port, here: str, there: str, enters: bool
+) -> None:
+    """It may be right later; a pod that was made without one asks for none."""
+    port.hub._own = replace(GANG, token=here)
+    with port.connect() as launcher:
+        launcher.sendall(encode(replace(OTHER, token=there)))
+        port.hear(100.0)
+        answer = decode(launcher.recv(1000))
+    if not enters:
+        why = "this launcher does not know the secret of the hub's job"
+        assert answer == Refused(why, final=False)
+    client = HubClient(port.address, replace(OTHER, token=here), port.selector, lambda said: None)
+    refused = client.called(Mock(), Call("uid", 2, "hub", there), 100.0)
+    client.close()
+    assert (answer == Welcome(1, "pod-0"), refused is None) == (enters, enters)
+    if refused is not None:
+        assert refused == Refused(
+            "this hub does not know the secret of the launcher's job", final=False
+        )
+    assert "secret" not in repr(replace(OTHER, token="secret"))
 
 
 def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Port) -> None:
@@ -86,7 +157,7 @@ def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Por
         port.hear(due)
         assert port.server.tick(due) is None
         port.hear(due)
-        assert launcher.recv(1000) == encode(Welcome())
+        assert launcher.recv(1000) == WELCOME
         port.hear(due)
 
 
@@ -99,9 +170,9 @@ def test_a_port_without_descriptors_can_be_closed() -> None:
 
 
 def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:
-    assert port.hub.admit(replace(GANG, replica=1)) is None
+    port.hub.admit(OTHER, 0.0)
     said: list[str] = []
-    client = HubClient(port.address, replace(GANG, replica=1), port.selector, said.append)
+    client = HubClient(port.address, OTHER, port.selector, said.append)
     meetings = 0
     while meetings < 3:  # then it has heard the second refusal
         for key, _ in port.selector.select():

@@ -134,8 +134,9 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
 def test_a_read_only_root_and_a_user_of_whom_the_image_knows_nothing(script, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
     """Temporary files go to memory (torch._dynamo asks for a directory); a name and a home."""
     made, own = config(script, POD), {"HOME": str(tmp_path)}
-    found = common_environment(made, own)
+    found = common_environment(made, {**own, contract.TOKEN: "secret"})
     assert found.items() >= own.items()
+    assert contract.TOKEN not in found
     assert "TMPDIR" not in found
 
     def unknown(uid: int) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.log import Log
@@ -183,7 +184,7 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ign
 def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     """A failure like any other: the next round may have some."""
     pump, said = OutputPump(Log(), prefixed=True), list[str]()
-    workers = WorkerGroup(config_of_three(), 0, tmp_path, pump, said.append)
+    workers = WorkerGroup(config_of_three(), Key(1, 0), tmp_path, pump, said.append)
     real, made = os.pipe2, list[tuple[int, int]]()
 
     def second_fails(flags: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ TRAINER = "spec.template.spec.containers.0"  # "T" in these tests
 #: What differs from pod to pod, and from a cluster to this machine.
 OWN = {"MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ID"}
 ITEMS = [{"key": "x", "path": "../../x"}]
-OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT}
+OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT, contract.REPLACE_SECONDS}
 
 
 def plan(text: str, tmp_path: Path, **more: Any) -> Job:
@@ -133,7 +133,8 @@ def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) 
     container["env"] = [{"name": "A", "value": "$(RANK) $(DDPJOB_REPLICA) $$(B)"}]
     found["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 9
     pod = render.pod(observe.job(found), spec.parse(found["spec"]), 4, 2)
-    theirs = {one["name"]: one["value"] for one in pod["spec"]["containers"][0]["env"]}
+    env = pod["spec"]["containers"][0]["env"]
+    theirs = {one["name"]: one["value"] for one in env if "valueFrom" not in one}
     theirs["A"] = expand(theirs["A"], theirs)
     job = plan(json.dumps(found), tmp_path)
     ours = job.environment(4, 2, range(1, 1 + job.ports()))

@@ -9,6 +9,7 @@ import pytest
 from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS, Hub
 from ddpjob_trainer.launcher.hub.messages import (
+    Call,
     Done,
     End,
     Exiting,
@@ -26,7 +27,9 @@ from ddpjob_trainer.launcher.hub.messages import (
 from ddpjob_trainer.launcher.hub.root_cause import CAUSE_WAIT_SECONDS, Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 
-GANG = Hello("uid", 4, replicas=3, nproc=2, replica=0)
+GANG = Hello(
+    "uid", "pod-0", replica=0, birth=4, replicas=3, nproc=2, holds=False, running=True
+)  # fmt: skip
 
 
 class Scene:
@@ -42,8 +45,18 @@ class Scene:
             lambda: self.modified,
         )
         for replica in here:
-            assert self.hub.admit(dataclasses.replace(GANG, replica=replica)) is None
+            assert self.comes(replica) is None
         self.told()
+
+    def comes(self, replica: int, **changes: object) -> Refused | None:
+        """A launcher's Hello."""
+        hello = dataclasses.replace(
+            GANG, **{"replica": replica, "pod": f"pod-{replica}", **changes}
+        )  # fmt: skip
+        refused = self.hub.refuses(hello)
+        if refused is None:
+            self.hub.admit(hello, 0.0)
+        return refused
 
     def told(self) -> dict[int, list[Message]]:
         """What each launcher was told since the last call."""
@@ -113,9 +126,9 @@ def test_how_long_a_round_lasted_and_a_newer_file_count_as_progress(
 def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
     """As membership.join has it for replica 2 of 3: a hub of its own, and no round follows."""
     posted: list[Message] = []
-    alone = Hello("uid", 4, replicas=1, nproc=1, replica=0)
+    alone = dataclasses.replace(GANG, replicas=1, nproc=1)
     hub = Hub(alone, Limits(0), lambda _, message: posted.append(message))
-    assert hub.admit(alone) is None
+    hub.admit(alone, 0.0)
     hub.receive(0, Failed(0, (Exit(2, 0, -9, 0.0),), 0), 0.0)
     hub.receive(0, Stopped(0, (), -1), 0.1)
     assert [type(message) for message in posted] == [Welcome, Stop, End]
@@ -217,17 +230,17 @@ def test_who_comes_late_learns_where_things_stand() -> None:
     scene = Scene(here=(0, 1))
     scene.fails(1, -9)
     scene.told()
-    scene.hub.admit(dataclasses.replace(GANG, replica=2))
-    assert scene.told() == {2: [Welcome(), Stop(0)]}
+    assert scene.comes(2) is None
+    assert scene.told() == {2: [Welcome(4, "pod-0"), Stop(0)]}
     scene.stops(0, 1, 2)
     assert isinstance(scene.told()[2][0], Go)
     scene = Scene(here=(0, 1))
     scene.fails(1, 64)
     scene.watch(0.0, BARRIER_SECONDS)
     scene.told()
-    scene.hub.admit(dataclasses.replace(GANG, replica=2))
+    assert scene.comes(2) is None
     told = scene.told()[2]
-    assert told[0] == Welcome()
+    assert told[0] == Welcome(4, "pod-0")
     assert isinstance(told[1], End)
 
 
@@ -235,8 +248,8 @@ def test_who_comes_late_learns_where_things_stand() -> None:
     ("change", "words", "final"),
     [
         ({"uid": "other"}, "another job", False),
-        ({"attempt": 3}, "attempt 4", True),  # that launcher is out of date
-        ({"attempt": 5}, "attempt 4", False),  # this hub is: the right one will come
+        ({"birth": 3}, "attempt 4", True),  # that launcher is out of date
+        ({"birth": 5}, "attempt 4", False),  # this hub is: the right one will come
         ({"nproc": 1}, "3 replicas of 2", True),
         ({"replicas": 4}, "3 replicas of 2", True),
         ({"replica": 3}, "replica 3 is not one of 3", True),
@@ -246,7 +259,7 @@ def test_who_comes_late_learns_where_things_stand() -> None:
 )
 def test_only_this_gang_is_admitted_and_each_once(change, words, final):  # type: ignore[no-untyped-def]
     scene = Scene()
-    refused = scene.hub.admit(dataclasses.replace(GANG, **{"replica": 2, **change}))
+    refused = scene.comes(**{"replica": 2, **change})
     assert isinstance(refused, Refused)
     assert words in refused.reason
     assert refused.final == final
@@ -373,7 +386,7 @@ def test_nobody_speaks_for_another() -> None:
     with pytest.raises(ValueError, match="rank 0 is not of replica 1"):
         scene.hub.receive(1, Failed(0, (Exit(0, 0, -9, 0.0),), 1), 0.0)
     with pytest.raises(ValueError, match="must not say Go"):
-        scene.hub.receive(1, Go(3, ()), 0.0)
+        scene.hub.receive(1, Go(4, 3, ()), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -383,10 +396,12 @@ def test_nobody_speaks_for_another() -> None:
         Failed(2, (Exit(3, 1, -9, 0.5, exception="é", step=4),), 1),
         Stopped(0, (), -1),
         Exiting(3),
-        Go(1, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
+        Go(4, 1, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
         End(-1, "x", graceful=True),
         Finished(),
-        Welcome(),
+        Welcome(4, "pod-0"),
+        Call("uid", 4, "pod-0"),
+        Stop(2, graceful=True),
     ],
 )
 def test_a_message_survives_the_wire(message):  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from support.launching import PATHS
 
@@ -61,13 +62,13 @@ def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full): 
     runtime_dir = RuntimeDir(2, (str(tmp_path), "/nowhere"))
     full.add(str(tmp_path))
     with pytest.raises(NoRoomError, match=r"make /dev/shm bigger or free it, .*: No space left"):
-        runtime_dir.begin(0)
+        runtime_dir.begin(Key(1, 0))
     words = r"or set TMPDIR .* 1536 KiB \(.*: No space left on device; /nowhere: No such"
     with pytest.raises(NoRoomError, match=words):
         RuntimeDir(2, (str(tmp_path), "/nowhere"))
     assert list(tmp_path.iterdir()) == [runtime_dir.path]
     full.clear()
-    assert runtime_dir.begin(1).is_dir()  # somebody has made room
+    assert runtime_dir.begin(Key(1, 1)).is_dir()  # somebody has made room
 
 
 def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS, GRACE_SECONDS
@@ -55,6 +56,13 @@ class Identity:
     def key(self) -> str:
         """Return a prefix for rendezvous keys."""
         return f"{self.uid}/{self.attempt}/{self.round}"
+
+
+class Key(NamedTuple):
+    """One incarnation of a gang's processes: the number of its hub, and the hub's round."""
+
+    number: int
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +113,24 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """The operator's settings of this pod. ``replica`` None: standalone."""
+    """The operator's settings of this pod. ``replica`` None: standalone.
+
+    ``least_hub``: the launcher follows no hub with a smaller number. ``replacement``: the pod takes
+    a lost one's place. ``replace_seconds`` 0: nobody holds while a lost pod is replaced.
+    """
 
     replica: int | None
     replicas: int
     nproc: int | None
     master: tuple[str, int] | None
     identity: Identity
+    name: str
+    namespace: str
+    pod_uid: str  # "": not a pod
+    token: str = field(repr=False)  # of the job; "": none
+    least_hub: int
+    replacement: bool
+    replace_seconds: int
     grace_seconds: float
     metrics_port: int | None
     hub_port: int | None
@@ -298,6 +317,13 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         nproc=nproc or None,
         master=master if replica else None,
         identity=_identity(env),
+        name=env.get(contract.NAME, ""),
+        namespace=env.get(contract.NAMESPACE, ""),
+        pod_uid=env.get(contract.POD_UID, ""),
+        token=env.get(contract.TOKEN, ""),
+        least_hub=_integer(env, contract.HUB, 0),
+        replacement=env.get(contract.REPLACEMENT) == "1",
+        replace_seconds=_integer(env, contract.REPLACE_SECONDS, 0),
         grace_seconds=_seconds(env, contract.GRACE_SECONDS, GRACE_SECONDS),
         metrics_port=_integer(env, contract.METRICS_PORT, 0) or None,
         hub_port=_integer(env, contract.HUB_PORT, 0) or None,

@@ -8,7 +8,7 @@ reads, never a decision.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -49,11 +49,15 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """Replace .status, guarded by the resourceVersion of the job that was planned on."""
+    """Replace .status, guarded by the resourceVersion of the job that was planned on.
+
+    ``begins``: phase Starting begins with it, so that QuorumRead.begun becomes true.
+    """
 
     status: Body
     events: tuple[Event, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,11 @@ class ReadNodes:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLeases:
+    """LIST the Leases of all nodes; a refusal counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadEvents:
     """LIST a kubelet's Events of one container of a pod; ApiFeedback.probed holds the answer.
 
@@ -101,8 +110,9 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    When both exist with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a refusal
-    goes to ApiFeedback.network_refusal.
+    The Secret is only POSTed, with bytes drawn then: one that is there is the job's. When all
+    exist, those that were read with our owner uid, ApiFeedback.network_attempt becomes ``attempt``;
+    a refusal goes to ApiFeedback.network_refusal.
     """
 
     attempt: int
@@ -133,6 +143,7 @@ Action = (
     | DeletePod
     | ConfirmGone
     | ReadNodes
+    | ReadLeases
     | ReadEvents
     | EnsureNetwork
     | CreatePod
@@ -183,7 +194,7 @@ class QuorumRead:
     """The result of one quorum read of the job's pods, and then of the job.
 
     It guarantees: begun at ``at`` by a process that led, the read found the job at ``attempt``, of
-    that attempt's pods exactly those of ``replicas`` and, if ``alone``, no object of an older one.
+    its members exactly those of ``replicas`` and, if ``alone``, no object of an older pod.
 
     It allows to create pods until the attempt changes, a creation or a status write has an unknown
     outcome, or the process stops leading; a watch does not renew it. It proves that a replica is
@@ -201,6 +212,7 @@ class QuorumRead:
     seen: frozenset[int] = frozenset()
     replicas: frozenset[int] = frozenset()
     hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: not asked
+    begun: bool = False  # this process has stored that phase Starting begins (rule O5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +236,17 @@ class ApiFeedback:
     create_backoff: CreateBackoff | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
+    away: frozenset[str] = frozenset()  # uids of members whose link to the hub is lost, by
+    away_at: datetime | None = None  # the newest answer
     probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap
+
+    def begin(self, attempt: object) -> ApiFeedback:
+        """Note that this process has stored the phase Starting of that attempt."""
+        read = self.confirmed
+        known = read is not None and read.attempt == attempt
+        return replace(self, confirmed=replace(read, begun=True)) if read and known else self

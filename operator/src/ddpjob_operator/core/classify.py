@@ -30,6 +30,8 @@ from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.objects.status import Failure
 
 Verdict = tuple[str, str]  # class and reason
+#: A node lost by its Lease and the word of the hub: for a while Kubernetes calls it ready.
+NODE_SILENT: Final = "NodeSilent"
 INIT_FAILED: Final = "InitContainerFailed"
 PROBE_FAILED: Final = "ProbeFailed"
 #: These codes mean the same in any container.
@@ -120,7 +122,7 @@ def ended_round(
     code, rank = found.code, found.rank
     if rank is None and nproc_per_node == 1:
         rank = replica
-    cls = {"hang": "Hang", "oom": "OOM"}.get(found.kind, "User")
+    cls = {"hang": "Hang", "oom": "OOM", "lost": "Infrastructure"}.get(found.kind, "User")
     number = found.signal or signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
     said = found.exception or told.KINDS.get(found.kind, "")
@@ -202,6 +204,7 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
         raw = {pod.reason, pod.disruption, decisive(pod).reason} - {""}
         if _OOM in raw and found.cls != "OOM":  # it survived, see _out_of_memory
             raw = raw - {_OOM} | {"Error"}
+    raw |= {"NodeLost"} if found.reason == NODE_SILENT else set()
     return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 

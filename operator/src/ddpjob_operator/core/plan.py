@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
 from typing import Final
 
@@ -41,11 +42,13 @@ from ddpjob_operator.core.policy.reporting import repeat, report
 from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
+    handover,
     probe,
     restart,
     root_cause,
     rounds,
 )
+from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import (
     node_avoidance,
     retry,
@@ -104,7 +107,7 @@ def _decide(view: View) -> Change:
         ):
             return _start(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
-    change = rounds.count(view, change)
+    change = replacement.hear(view, rounds.count(view, change))
     if len(view.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
     if finish.past_active_deadline(view) and view.read_since(finish.active_deadline(view)):
@@ -119,9 +122,8 @@ def _decide(view: View) -> Change:
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
     change = budget_reset.budgets(view, change)
-    loss = root_cause.loss(view, change.status)
-    if loss is not None:
-        return restart.after(view, root_cause.clear_wait(view, change), loss)
+    if (broken := _restart(view, change)) is not None:
+        return broken
     if status.phase == "Starting":
         change = change if root_cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):
@@ -129,8 +131,23 @@ def _decide(view: View) -> Change:
     if change.status.phase == status.phase:
         loops = repeat.reasons(view, change.status)
         why = chain(root_cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
-        change = report.stall(view, change, why)
+        change = report.stall(view, change, replacement.with_deadline(view, why))
     return change
+
+
+def _restart(view: View, change: Change) -> Change | None:
+    """Answer a loss, a node about to go, or a replacement that gets nowhere; None: all is well."""
+    if view.replacing and (over := replacement.over(view)):
+        if any(not pod.node for pod in view.members.values()):
+            change = node_avoidance.nothing(change, "no room elsewhere")
+        return restart.whole(view, change, *over)
+    loss = root_cause.loss(view, change.status)
+    if loss is not None:
+        return restart.after(view, root_cause.clear_wait(view, change), loss)
+    if unmade := replacement.unmade(view):
+        what = f"nobody knows whether there were pods of {told.replicas(unmade, 40)}"
+        return replacement.begin(view, change, unmade, f"{what}; another attempt for them")
+    return handover.begin(view, change)
 
 
 def _start(view: View, change: Change) -> Change:
@@ -141,6 +158,7 @@ def _start(view: View, change: Change) -> Change:
     change = change.with_status(
         timings=replace(change.status.timings, started_at=view.now),
         restarts=replace(change.status.restarts, consecutive=0, released=0),
+        handed_over=(),
     )
     change = node_avoidance.nothing(change, "the job was suspended and resumed")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
@@ -175,8 +193,11 @@ def _suspend(view: View, change: Change) -> Change:
     change = change.with_status(
         phase="Suspended",
         members_since=view.status.attempt + 1,
+        births={},
         succeeded=frozenset(),
-        timings=replace(view.status.timings, running_at=None, next_restart_at=None),
+        timings=replace(
+            view.status.timings, running_at=None, next_restart_at=None, replacing_since=None
+        ),
     )
     change = change.condition("Stalled", False, "Suspended", "", view.now)
     change = change.condition("Running", False, "Suspended", message, view.now)
@@ -227,7 +248,8 @@ def _write(view: View, change: Change) -> Plan | None:
         progress = replace(view.status, progress=change.status.progress) == change.status
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
-    return Plan((WriteStatus(new, change.events, change.measurements),))
+    begins = change.status.phase == "Starting" != view.status.phase
+    return Plan((WriteStatus(new, change.events, change.measurements, begins),))
 
 
 def _seldom(view: View) -> timedelta:
@@ -244,7 +266,7 @@ def _reports_only(new: Status, old: Status) -> bool:
     """
 
     def decided(status: Status) -> Status:
-        rest = replace(status, replicas=st.Replicas(), progress=st.Progress())
+        rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), holds=False)
         if old.condition("Stalled") is None:
             return rest
         told = tuple(c for c in status.conditions if c.type != "Stalled")
@@ -267,7 +289,7 @@ def _act(view: View) -> Plan:
         return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:
         return Plan(fence.reads(view), wake)
-    return Plan(_creations(view) or fence.reads(view), wake)
+    return Plan(_creations(view) or fence.reads(view) or handover.reads(view), wake)
 
 
 def _leave(view: View) -> Plan:
@@ -293,13 +315,16 @@ def _leave(view: View) -> Plan:
 def _deletions(view: View) -> tuple[Action, ...]:
     """Delete pods that are no members.
 
-    Once a member of their attempt is dead they can save nothing, so a longer grace period is cut
-    short.
+    Once a member is dead and the gang was not kept they can save nothing, so a longer grace period
+    is cut short, but for those that hand over.
     """
-    dead = {loss.attempt for loss in view.status.failures if not loss.in_place}
+    ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
+    dead = max((loss.attempt for loss in ends), default=0)
     actions: list[Action] = []
     for pod in view.others:
-        grace = DEAD_GANG_SECONDS if pod.attempt in dead else None
+        replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
+        late = (pod.attempt or 0) < max(dead + 1, replaced)
+        grace = DEAD_GANG_SECONDS if late and not handover.saves(view, pod) else None
         if fence.lost(view, pod):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
@@ -316,21 +341,33 @@ def _creations(view: View) -> tuple[Action, ...]:
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (ConfirmGone(attempt),) if _due(view) else ()
-    if waiting or not view.missing:
+    if waiting or not view.missing or replacement.unmade(view):
         return ()
     if feedback.network_attempt != attempt:
         if retry.resting(view, feedback.network_refusal):
             return ()
-        bodies = render.network(view.job, view.spec, feedback.metrics_from)
+        secret = feedback.network_attempt == 0 or _cannot_start(view)
+        bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
         return (EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
-    avoided = view.status.avoided_nodes
-    pods = ((r, render.pod(view.job, view.spec, attempt, r, avoided)) for r in due_now)
+    make = partial(
+        render.pod,
+        avoided=node_avoidance.at_once(view),
+        suspected=node_avoidance.suspected(view),
+        since=view.status.members_since,
+        hub=view.status.hub,
+    )
+    pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
         *(CreatePod(r, attempt, body) for r, body in pods),
     )
+
+
+def _cannot_start(view: View) -> bool:
+    """Tell whether pods did not start last time, as where somebody has removed the Secret."""
+    return any(loss.cls == "Startup" for loss in view.status.failures[-1:])
 
 
 def _batch(view: View) -> int:
@@ -354,7 +391,8 @@ def _wake(view: View) -> float | None:
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
     times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
-    if status.phase == "Starting":
+    times.append(handover.due(view))
+    if status.phase == "Starting" or view.replacing:
         times.append(startup.deadline(view))
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)

@@ -1,4 +1,4 @@
-"""Render the objects of a gang: headless Service, NetworkPolicy and the pods.
+"""Render the objects of a gang: Secret, headless Service, NetworkPolicy and the pods.
 
 plan() puts them into its actions. The pod template stays as the user wrote it; only what the
 contract promises is added, our variables first, so that the user's may refer to them as $(RANK).
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import crd, exits
+from ddpjob_contract import POD_UID, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
@@ -26,24 +26,37 @@ _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unrea
 
 
 def network(
-    job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]] = ()
+    job: Job, spec: Spec, metrics_from: Sequence[Mapping[str, Any]] = (), *, secret: bool = True
 ) -> tuple[dict[str, Any], ...]:
-    """Render the objects that come before the first pod: the Service, then the NetworkPolicy.
+    """Render the objects that come before the first pod: Secret, Service, NetworkPolicy.
 
     ``metrics_from``: NetworkPolicyPeers that may read metrics; none: everybody.
+    ``secret``: the Secret may be missing.
     """
     bodies = [_service(job, spec)]
+    if secret:
+        bodies.insert(0, _secret(job))
     if spec.network_policy:
         bodies.append(_network_policy(job, spec, metrics_from))
     return tuple(bodies)
 
 
 def pod(
-    job: Job, spec: Spec, attempt: int, replica: int, avoided: Sequence[str] = ()
+    job: Job,
+    spec: Spec,
+    attempt: int,
+    replica: int,
+    avoided: Sequence[str] = (),
+    *,
+    suspected: Sequence[str] = (),
+    since: int = 0,
+    hub: int = 0,
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
-    ``avoided``: names of nodes that it must not be scheduled to.
+    ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
+    only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
+    hub's number, where they are others.
     """
     template = spec.template.packed.unpack()
     meta, body = mapping(template.get("metadata")), template["spec"]
@@ -52,8 +65,11 @@ def pod(
     body["restartPolicy"] = "Never"
     _default(body, "automountServiceAccountToken", False)
     _default(body, "enableServiceLinks", False)
-    if avoided and not body.get("nodeName"):  # a pod with a nodeName meets no scheduler
-        body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
+    if not body.get("nodeName"):  # else it meets no scheduler
+        if avoided:
+            body["affinity"] = _kept_off(avoided, mapping(body.get("affinity")))
+        if suspected:
+            body["affinity"] = _rather_off(suspected, mapping(body.get("affinity")))
     body["tolerations"] = _tolerations(body.get("tolerations"))
     # With 0 the pod object would go before its containers, and the barrier would miss them. The CRD
     # refuses 0; a job that an older CRD took gets 1 here.
@@ -63,9 +79,11 @@ def pod(
     assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
-    ours = _env(job, spec, attempt, replica, grace)
+    ours = _env(job, spec, attempt, replica, grace, since or attempt, hub or attempt)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
+        {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        {"name": TOKEN, "valueFrom": {"secretKeyRef": _token(job)}},
         *({"name": name, "value": value} for name, value in ours.items() if name not in names),
         *given,
     ]
@@ -132,6 +150,22 @@ def _meta(job: Job) -> dict[str, Any]:
     }
 
 
+def _token(job: Job) -> dict[str, str]:
+    # With the uid in it the name is nobody else's, so that nobody has to read the object.
+    return {"name": f"{job.name}-{job.uid[:8]}", "key": TOKEN_KEY}
+
+
+def _secret(job: Job) -> dict[str, Any]:
+    """Render the Secret by which launchers know one another, without what it holds."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**_meta(job), "name": _token(job)["name"]},
+        "type": "Opaque",
+        "immutable": True,  # kubelets need not watch it
+    }
+
+
 def _service(job: Job, spec: Spec) -> dict[str, Any]:
     """Render the Service; its ports are only documentation, as it has no cluster IP."""
     hub = ports.hub(spec.template, spec.port, spec.metrics_port)
@@ -176,8 +210,11 @@ def _network_policy(
     }
 
 
-def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[str, str]:
-    found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, attempt, replica)
+def _env(
+    job: Job, spec: Spec, attempt: int, replica: int, grace: int, since: int, hub: int
+) -> dict[str, str]:
+    # Members of several attempts have to agree on the ports.
+    found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, since, replica)
     snapshots = None
     if given := spec.snapshot:
         snapshots = Snapshots(
@@ -203,6 +240,10 @@ def _env(job: Job, spec: Spec, attempt: int, replica: int, grace: int) -> dict[s
         drill=spec.restart.drill,
         final_exit_codes=_final_exit_codes(spec.restart),
         heal_after=spec.restart.heal_after,
+        hub=hub,
+        replacement=attempt > since,
+        # Where pods share a host's network, launchers of one node would share the hub's port.
+        replace_seconds=0 if spec.template.host_network else spec.restart.replace_seconds,
         hang_startup=spec.hang.startup,
         hang_step=spec.hang.step,
         hang_snapshot=spec.hang.snapshot,
@@ -253,6 +294,16 @@ def _kept_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     ]
     terms = terms or [{"matchFields": not_these}]
     return {**given, "nodeAffinity": {**node_affinity, required: {"nodeSelectorTerms": terms}}}
+
+
+def _rather_off(nodes: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Add preferred terms against these nodes, each as strong as one may be."""
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    node_affinity = mapping(given.get("nodeAffinity"))
+    not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]
+    terms = [{"weight": 100, "preference": {"matchFields": [field]}} for field in not_these]
+    terms = [*sequence(node_affinity.get(preferred)), *terms]
+    return {**given, "nodeAffinity": {**node_affinity, preferred: terms}}
 
 
 def _default(body: dict[str, Any], field: str, value: object) -> None:

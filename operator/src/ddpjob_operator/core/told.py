@@ -20,6 +20,7 @@ KINDS: Final[Mapping[str, str]] = {
     "hang": "hang: no sign of life for longer than spec.hang allows",
     "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
     "peerLost": "peerLost: another rank was gone first",
+    "lost": "lost: the connection to its launcher broke, and its pod lived on",
     "hardware": "hardware: a GPU failed, not the program",
     "oom": "oom: the kernel killed it for lack of memory",
 }

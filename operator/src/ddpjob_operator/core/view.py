@@ -33,7 +33,7 @@ _ATTEMPTS_AHEAD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """``members`` by replica: pods of the current attempt; ``others``: ours, but no members."""
+    """``members`` by replica: the gang's pods (rule O1); ``others``: ours, but no members."""
 
     job: Job
     spec: Spec
@@ -57,7 +57,7 @@ class View:
 
     @property
     def missing(self) -> list[int]:
-        """Return the replicas without a pod in this attempt that have not succeeded in it."""
+        """Return the replicas without a member that have not succeeded in this attempt."""
         if len(self.members) == self.spec.replicas:
             return []  # asked for many times a plan
         have = self.members.keys() | self.succeeded
@@ -98,6 +98,19 @@ class View:
         """Return pods that no watch shows and that have not ended; None: not asked."""
         return self.confirmed.hidden if self.confirmed else None
 
+    @property
+    def replacing(self) -> bool:
+        """Tell whether lost pods are being replaced while the other members wait."""
+        status = self.status
+        later = status.attempt > status.members_since
+        return later and status.phase in ("Restarting", "Starting")
+
+    @property
+    def all_running(self) -> bool:
+        """Tell whether every replica runs or is done already."""
+        on = {r for r, pod in self.members.items() if classify.running(pod)}
+        return len(on | self.succeeded) == self.spec.replicas
+
     def chance(self, *what: int) -> float:
         """Return a number from 0 to 1, constant for each job, attempt and ``what``.
 
@@ -116,16 +129,20 @@ class View:
         read = self.confirmed
         if read is None:
             return []
-        lost = [r for r in self.were_there if read.running or r in read.seen]
-        return [r for r in lost if r not in read.replicas]
+        known = [r for r in self.were_there if read.running or r in read.seen or self._kept(r)]
+        return [r for r in known if r not in read.replicas]
 
     @property
     def were_there(self) -> list[int]:
         """Return missing replicas that had a pod, without those yet to be created."""
         if self.status.phase == "Running":
             return self.missing
-        starting = self.status.phase == "Starting"
-        return [r for r in self.missing if starting and r in self.feedback.seen]
+        seen = self.feedback.seen if self.status.phase == "Starting" else frozenset()
+        return [r for r in self.missing if r in seen or self._kept(r)]
+
+    def _kept(self, replica: int) -> bool:
+        """Tell whether a replacement keeps this replica's pod: its floor is that of before."""
+        return self.replacing and self.status.floor(replica) < self.status.attempt
 
     @property
     def in_doubt(self) -> bool:
@@ -173,19 +190,25 @@ def build_view(
     members: dict[int, Pod] = {}
     others: list[Pod] = []
     status = replace(status, succeeded=frozenset(n for n in status.succeeded if n < spec.replicas))
-    current = status.attempt if status.attempt >= status.members_since else None
     for seen in pods:
         if seen.owner_uid != job.uid:
             continue
         known = feedback.probed.get(seen.uid)
         # A pod that a probe ended has no other message of its kubelet.
         pod = seen if known is None else replace(seen, probed=known, message=seen.message or known)
-        counts = current is not None and pod.attempt == current
-        if counts and pod.replica is not None and pod.replica < spec.replicas:
+        if pod.replica is not None and pod.replica < spec.replicas and belongs(status, pod):
             members[pod.replica] = pod
         else:
             others.append(pod)
     return View(job, spec, status, members, tuple(others), feedback, now, nodes)
+
+
+def belongs(status: Status, pod: Pod) -> bool:
+    """Tell whether a pod is its replica's member (rule O1).
+
+    A floor only rises, so an old view never takes a member for a stranger.
+    """
+    return pod.attempt is not None and status.floor(pod.replica) <= pod.attempt <= status.attempt
 
 
 def recovers_from(status: Status) -> Failure | None:

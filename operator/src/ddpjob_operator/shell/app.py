@@ -24,6 +24,7 @@ from ddpjob_operator import __version__
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.api.client import Api
 from ddpjob_operator.shell.api.credentials import Credentials
+from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.elector import Elector
@@ -55,7 +56,7 @@ class App:
     def __init__(self, settings: Settings, credentials: Credentials) -> None:
         self._settings = settings
         self._metrics = Metrics()
-        self._store = Store(self._now)
+        self._store = Store(self._now, NodeCache(signals=settings.node_signals))
         self._clock = Clock(
             settings.resync_seconds + _AWAY,
             stepped=self._store.forget_feedback,

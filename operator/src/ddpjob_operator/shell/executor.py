@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from datetime import datetime
@@ -15,7 +16,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ddpjob_contract import crd
+from ddpjob_contract import TOKEN_KEY, crd
 from ddpjob_operator.core import ownership
 from ddpjob_operator.core.actions import (
     Action,
@@ -29,18 +30,22 @@ from ddpjob_operator.core.actions import (
     Existing,
     QuorumRead,
     ReadEvents,
+    ReadLeases,
     ReadNodes,
     Refusal,
     WriteStatus,
 )
 from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
+from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import (
     JOBS,
     NETWORK_POLICIES,
     PODS,
+    SECRETS,
     SERVICES,
     Api,
     Object,
@@ -55,6 +60,7 @@ from ddpjob_operator.shell.recorder import Recorder
 log = logging.getLogger(__name__)
 
 _IN_PARALLEL = 32
+_TOKEN_BYTES = 32
 _NETWORK = {"Service": SERVICES, "NetworkPolicy": NETWORK_POLICIES}
 
 
@@ -115,6 +121,8 @@ class Executor:
                 return await self._confirm_gone(job, action)
             case ReadNodes():
                 await nodes.read(self._api, self._store.nodes, action.names)
+            case ReadLeases():
+                await self._store.nodes.read_leases(self._api)
             case ReadEvents(uid):
                 found = await failed_probe(self._api, job, action)
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))
@@ -203,6 +211,8 @@ class Executor:
         if pruned and not self._store.feedback(job.uid).pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
+        if action.begins:
+            self._learn(job.uid, lambda known: known.begin(action.status.get("attempt")))
         self._tell_of(job, action)
         return True
 
@@ -260,18 +270,22 @@ class Executor:
         now = self._store.snapshot(job.key)
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
+        status, before = status_.from_dict(now.job.status), self._store.feedback(job.uid).confirmed
         found = QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
             hidden=hidden,
-            alone=all(p.attempt is not None and p.attempt >= action.attempt for p in now.pods),
+            alone=all(
+                p.attempt is not None and p.attempt >= status.floor(p.replica) for p in now.pods
+            ),
             running=(job.status.get("attempt"), job.status.get("phase"))
             == (action.attempt, "Running"),
             seen=seen,
             replicas=frozenset(
-                p.replica for p in now.pods if p.attempt == action.attempt and p.replica is not None
+                p.replica for p in now.pods if p.replica is not None and belongs(status, p)
             ),
+            begun=before is not None and before.attempt == action.attempt and before.begun,
         )
         self._learn(job.uid, lambda known: replace(known, confirmed=found))
         return found.alone
@@ -308,7 +322,8 @@ class Executor:
 
     async def _ensure_network(self, job: observe.Job, action: EnsureNetwork) -> bool:
         for body in action.bodies:
-            refusal = await self._ensure(job, action.attempt, body)
+            ensure = self._ensure_secret if body["kind"] == "Secret" else self._ensure
+            refusal = await ensure(job, action.attempt, body)
             if refusal is not None:
                 before = self._store.feedback(job.uid).network_refusal
                 self._learn(job.uid, partial(replace, network_refusal=refusal))
@@ -320,6 +335,16 @@ class Executor:
         made = {"network_attempt": action.attempt, "network_refusal": None}
         self._learn(job.uid, lambda known: replace(known, **made))  # type: ignore[arg-type]
         return True
+
+    async def _ensure_secret(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
+        """Make the job's Secret unless it is there; the operator may read none."""
+        drawn = {**body, "stringData": {TOKEN_KEY: secrets.token_hex(_TOKEN_BYTES)}}
+        try:
+            await self._api.create(SECRETS, job.namespace, drawn, strict=True)
+        except errors.ApiError as error:
+            if error.code != 409:
+                return self._refusal(job, attempt, error, None)
+        return None
 
     async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         kind, name = body["kind"], body["metadata"]["name"]

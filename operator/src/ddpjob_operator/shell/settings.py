@@ -13,10 +13,12 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ddpjob_operator import __version__
+from ddpjob_operator.core.objects.json_read import mapping
+from ddpjob_operator.core.objects.nodes import NO_SIGNALS, Signals, signals_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Settings:
     progress_seconds: float = 15.0
     resync_seconds: float = 30.0
     metrics_from: tuple[dict[str, Any], ...] = ()  # NetworkPolicyPeers; empty: everybody
+    node_signals: Signals = NO_SIGNALS  # none: no node is known to be about to go
     probe_host: str = ""  # every address, of IPv4 and of IPv6
     probe_port: int = 8080
     lease_name: str = "ddpjob-operator"
@@ -93,9 +96,16 @@ def _parser(defaults: Settings) -> argparse.ArgumentParser:
         help="a list of NetworkPolicyPeers: only they, the operator must be one, and the gang may"
         " reach a gang's metrics port; empty lets everybody",
     )
+    scope.add_argument(
+        "--node-signals",
+        type=_signals,
+        metavar="JSON",
+        help='{"conditions": [...], "taints": [...], "cordon": false}: what says that a node is'
+        " about to go; pods there are replaced before they are lost",
+    )
     _cluster_flags(parser)
     _process_flags(parser)
-    parser.set_defaults(**asdict(defaults))
+    parser.set_defaults(**{field.name: getattr(defaults, field.name) for field in fields(defaults)})
     return parser
 
 
@@ -159,6 +169,13 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
             'not a list of NetworkPolicyPeers, as in [{"podSelector": {...}}]'
         )
     return tuple(found)
+
+
+def _signals(given: str) -> Signals:
+    try:
+        return signals_of(mapping(json.loads(given)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
 
 
 def _without_empty(value: Any) -> Any:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from kubectl_ddp import gang
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Kubectl, Object
-from kubectl_ddp.text import NONE, WHOLE, ranges, since, width, wrapped_table
+from kubectl_ddp.text import NONE, WHOLE, since, width, wrapped_table
 
 #: Equal words about other replicas within this time share a line.
 _TOGETHER = timedelta(seconds=60)
@@ -40,9 +40,7 @@ class Happening:
     @property
     def about(self) -> str:
         """Name the replicas, or the job."""
-        if not self.replicas:
-            return "job"
-        return f"replica{'s' * (len(self.replicas) > 1)} {ranges(self.replicas)}"
+        return gang.named(self.replicas) if self.replicas else "job"
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -118,7 +116,9 @@ def _of_event(job: Job, event: Object) -> Happening | None:
 
 def _of_failure(failure: Object) -> Happening:
     at = moment(failure.get("detectedAt")) or _ANY
-    said = (f"on {failure['node']}" if "node" in failure else "", failure.get("message", ""))
+    alone = "replaced alone" if failure.get("replaced") else ""
+    place = f"on {failure['node']}" if "node" in failure else ""
+    said = (", ".join(filter(None, (place, alone))), failure.get("message", ""))
     words = [failure.get("class"), failure.get("reason")]
     return Happening(
         at, at, 1, _FAILED,

@@ -154,7 +154,7 @@ def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much:
         return 0
     told = clean(failure_line(failure, datetime.now(UTC)))
     member = members.get(int(failure.get("replica", -1)))
-    there = member is not None and member.attempt == failure.get("attempt")
+    there = member is not None and member.attempt <= failure.get("attempt", 0)
     if member is not None and there and not member.started and member.failed_init:
         print(told.partition("\n")[0])
         _of_init(kubectl, job, member, how_much)

@@ -156,6 +156,11 @@ def head_lines(
         told_of = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"
         lines.append(("Attempt", f"{attempt}, {told_of}"))
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
+    lost, begun = moment(timings.get("replacingSince")), job.replaced
+    if lost and begun:
+        left = job.spec["restart"]["replaceSeconds"] - (now - lost).total_seconds()
+        what = f"{gang.named(begun)}, lost {since(lost, now)} ago"
+        lines.append(("Replacing", f"{what}; all pods restart in {duration(left)}"))
     retry = moment(timings.get("nextRestartAt"))
     if retry and retry > now and not ended:
         lines.append(("Next try", f"in {duration((retry - now).total_seconds())}"))
@@ -212,6 +217,7 @@ def failure_line(failure: Object, now: datetime) -> str:
         who += f" on {failure['node']}"
     when = since(moment(failure.get("detectedAt")), now)
     follows = "restarted in place" if failure.get("inPlace") else "ended the attempt"
+    follows = "replaced alone" if failure.get("replaced") else follows
     place = f"attempt {failure.get('attempt', NONE)}, round {failure.get('round', 0)}"
     first = f"{who}, {when} ago: {_kind(failure)} ({place}; {follows})"
     return f"{first}\n{failure['message']}" if failure.get("message") else first
@@ -245,8 +251,9 @@ def _budget(restarts: Object, spec: Mapping[str, Any]) -> str:
     limits = spec["restart"]  # the CRD's defaults are filled in
     charged = f"{restarts.get('charged', 0)} of {limits['maxRestarts']} charged"
     lost = f"{restarts.get('disruptions', 0)} of {limits['maxDisruptions']} disruptions"
+    alone = f"{restarts['replaced']} of lost pods alone, " if restarts.get("replaced") else ""
     return (
-        f"{restarts.get('total', 0)} with new pods ({charged}, {lost}),"
+        f"{restarts.get('total', 0)} with new pods ({alone}{charged}, {lost}),"
         f" {restarts.get('inPlace', 0)} in place"
     )
 

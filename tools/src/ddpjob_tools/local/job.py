@@ -139,6 +139,9 @@ class Job:
             drill=limits.drill,
             final_exit_codes=exits.final_codes(limits.ruled),
             heal_after=limits.heal_after,
+            hub=attempt,
+            replacement=False,
+            replace_seconds=0,  # all launchers share this machine's hub port
             hang_startup=value("hang.startupSeconds"),
             hang_step=value("hang.stepSeconds"),
             hang_snapshot=value("hang.snapshotSeconds"),

@@ -23,6 +23,7 @@ from ddpjob_trainer.environment import (
     REPLAY_DIR,
     RUN_ID,
     STATE_DIR,
+    Key,
     LauncherEnvironment,
 )
 from ddpjob_trainer.errors import ConfigError
@@ -36,6 +37,8 @@ from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 _MEMORY = "/dev/shm"
 #: A killed process that waits for a disk or device without an answer may end later.
 _EXIT_SECONDS = 10.0
+#: Longer than replaceSeconds, so that the operator's decision on all pods comes first.
+_HOLD_SECONDS = 30.0
 #: With a GPU it frees GPU memory first: seconds, and more after an error of the GPU.
 _EXIT_SECONDS_WITH_GPUS = 60.0
 
@@ -59,8 +62,9 @@ class LaunchConfig:
     replica: int
     replicas: int
     master: tuple[str, int]
-    run_id: str
+    run_id: str  # of a launcher without a job
     uid: str
+    pod: str  # its uid
     exit_seconds: float  # how long a killed process may take to end
     metrics_port: int | None
     termination_log: Path | None
@@ -77,8 +81,36 @@ class LaunchConfig:
 
     @property
     def attempt(self) -> int:
-        """Return the number of this incarnation of the gang's pods."""
+        """Return the attempt in which this pod was made."""
         return self.env.identity.attempt
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the launcher waits while a lost one is replaced."""
+        return self.hub_port is not None and self.env.replace_seconds > 0
+
+    @property
+    def hold_seconds(self) -> float:
+        """Return for how long it waits at most."""
+        return self.env.replace_seconds + _HOLD_SECONDS
+
+    @property
+    def replacement(self) -> bool:
+        """Return whether it replaces a lost launcher: it starts nothing before the hub's Go."""
+        return self.hub_port is not None and self.env.replacement
+
+    @property
+    def first(self) -> Key:
+        """Return the round that begins without a hub's Go, or that no Go has begun yet."""
+        if self.replacement:
+            return Key(self.env.least_hub, -1)
+        return Key(self.attempt, 0)
+
+    def others(self) -> dict[int, tuple[str, int]]:
+        """Return where the other launchers listen for calls of a new hub, by replica."""
+        job, port = self.env.name, self.hub_port or 0
+        names = {i: f"{job}-{i}.{job}.{self.env.namespace}.svc" for i in range(self.replicas)}
+        return {i: (name, port) for i, name in names.items() if i != self.replica}
 
     @property
     def world_size(self) -> int:
@@ -190,7 +222,7 @@ def make_launch_config(
     if metrics_port is not None:
         whole("--metrics-port", metrics_port, most=65535)
     events = events or env.events
-    run_id = uuid.uuid4().hex if standalone else f"{env.identity.uid}-{env.identity.attempt}"
+    run_id = uuid.uuid4().hex
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     nproc = _nproc(env, nproc)
     ours = uses_our_library(program)
@@ -206,6 +238,7 @@ def make_launch_config(
         master=env.master or ("127.0.0.1", master_port or sockets.free_ports(1)[0]),
         run_id=run_id,
         uid=run_id if standalone else env.identity.uid,
+        pod=env.pod_uid or run_id,
         exit_seconds=_EXIT_SECONDS_WITH_GPUS if devices.any_here() else _EXIT_SECONDS,
         metrics_port=metrics_port or env.metrics_port,
         termination_log=termination_log,
@@ -226,6 +259,7 @@ def common_environment(
 ) -> dict[str, str]:
     """Return the part of a worker's environment that all ranks and rounds share."""
     env = dict(base)
+    env.pop(contract.TOKEN, None)  # programs may log their environment
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONUNBUFFERED", "1")
     # Ask NVML whether there is CUDA: the driver survives no fork.
@@ -259,10 +293,18 @@ def _give_home(env: dict[str, str]) -> None:
 
 
 def rank_environment(
-    config: LaunchConfig, local_rank: int, round_: int, runtime_dir: RuntimeDir
+    config: LaunchConfig, local_rank: int, key: Key, runtime_dir: RuntimeDir
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets, and those of our library."""
+    """Return the variables that torchrun sets, and those of our library.
+
+    The hub may be newer than the pod, whose own variables have the attempt that it was made in.
+    """
     address, port = config.master
+    of_hub = {
+        contract.ATTEMPT: str(key.number),
+        "PET_RDZV_ID": f"{config.uid}-{key.number}",
+        "TORCHELASTIC_RUN_ID": f"{config.uid}-{key.number}-{key.round}",
+    }
     return dict(
         RANK=str(config.rank(local_rank)),
         WORLD_SIZE=str(config.world_size),
@@ -275,14 +317,14 @@ def rank_environment(
         ROLE_NAME="default",
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
-        TORCHELASTIC_RESTART_COUNT=str(round_),
+        TORCHELASTIC_RESTART_COUNT=str(key.round),
         TORCHELASTIC_MAX_RESTARTS=str(config.rounds_without_progress),
-        TORCHELASTIC_RUN_ID=config.run_id if config.standalone else f"{config.run_id}-{round_}",
         TORCHELASTIC_USE_AGENT_STORE="False",
         PROMETHEUS_MULTIPROC_DIR=str(runtime_dir.metrics),
         **{
-            STATE_DIR: str(runtime_dir.round_path(round_)),
+            STATE_DIR: str(runtime_dir.round_path(key)),
             REPLAY_DIR: str(runtime_dir.replay),
-            contract.ROUND: str(round_),
+            contract.ROUND: str(key.round),
         },
+        **({"TORCHELASTIC_RUN_ID": config.run_id} if config.standalone else of_hub),
     )

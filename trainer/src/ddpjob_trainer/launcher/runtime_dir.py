@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from ddpjob_trainer.environment import Key
+
 #: Another name than that of earlier versions' directories, which have no lock.
 _PREFIX: Final = "ddpjob-launcher-"
 #: A rank's state, its stacks, metrics and record of steps, which are mapped: without room it gets
@@ -40,13 +42,13 @@ class RuntimeDir:
         self.metrics = self.path / "metrics"  # of prometheus-client's multiprocess mode
         self.replay = self.path / "replay"  # what the ranks of a round leave to the next
 
-    def round_path(self, round_: int) -> Path:
+    def round_path(self, key: Key) -> Path:
         """Return the directory of a round's records."""
-        return self.path / f"round-{round_}"
+        return self.path / f"round-{key.number}-{key.round}"
 
-    def begin(self, round_: int) -> Path:
+    def begin(self, key: Key) -> Path:
         """Make a round's directory. Raises NoRoomError."""
-        path = self.round_path(round_)
+        path = self.round_path(key)
         try:
             self._check_room(self.path)
             path.mkdir()

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD
+from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD, Key
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
@@ -41,6 +41,8 @@ class Starter:
         self._environment = common_environment(config)
         self._environment_of = partial(rank_environment, config, runtime_dir=runtime_dir)
         self._store: socket.socket | None = None
+        self._rounds = 0  # begun here
+        self._begun = 0.0
         self.spares = Spares(
             config.program,
             config.spares,
@@ -51,19 +53,26 @@ class Starter:
             tell,
         )
 
+    def prepare(self, workers: WorkerGroup) -> None:
+        """Have spares ready for a round that the hub will begin. ``workers``: none yet."""
+        self._workers = workers
+        if self._config.first_round_from_spares:
+            self.spares.start()
+
     def begin(self, workers: WorkerGroup, now: float, drill: str = "Never") -> None:
         """Start all workers of a round. ``drill``: whether they may make one."""
         self._workers = workers
+        self._rounds += 1
         self._drill = f"{drill} {os.getpid()} {now}"
         self._begun = now
         try:
-            workers.state_dir = self._runtime_dir.begin(workers.round)
+            workers.state_dir = self._runtime_dir.begin(workers.key)
         except NoRoomError as error:
             workers.cannot_start(0, error, now)
             return
         self._store = self._store or self._bind_store()
         workers.recall = self.spares.recall
-        if workers.round == 0 and self._config.first_round_from_spares:
+        if self._rounds == 1 and self._config.first_round_from_spares:
             self.spares.start()
         workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
 
@@ -83,9 +92,9 @@ class Starter:
         fds = {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
-        env = self._environment_of(local_rank, self._workers.round) | {ROUND_DRILL: self._drill}
+        env = self._environment_of(local_rank, self._workers.key) | {ROUND_DRILL: self._drill}
         call = Call(env, out, err, fds)
-        if self._workers.round > 0 or self._config.first_round_from_spares:
+        if self._rounds > 1 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self.spares.call(local_rank, call, now)
         return self._spawn(call)
@@ -106,13 +115,18 @@ class Starter:
 
     # --- Spares --------------------------------------------------------------------------
 
-    def refill(self, now: float) -> float | None:
-        """Order spares once training is under way; return when to call next."""
+    def refill(self, now: float, *, parked: bool = False) -> float | None:
+        """Order spares once training is under way; return when to call next.
+
+        ``parked``: there is none that they could slow down.
+        """
         due = self.spares.tick(now)
-        if self.spares.full or self._workers.stopping:
+        if self.spares.full or (self._workers.stopping and not parked):
             return due
         silent = not self._config.uses_our_library
-        if self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS):
-            following = self._workers.round + 1
+        started = self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS)
+        if parked or started:
+            number, round_ = self._workers.key
+            following = Key(number, round_ + 1)
             self.spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)

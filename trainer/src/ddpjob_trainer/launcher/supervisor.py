@@ -18,8 +18,9 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
-from ddpjob_contract import State
+from ddpjob_contract import Round, State
 from ddpjob_trainer import trace
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -65,9 +66,14 @@ _POLL_SECONDS = 0.2
 
 
 class _Phase(Enum):
-    RUNNING = "running"
-    STOPPING = "stopping"  # the hub said Stop
-    STOPPED = "stopped"  # nothing of the round is left here, and the hub knows
+    """The launcher's state. Workers run in the first two only.
+
+    ``_handle`` (the hub's words), ``_check_hub`` (its loss) and ``_report_stopped`` change it.
+    """
+
+    RUNNING = "running"  # in a round
+    STOPPING = "stopping"  # the hub said Stop, or was lost: what runs here ends
+    PARKED = "parked"  # linked or not, it waits for the hub's Go
     SUCCEEDED = "succeeded"  # all ended with 0, and the hub knows
 
 
@@ -84,6 +90,9 @@ class Supervisor:
         self._tick = time.monotonic()
         self._phase = _Phase.RUNNING
         self._since = self._tick  # when the phase began
+        self._began = False  # a round has begun here
+        self._warned = False
+        self._said_parked = False
         self._reported = 0  # exits that the hub knows of
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()
@@ -126,10 +135,13 @@ class Supervisor:
                 several = config.nproc > 1 or (config.world_size > 1 and os.isatty(1))
                 self._pump = OutputPump(self._log, prefixed=several)
                 self._member = membership.join(
-                    config, self._selector, self._log.say, lambda: self._progress.newest
+                    config, self._selector, self._log.say, lambda: self._progress.newest, self._tick
                 )
                 self._starter = Starter(config, self._runtime_dir, self._selector, self._log.say)
-                self._begin(0, self._tick)
+                if config.replacement:
+                    self._park()
+                else:
+                    self._begin(config.first, self._tick)
                 http = self._serve()
                 try:
                     self._watch()
@@ -173,24 +185,37 @@ class Supervisor:
         return state_body(
             (workers := self._workers).state(0),
             uid="" if self._config.standalone else self._config.uid,
-            attempt=self._config.attempt,
+            attempt=workers.key.number,
             round_=workers.round,
+            holds=self._member.gang_holds,
+            away=self._member.away,
             results=replace(self._results.after(workers), modified=self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
         )
 
-    def _begin(self, round_: int, now: float) -> None:
+    def _group(self, key: Key) -> WorkerGroup:
+        path = self._runtime_dir.round_path(key)
+        return WorkerGroup(self._config, key, path, self._pump, self._log.say)
+
+    def _park(self) -> None:
+        """Wait for the hub's Go: this launcher replaces a lost one."""
+        self._phase = _Phase.PARKED
+        trace.configure(self._config.env.trace, -1, 0)
+        self._workers = self._group(self._config.first)
+        self._starter.prepare(self._workers)
+
+    def _begin(self, key: Key, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
         self._reported = 0
-        trace.configure(self._config.env.trace, -1, round_)
+        trace.configure(self._config.env.trace, -1, key.round)
         self._hangs.begin()
         self._warned = False
         self._pace.begin()
-        path = self._runtime_dir.round_path(round_)
-        self._workers = WorkerGroup(self._config, round_, path, self._pump, self._log.say)
-        if self._refill and round_ > 0:
+        self._workers = self._group(key)
+        if self._refill and self._began:
             self._refill(self._runtime_dir.path)
+        self._began = True
         drill = self._member.rounds and rounds.drills_left(self._results.records)
         self._starter.begin(self._workers, now, self._config.env.drill if drill else "Never")
         trace.mark("started")
@@ -226,7 +251,7 @@ class Supervisor:
                     member_due,
                     kill_due,
                     hangs_due,
-                    self._starter.refill(now),
+                    self._starter.refill(now, parked=self._is_parked(now)),
                     now + _TICK_SECONDS,
                 )
                 self._sleep(min(due for due in dues if due is not None) - now)
@@ -238,6 +263,14 @@ class Supervisor:
     def _enter(self, phase: _Phase, now: float) -> None:
         self._phase, self._since = phase, now
 
+    def _is_parked(self, now: float) -> bool:
+        """Return whether it waits for longer than a round takes to begin; say so once."""
+        parked = self._phase is _Phase.PARKED and now - self._since > _TICK_SECONDS
+        if parked and not self._said_parked:
+            self._log.say("nothing runs here: waiting until all launchers of the gang have come")
+        self._said_parked = parked
+        return parked
+
     def _forward(self, now: float) -> None:
         while self._signals.pending:
             signum = self._signals.pending.pop(0)
@@ -247,7 +280,8 @@ class Supervisor:
             if not self._ended.signal:
                 self._ended.signal = signum
                 self._ended.at_work = self._workers.running > 0
-                self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.STOPPED)
+                self._ended.between_rounds = self._phase in (_Phase.STOPPING, _Phase.PARKED)
+                trace.mark("leaving")
                 self._member.link.send(Leaving(signum), now)
                 self._end_by_grace(now)
             elif signum == signal.SIGINT:
@@ -298,38 +332,74 @@ class Supervisor:
         self._check_hub(now)
 
     def _check_hub(self, now: float) -> None:
-        """End the attempt without a hub; a failure here before that counts as the cause."""
+        """Look for another hub when this one is lost (L3), or end the attempt.
+
+        A failure here before that counts as the cause then.
+        """
         ended, link = self._ended, self._member.link
         lost = link.lost
         # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
-        asking = ended.waiting_since or self._phase is _Phase.SUCCEEDED
+        failed = self._phase is _Phase.RUNNING and ended.waiting_since
+        asking = failed or self._phase is _Phase.SUCCEEDED
         if link.unmet and asking and self._workers.is_training():
             lost = lost or link.unmet
-        since, patience = ended.waiting_since, _ANSWER_SECONDS
+        overdue = self._is_overdue(now)
+        if overdue:
+            lost = lost or "it does not answer"
+        if not lost or ended.lost:
+            return
+        in_time = not overdue or self._phase is _Phase.RUNNING
+        over = ended.signal or ended.end or self._phase is _Phase.SUCCEEDED
+        if self._config.holds and link.met and in_time and not over:
+            self._leave_hub(lost, now)
+            return
+        ended.lost = lost
+        ended.before_loss = root_cause.first_failure(self._workers.exits)
+        self._end_attempt(now)
+
+    def _is_overdue(self, now: float) -> bool:
+        """Return whether the hub, or what has to end here, has taken too long."""
+        since, patience = self._ended.waiting_since, _ANSWER_SECONDS
         if self._phase is not _Phase.RUNNING:
             # Here or elsewhere processes take so long to end.
             since, patience = self._since, patience + self._config.exit_seconds
-        waits = since and ended.end is None and self._phase is not _Phase.SUCCEEDED
-        if waits and now - since > patience:
-            lost = lost or "it does not answer"
-        if lost and not ended.lost:
-            ended.lost = lost
-            ended.before_loss = root_cause.first_failure(self._workers.exits)
-            self._end_attempt(now)
+        if self._phase is _Phase.STOPPING:
+            since = max(since, self._workers.kill_at or since)
+        if self._phase is _Phase.PARKED and self._config.holds:
+            patience = max(patience, self._config.hold_seconds)
+        waits = since and self._ended.end is None and self._phase is not _Phase.SUCCEEDED
+        return bool(waits) and now - since > patience
+
+    def _leave_hub(self, lost: str, now: float) -> None:
+        """Leave a lost hub, and find the next one as soon as nothing runs here (L2)."""
+        link = self._member.link
+        self._log.say(f"the hub was lost: {lost}; waiting for it or for another one")
+        link.leave()
+        if self._phase is _Phase.RUNNING:
+            self._enter(_Phase.STOPPING, now)
+            self._workers.stop(now, last_words=0)
+        elif self._phase is _Phase.PARKED:
+            link.join()
 
     def _handle(self, message: Message, now: float) -> None:
         workers = self._workers
         if isinstance(message, Stop):
-            if message.round == workers.round and not self._ended.signal:
+            runs = self._phase in (_Phase.RUNNING, _Phase.SUCCEEDED)
+            if message.round == workers.round and runs and not self._ended.signal:
                 self._enter(_Phase.STOPPING, now)
-                workers.stop(now, last_words=0 if self._member.rounds else _LAST_WORDS_SECONDS)
+                if message.graceful:
+                    self._end_by_grace(now)  # with the launcher that leaves
+                else:
+                    last_words = 0 if self._member.rounds else _LAST_WORDS_SECONDS
+                    workers.stop(now, last_words=last_words)
         elif isinstance(message, Go):
-            if self._phase is _Phase.STOPPED and not self._ended.signal:
+            parked = self._phase is _Phase.PARKED and not self._ended.signal
+            if parked and message.key > workers.key:  # L4
                 self._next_round(message, now)
         elif isinstance(message, End):
             self._ended.end = message
             if message.graceful:
-                self._end_by_grace(now)  # with the launcher that leaves
+                self._end_by_grace(now)
             else:
                 self._end_attempt(now)
         elif isinstance(message, Finished):
@@ -343,45 +413,49 @@ class Supervisor:
 
     def _stop_the_rest(self, now: float) -> None:
         """Stop workers that lost their peers after another launcher's end."""
-        if self._ended.end is not None and self._workers.failed and not self._workers.stopping:
-            self._workers.stop(now, last_words=_LAST_WORDS_SECONDS)
+        workers = self._workers
+        over = self._ended.end is not None or self._phase is _Phase.STOPPING
+        if over and workers.failed and not workers.stopping:
+            workers.stop(now, last_words=_LAST_WORDS_SECONDS)
 
     def _report_stopped(self, now: float) -> None:
         """Report Stopped once the round's processes are gone; until then report Exiting."""
-        workers = self._workers
+        workers, link = self._workers, self._member.link
         if self._phase is not _Phase.STOPPING:
             return
         if not workers.is_gone(self._starter.spares.pids()):
-            patient = now - self._since < self._config.exit_seconds
+            since = max(
+                self._since, workers.kill_at or 0.0
+            )  # they may end by themselves until then
+            patient = now - since < self._config.exit_seconds
             if patient and now - max(self._since, self._exiting_reported) >= _EXITING_SECONDS:
                 self._exiting_reported = now
-                self._member.link.send(Exiting(workers.round), now)
+                link.send(Exiting(workers.round), now)
             return
         self._counted.teardown_seconds = now - self._since
-        self._enter(_Phase.STOPPED, now)
+        self._enter(_Phase.PARKED, now)
         trace.mark("stopped")
         self._results = self._results.after(workers)
         self._progress.poll(_POLL_SECONDS)  # the hub decides on it
-        self._member.link.send(
-            Stopped(workers.round, tuple(workers.exits), self._results.snapshot_step), now
-        )
+        step = self._results.snapshot_step
+        link.send(Stopped(workers.round, tuple(workers.exits), step), now)
+        link.join()
 
     def _next_round(self, go: Go, now: float) -> None:
-        last = go.records[-1]
-        what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
-        ended = f"{what} ({root_cause.in_words(last)})"
-        if last.get("kind") == "drill":
-            ended = f"a drill after step {last['step']}, as planned"
-        self._log.say(f"round {go.round}: {ended}; restarting in place")
+        if go.records:
+            last = go.records[-1]
+            kind = last.get("kind", "peerLost")
+            self._log.say(f"round {go.round}: {_reason(last)}; restarting in place")
+            self._events.write("drill" if kind == "drill" else "failure", **last)
+            self._counted.rounds[kind] += 1
+        else:
+            self._log.say(f"round {go.round}: the hub was replaced, by hub {go.number}")
         trace.mark("go")
         self._results = replace(self._results, records=go.records)
         self._ended.waiting_since = 0.0
         old = self._workers.state_dir
         self._counted.round = go.round
-        kind = last.get("kind", "peerLost")
-        self._events.write("drill" if kind == "drill" else "failure", **last)
-        self._counted.rounds[kind] += 1
-        self._begin(go.round, now)
+        self._begin(go.key, now)
         forget_dead(self._runtime_dir.metrics)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -409,3 +483,13 @@ class Supervisor:
             said.append(f"killed, but not gone, and left behind: pid {', '.join(others)}")
             self._log.say(said[-1])
         return said
+
+
+def _reason(last: Round) -> str:
+    """Word why a round follows, by the record of the one before."""
+    if last.get("kind") == "drill":
+        return f"a drill after step {last['step']}, as planned"
+    if last.get("kind") == "lost":
+        return f"the launcher of replica {last['replica']} was lost"
+    what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"
+    return f"{what} ({root_cause.in_words(last)})"

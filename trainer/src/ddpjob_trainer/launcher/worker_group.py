@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ddpjob_contract import ExitCode
 from ddpjob_trainer import trace
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import faults
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -33,17 +34,20 @@ _CHILD_KILLED = re.compile(
 
 
 class WorkerGroup:
-    """The workers of one round. ``state_dir`` is the round's: it holds no earlier record."""
+    """The workers of one round, none before start().
+
+    ``state_dir`` is the round's: it holds no earlier record.
+    """
 
     def __init__(
         self,
         config: LaunchConfig,
-        round_: int,
+        key: Key,
         state_dir: Path,
         pump: OutputPump,
         say: Callable[[str], None],
     ) -> None:
-        self.round = round_
+        self.key = key
         self.state_dir = state_dir
         self.exits: list[Exit] = []
         self.unkillable: dict[int, str] = {}  # pid -> the fate of a worker counted as gone
@@ -105,6 +109,11 @@ class WorkerGroup:
     # --- Watch ---------------------------------------------------------------------------
 
     @property
+    def round(self) -> int:
+        """Return how many rounds were before this one."""
+        return max(0, self.key.round)
+
+    @property
     def running(self) -> int:
         """Return how many workers run or are being started."""
         return len(self._pids) + len(self._awaited)
@@ -117,7 +126,8 @@ class WorkerGroup:
     @property
     def succeeded(self) -> bool:
         """Return whether all workers have ended with 0."""
-        return not self.running and all(exit_.status == 0 for exit_ in self.exits)
+        ended = bool(self.exits) and not self.running
+        return ended and all(exit_.status == 0 for exit_ in self.exits)
 
     def ended(self, pid: int, status: int, now: float) -> None:
         """Record the exit of a reaped child, if it is a worker."""

@@ -1,4 +1,4 @@
-"""Define records of a job's nodes: ready, silent and since when, or gone.
+"""Define records of a job's nodes: ready, silent and since when, gone, or about to go.
 
 shell/cache/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
 """
@@ -22,6 +22,21 @@ _FEW: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Signals:
+    """What says that a node is about to go: the chart's value nodeSignals.
+
+    ``conditions``: types that are then True, or ``type=status``; ``taints``: keys.
+    """
+
+    conditions: tuple[str, ...] = ()
+    taints: tuple[str, ...] = ()
+    cordon: bool = False
+
+
+NO_SIGNALS: Final = Signals()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """The part of a Node object that is kept.
 
@@ -34,6 +49,19 @@ class NodeRecord:
     since: datetime | None
     out_of_service: bool = False
     control_plane: bool = False  # tainted so: work goes elsewhere
+    signal: str = ""  # the first of Signals that it shows, in words
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The age of a Lease, in seconds on this process' clock, up to the last list of all.
+
+    ``unrenewed``: since the Lease was first listed as it is. ``behind``: since another node's was
+    first listed with news after that; 0: none was.
+    """
+
+    unrenewed: float = 0.0
+    behind: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +80,23 @@ class Node:
     down_seconds: float = 0.0
     read_seconds: float | None = None
     guessed: bool = False
+    signal: str = ""
+    lease: Lease = Lease()
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """The nodes with a job's pods, by name, and counts of the cluster's workers.
 
-    ``calm_seconds``: for how long the cluster has not been disrupted.
+    ``calm_seconds``: for how long the cluster has not been disrupted. ``leases_seconds``: the age
+    of the last list of their Leases.
     """
 
     workers: int
     unready: int
     calm_seconds: float = math.inf
     known: Mapping[str, Node] = field(default_factory=dict)
+    leases_seconds: float = math.inf
     readable: bool = True  # False: the API server has said that the operator may not
 
     @property
@@ -82,16 +114,32 @@ def disrupted(workers: int, unready: int) -> bool:
     return unready == workers or most
 
 
-def record(obj: Mapping[str, Any]) -> NodeRecord:
+def signals_of(raw: Mapping[str, Any]) -> Signals:
+    """Parse the chart's value nodeSignals, which its schema has checked."""
+    conditions, taints = (
+        tuple(filter(None, map(text, sequence(raw.get(name))))) for name in ("conditions", "taints")
+    )
+    return Signals(conditions, taints, raw.get("cordon") is True)
+
+
+def record(obj: Mapping[str, Any], signals: Signals = NO_SIGNALS) -> NodeRecord:
     """Parse a Node object; one without a Ready condition is not ready, as for Kubernetes."""
-    taints = {text(mapping(t).get("key")) for t in sequence(mapping(obj.get("spec")).get("taints"))}
-    conditions = sequence(mapping(obj.get("status")).get("conditions"))
-    found = (mapping(c) for c in conditions if mapping(c).get("type") == "Ready")
-    ready: Mapping[str, Any] = next(found, {})
+    spec = mapping(obj.get("spec"))
+    taints = {text(mapping(t).get("key")) for t in sequence(spec.get("taints"))}
+    listed = map(mapping, sequence(mapping(obj.get("status")).get("conditions")))
+    conditions = {text(c.get("type")): c for c in listed}
+    ready = conditions.get("Ready", {})
+    shown = {f"{name}={text(c.get('status'))}" for name, c in conditions.items()}
+    signs = [
+        *(f"condition {c}" for c in signals.conditions if {c, f"{c}=True"} & shown),
+        *(f"taint {key}" for key in signals.taints if key in taints),
+        *(["cordon"] if signals.cordon and spec.get("unschedulable") is True else []),
+    ]
     return NodeRecord(
         name=obj["metadata"]["name"],
         ready=ready.get("status") == "True",
         since=parse_time(ready.get("lastTransitionTime")),
         out_of_service=OUT_OF_SERVICE in taints,
         control_plane=_CONTROL_PLANE in taints,
+        signal=next(iter(signs), ""),
     )

@@ -58,11 +58,15 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """``count`` rounds of an attempt have ended in place; ``known`` tells of the newest."""
+    """``count`` rounds of a hub have ended in place; ``known`` tells of the newest.
+
+    ``attempt``: the hub's number. ``holds``: all its launchers wait for a lost one's replacement.
+    """
 
     attempt: int
     count: int
     known: tuple[Round, ...] = ()
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +223,19 @@ def progress(raw: object, now: datetime) -> Progress | None:
 
 
 def rounds(raw: object) -> Rounds | None:
-    """Parse the rounds in the body of GET /state; None if it has none."""
+    """Parse what the body of GET /state says of the hub's rounds; None if it says nothing."""
     body = mapping(raw)
     attempt, count = opt_count(body.get("attempt"), _INT32), opt_count(body.get("round"), _ROUNDS)
-    if attempt is None or not count:
+    holds = body.get("holds") is True
+    if attempt is None or not (count or holds):
         return None
-    return Rounds(attempt, count, _round_records(body.get("rounds")))
+    return Rounds(attempt, count or 0, _round_records(body.get("rounds")), holds)
+
+
+def away(raw: object) -> frozenset[int]:
+    """Parse which replicas the body of GET /state calls away."""
+    found = sequence(mapping(raw).get("away"))[: contract.STATE_MAX_AWAY]
+    return frozenset(one for one in map(opt_count, found) if one is not None)
 
 
 def clean(text: object, limit: int = MESSAGE_MAX) -> str:

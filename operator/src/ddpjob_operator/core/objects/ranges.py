@@ -1,9 +1,12 @@
-"""Write sets of replicas as short text: {0, 1, 2, 5} is "0-2,5".
+"""Write replicas as short text: {0, 1, 2, 5} is "0-2,5", {1: 5, 7: 6} is "1:5,7:6".
 
-The form of batch/v1 completedIndexes, for status.succeededReplicas.
+The first is the form of batch/v1 completedIndexes, for status.succeededReplicas; the second is
+for status.births.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 def format_ranges(replicas: frozenset[int]) -> str:
@@ -41,3 +44,16 @@ def parse_ranges(text: object) -> frozenset[int]:
             return frozenset()
         found.update(range(low, high + 1))
     return frozenset(found)
+
+
+def format_births(births: Mapping[int, int]) -> str:
+    """Format {1: 5, 7: 6} as "1:5,7:6"."""
+    return ",".join(f"{replica}:{attempt}" for replica, attempt in sorted(births.items()))
+
+
+def parse_births(text: object) -> dict[int, int]:
+    """Parse format_births' text; empty if it is malformed."""
+    pairs = [part.partition(":") for part in text.split(",")] if isinstance(text, str) else []
+    if not all(a.isdecimal() and b.isdecimal() and len(a + b) < 16 for a, _, b in pairs):
+        return {}
+    return {int(a): int(b) for a, _, b in pairs}

@@ -45,6 +45,7 @@ class Restart:
     drill: str  # Auto, Always or Never: a round that only checks the resume
     heal_after: int  # seconds without a failure that heal the budgets; 0: never by time
     progress_path: str  # a file or directory whose newer mtime is progress; "": none
+    replace_seconds: int  # members wait so long for a lost one's replacement; 0: they do not
     rules: tuple[Rule, ...]
 
     def ruled(self, exit_code: int | None, reasons: Set[str]) -> str | None:
@@ -204,6 +205,7 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         drill=text(in_place.get("drill")) or DEFAULTS["restart.inPlace.drill"],
         heal_after=_number(raw, "restart.healAfterSeconds"),
         progress_path=text(raw.get("progressPath")),
+        replace_seconds=_number(raw, "restart.replaceSeconds"),
         rules=rules,
     )
 

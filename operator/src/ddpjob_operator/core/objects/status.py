@@ -24,7 +24,12 @@ from ddpjob_operator.core.objects.json_read import (
     sequence,
     text,
 )
-from ddpjob_operator.core.objects.ranges import format_ranges, parse_ranges
+from ddpjob_operator.core.objects.ranges import (
+    format_births,
+    format_ranges,
+    parse_births,
+    parse_ranges,
+)
 from ddpjob_operator.core.objects.resumed import Proof
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
@@ -32,6 +37,10 @@ PHASES: Final = get_args(Phase)
 #: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
+#: status.handedOver has room for so many and forgets none: each is acted on once.
+MAX_HANDED_OVER: Final = 32
+#: status.births names so many replicas.
+MAX_BIRTHS: Final = 256
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
 MOST_ATTEMPTS: Final = 10**9 - 1
 
@@ -65,8 +74,9 @@ class Restarts:
     ``charged`` and ``disruptions`` are the two budgets in use; budget_reset.py sets both to
     0. ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the newest at the
     last restart: what is newer is progress. ``consecutive`` drives the backoff and heals too.
-    ``in_place``: restarts of processes only; ``round``: those of the current attempt, so that each
+    ``in_place``: restarts of processes only; ``round``: those under the current hub, so that each
     is counted once. ``released``: tries in a row that were given back before all replicas ran.
+    ``replaced``: those of ``total`` that kept the pods that were not lost.
     """
 
     total: int = 0
@@ -74,6 +84,7 @@ class Restarts:
     disruptions: int = 0
     consecutive: int = 0
     released: int = 0
+    replaced: int = 0
     in_place: int = 0
     round: int = 0
     snapshot_step: int = 0
@@ -100,6 +111,7 @@ class Failure:
     exit_code: int | None = None
     signal: int | None = None
     in_place: bool = False  # processes were restarted and the pods kept
+    replaced: bool = False  # only lost pods were replaced
     step: int | None = None  # that it had finished
     exception: str = ""  # the exception, or another cause, in one line
 
@@ -128,6 +140,7 @@ class Timings:
     running_at: datetime | None = None
     last_round_at: datetime | None = None  # the newest restart in place of this attempt
     next_restart_at: datetime | None = None
+    replacing_since: datetime | None = None  # the first loss of a replacement under way
     completed_at: datetime | None = None
     last_recovery_seconds: float | None = None
 
@@ -145,7 +158,11 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The whole .status. ``phase`` None: no status was ever written."""
+    """The whole .status. ``phase`` None: no status was ever written.
+
+    ``members_since`` is the attempt of the last whole start, ``births`` by replica that of a later
+    replacement. ``holds``: the gang's launchers wait while a lost one is replaced.
+    """
 
     phase: Phase | None = None
     reason: str = ""  # why the job is not as it should be, in one word of its conditions
@@ -154,6 +171,8 @@ class Status:
     conditions: tuple[Condition, ...] = ()
     attempt: int = 0
     members_since: int = 0
+    births: Mapping[int, int] = field(default_factory=dict)
+    holds: bool = False
     template_hash: str = ""
     snapshot_hash: str = ""  # empty: stored by an older operator, or there is no snapshot
     restarts: Restarts = field(default_factory=Restarts)
@@ -161,13 +180,24 @@ class Status:
     succeeded: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)
     failures: tuple[Failure, ...] = ()
-    avoided_nodes: tuple[str, ...] = ()  # a GPU there failed: new pods go elsewhere
+    avoided_nodes: tuple[str, ...] = ()  # failed or about to go: new pods go elsewhere
+    handed_over: tuple[str, ...] = ()  # node and signal, each acted on once
     timings: Timings = field(default_factory=Timings)
 
     @property
     def terminal(self) -> bool:
         """Tell whether the job is Succeeded or Failed: absorbing."""
         return self.phase in TERMINAL_PHASES
+
+    def floor(self, replica: int | None) -> int:
+        """Return the lowest attempt whose pod is this replica's member (rule O1)."""
+        birth = 0 if replica is None else self.births.get(replica, 0)
+        return max(birth, self.members_since)
+
+    @property
+    def hub(self) -> int:
+        """Return the hub's number: the attempt in which its pod, replica 0's, was made."""
+        return min(self.floor(0), self.attempt)
 
     @property
     def last_failure(self) -> Failure | None:
@@ -198,6 +228,8 @@ def to_dict(status: Status) -> dict[str, Any]:
             "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
             "attempt": status.attempt,
             "membersSince": status.members_since,
+            "births": format_births(status.births),
+            "holds": status.holds,
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
             "restarts": _written(restarts, _RESTARTS),
@@ -209,6 +241,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "lastFailure": _written(last, _FAILURE) if last else None,
             "failures": [_written(one, _FAILURE) for one in status.failures] or None,
             "avoidedNodes": list(status.avoided_nodes) or None,
+            "handedOver": list(status.handed_over) or None,
             "timings": _written(status.timings, _TIMINGS) or None,
         }
     )
@@ -220,6 +253,9 @@ def from_dict(body: object) -> Status:
     replicas = mapping(raw.get("replicas"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
+    # Later than that, its pods would belong to no attempt.
+    since = min(integer(raw.get("membersSince")), attempt + (phase == "Suspended"))
+    since = since if since > 0 else attempt
     return Status(
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason")),
@@ -228,8 +264,9 @@ def from_dict(body: object) -> Status:
         observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=attempt,
-        # Later than that, its pods would belong to no attempt.
-        members_since=min(integer(raw.get("membersSince")), attempt + (phase == "Suspended")),
+        members_since=since,
+        births={r: n for r, n in parse_births(raw.get("births")).items() if since < n <= attempt},
+        holds=raw.get("holds") is True,
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
@@ -238,6 +275,7 @@ def from_dict(body: object) -> Status:
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
+        handed_over=tuple(map(text, sequence(raw.get("handedOver"))))[:MAX_HANDED_OVER],
         timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
     )
 
@@ -300,6 +338,7 @@ _FAILURE: Final[Fields] = {
     "message": ("message", text),
     "detectedAt": ("detected_at", parse_time),
     "inPlace": ("in_place", lambda value: value is True),
+    "replaced": ("replaced", lambda value: value is True),
     "step": ("step", opt_integer),
     "exception": ("exception", text),
 }
@@ -309,6 +348,7 @@ _RESTARTS: Final[Fields] = {
     "disruptions": ("disruptions", counter),
     "consecutive": ("consecutive", counter),
     "released": ("released", counter),
+    "replaced": ("replaced", counter),
     "inPlace": ("in_place", counter),
     "round": ("round", counter),
     "snapshotStep": ("snapshot_step", lambda value: max(0, integer(value))),
@@ -330,6 +370,7 @@ _TIMINGS: Final[Fields] = {
     "runningAt": ("running_at", parse_time),
     "lastRoundAt": ("last_round_at", parse_time),
     "nextRestartAt": ("next_restart_at", parse_time),
+    "replacingSince": ("replacing_since", parse_time),
     "completedAt": ("completed_at", parse_time),
     "lastRecoverySeconds": ("last_recovery_seconds", opt_number),
 }

@@ -109,7 +109,9 @@ def hidden(view: View, grace: int | None) -> tuple[Action, ...]:
 
 
 def _end(view: View, change: Change, phase: str) -> Change:
-    timings = replace(view.status.timings, completed_at=view.now, next_restart_at=None)
+    timings = replace(
+        view.status.timings, completed_at=view.now, next_restart_at=None, replacing_since=None
+    )
     change = change.condition("Stalled", False, phase, "", view.now)
     change = change.measure(Measurement("finished_total", 1, phase))
     progress = report.received(change.status.progress, view.feedback.progress)

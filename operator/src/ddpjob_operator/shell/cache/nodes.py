@@ -8,17 +8,30 @@ known.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, NodeRecord, Nodes, disrupted, record
+from ddpjob_operator.core.objects.json_read import mapping
+from ddpjob_operator.core.objects.nodes import (
+    FORBIDDEN,
+    NO_SIGNALS,
+    Lease,
+    Node,
+    NodeRecord,
+    Nodes,
+    Signals,
+    disrupted,
+    record,
+)
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import NODES, Api
+from ddpjob_operator.shell.api.client import LEASES, NODES, Api
 from ddpjob_operator.shell.cache.pods import number
 
+_LEASES = "kube-node-lease"  # their namespace
 _REMEMBERED = 1000  # nodes that are gone
 
 Slim = tuple[NodeRecord, int | None]  # with its resourceVersion
@@ -38,17 +51,30 @@ class _Seen:
     guessed: bool = False  # only a pod names it so far
 
 
-class NodeCache:
-    """The known nodes; ``clock`` is monotonic."""
+@dataclass(slots=True)
+class _Lease:
+    """When a list first showed a Lease as it is, and then another node's with news."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    renewed: object  # by the kubelet's clock: only good to tell one renewal from another
+    since: float
+    behind: float = math.inf
+
+
+class NodeCache:
+    """The known nodes; ``clock`` is monotonic, ``signals`` say that one is about to go."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, signals: Signals = NO_SIGNALS
+    ) -> None:
+        self._clock, self._signals = clock, signals
         self._nodes: dict[str, _Seen] = {}
         self._workers: dict[str, bool] = {}  # whether each is ready
         self._unready = 0  # of them
         self._disrupted = False
         self._calm_since = -math.inf  # they were silent together before
         self._known = self._forbidden = False
+        self._leases: dict[str, _Lease] = {}
+        self._leases_at = -math.inf  # when they were asked for
 
     def of(self, names: Iterable[str]) -> Nodes | None:
         """Return these nodes for the planner; None before they could be read."""
@@ -59,7 +85,12 @@ class NodeCache:
             unready=self._unready,
             calm_seconds=self._clock() - self._calm_since,
             known={name: self._one(name) for name in names},
+            leases_seconds=self._clock() - self._leases_at,
         )
+
+    def slim(self, obj: Mapping[str, Any]) -> Slim:
+        """Keep the needed part of a Node object."""
+        return record(obj, self._signals), number(obj["metadata"].get("resourceVersion"))
 
     def put(self, slim: Slim, *, quorum: bool = False) -> bool:
         """Take a node; return True if it is news. A quorum read is always the newest."""
@@ -95,6 +126,21 @@ class NodeCache:
         self._mind_calm()
         return changed
 
+    async def read_leases(self, api: Api) -> None:
+        """List the nodes' Leases; without the right to that none is known. Raise ApiError."""
+        asked = self._clock()
+        found: dict[str, object] = {}
+        with contextlib.suppress(errors.Forbidden):
+            listing = await api.list_all(LEASES, _LEASES, keep=_renewal)
+            found = dict(listing.items)
+        now, old = self._clock(), self._leases
+        moved = [name for name in found if name in old and old[name].renewed != found[name]]
+        kept = {name: old[name] for name in found if name in old and name not in moved}
+        for lease in kept.values():
+            lease.behind = min(lease.behind, now if moved else math.inf)
+        self._leases = {name: kept.get(name) or _Lease(found[name], now) for name in found}
+        self._leases_at = asked
+
     def forget(self) -> None:
         """Stop trusting the nodes, which may not be read any more."""
         self._nodes.clear()
@@ -115,7 +161,13 @@ class NodeCache:
             down_seconds=0.0 if seen.down_since is None else now - seen.down_since,
             read_seconds=None if seen.read_at is None else now - seen.read_at,
             guessed=seen.guessed,
+            signal=found.signal if found is not None else "",
+            lease=self._lease(name),
         )
+
+    def _lease(self, name: str) -> Lease:
+        known, at = self._leases.get(name), self._leases_at
+        return Lease(max(0.0, at - known.since), max(0.0, at - known.behind)) if known else Lease()
 
     def _keep(self, name: str, seen: _Seen) -> None:
         self._nodes[name] = seen
@@ -144,18 +196,17 @@ async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
     """GET each of them from a quorum into the cache; raise ApiError."""
     for name in names:
         try:
-            cache.put(slim(await api.get(NODES, None, name)), quorum=True)
+            cache.put(cache.slim(await api.get(NODES, None, name)), quorum=True)
         except errors.NotFound:
             cache.remove(name, quorum=True)
 
 
-def slim(obj: Mapping[str, Any]) -> Slim:
-    """Keep the needed part of a Node object."""
-    return record(obj), number(obj["metadata"].get("resourceVersion"))
+def _renewal(obj: Mapping[str, Any]) -> tuple[str, object]:
+    return obj["metadata"]["name"], mapping(obj.get("spec")).get("renewTime")
 
 
-def _shown(found: NodeRecord | None) -> tuple[bool, bool, bool] | None:
-    return None if found is None else (found.ready, found.out_of_service, found.control_plane)
+def _shown(found: NodeRecord | None) -> NodeRecord | None:
+    return None if found is None else replace(found, since=None)
 
 
 def _older(version: int | None, known: int | None) -> bool:

@@ -56,7 +56,7 @@ class _Gang:
         if pod.attempt is not None and pod.replica is not None:
             self.seen.setdefault(pod.attempt, set()).add(pod.replica)
             if len(self.seen) > _ATTEMPTS:
-                del self.seen[next(iter(self.seen))]
+                del self.seen[min(self.seen)]  # members may be of older attempts
 
 
 class RewoundError(Exception):
@@ -72,14 +72,18 @@ class Store:
     ``now()`` is UTC of the operator's clock.
     """
 
-    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(
+        self,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        nodes: NodeCache | None = None,
+    ) -> None:
         self._now = now
         self._jobs: dict[Key, observe.Job] = {}
         self._keys: dict[str, Key] = {}  # by job uid
         self._gangs: dict[Owner, _Gang] = {}
         self._owners: dict[str, Owner] = {}  # by pod uid
         self._outcomes: dict[str, ApiFeedback] = {}
-        self.nodes = NodeCache()
+        self.nodes = nodes or NodeCache()
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
         self._newest: dict[str, int] = {}  # the newest version seen, by plural
 

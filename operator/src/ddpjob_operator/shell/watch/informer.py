@@ -187,14 +187,14 @@ class NodeInformer(Informer):
     resource = NODES
 
     def _keep(self, obj: Object) -> nodes.Slim:
-        return nodes.slim(obj)
+        return self._store.nodes.slim(obj)
 
     def _replace(self, listing: Listing) -> Iterable[Key]:
         return self._store.keys_on(set(self._store.nodes.replace_all(listing.items)))
 
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         cache, name = self._store.nodes, obj["metadata"]["name"]
-        news = cache.remove(name) if kind == "DELETED" else cache.put(nodes.slim(obj))
+        news = cache.remove(name) if kind == "DELETED" else cache.put(cache.slim(obj))
         return self._store.keys_on({name}) if news else ()
 
     def _refused(self, error: errors.ApiError) -> None:

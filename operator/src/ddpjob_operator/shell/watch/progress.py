@@ -20,14 +20,16 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import ddpjob_contract as contract
-from ddpjob_operator.core.objects import compact_spec, observe, ports
+from ddpjob_operator.core.objects import compact_spec, observe, ports, status
 from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.objects.status import Progress
+from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.cache.store import Key, Store
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT = 2.0
+_FENCING = 5.0  # between two questions where a hub's word on lost links counts
 _MOST = contract.STATE_MAX_BYTES + 8 * 1024  # with its head
 _IN_PARALLEL = 32  # of those that answered last time, and as many of the others
 
@@ -68,9 +70,13 @@ class ProgressReader:
             if self._due.get(job.uid, 0.0) <= now and job.uid not in self._asking
         ]
         self._due = {job.uid: self._due.get(job.uid, 0.0) for job in running}
-        self._due.update({job.uid: now + self._seconds for job in due})
+        self._due.update({job.uid: now + self._pause(job) for job in due})
         self._silent &= self._due.keys()
         return due
+
+    def _pause(self, job: observe.Job) -> float:
+        fences = mapping(job.spec.get("nodeLost")).get("policy") == "Fence"
+        return min(self._seconds, _FENCING) if fences else self._seconds
 
     async def _ask(self, job: observe.Job) -> None:
         """Read one job's progress when it is its turn; never raise an Exception."""
@@ -94,26 +100,37 @@ class ProgressReader:
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
-        ours = (job.uid, job.status.get("attempt"))
+        ours = (job.uid, status.from_dict(job.status).hub)
         if isinstance(raw, dict) and (
             (raw.get("uid") or job.uid, raw.get("attempt", ours[1])) != ours
         ):
             return  # the address or the port is another's now, or the gang was replaced meanwhile
         found, rounds = observe.progress(raw, datetime.now(UTC)), observe.rounds(raw)
-        known = self._store.feedback(job.uid)
-        if found is None or (_same(found, known.progress) and rounds == known.rounds):
+        known, away = self._store.feedback(job.uid), self._away(job, raw)
+        if found is None:
             return
-        self._store.set_feedback(job.uid, replace(known, progress=found, rounds=rounds))
+        at = found.updated_at
+        news = replace(known, progress=found, rounds=rounds, away=away, away_at=at)
+        # Who is away is asked about until that is decided.
+        if _same(found, known.progress) and rounds == known.rounds and not away | known.away:
+            return
+        self._store.set_feedback(job.uid, news)
         self._changed(job.key)
 
+    def _away(self, job: observe.Job, raw: object) -> frozenset[str]:
+        """Return the uids of the members that the hub calls away."""
+        away, known = observe.away(raw), status.from_dict(job.status)
+        pods = self._store.pods_of(job.uid) if away else []
+        return frozenset(pod.uid for pod in pods if pod.replica in away and belongs(known, pod))
+
     def _address(self, job: observe.Job) -> tuple[str, int] | None:
-        attempt = job.status.get("attempt")
+        known = status.from_dict(job.status)
         for pod in self._store.pods_of(job.uid):
-            if (pod.replica, pod.attempt) == (0, attempt) and pod.trainer.state == "running":
+            if (pod.replica, pod.attempt) == (0, known.hub) and pod.trainer.state == "running":
                 master = integer(job.spec.get("port"), ports.MASTER)
                 metrics = integer(mapping(job.spec.get("metrics")).get("port"), ports.METRICS)
                 template = compact_spec.template(job.spec.get("template"))
-                found = ports.of(template, master, metrics, job.uid, pod.attempt or 0, 0)
+                found = ports.of(template, master, metrics, job.uid, known.members_since, 0)
                 return (pod.ip, found.metrics) if _is_of_a_pod(pod.ip) else None
         return None
 

@@ -1,7 +1,9 @@
 """Stop a round at all launchers, and start the next when all have stopped.
 
 The hub runs in launcher 0, without sockets: membership.py and server.py pass it the launchers'
-messages, and it posts answers. rounds.py decides what follows.
+messages, and it posts answers. rounds.py decides what follows. Where a launcher is lost the others
+hold until its place is filled: by a new pod, or by the same one after a broken link. H1 to H3 are
+rules of the protocol for that.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 
+from ddpjob_contract import STATE_MAX_AWAY, ExitCode
 from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -26,9 +29,10 @@ from ddpjob_trainer.launcher.hub.messages import (
     Stop,
     Stopped,
     Welcome,
+    is_of_the_job,
 )
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.rounds import History, Limits
+from ddpjob_trainer.launcher.hub.rounds import History, Limits, Loss
 
 #: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
@@ -41,28 +45,40 @@ _Post = Callable[[int, Message], None]
 
 class _Phase(Enum):
     RUNNING = "running"
-    STOPPING = "stopping"
+    STOPPING = "stopping"  # Stop was sent to all; not all have stopped
+    HOLDING = "holding"  # all that are here have stopped; others are missing
     FINISHED = "finished"
 
 
 class Hub:
-    """``gang``: what each launcher's Hello must say. ``limits``: see rounds.decide.
+    """``own``: the Hello of the hub's own launcher, to which all others must fit; its birth is the
+    hub's number. If a round runs there the whole gang begins with this hub, else it replaces one.
 
-    ``modified``: asks for the newest mtime at the progress path; must not block.
+    ``limits``: see rounds.decide. ``modified``: asks for the newest mtime at the progress path;
+    must not block. ``drop``: closes a launcher's link.
     """
 
     def __init__(
-        self, gang: Hello, limits: Limits, post: _Post, modified: Callable[[], int] = lambda: -1
+        self,
+        own: Hello,
+        limits: Limits,
+        post: _Post,
+        modified: Callable[[], int] = lambda: -1,
+        drop: Callable[[int], None] = lambda replica: None,
     ) -> None:
-        self.history = History()
-        self._gang = gang
+        self.history = History(round=0 if own.running else -1)
+        self.holds = False  # every launcher has come, and can wait for the place of a lost one
+        self._own = own
         self._limits = limits
         self._post = post
         self._modified = modified
+        self._drop = drop
         self._begun_at: float | None = None  # when the round began
-        self._phase = _Phase.RUNNING
+        self._phase = _Phase.RUNNING if own.running else _Phase.HOLDING
+        self._members: dict[int, Hello] = {}  # by replica, the newest ever admitted
         self._present: set[int] = set()  # replicas admitted and not lost
-        self._admitted: set[int] = set()  # replicas ever admitted
+        self._leaving: set[int] = set()  # present, but about to end
+        self._out: set[str] = set()  # pods that others have replaced
         self._final: Message | None = None
         self._polled = 0.0
         self._begin()
@@ -70,66 +86,138 @@ class Hub:
     def _begin(self) -> None:
         self._exits: dict[int, Exit] = {}  # by rank
         self._running: dict[int, int] = {}  # by replica, of those that said so
-        self._stopped: set[int] = set()
+        self._stopped: set[int] = set()  # present, and nothing of the gang runs there
         self._done: set[int] = set()
         self._snapshot_step = -1
         self._stop_at = 0.0
         self._barrier_at: float | None = None
+        self._lost: dict[int, str] = {}  # replicas lost in this round -> their pods
+        self._lost_first = False  # a loss, and no worker's failure, ended the round
+        self._hold_until: float | None = None
 
     @property
     def needed(self) -> bool:
         """Return whether another connected launcher, still running, needs the hub."""
         return self._phase is not _Phase.FINISHED and bool(self._present - self._done - {0})
 
+    def is_present(self, replica: int) -> bool:
+        """Return whether a launcher is linked to the hub."""
+        return replica in self._present
+
+    @property
+    def away(self) -> list[int]:
+        """Return the replicas that were linked and are not now, from another thread, too."""
+        if self._phase is _Phase.FINISHED:
+            return []
+        return sorted(self._members.keys() - self._present)[:STATE_MAX_AWAY]
+
     @property
     def others(self) -> tuple[list[Exit], int]:
         """Return the ends with 0 at other launchers, and how many ranks run there."""
-        if self._phase is not _Phase.RUNNING or self._gang.replicas == 1:
+        if self._phase is not _Phase.RUNNING or self._own.replicas == 1:
             return [], 0
-        nproc, done = self._gang.nproc, self._done - {0}
+        nproc, done = self._own.nproc, self._done - {0}
         ends = [one for one in self._exits.values() if one.rank // nproc in done]
-        return ends, (self._gang.replicas - 1 - len(done)) * nproc
+        return ends, (self._own.replicas - 1 - len(done)) * nproc
 
-    # --- What launchers say --------------------------------------------------------------
+    # --- Who comes and goes --------------------------------------------------------------
 
-    def admit(self, hello: Hello) -> Refused | None:
-        """Admit a launcher, once; or return the refusal."""
-        mine, theirs = self._gang, hello
-        if theirs.uid != mine.uid:
+    def refuses(self, hello: Hello) -> Refused | None:
+        """Return why a launcher is not admitted, None if it can be (H1)."""
+        mine, replica = self._own, hello.replica
+        if hello.uid != mine.uid:
             return Refused("this hub belongs to another job", final=False)
-        if theirs.attempt != mine.attempt:
-            stale = theirs.attempt < mine.attempt
-            return Refused(f"this hub belongs to attempt {mine.attempt}", final=stale)
-        if (theirs.replicas, theirs.nproc) != (mine.replicas, mine.nproc):
+        if not is_of_the_job(hello, mine.token):
+            return Refused("this launcher does not know the secret of the hub's job", final=False)
+        # With a hub that replaces one, older launchers are welcome once they have stopped.
+        older = hello.birth < mine.birth and (mine.running or hello.running)
+        if older or (hello.birth > mine.birth and hello.running):
+            final = older and (mine.running or not hello.holds)
+            return Refused(f"this hub belongs to attempt {mine.birth}", final)
+        if (hello.replicas, hello.nproc) != (mine.replicas, mine.nproc):
             return Refused(
                 f"here are {mine.replicas} replicas of {mine.nproc} processes, there"
-                f" {theirs.replicas} of {theirs.nproc}",
+                f" {hello.replicas} of {hello.nproc}",
                 final=True,
             )
-        if not 0 <= theirs.replica < mine.replicas:
-            return Refused(f"replica {theirs.replica} is not one of {mine.replicas}", final=True)
-        if theirs.replica in self._admitted:
-            return Refused(f"replica {theirs.replica} has been admitted before", final=False)
-        self._admitted.add(theirs.replica)
-        self._present.add(theirs.replica)
-        self._post(theirs.replica, Welcome())
+        if not 0 <= replica < mine.replicas:
+            return Refused(f"replica {replica} is not one of {mine.replicas}", final=True)
+        known = self._members.get(replica)
+        if known is None:
+            return None
+        if hello.pod in self._out or hello.birth < known.birth:  # H3
+            return Refused(f"replica {replica} has been replaced by a newer pod", final=True)
+        back = hello.pod == known.pod and not hello.running and replica not in self._present
+        holds = self.holds or self._phase is _Phase.HOLDING
+        if replica > 0 and (hello.birth > known.birth or (back and holds)):
+            return None
+        return Refused(f"replica {replica} has been admitted before", final=False)
+
+    def admit(self, hello: Hello, now: float) -> None:
+        """Give a launcher that is not refused the place of its replica."""
+        replica = hello.replica
+        if replica in self._present:  # of an older pod
+            self.lost(replica, now)
+        known = self._members.get(replica)
+        if known is not None and known.pod != hello.pod:
+            self._out.add(known.pod)
+        self._members[replica] = hello
+        self._present.add(replica)
+        self.holds = (
+            self._limits.budget > 0
+            and len(self._members) == self._own.replicas
+            and all(one.holds for one in self._members.values())
+        )
+        self._post(replica, Welcome(self._own.birth, self._own.pod))
         if self._final is not None:
-            self._post(theirs.replica, self._final)
+            self._post(replica, self._final)
+        elif not hello.running:
+            if self._phase is _Phase.RUNNING:  # its predecessor never came, or was done
+                self._lost[replica] = known.pod if known is not None else ""
+                self._vacate(replica, now, f"replica {replica} has been replaced")
+            self._stopped.add(replica)
+            self.tick(now)
         elif self._phase is _Phase.STOPPING:
-            self._post(theirs.replica, Stop(self.history.round))
-        return None
+            self._post(replica, Stop(self.history.round))
+
+    def lost(self, replica: int, now: float) -> None:
+        """Go on without a launcher whose connection is gone, or end."""
+        self._present.discard(replica)
+        self._leaving.discard(replica)
+        succeeded = self._phase is _Phase.RUNNING and replica in self._done
+        if succeeded or self._phase is _Phase.FINISHED:
+            return  # but no round can follow without it
+        self._vacate(replica, now, f"the launcher of replica {replica} was lost")
+
+    def _vacate(self, replica: int, now: float, why: str, *, graceful: bool = False) -> None:
+        """Hold until the place of a replica is filled (H2); end if the gang cannot hold."""
+        self._lose(replica, now)
+        if self._phase is _Phase.HOLDING:
+            return
+        if not self.holds:
+            cause = root_cause.first_failure(self._exits.values())
+            mine = cause is None or graceful or cause.rank // self._own.nproc == replica
+            self._end(self._because(None if mine else cause, why, graceful=graceful))
+        elif self._phase is _Phase.RUNNING:
+            self._stop(now, graceful=graceful)
+        else:
+            self.tick(now)
+
+    def _lose(self, replica: int, now: float) -> None:
+        self._lost.setdefault(replica, self._members[replica].pod)
+        self._stopped.discard(replica)
+        if self._hold_until is None:
+            self._hold_until = now + self._limits.hold
+
+    # --- What launchers say --------------------------------------------------------------
 
     def receive(self, replica: int, message: Message, now: float) -> None:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
         self._allow_for_pause(now)
         if self._phase is _Phase.FINISHED:
             return
-        done = replica != 0 and replica in self._done and self._phase is _Phase.RUNNING
-        if isinstance(message, Leaving) and done:
-            self._present.discard(replica)  # it may go, but no round can follow without it
-            return
         if isinstance(message, Leaving):
-            self._end(End(-1, f"the launcher of replica {replica} was told to end", graceful=True))
+            self._leave(replica, now)
             return
         if not isinstance(message, Failed | Exiting | Stopped | Done):
             raise ValueError(f"a launcher must not say {type(message).__name__}")
@@ -138,7 +226,7 @@ class Hub:
         if isinstance(message, Done):
             self._note(replica, message.exits, now)
             self._done.add(replica)
-            if len(self._done) == self._gang.replicas:
+            if len(self._done) == self._own.replicas:
                 self._end(Finished())
             return
         if isinstance(message, Exiting):
@@ -148,27 +236,29 @@ class Hub:
         self._note(replica, message.exits, now)
         if isinstance(message, Failed):
             self._running[replica] = message.running
-        elif self._phase is _Phase.STOPPING:
+        elif self._phase is _Phase.STOPPING and replica not in self._leaving:
             self._stopped.add(replica)
+            self._done.discard(replica)
             self._snapshot_step = max(self._snapshot_step, message.snapshot_step)
         self.tick(now)
 
-    def lost(self, replica: int, now: float) -> None:
-        """End the attempt without a launcher whose connection is gone."""
-        self._present.discard(replica)
-        if self._phase is _Phase.FINISHED or replica in self._done:
-            return
-        cause = root_cause.first_failure(self._exits.values()) if self._exits else None
-        if cause is None or cause.rank // self._gang.nproc == replica:
-            cause = None
-        self._end(self._because(cause, f"the launcher of replica {replica} was lost"))
+    def _leave(self, replica: int, now: float) -> None:
+        """Let the others save together with a launcher that got a signal to end."""
+        why = f"the launcher of replica {replica} was told to end"
+        if replica not in self._done:
+            self._leaving.add(replica)
+            self._vacate(replica, now, why, graceful=True)
+        elif replica != 0 and self._phase is _Phase.RUNNING:
+            self._present.discard(replica)  # it may go, but no round can follow without it
+        else:
+            self._end(self._because(None, why, graceful=True))
 
     def _note(self, replica: int, exits: tuple[Exit, ...], now: float) -> None:
         """Record exits by the hub's clock: the launchers' clocks cannot be compared."""
-        nproc = self._gang.nproc
+        nproc = self._own.nproc
         for exit_ in exits:
             # Without rounds the hub hears its own launcher only, whose ranks are the gang's.
-            if self._gang.replicas > 1 and exit_.rank // nproc != replica:
+            if self._own.replicas > 1 and exit_.rank // nproc != replica:
                 raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
             known = self._exits.get(exit_.rank)
             if known is None:
@@ -185,19 +275,9 @@ class Hub:
         if self._phase is _Phase.RUNNING:
             return self._stop_when_due(now)
         if self._phase is _Phase.STOPPING:
-            if len(self._stopped) == self._gang.replicas:
-                self._decide(now - self._begun_at)
-                return None
-            assert self._barrier_at is not None
-            if now < self._barrier_at:
-                return self._barrier_at
-            missing = set(range(self._gang.replicas)) - self._stopped
-            absent = missing - self._admitted
-            which = ", ".join(map(str, sorted(absent or missing)[:8]))
-            what = "has not come to the hub" if absent else "did not stop"
-            cause = root_cause.first_failure(self._exits.values())
-            took = now - self._stop_at
-            self._end(self._because(cause, f"replica {which} {what} within {took:.0f} s"))
+            return self._wait_for_all(now)
+        if self._phase is _Phase.HOLDING:
+            return self._hold(now)
         return None
 
     def _allow_for_pause(self, now: float) -> None:
@@ -208,44 +288,114 @@ class Hub:
         self._polled = now
 
     def _stop_when_due(self, now: float) -> float | None:
-        silent = self._gang.replicas - len(self._running)
-        running = sum(self._running.values()) + silent * self._gang.nproc
+        silent = self._own.replicas - len(self._running)
+        running = sum(self._running.values()) + silent * self._own.nproc
         found = root_cause.cause_or_wait(tuple(self._exits.values()), running, now)
         if found is None or isinstance(found, float):
             return found
+        self._stop(now)
+        return self._barrier_at
+
+    def _stop(self, now: float, *, graceful: bool = False) -> None:
         if not self._done <= self._present:
-            self._end(self._because(found, "a launcher whose workers had succeeded is gone"))
-            return None
+            cause = root_cause.first_failure(self._exits.values())
+            self._end(self._because(cause, "a launcher whose workers had succeeded is gone"))
+            return
+        self._lost_first = self._loss() is not None
         self._phase = _Phase.STOPPING
         self._stop_at = now
         self._barrier_at = now + BARRIER_SECONDS
-        self._tell_all(Stop(self.history.round))
-        return self._barrier_at
+        self._tell_all(Stop(self.history.round, graceful))
 
-    def _decide(self, lasted: float) -> None:
-        decision = rounds.decide(
-            self.history,
-            self._exits.values(),
-            self._snapshot_step,
-            self._limits,
-            modified=self._modified(),
-            lasted=lasted,
-            nproc=self._gang.nproc,
-            at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        )
-        if decision.next is None:
-            self._end(self._because(decision.cause, decision.why))
+    def _wait_for_all(self, now: float) -> float | None:
+        """Wait until every launcher has stopped (H2)."""
+        everybody = self._present - self._leaving if self.holds else set(range(self._own.replicas))
+        missing = everybody - self._stopped
+        if not missing:
+            self._decide(now)
+            return None
+        assert self._barrier_at is not None
+        if now < self._barrier_at:
+            return self._barrier_at
+        if self.holds and 0 not in missing:
+            for replica in missing:
+                self._drop(replica)
+                self._present.discard(replica)
+                self._lose(replica, now)
+            self._decide(now)
+            return None
+        absent = missing - self._members.keys()
+        which = ", ".join(map(str, sorted(absent or missing)[:8]))
+        what = "has not come to the hub" if absent else "did not stop"
+        cause = root_cause.first_failure(self._exits.values())
+        took = now - self._stop_at
+        self._end(self._because(cause, f"replica {which} {what} within {took:.0f} s"))
+        return None
+
+    def _hold(self, now: float) -> float | None:
+        """Wait until every place is filled by a launcher that has stopped."""
+        if self._hold_until is None:  # the first look of a hub that replaces one
+            self._hold_until = now + self._limits.hold
+        if len(self._stopped) == self._own.replicas:
+            self._decide(now)
+        elif now >= self._hold_until:
+            missing = sorted(set(range(self._own.replicas)) - self._stopped)
+            which = ", ".join(map(str, missing[:8]))
+            why = f"replica {which} was not replaced within {self._limits.hold:.0f} s"
+            self._end(self._because(None, why))
+        return self._hold_until
+
+    def _decide(self, now: float) -> None:
+        """Begin the next round, hold for missing launchers, or end."""
+        following = History()
+        if self.history.round >= 0:
+            assert self._begun_at is not None
+            decision = rounds.decide(
+                self.history,
+                self._exits.values(),
+                self._snapshot_step,
+                self._limits,
+                modified=self._modified(),
+                lasted=self._stop_at - self._begun_at,
+                nproc=self._own.nproc,
+                at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+                loss=self._loss(),
+            )
+            if decision.next is None:
+                self._end(self._because(decision.cause, decision.why))
+                return
+            following = decision.next
+        if len(self._stopped) < self._own.replicas:
+            self._phase = _Phase.HOLDING
             return
-        self.history = decision.next
+        self.history = following
         self._phase = _Phase.RUNNING
         self._begun_at = None
         self._begin()
-        self._tell_all(Go(self.history.round, self.history.records))
+        self._tell_all(Go(self._own.birth, self.history.round, self.history.records))
 
-    def _because(self, cause: Exit | None, why: str) -> End:
+    def _loss(self) -> Loss | None:
+        """Return the loss that ended the round, None if a worker's failure did."""
+        if not self._lost:
+            return None
+        cause = root_cause.first_failure(self._exits.values())
+        collateral = (
+            cause is None
+            or cause.code == ExitCode.PEER_LOST
+            or cause.rank // self._own.nproc in self._lost
+        )
+        if not collateral and not self._lost_first:
+            return None
+        back = all(
+            replica in self._stopped and self._members[replica].pod == pod
+            for replica, pod in self._lost.items()
+        )
+        return Loss(next(iter(self._lost)), replaced=not back)
+
+    def _because(self, cause: Exit | None, why: str, *, graceful: bool = False) -> End:
         early = root_cause.ended_early(self._exits.values(), cause)
         rank = cause.rank if cause is not None else -1
-        return End(rank, why, graceful=False, early=early)
+        return End(rank, why, graceful=graceful, early=early)
 
     def _end(self, message: End | Finished) -> None:
         self._phase = _Phase.FINISHED

@@ -8,49 +8,69 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.hub.calls import Calls
 from ddpjob_trainer.launcher.hub.client import HubClient, Link, LocalLink
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, Message
+from ddpjob_trainer.launcher.hub.listener import Listener
+from ddpjob_trainer.launcher.hub.messages import Call, Hello, Message
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 
 
+@dataclass(slots=True)
 class Membership:
-    """A launcher's place in the gang. ``rounds``: a round may follow a failure."""
+    """A launcher's place in the gang. ``rounds``: a round may follow a failure.
 
-    def __init__(self, link: Link, hub: Hub | None, server: HubServer | None, rounds: bool) -> None:
-        self.link = link
-        self.rounds = rounds
-        self._hub = hub
-        self._server = server
+    The hub, its server and its calls are in launcher 0 only, the listener for calls in the others.
+    """
+
+    link: Link
+    rounds: bool
+    hub: Hub | None = None
+    server: HubServer | None = None
+    calls: Calls | None = None
+    listener: Listener | None = None
 
     def tick(self, now: float) -> float | None:
         """Run the hub's due actions; return when to call next at the latest."""
-        dues = [
-            self._hub.tick(now) if self._hub is not None else None,
-            self._server.tick(now) if self._server is not None else None,
-        ]
+        if self.calls is not None and self.hub is not None and self.hub.history.round >= 0:
+            self.calls.close()
+            self.calls = None
+        parts = (self.link, self.hub, self.server, self.calls, self.listener)
+        dues = [part.tick(now) for part in parts if part is not None]
         return min((due for due in dues if due is not None), default=None)
 
     @property
     def needed(self) -> bool:
         """Return whether other launchers depend on the hub here."""
-        return self._server is not None and self._hub is not None and self._hub.needed
+        return self.server is not None and self.hub is not None and self.hub.needed
+
+    @property
+    def gang_holds(self) -> bool:
+        """Return whether the hub here knows that every launcher holds."""
+        return self.hub is not None and self.hub.holds
+
+    @property
+    def away(self) -> list[int]:
+        """Return the replicas whose links to the hub here are lost."""
+        return self.hub.away if self.hub is not None else []
 
     @property
     def others(self) -> tuple[list[Exit], int]:
         """Return the hub's count of other launchers' ranks: ends with 0, and how many run."""
-        return self._hub.others if self._hub is not None else ([], 0)
+        return self.hub.others if self.hub is not None else ([], 0)
 
     def close(self) -> None:
-        """Close the link and the hub's server; connected launchers notice."""
+        """Close all links; connected launchers notice."""
         self.link.close()
-        if self._server is not None:
-            self._server.close()
+        for part in (self.server, self.calls, self.listener):
+            if part is not None:
+                part.close()
 
 
 def join(
@@ -58,26 +78,71 @@ def join(
     selector: selectors.BaseSelector,
     tell: Callable[[str], None],
     modified: Callable[[], int],
+    now: float,
 ) -> Membership:
     """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened.
 
     ``modified``: newest mtime at the progress path, for the hub.
     """
-    listener: socket.socket | None = None
-    if config.hub_port is not None:
-        hello = Hello(config.uid, config.attempt, config.replicas, config.nproc, config.replica)
-        if config.replica > 0:
-            client = HubClient((config.master[0], config.hub_port), hello, selector, tell)
-            return Membership(client, None, None, rounds=True)
-        try:
-            listener = sockets.bind(config.hub_port)
-        except OSError as error:
-            tell(f"no restart in place: port {config.hub_port} of the hub: {error.strerror}")
-    # Without its port the hub is unreachable: this launcher waits for no other.
-    budget = (
-        0 if config.hub_port is not None and listener is None else config.rounds_without_progress
+    hello = Hello(
+        config.uid,
+        config.pod,
+        config.replica,
+        config.attempt,
+        config.replicas,
+        config.nproc,
+        config.holds,
+        running=not config.replacement,
+        token=config.env.token,
     )
-    replicas = config.replicas if listener is not None else 1
+    if config.hub_port is not None and config.replica > 0:
+        return _follow(config, hello, selector, tell)
+    listening: socket.socket | None = None
+    if config.hub_port is not None:
+        try:
+            listening = sockets.bind(config.hub_port)
+        except OSError as error:
+            if config.replacement:  # the others wait for this hub
+                raise
+            tell(f"no restart in place: port {config.hub_port} of the hub: {error.strerror}")
+    if listening is None:  # this launcher waits for no other
+        hello = replace(hello, replica=0, replicas=1, holds=False)
+    # Without its port the hub is unreachable.
+    unreachable = config.hub_port is not None and listening is None
+    budget = 0 if unreachable else config.rounds_without_progress
+    limits = Limits(budget, config.heal_after, config.env.final_exit_codes, config.hold_seconds)
+    lead = _lead(config, hello, limits, listening, selector, modified)
+    assert lead.hub is not None
+    lead.hub.admit(hello, now)
+    return lead
+
+
+def _follow(
+    config: LaunchConfig,
+    hello: Hello,
+    selector: selectors.BaseSelector,
+    tell: Callable[[str], None],
+) -> Membership:
+    assert config.hub_port is not None
+    address = (config.master[0], config.hub_port)
+    client = HubClient(address, hello, selector, tell, config.env.least_hub)
+    listener: Listener | None = None
+    if config.holds:
+        try:
+            listener = Listener(sockets.bind(config.hub_port), selector, client.called)
+        except OSError as error:  # a new hub is found by its name only
+            tell(f"no calls of a new hub: port {config.hub_port}: {error.strerror}")
+    return Membership(client, rounds=True, listener=listener)
+
+
+def _lead(
+    config: LaunchConfig,
+    hello: Hello,
+    limits: Limits,
+    listening: socket.socket | None,
+    selector: selectors.BaseSelector,
+    modified: Callable[[], int],
+) -> Membership:
     link = LocalLink()
     server: HubServer | None = None
 
@@ -88,10 +153,15 @@ def join(
         elif server is not None:
             server.post(replica, message)
 
-    limits = Limits(budget, config.heal_after, config.env.final_exit_codes)
-    hello = Hello(config.uid, config.attempt, replicas, config.nproc, 0)
-    hub = link.hub = Hub(hello, limits, post, modified)
-    if listener is not None:
-        server = HubServer(listener, selector, hub)
-    hub.admit(hello)
-    return Membership(link, hub, server, rounds=budget > 0)
+    def drop(replica: int) -> None:
+        if server is not None:
+            server.drop(replica)
+
+    hub = link.hub = Hub(hello, limits, post, modified, drop)
+    calls: Calls | None = None
+    if listening is not None:
+        server = HubServer(listening, selector, hub)
+        if config.replacement:
+            call = Call(config.uid, config.attempt, config.pod, config.env.token)
+            calls = Calls(config.others(), call, selector, hub.is_present, server.answered)
+    return Membership(link, limits.budget > 0, hub, server, calls)

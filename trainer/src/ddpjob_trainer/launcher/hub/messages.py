@@ -5,11 +5,13 @@ wire.py encodes and decodes them.
 
 from __future__ import annotations
 
+import hmac
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from ddpjob_contract import Round
+from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 
 MAX_LINE = 64 * 1024
@@ -17,13 +19,22 @@ MAX_LINE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a launcher. All but the replica must equal the hub's own."""
+    """First message of a launcher. uid, replicas and nproc must equal the hub's own.
+
+    ``pod``: its uid. ``birth``: the attempt in which it was made. ``holds``: it waits while a lost
+    launcher is replaced. ``running``: round 0 of hub ``birth`` runs here; else nothing does.
+    ``token``: the job's secret.
+    """
 
     uid: str
-    attempt: int
+    pod: str
+    replica: int
+    birth: int
     replicas: int
     nproc: int
-    replica: int
+    holds: bool
+    running: bool
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,10 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The hub has admitted this launcher to the gang."""
+    """The hub of this number, in this pod, has admitted the launcher to the gang."""
+
+    number: int
+    pod: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +94,46 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """First message of a new hub, to a launcher that is to leave its old one and say Hello.
+
+    ``token``: the job's secret.
+    """
+
+    uid: str
+    number: int
+    pod: str
+    token: str = field(default="", repr=False)
+
+
+def is_of_the_job(said: Hello | Call, token: str) -> bool:
+    """Tell whether a stranger knows the job's secret, if the pod here was made with one."""
+    return not token or hmac.compare_digest(said.token.encode(), token.encode())
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
-    """Kill the workers of this round and say Stopped."""
+    """End the workers of this round and say Stopped.
+
+    ``graceful``: a launcher leaves, so workers may still save together; else they are killed.
+    """
 
     round: int
+    graceful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Start this round. ``records``: of the rounds before."""
+    """Start this round of the hub of this number. ``records``: of the rounds before."""
 
+    number: int
     round: int
     records: tuple[Round, ...]
+
+    @property
+    def key(self) -> Key:
+        """Return the incarnation that begins."""
+        return Key(self.number, self.round)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +151,18 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The hub says it each second and a launcher answers: the loops at both ends run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """All workers everywhere ended with 0."""
 
 
 Message = (
     Hello | Failed | Exiting | Stopped | Done | Leaving
-    | Welcome | Refused | Stop | Go | End | Finished
+    | Call | Welcome | Refused | Stop | Go | End | Beat | Finished
 )  # fmt: skip
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
@@ -129,7 +176,8 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """Decode a line. Raises ValueError or TypeError for anything but a message.
 
-    A stranger may say Hello only; what is within the others comes from launchers of this job.
+    A stranger may say Hello or Call only; what is within the others comes from launchers of this
+    job.
     """
     body = json.loads(line)
     if not isinstance(body, dict):

@@ -27,7 +27,7 @@ _DRILLS = 2
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The rounds of this attempt. ``round`` runs now, or is to be decided about.
+    """The rounds of this hub. ``round`` runs now, or is to be decided about; -1: none began.
 
     ``snapshot_step``: the newest known, -1: none. ``modified``: newest mtime at the progress path,
     ns since the epoch, -1: none. ``failures``: since the last progress.
@@ -46,12 +46,22 @@ class Limits:
     """``budget``: so many rounds may follow one another without progress; 0: no rounds.
 
     ``heal_after``: a round that lasted so many seconds was progress; 0: never. ``final``: exit
-    codes after which the user wants no restart, besides FINAL_EXIT_CODES.
+    codes after which the user wants no restart, besides FINAL_EXIT_CODES. ``hold``: so many seconds
+    the gang waits for the replacement of a lost launcher.
     """
 
     budget: int
     heal_after: float = 0.0
     final: frozenset[int] = frozenset()
+    hold: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A launcher by whose loss a round ended. ``replaced``: a new pod takes its place."""
+
+    replica: int
+    replaced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +83,25 @@ def decide(
     at: str,
     modified: int = -1,
     lasted: float = 0.0,
+    loss: Loss | None = None,
 ) -> Verdict:
     """Decide on another round, or the end of the attempt.
 
     ``exits``: of all workers of the round. ``snapshot_step``: the newest any worker knows of.
     ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``modified``: newest mtime at the
-    progress path. ``lasted``: seconds from the round's begin to its end.
+    progress path. ``lasted``: seconds from the round's begin to its end. ``loss``: what ended it,
+    rather than a worker.
     """
-    cause = first_failure(exits)
-    if limits.budget and (step := _drilled(exits)) and drills_left(history.records):
+    cause = first_failure(exits) if loss is None else None
+    if cause and limits.budget and (step := _drilled(exits)) and drills_left(history.records):
         return Verdict(_after_drill(history, step, snapshot_step, at), None, "a drill")
     progress = (
         snapshot_step > history.snapshot_step
         or modified > history.modified
         or 0 < limits.heal_after <= lasted
     )
-    failures = 1 if progress else history.failures + 1
+    # The operator counts a lost pod. One that only lost its link may do so again and again.
+    failures = (0 if progress else history.failures) + (loss is None or not loss.replaced)
     newest = max(snapshot_step, history.snapshot_step)
     if limits.budget == 0:
         return Verdict(None, cause, "restart in place is off")
@@ -103,6 +116,8 @@ def decide(
         early = ended_early(exits, cause)
         return Verdict(None, cause, f"{why}; {early}" if early else why)
     record = _record(history.round, cause, newest, nproc=nproc, at=at)
+    if loss is not None:
+        record |= {"kind": "lost", "replica": loss.replica}
     if early := ended_early(exits, cause):
         record["exception"] = told_of(early, cause)
     if _same_again(history.records, record, newest):

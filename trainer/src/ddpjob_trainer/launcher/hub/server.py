@@ -1,35 +1,26 @@
-"""Serve the hub's TCP port; a connection is a stranger until its Hello is admitted."""
+"""Serve the hub's TCP port: a wire speaks for the launcher whose Hello came over it."""
 
 from __future__ import annotations
 
 import selectors
 import socket
 
-from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused
-from ddpjob_trainer.launcher.hub.wire import Wire
-
-_HELLO_SECONDS = 5.0
-_BATCH = 64  # connections taken at once, then the other sockets get their turn
+from ddpjob_trainer.launcher.hub.listener import Listener
+from ddpjob_trainer.launcher.hub.messages import Beat, Hello, Message, Refused
+from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS, Wire
 
 
 class HubServer:
-    """Owns the listening socket and the wires of launchers 1, 2, ..."""
+    """Owns the wires of launchers 1, 2, ..., and the port that they come to."""
 
-    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, hub: Hub) -> None:
-        self._listener = listener
-        self._selector = selector
+    def __init__(
+        self, listening: socket.socket, selector: selectors.BaseSelector, hub: Hub
+    ) -> None:
         self._hub = hub
-        self._strangers: dict[Wire, float] = {}  # when they are dropped if still silent
-        self._wires: dict[int, Wire] = {}
-        self._deaf_until = 0.0  # when it listens again after a lack of descriptors; 0: it does
-        listener.listen(1024)
-        listener.setblocking(False)
-        self._listen()
-
-    def _listen(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._wires: dict[int, Wire] = {}  # by replica
+        self._beat_at = 0.0
+        self._listener = Listener(listening, selector, self._admit)
 
     def post(self, replica: int, message: Message) -> None:
         """Send to an admitted launcher; one that is gone gets nothing."""
@@ -37,68 +28,54 @@ class HubServer:
         if wire is not None:
             wire.send(message)
 
+    def drop(self, replica: int) -> None:
+        """Close a launcher's link; the hub knows."""
+        wire = self._wires.pop(replica, None)
+        if wire is not None:
+            wire.close()
+
     def tick(self, now: float) -> float | None:
-        """Drop silent strangers; return when to call again at the latest."""
-        for wire, until in list(self._strangers.items()):
-            if now >= until:
-                del self._strangers[wire]
-                wire.close()
-        if self._deaf_until and now >= self._deaf_until:
-            self._deaf_until = 0.0
-            self._listen()
-        dues = [*self._strangers.values(), self._deaf_until]
-        return min((due for due in dues if due), default=None)
+        """Drop who is silent, link or stranger; return when to call again at the latest."""
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_SECONDS
+            for wire in list(self._wires.values()):
+                wire.count_silence(now)
+                wire.send(Beat())
+        dues = (self._listener.tick(now), self._beat_at if self._wires else None)
+        return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
         """Close every connection: the other launchers see that this one is gone."""
-        if not self._deaf_until:
-            self._selector.unregister(self._listener)
         self._listener.close()
-        for wire in (*self._strangers, *self._wires.values()):
+        for wire in self._wires.values():
             wire.close()
 
-    def _accept(self, now: float) -> None:
-        try:
-            for _ in range(_BATCH):
-                connection, _ = self._listener.accept()
-                self._meet(connection, now)
-        except OSError as error:
-            if error.errno in sockets.FULL:
-                self._selector.unregister(self._listener)
-                self._deaf_until = now + sockets.FULL_SECONDS
+    def answered(self, wire: Wire, message: Message, now: float) -> None:
+        """Take the first message over a connection that the hub has made."""
+        refused = self._admit(wire, message, now)
+        if refused is not None:
+            self._listener.refuse(wire, refused, now)
 
-    def _meet(self, connection: socket.socket, now: float) -> None:
-        replica: int | None = None
-        spoke = False
+    def _admit(self, wire: Wire, message: Message, now: float) -> Refused | None:
+        if not isinstance(message, Hello):
+            raise ValueError("the first message must be Hello")
+        refused = self._hub.refuses(message)
+        if refused is not None:
+            return refused
+        replica = message.replica
+        older = self._wires.pop(replica, None)
+        if older is not None:
+            self._listener.refuse(older, Refused("a newer pod has its place", final=True), now)
+        self._wires[replica] = wire
+        wire.received = lambda message, now: self._received(replica, message, now)
+        wire.closed = lambda reason, now: self._closed(replica, now)
+        self._hub.admit(message, now)
+        return None
 
-        def received(message: Message, now: float) -> None:
-            nonlocal replica, spoke
-            if replica is not None:
-                self._hub.receive(replica, message, now)
-                return
-            if spoke or not isinstance(message, Hello):  # a refused stranger may not hold its place
-                raise ValueError("the first message must be Hello, and the only one of a stranger")
-            spoke = True
-            self._strangers.pop(wire, None)
-            self._wires.setdefault(message.replica, wire)
-            refused = self._hub.admit(message)
-            if refused is None:
-                replica = message.replica
-                return
-            if self._wires[message.replica] is wire:
-                del self._wires[message.replica]
-            self._refuse(wire, refused, now)
+    def _received(self, replica: int, message: Message, now: float) -> None:
+        if not isinstance(message, Beat):
+            self._hub.receive(replica, message, now)
 
-        def closed(reason: str, now: float) -> None:
-            self._strangers.pop(wire, None)
-            if replica is not None:
-                del self._wires[replica]
-                self._hub.lost(replica, now)
-
-        wire = Wire(connection, self._selector, received, closed)
-        self._strangers[wire] = now + _HELLO_SECONDS
-
-    def _refuse(self, wire: Wire, refused: Refused, now: float) -> None:
-        """Send a refusal; the stranger closes once it has read this, else at its deadline."""
-        self._strangers[wire] = now + _HELLO_SECONDS
-        wire.send(refused)
+    def _closed(self, replica: int, now: float) -> None:
+        del self._wires[replica]
+        self._hub.lost(replica, now)

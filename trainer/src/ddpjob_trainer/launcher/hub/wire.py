@@ -1,6 +1,7 @@
 """Exchange lines over a TCP connection between launchers, without blocking, in bounded memory.
 
-client.py and server.py own the wires; the supervisor's selector drives them.
+Owners of wires are client.py, server.py, and before an admission listener.py and calls.py; the
+supervisor's selector drives them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from ddpjob_trainer.launcher.hub.messages import MAX_LINE, Message, decode, enco
 
 _MAX_PENDING = 1024 * 1024
 _READ = 64 * 1024
-#: A peer whose machine is gone falls silent: lost after about half a minute.
+#: A hub speaks to each launcher so often, and looks whether it has answered.
+BEAT_SECONDS = 1.0
+#: Seconds of silence after which a link between launcher and hub is lost (L3).
+_SILENT_SECONDS = 5
+#: Before there is a link, a peer whose machine is gone is lost after about half a minute.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
 
 OnEvent = Callable[[float], None]
@@ -23,23 +28,19 @@ OnEvent = Callable[[float], None]
 class Wire:
     """One connection, registered with the supervisor's selector.
 
-    ``received`` gets each message, ``closed`` the reason, once, when the connection ends.
+    ``received`` gets each message, ``closed`` the reason, once, when the connection ends. The
+    wire's owner sets them.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        selector: selectors.BaseSelector,
-        received: Callable[[Message, float], None],
-        closed: Callable[[str, float], None],
-    ) -> None:
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.received: Callable[[Message, float], None] = lambda message, now: None
+        self.closed: Callable[[str, float], None] = lambda reason, now: None
         self._socket = connection
         self._selector = selector
-        self._received = received
-        self._closed = closed
         self._in = b""
         self._out = b""
         self._open = True
+        self._silent = 0  # calls of count_silence since the last input
         connection.setblocking(False)
         _watch_for_silence(connection)
         selector.register(connection, selectors.EVENT_READ, self._ready)
@@ -50,6 +51,16 @@ class Wire:
             return
         self._out += encode(message)
         self._flush()
+
+    def count_silence(self, now: float) -> None:
+        """Count a second; fail when too many have passed without input.
+
+        The owner's loop calls it once a second while it runs, after reading: its own pauses, in
+        which nobody could hear the peer, do not count.
+        """
+        self._silent += 1
+        if self._silent > _SILENT_SECONDS:
+            self._fail(f"it was silent for {_SILENT_SECONDS} s", now)
 
     def close(self) -> None:
         """Close without a call of ``closed``; drop unsent messages."""
@@ -72,13 +83,14 @@ class Wire:
         if not data:
             self._fail("it closed the connection", now)
             return
+        self._silent = 0
         *lines, self._in = (self._in + data).split(b"\n")
         if len(self._in) > MAX_LINE:
             self._fail("it sent an endless line", now)
             return
         for line in lines:
             try:
-                self._received(decode(line), now)
+                self.received(decode(line), now)
             except (ValueError, TypeError, RecursionError) as error:
                 self._fail(f"it sent what is no message: {error}", now)
             if self._socket.fileno() < 0:  # closed while handling the message
@@ -98,7 +110,7 @@ class Wire:
     def _fail(self, reason: str, now: float) -> None:
         if self._open:
             self.close()
-            self._closed(reason, now)
+            self.closed(reason, now)
 
 
 def _watch_for_silence(connection: socket.socket) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, cast
@@ -70,14 +70,18 @@ def state_body(
     uid: str = "",
     attempt: int,
     round_: int,
+    holds: bool = False,
+    away: Sequence[int] = (),
     results: Results | None = None,
     stacks: str = "",
     pace: float | None = None,
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
-    ``uid``: of the job, if it is one's. ``results``: of earlier rounds, shown while this one starts
-    up. ``stacks``: of the last hang. ``pace``: steps per second.
+    ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``holds``: all launchers
+    wait while a lost one is replaced. ``away``: replicas whose link is lost. ``results``: of
+    earlier rounds, shown while this one starts up. ``stacks``: of the last hang. ``pace``: steps
+    per second.
     """
     results = results or Results()
     step, total = results.step, results.total_steps  # unknown before the resume
@@ -88,6 +92,8 @@ def state_body(
         "uid": uid,
         "attempt": attempt,
         "round": round_,
+        "holds": holds or None,
+        "away": list(away) or None,
         "phase": state.phase if state else "startup",
         "step": step if step >= 0 else None,
         "totalSteps": total or None,

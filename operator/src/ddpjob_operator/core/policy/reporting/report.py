@@ -192,7 +192,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
 def _unresolved(view: View) -> Iterator[tuple[str, str]]:
     """Report rounds whose processes do not find one another, until one of them progresses."""
     last, heard = view.status.last_failure, view.status.progress.updated_at
-    if last is None or not last.in_place or last.attempt != view.status.attempt:
+    if last is None or not last.in_place or last.attempt != view.status.hub:
         return
     if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
         what = f"processes were restarted in place and do not find one another: {last.message}"

@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ddpjob_operator.core.objects.status import Restarts, Status
-from ddpjob_operator.core.policy.starting import startup
 from ddpjob_operator.core.view import Change, View
 
 
@@ -41,7 +40,7 @@ def due(view: View, status: Status) -> datetime | None:
         return None
     # The operator may have been away before it found the gang broken, so a broken gang does not
     # count. Only a gang in phase Running has a running_at.
-    if timings.running_at is None or not startup.all_running(view):
+    if timings.running_at is None or not view.all_running:
         return None
     since = max(timings.running_at, timings.last_round_at or timings.running_at)
     return since + timedelta(seconds=seconds)

@@ -1,11 +1,12 @@
 """Count pods on silent nodes as lost, once a fact allows it.
 
-A pod on a silent node may train on, so normally its object alone shows that it has ended. Three
+A pod on a silent node may train on, so normally its object alone shows that it has ended. Four
 facts replace that: the Node object is deleted; an administrator has tainted it out-of-service
 (Kubernetes itself then lets go of its pods); or spec.nodeLost says Fence and this process has seen
-for afterSeconds, without a gap, that the node is not ready while most others are. Under Fence the
-pod may be alive: the lineage of the snapshots shuts it out. Each needs a fresh quorum read of the
-Node, since a watch may be behind.
+for afterSeconds, without a gap, that the node is not ready while most others are; or it says Fence,
+the gang's hub has lost the link to the pod, and the node's Lease is not renewed while another one
+is. Under Fence the pod may be alive: the lineage of the snapshots shuts it out. Each needs a fresh
+quorum read of the Node or the Leases, since a watch may be behind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from typing import Final
 
 from ddpjob_operator.core import classify
-from ddpjob_operator.core.actions import ReadNodes
+from ddpjob_operator.core.actions import ReadLeases, ReadNodes
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Failure
@@ -29,6 +30,12 @@ GONE_PATIENCE: Final = 60.0
 #: Twice a kubelet's heartbeat, however short afterSeconds is: nodes that were cut off together with
 #: the operator, or with other nodes, are back by then.
 CONFIRMATION: Final = 20.0
+#: A kubelet renews its node's Lease every 10 s. After the control plane was away others may do so
+#: first: each gets that time from the first renewal on.
+LEASE_PATIENCE: Final = 15.0
+LEASE_PERIOD: Final = 10.0
+#: Between two lists of all Leases.
+LEASES_EVERY: Final = 4.0
 
 
 def losses(view: View) -> list[Failure]:
@@ -39,7 +46,8 @@ def losses(view: View) -> list[Failure]:
 def lost(view: View, pod: Pod) -> bool:
     """Tell whether to delete the pod's object by force: its end cannot be reported."""
     node = _node(view, pod)
-    return node is not None and _given_up(view, node) and _just_read(node)
+    gone = node is not None and _given_up(view, node) and _just_read(node)
+    return gone or _deserted(view, pod)
 
 
 def suspect(view: View, *, late: bool = False) -> Pod | None:
@@ -56,8 +64,11 @@ def guessed(view: View) -> bool:
     return any(node and node.guessed and not _just_read(node) for node in found)
 
 
-def reads(view: View) -> tuple[ReadNodes, ...]:
-    """Read the nodes whose pods may be given up, and those not reported yet."""
+def reads(view: View) -> tuple[ReadNodes | ReadLeases, ...]:
+    """Read the nodes whose pods may be given up, those not reported yet, and Leases."""
+    old = view.nodes is not None and view.nodes.leases_seconds > LEASES_EVERY
+    if old and any(_is_away(view, pod) for pod in view.pods):
+        return (ReadLeases(),)
     due = (node for _, node in _silent(view) if node.guessed or _given_up(view, node))
     found = {node.name for node in due if not _just_read(node)}
     return (ReadNodes(tuple(sorted(found))),) if found else ()
@@ -71,11 +82,17 @@ def waits(view: View) -> list[float]:
 
 def failure(view: View, pod: Pod) -> Failure:
     """Describe a loss with the machine, which is charged to nobody."""
+    reason, state = "NodeLost", _state(_node(view, pod))
+    if _deserted(view, pod):
+        reason, state = (
+            classify.NODE_SILENT,
+            "does not renew its Lease, and the pod's launcher is silent",
+        )
     return replace(
         classify.removed(pod, view.now),
         cls="Infrastructure",
-        reason="NodeLost",
-        message=f"node {pod.node} {_state(_node(view, pod))}",
+        reason=reason,
+        message=f"node {pod.node} {state}",
     )
 
 
@@ -134,6 +151,25 @@ def _node(view: View, pod: Pod) -> Node | None:
         return None
     node = view.nodes.known.get(pod.node)
     return None if node is None or (node.exists and node.ready) else node
+
+
+def _is_away(view: View, pod: Pod) -> bool:
+    """Tell whether Fence may ask for the Lease of a node that is ready as far as anybody says."""
+    told = view.feedback.away_at
+    if told is None or pod.uid not in view.feedback.away or view.spec.fence_after is None:
+        return False
+    node = view.nodes.known.get(pod.node) if view.nodes else None
+    lives = pod.deletion_grace != 0 and (pod.deleting or not pod.ended)
+    fresh = (view.now - told).total_seconds() <= READ_HOLDS
+    return lives and fresh and node is not None and node.exists and node.ready
+
+
+def _deserted(view: View, pod: Pod) -> bool:
+    """Tell whether hub and Leases agree that the pod's node is silent."""
+    if not _is_away(view, pod) or view.nodes is None or view.nodes.leases_seconds > READ_HOLDS:
+        return False
+    lease = view.nodes.known[pod.node].lease
+    return lease.unrenewed >= LEASE_PATIENCE and lease.behind >= LEASE_PERIOD
 
 
 def _given_up(view: View, node: Node) -> bool:

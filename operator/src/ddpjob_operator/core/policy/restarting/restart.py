@@ -1,6 +1,7 @@
 """Turn a member's loss into a new attempt or the job's end, by budgets.
 
-plan() calls after() with the loss that root_cause.py found. A charged restart is the user's doing
+plan() calls after() with the loss that root_cause.py found; replace.py says whether the new attempt
+keeps the pods that were not lost. A charged restart is the user's doing
 and counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
 maxDisruptions. budget_reset.py gives both back.
 """
@@ -17,6 +18,7 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.policy import finish
+from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
 from ddpjob_operator.core.view import Change, View
 
@@ -27,16 +29,22 @@ STARTUP_SECONDS: Final = 300.0
 _COMPARED: Final = 64
 
 
-def after(view: View, change: Change, loss: Failure) -> Change:
-    """Record the loss, then start a new attempt or fail, as rules and budgets say."""
+def after(
+    view: View, change: Change, loss: Failure, planned: frozenset[int] = frozenset()
+) -> Change:
+    """Record the loss, then start a new attempt or fail, as rules and budgets say.
+
+    ``planned``: replicas that handover.py replaces before they are lost.
+    """
+    if replacement.joins(view, loss):
+        return _join(view, change, loss)
     last = end(view, change.status, loss)
-    change = record(view, change, loss)
     if last is not None:
-        return finish.fail(view, change, *last)
+        return finish.fail(view, record(view, change, loss), *last)
     free = _action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = _count(view, change.status.restarts, free), view.spec.restart
     delay, early = backoff(view.spec, restarts.consecutive), 0.0
-    if not free and not _trained(view):
+    if not (free or _trained(view) or replacement.waited(view, loss)):
         early = backoff(view.spec, min(restarts.consecutive, restarts.charged), STARTUP_SECONDS)
     count = (
         f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
@@ -46,19 +54,50 @@ def after(view: View, change: Change, loss: Failure) -> Change:
     count += "; it told of no step, so the waits are longer" * (early > delay)
     delay = max(delay, early)
     wait = f" in {delay:g} s" if delay else ""
+    gone = replacement.lost(view, loss, delay, planned)
+    if gone:
+        restarts = replace(restarts, replaced=restarts.replaced + 1)
+        loss = replace(loss, replaced=True)
+    change = record(view, change, loss).with_status(restarts=restarts)
+    change = node_avoidance.node_of(view, change, loss)
+    change = change.measure(Measurement("restarts_total", 1, loss.cls))
+    if gone:
+        what = f"{told.describe(loss)}; replacing {told.replicas(gone, 40)}{wait} ({count})"
+        told_as = loss.reason if planned else "Replacing"
+        return replacement.begin(view, change, gone, what, delay, reason=told_as)
+    change = new_attempt(view, change, "Restarting", delay)
     message = (
         f"attempt {view.status.attempt} ended: {told.describe(loss)}; restarting{wait} ({count})"
     )
-    change = new_attempt(view, change, "Restarting", delay)
-    change = node_avoidance.node_of(view, change.with_status(restarts=restarts), loss)
-    change = change.condition("Running", False, "Restarting", message, view.now)
-    return change.tell("Warning", "Restarting", message).measure(
-        Measurement("restarts_total", 1, loss.cls)
-    )
+    return _say(view, change, "Restarting", message)
+
+
+def whole(view: View, change: Change, reason: str, message: str) -> Change:
+    """Restart the whole gang in place of a replacement, whose loss is counted already."""
+    change = new_attempt(view, change, "Restarting", 0)
+    return _say(view, change, reason, f"{message}; restarting all pods")
+
+
+def _join(view: View, change: Change, loss: Failure) -> Change:
+    """Replace a launcher that waited, too, or restart all if none is left."""
+    at = due(view)
+    delay = max(0.0, (at - view.now).total_seconds()) if at else 0.0
+    gone = replacement.lost(view, loss, delay)
+    if not gone:
+        return whole(view, change, "Restarting", f"no other pod waits: {told.describe(loss)}")
+    what = f"{told.describe(loss)} while it waited; replacing {told.replicas(gone, 40)}"
+    return replacement.begin(view, change, gone, what, delay)
+
+
+def _say(view: View, change: Change, reason: str, message: str) -> Change:
+    change = change.condition("Running", False, reason, message, view.now)
+    return change.tell("Warning", reason, message)
 
 
 def record(view: View, change: Change, loss: Failure) -> Change:
     """Record the failure that ended the attempt, with its measurements."""
+    # Its pod may be of an earlier attempt than the one that it ended.
+    loss = replace(loss, attempt=view.status.attempt)
     failures = (*change.status.failures, loss)[-MAX_FAILURES:]
     member = view.members.get(loss.replica)
     if member and member.trainer.finished_at:
@@ -107,6 +146,8 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
         phase=phase,
         attempt=attempt,
         members_since=attempt,
+        births={},
+        holds=False,  # another program may not wait
         template_hash=made_of.template_hash,
         snapshot_hash=made_of.snapshot_hash,
         succeeded=frozenset(),
@@ -139,7 +180,7 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
-    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, _in_a_row(view, old)):
+    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 
@@ -178,14 +219,16 @@ def _count(view: View, old: Restarts, free: bool) -> Restarts:
         total=old.total + 1,
         charged=old.charged + (not free),
         disruptions=old.disruptions + free,
-        consecutive=_in_a_row(view, old) + 1,
+        consecutive=in_a_row(view, old) + 1,
+        replaced=old.replaced,
         in_place=old.in_place,
+        round=old.round,
         snapshot_step=view.snapshot_step,
         file_at=view.file_at,
     )
 
 
-def _in_a_row(view: View, old: Restarts) -> int:
+def in_a_row(view: View, old: Restarts) -> int:
     """Count restarts before this one without progress or a long run in between.
 
     A run longer than the longest backoff is no crash loop, so the next restart is immediate.

@@ -18,6 +18,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.policy.restarting import fence, probe, restart
+from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.told import describe, left_early, shorten
 from ddpjob_operator.core.view import Change, View
 
@@ -39,6 +40,8 @@ def loss(view: View, status: Status) -> Failure | None:
         return found
     if probe.reads(view):
         return None
+    if replacement.joins(view, found):
+        return found
     if found.cls == "Collateral":
         return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
     # A node deleted while no operator watched is unreported, as a new one is.
@@ -109,7 +112,7 @@ def _first(view: View) -> Failure | None:
     nproc, now = view.spec.nproc_per_node, view.now
     members = view.needed
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
-    if view.status.phase == "Starting":
+    if view.status.phase == "Starting" or view.replacing:
         # It never comes back, and before all run it has nothing to save.
         found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
     losses = [one for one in found if one is not None] + fence.losses(view)

@@ -1,9 +1,10 @@
 """Count each round (a restart in place that the gang's launchers report) once.
 
 plan() calls count() in each planning round. The operator only counts them, names the failure, and
-charges nothing; a drill is a round without a failure, reported in one Event. status.restarts.round
-holds the number counted in the current attempt, so a second report of a round, from a poll, a
-launcher's end or another operator, changes nothing.
+charges nothing; a drill is a round without a failure, reported in one Event. So is a round that a
+lost pod ended: its loss is counted as such. status.restarts.round holds the number counted under
+the current hub, so a second report of a round, from a poll, a launcher's end or another operator,
+changes nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _DRILL = "processes restarted in place to check that they resume; charged to not
 
 
 def count(view: View, change: Change) -> Change:
-    """Add the rounds of the current attempt that are not counted yet."""
-    told = [rounds for rounds in _told(view) if rounds.attempt == view.status.attempt]
+    """Add the rounds of the current hub that are not counted yet."""
+    told, hub = _told(view), view.status.hub
     counted = change.status.restarts.round
     now = max((rounds.count for rounds in told), default=0)
     if now <= counted:
@@ -34,21 +35,22 @@ def count(view: View, change: Change) -> Change:
     ended = [known[number] for number in range(counted, now) if number in known]
     causes = [(one, loss) for one in ended if (loss := _failure(view, one)) is not None]
     causes, drills = causes[-MAX_FAILURES:], [one for one in ended if one.kind == "drill"]
+    free = len(drills) + sum(_by_lost_pod(view, one) for one in ended)
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
     for found in drills:
         after = "" if found.step is None else f" after step {found.step}"
-        what = f"round {found.number} of attempt {view.status.attempt} ended{after}, as planned"
+        what = f"round {found.number} of attempt {hub} ended{after}, as planned"
         change = change.tell("Normal", "Drill", f"{what}: {_DRILL}")
-    unexplained = now - counted - len(causes) - len(drills)
+    unexplained = now - counted - len(causes) - free
     if unexplained:
-        which = f"{ranges.counted(unexplained, 'round')} of attempt {view.status.attempt}"
+        which = f"{ranges.counted(unexplained, 'round')} of attempt {hub}"
         what = f"{which} ended, cause unknown"
         change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
-    old, failed = change.status.restarts, now - counted - len(drills)
+    old, failed = change.status.restarts, now - counted - free
     change = change.with_status(
         restarts=replace(old, round=now, in_place=min(old.in_place + failed, _INT32_MAX))
     )
@@ -61,25 +63,34 @@ def count(view: View, change: Change) -> Change:
 
 
 def _told(view: View) -> list[Rounds]:
-    """Collect the reports: replica 0's /state, and the last words of ended launchers."""
-    polled = [view.feedback.rounds] if view.feedback.rounds else []
+    """Collect the hub's reports: replica 0's /state, and the last words of ended launchers.
+
+    A launcher that is older than the hub may mean rounds of the hub before.
+    """
+    hub, polled = view.status.hub, view.feedback.rounds
     reported = [
-        Rounds(pod.attempt or 0, pod.trainer.report.number or 0, pod.trainer.report.rounds)
+        Rounds(hub, pod.trainer.report.number or 0, pod.trainer.report.rounds)
         for pod in view.pods
-        if pod.trainer.report
+        if pod.trainer.report and hub <= (pod.attempt or 0) <= view.status.attempt
     ]
-    return polled + reported
+    return [polled, *reported] if polled and polled.attempt == hub else reported
 
 
 def _failure(view: View, found: Round) -> Failure | None:
     replica, nproc = found.replica, view.spec.nproc_per_node
     if replica is None and found.rank is not None:
         replica = found.rank // nproc
-    if replica is None or replica >= view.spec.replicas:
+    if replica is None or replica >= view.spec.replicas or _by_lost_pod(view, found):
         return None
-    loss = classify.ended_round(found, view.status.attempt, replica, nproc, view.now)
+    loss = classify.ended_round(found, view.status.hub, replica, nproc, view.now)
     pod = view.members.get(replica)
     return replace(loss, pod=pod.name, node=pod.node) if pod else loss
+
+
+def _by_lost_pod(view: View, found: Round) -> bool:
+    """Tell whether the round ended with a pod that was replaced under this hub."""
+    replaced = view.status.births.get(found.replica or 0, 0)
+    return found.kind == "lost" and replaced > view.status.hub
 
 
 def _lost(found: Round) -> tuple[Measurement, ...]:

@@ -1,19 +1,27 @@
-"""Keep later attempts off nodes that failed a pod, while there is room elsewhere.
+"""Keep later pods off nodes that failed one or are about to go, while there is room elsewhere.
 
 restart.py records such a node in status.avoidedNodes: its GPU failed, or the runtime could not
-start a container for a reason of the node's. A doubtful node is better than none: the list is
-emptied when a gang has found no room without it, and when the user suspends and resumes the job.
+start a container for a reason of the node's; handover.py one that is about to go. A doubtful node
+is better than none: the list is emptied when a gang has found no room without it, and when the user
+suspends and resumes the job. A node that is only suspected is avoided where there is a choice.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from datetime import timedelta
 from typing import Final
 
+from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
 
 #: Up to so many of these failures in a row, without progress in between, are free.
 _FREE: Final = 3
+#: A node is suspected once so many of so many failures in a row were first seen there.
+_SUSPECT: Final = 2
+_OF_LAST: Final = 5
+_NOTICED: Final = timedelta(seconds=60)
 
 
 def blames(loss: Failure) -> bool:
@@ -46,16 +54,40 @@ def node_of(view: View, change: Change, loss: Failure) -> Change:
     return change.tell("Warning", "NodeAvoided", message)
 
 
+def suspected(view: View) -> tuple[str, ...]:
+    """Return the nodes that pods should rather not go to: failures began there again and again.
+
+    The removal of a pod says nothing of its node; a resume may have cured what was before.
+    """
+    since = view.status.timings.started_at
+    losses = [one for one in view.status.failures if since is None or one.detected_at >= since]
+    firsts = [one.node for one in losses[-_OF_LAST:] if one.node and one.cls != "Disruption"]
+    return tuple(sorted(node for node, times in Counter(firsts).items() if times >= _SUSPECT))
+
+
+def at_once(view: View) -> tuple[str, ...]:
+    """Return the nodes that new pods are kept off now: fallen silent ones for a minute.
+
+    By then Kubernetes itself has noticed, if they are lost.
+    """
+    silent = [
+        loss.node
+        for loss in view.status.failures
+        if loss.reason == classify.NODE_SILENT and view.now - loss.detected_at < _NOTICED
+    ]
+    return tuple(dict.fromkeys((*view.status.avoided_nodes, *silent)))
+
+
 def nothing(change: Change, why: str) -> Change:
     """Let pods go to any node again."""
     old = change.status.avoided_nodes
     if not old:
         return change
-    message = f"{why}: pods may go to {', '.join(old)} again, which had failed one"
+    message = f"{why}: pods may go to {', '.join(old)} again, avoided so far"
     return change.with_status(avoided_nodes=()).tell("Normal", "NodesTriedAgain", message)
 
 
 def words(view: View) -> str:
     """Name the avoided nodes in the message of a pod that finds no room."""
     avoided = view.status.avoided_nodes
-    return f" (kept off {', '.join(avoided)}, which had failed a pod)" if avoided else ""
+    return f" (kept off {', '.join(avoided)}: status.avoidedNodes)" if avoided else ""

@@ -17,7 +17,8 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy.reporting import repeat, report
-from ddpjob_operator.core.policy.restarting import fence, restart
+from ddpjob_operator.core.policy.restarting import fence, handover, restart
+from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import node_avoidance, retry, template_guard
 from ddpjob_operator.core.view import Change, View, recovers_from
 
@@ -46,8 +47,10 @@ def deadline(view: View) -> datetime:
     It counts again after a time in which the operator could not see or act (an API server that was
     away, a take-over, a clock that was set), and from when the last pod got its node, for until
     then the gang waited for the cluster; by the cluster's clock, but between once and twice the
-    time.
+    time. A replacement has its own, by which launchers wait.
     """
+    if view.replacing:
+        return replacement.deadline(view)
     since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
     patience = timedelta(seconds=view.spec.startup_deadline)
@@ -60,12 +63,17 @@ def deadline(view: View) -> datetime:
 
 def late(view: View) -> bool:
     """Tell whether the deadline has passed before the whole gang runs."""
-    starting = view.status.phase == "Starting" and view.now >= deadline(view)
-    return starting and not all_running(view)
+    starting = view.status.phase == "Starting" or view.replacing
+    return starting and view.now >= deadline(view) and not view.all_running
 
 
 def advance(view: View, change: Change) -> Change:
-    """Move on from Starting: to Running, back to Pending, or to a charged restart."""
+    """Move on from Starting: to Running, back to Pending, or to a charged restart.
+
+    A replacement gives nothing back: replace.py ends it by its deadline.
+    """
+    if view.replacing:
+        return _run(view, change) if view.all_running else change
     if template_guard.why(view) and view.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     network = view.network_refusal
@@ -79,7 +87,7 @@ def advance(view: View, change: Change) -> Change:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
         return _release(view, change, "QuotaExceeded", report.explained(full))
-    if all_running(view):
+    if view.all_running:
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
         return change
@@ -100,12 +108,6 @@ def advance(view: View, change: Change) -> Change:
     return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
 
 
-def all_running(view: View) -> bool:
-    """Tell whether every replica runs or is done already."""
-    on = {r for r, pod in view.members.items() if classify.running(pod)}
-    return len(on | view.succeeded) == view.spec.replicas
-
-
 def _run(view: View, change: Change) -> Change:
     timings, loss = view.status.timings, recovers_from(view.status)
     since = _last_sign(view, loss) if loss else timings.started_at or view.now
@@ -116,6 +118,7 @@ def _run(view: View, change: Change) -> Change:
         timings=replace(
             timings,
             running_at=view.now,
+            replacing_since=None,
             last_recovery_seconds=round(seconds, 3) if loss else timings.last_recovery_seconds,
         ),
     )
@@ -132,9 +135,11 @@ def _run(view: View, change: Change) -> Change:
 def _last_sign(view: View, loss: Failure) -> datetime:
     """Return the last sign of progress, which may be long before the loss was decided.
 
-    An exit code is seen at once. A step from before the previous loss does not count.
+    An exit code is seen at once, and a hand-over is no end. A step from before the previous loss
+    does not count.
     """
     at_once = loss.exit_code is not None and loss.cls != "Hang"
+    at_once = at_once or loss.reason == handover.HANDED_OVER
     heard = view.status.progress
     if at_once or heard.step is None or heard.updated_at is None:
         return loss.detected_at

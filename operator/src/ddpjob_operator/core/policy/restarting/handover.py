@@ -1,0 +1,107 @@
+"""Hand over before the failure: replace pods on nodes that are about to go.
+
+plan() calls begin() in each planning round without a loss. What says that a node is about to go
+(a condition, a taint, a cordon) is listed in the chart and looked for in objects/nodes.py. The pods
+there are replaced as lost ones are (replace.py): one intent raises their floor and counts one
+disruption. Only their deletion differs, as it leaves them their grace period: all ranks save at one
+step, their launchers leave, and the others hold, so no step is lost. A node and a signal bring that
+about once (status.handedOver, until a resume), so that a pod which finds no other node stays in
+peace, and only after progress since the last restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import classify, told
+from ddpjob_operator.core.actions import ReadNodes
+from ddpjob_operator.core.objects.nodes import Node
+from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure
+from ddpjob_operator.core.policy.restarting import fence, restart
+from ddpjob_operator.core.policy.restarting import replace as replacement
+from ddpjob_operator.core.policy.starting import template_guard
+from ddpjob_operator.core.view import Change, View
+
+HANDED_OVER: Final = "HandedOver"
+#: Launchers that can hold have said so by then: /state is read every 15 s.
+_PATIENCE: Final = timedelta(seconds=60)
+
+
+def begin(view: View, change: Change) -> Change | None:
+    """Replace the members on nodes about to go; None: there are none, or it is too early."""
+    going = _going(view)
+    if not going or _unread(going):
+        return None
+    planned, nodes = frozenset(going), {node.name: node for node in going.values()}
+    words = ", ".join(f"{node.name} is about to go ({node.signal})" for node in nodes.values())
+    loss = _loss(view, min(planned), words)
+    news = map(_entry, nodes.values())
+    acted = change.with_status(handed_over=(*view.status.handed_over, *news))
+    able = replacement.lost(view, loss, 0.0, planned)
+    if not able or restart.end(view, view.status, loss):
+        what = f"{words}: {told.replicas(planned, 40)} cannot be replaced before the end there"
+        why = "it takes other replicas that hold meanwhile, and a disruption that may be counted"
+        return acted.tell("Warning", "NotHandedOver", f"{what}: {why}")
+    avoided = tuple(dict.fromkeys((*view.status.avoided_nodes, *nodes)))[-MAX_AVOIDED:]
+    return restart.after(view, acted.with_status(avoided_nodes=avoided), loss, planned)
+
+
+def reads(view: View) -> tuple[ReadNodes, ...]:
+    """Read the nodes before pods there are replaced: a watch may be behind."""
+    unread = _unread(_going(view))
+    return (ReadNodes(tuple(sorted(unread))),) if unread else ()
+
+
+def due(view: View) -> datetime | None:
+    """Return when launchers that have not said that they hold are taken to be unable to."""
+    since, nodes = view.status.timings.running_at, view.nodes.known if view.nodes else {}
+    waits = not view.status.holds and any(node.signal for node in nodes.values())
+    return since + _PATIENCE if since and waits else None
+
+
+def saves(view: View, pod: Pod) -> bool:
+    """Tell whether a pod that is no member any more hands over, and needs its grace period."""
+    last = view.status.last_loss
+    return last is not None and last.reason == HANDED_OVER and classify.running(pod)
+
+
+def _going(view: View) -> Mapping[int, Node]:
+    """Return the nodes about to go by replica, if now is the time to leave them.
+
+    On one that is not ready nothing would be ended before it answers again.
+    """
+    status, pods = view.status, view.members
+    if status.phase != "Running" or not view.all_running or view.succeeded or view.nodes is None:
+        return {}
+    listed = (view.nodes.known.get(name) for name in sorted({pod.node for pod in pods.values()}))
+    signalled = [node for node in listed if node and node.signal and node.ready]
+    news = [node for node in signalled if _entry(node) not in status.handed_over]
+    left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
+    patient = due(view)
+    early = restart.in_a_row(view, status.restarts) or (patient and view.now < patient)
+    if not left or early or classify.leaving(pods.values()) or template_guard.why(view):
+        return {}
+    return {replica: left[pod.node] for replica, pod in pods.items() if pod.node in left}
+
+
+def _unread(going: Mapping[int, Node]) -> set[str]:
+    """Return the nodes that no quorum read has reported lately."""
+    ages = {node.name: node.read_seconds for node in going.values()}
+    return {name for name, age in ages.items() if age is None or age > fence.READ_HOLDS}
+
+
+def _loss(view: View, replica: int, words: str) -> Failure:
+    return replace(
+        classify.removed(view.members[replica], view.now),
+        reason=HANDED_OVER,
+        message=f"{words}: all ranks save at one step, then a new pod takes its place",
+        exception=told.shorten(words),
+    )
+
+
+def _entry(node: Node) -> str:
+    return f"{node.name}: {node.signal}"

@@ -1,0 +1,141 @@
+"""Replace lost pods alone while the launchers of the other replicas wait for them.
+
+restart.py asks lost() after each loss; if it names nobody, the whole gang restarts. begin() stores
+the intent: a new attempt that keeps membersSince and raises the floor of the lost replicas
+(status.births), so that their old pods are no members any more. Barrier, phase Starting and
+creations are those of a whole start (plan.py), for these replicas alone: while replacing, a floor
+equal to the attempt is that of a pod to be made. over() tells when waiting helps no more. The rules
+O1 to O5 keep one attempt and replica from naming two pods, and so two hubs from having one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import classify, told
+from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
+from ddpjob_operator.core.policy.restarting import fence
+from ddpjob_operator.core.view import Change, View
+
+_WAIT: Final = "; the other pods wait until"
+
+
+def hear(view: View, change: Change) -> Change:
+    """Store that all launchers wait for a lost one: so they do until a whole start."""
+    heard = view.feedback.rounds
+    if view.status.phase != "Running" or heard is None or heard.attempt != view.status.hub:
+        return change
+    return change.with_status(holds=view.status.holds or heard.holds)
+
+
+def lost(
+    view: View, loss: Failure, delay: float, planned: frozenset[int] = frozenset()
+) -> frozenset[int]:
+    """Return the replicas to replace after this loss; none: all restart (rule O4).
+
+    ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
+    """
+    in_time = view.now + timedelta(seconds=delay) < deadline(view)
+    able = view.status.holds and view.spec.restart.in_place > 0
+    if not (able and in_time) or view.succeeded:
+        return frozenset()
+    nproc, now, members = view.spec.nproc_per_node, view.now, view.members
+    gone = {loss.replica, *planned, *view.missing}
+    gone |= {one.replica for one in fence.losses(view)}  # rule O3
+    gone |= {r for r, pod in members.items() if pod.deleting or classify.failure(pod, nproc, now)}
+    newest = view.status.attempt - view.replacing  # a pod that was made meanwhile has not waited
+    kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
+    waiting = any(map(classify.running, kept))
+    few = len(view.status.births.keys() | gone) <= MAX_BIRTHS
+    return frozenset(gone) if waiting and few else frozenset()
+
+
+def begin(
+    view: View,
+    change: Change,
+    gone: frozenset[int],
+    message: str,
+    delay: float = 0.0,
+    *,
+    reason: str = "Replacing",
+) -> Change:
+    """Record the intent to replace these replicas' pods (rule O2); ``reason``: of the Event."""
+    attempt, status = view.next_attempt, change.status
+    change = change.with_status(
+        phase="Restarting",
+        attempt=attempt,
+        births={**status.births, **dict.fromkeys(gone, attempt)},
+        # A new hub counts its rounds from 0.
+        restarts=replace(status.restarts, round=0 if 0 in gone else status.restarts.round),
+        timings=replace(
+            status.timings,
+            attempt_started_at=view.now,
+            running_at=None,
+            next_restart_at=view.now + timedelta(seconds=delay) if delay else None,
+            replacing_since=_since(view),
+        ),
+    )
+    change = change.condition("Running", False, "Replacing", message, view.now)
+    return change.tell("Warning", reason, message)
+
+
+def waited(view: View, loss: Failure) -> bool:
+    """Tell whether the lost pod waited for others: it is older than they will be."""
+    pod = view.members.get(loss.replica)
+    return view.replacing and pod is not None and (pod.attempt or 0) < view.status.attempt
+
+
+def joins(view: View, loss: Failure) -> bool:
+    """Tell whether a launcher waited no longer: its incident is counted already (rule O2)."""
+    return loss.cls == "Collateral" and waited(view, loss)
+
+
+def unmade(view: View) -> frozenset[int]:
+    """Return the missing replicas that this process may not make in this attempt (rule O5).
+
+    Only the process that has stored phase Starting makes them, each once. After a crash, or a
+    creation without an answer, a pod of this attempt may have been there.
+    """
+    read = view.confirmed
+    if not view.replacing or view.status.phase != "Starting" or read is None or read.begun:
+        return frozenset()
+    return frozenset(r for r in view.missing if r not in read.replicas)
+
+
+def deadline(view: View) -> datetime:
+    """Return when all pods restart instead: launchers wait no longer, whatever is in the way."""
+    return _since(view) + timedelta(seconds=view.spec.restart.replace_seconds)
+
+
+def over(view: View) -> tuple[str, str] | None:
+    """Return reason and message if the replacement under way has failed; None: it goes on."""
+    status, until = view.status, deadline(view)
+    if status.attempt not in status.births.values():
+        return "Restarting", "status.births is not stored: the CRD is older than the operator"
+    if view.succeeded:
+        done = told.replicas(view.succeeded, 40)
+        return "Restarting", f"{done} ended with 0 while lost pods were replaced"
+    if view.all_running or view.now < until or not view.read_since(until):
+        return None
+    on = {r for r, pod in view.members.items() if classify.running(pod)}
+    left = told.replicas(frozenset(range(view.spec.replicas)) - on, 40)
+    stalled = status.condition("Stalled")
+    why = stalled.message if stalled and stalled.status == "True" else "no reason is known"
+    most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
+    what = f"{left} did not run within {most}: {why.partition(_WAIT)[0]}"
+    return "ReplaceDeadlineExceeded", what
+
+
+def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Add to the reasons for a stall how long the other pods wait."""
+    wait = f"{_WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
+    for reason, message in why:
+        yield reason, f"{message}{wait}"
+
+
+def _since(view: View) -> datetime:
+    since = view.status.timings.replacing_since if view.replacing else None
+    return min(since or view.now, view.now)  # a time ahead was stored by another clock

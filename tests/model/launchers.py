@@ -1,0 +1,298 @@
+"""A launcher in the model: the real supervisor, hub and links, over workers that are only counted.
+
+Outside the process are the network (network.py), time, and the workers: they end when the story
+says so. step() is one turn of the supervisor's loop, in the order of Supervisor._watch.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+from ddpjob_contract import POD_UID, State
+from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.launcher.hub import membership
+from ddpjob_trainer.launcher.hub.client import HubClient
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.messages import Key
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS
+from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
+from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.reports import termination
+from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
+from model.cluster import Object
+from model.network import Line, ModelCalls, ModelClient, Network, Silent
+
+_PROGRAM = Program("json", (), module=True)
+_FIRST_SECONDS = 5.0  # until a stranger must have said something
+_NOWHERE = Path("/nowhere")
+_SILENT: Any = Silent()
+
+
+class Watched(Protocol):
+    """Who holds the beginnings of rounds against the invariants."""
+
+    network: Network
+
+    def begins(self, launcher: Launcher, key: Key) -> None:
+        """A round's workers start."""
+
+
+class Workers:
+    """The one worker of a launcher, in the place of worker_group.WorkerGroup."""
+
+    def __init__(self, config: LaunchConfig, key: Key) -> None:
+        self.key, self._config = key, config
+        self.state_dir = _NOWHERE
+        self.exits: list[Exit] = []
+        self.unkillable: dict[int, str] = {}
+        self.running = 0
+        self.stopping = self.killed = self.asked = False
+        self.kill_at: float | None = None
+
+    @property
+    def round(self) -> int:
+        return max(0, self.key.round)
+
+    @property
+    def failed(self) -> bool:
+        return any(exit_.status != 0 and not exit_.ours for exit_ in self.exits)
+
+    @property
+    def succeeded(self) -> bool:
+        return bool(self.exits) and not self.running and all(e.status == 0 for e in self.exits)
+
+    def state(self, local_rank: int) -> None:
+        """It leaves no record."""
+
+    def snapshot_step(self) -> int:
+        return -1
+
+    def is_training(self) -> bool:
+        return True
+
+    def signal(self, signum: int, now: float) -> None:
+        self.asked = True
+
+    def stop(self, now: float, *, last_words: float) -> None:
+        self.stopping = True
+        self.kill_by(now + last_words)
+
+    def kill_by(self, moment: float) -> None:
+        self.kill_at = min(self.kill_at or moment, moment)
+
+    def kill_when_due(self, now: float) -> float | None:
+        if self.kill_at is None or not self.running:
+            return None
+        self.killed |= now >= self.kill_at
+        return self.kill_at
+
+    def is_gone(self, spared: object) -> bool:
+        return not self.running
+
+    def end(self, status: int, now: float) -> None:
+        """The launcher reaps it."""
+        rank = self._config.rank(0)
+        ours = self.stopping and status in (-signal.SIGKILL, 143)
+        self.running = 0
+        self.exits.append(Exit(rank, 0, status, now, ours))
+
+
+class Launcher(Supervisor):
+    """A pod's process. The classes of its parts are for wrong ones."""
+
+    hub_class: type[Hub] = Hub
+    client_class: type[ModelClient] = ModelClient
+
+    def __init__(self, world: Watched, pod: Object, now: float) -> None:
+        self.pod, self.world = pod, world
+        self.uid: str = pod["metadata"]["uid"]
+        self.node: str = pod["spec"]["nodeName"]
+        self.alive, self.stopped = True, False
+        self.code = 137  # as long as nobody knows better: it was killed
+        self.due: float | None = None
+        config = _config(tuple(sorted(self.environment(pod).items())))
+        quiet = mock.patch("ddpjob_trainer.launcher.supervisor.Names", return_value=_SILENT)
+        with mock.patch("time.monotonic", return_value=now), quiet:
+            super().__init__(config)
+        self._selector.close()
+        self._pump: Any = SimpleNamespace(tail=lambda rank: [])
+        self._counted = SimpleNamespace(workers=0, round=0, teardown_seconds=0.0, rounds=_Counts())  # type: ignore[assignment]
+        self._log: Any = SimpleNamespace(say=_hush)
+        self._runtime_dir = SimpleNamespace(path=_NOWHERE, metrics=_NOWHERE)  # type: ignore[assignment]
+        self._starter: Any = SimpleNamespace(
+            begin=self._start, prepare=lambda workers: None, spares=SimpleNamespace(pids=tuple)
+        )
+        self._workers = self._group(config.first)
+        self._member = self._join(config, now)
+        self._serves = config.hub_port is not None
+        if config.replacement:
+            self._park()
+        else:
+            self._begin(config.first, now)
+
+    def environment(self, pod: Object) -> dict[str, str]:
+        """As the operator has set it, and its kubelet."""
+        told = pod["spec"]["containers"][0]["env"]
+        return {one["name"]: one["value"] for one in told if "value" in one} | {POD_UID: self.uid}
+
+    def _join(self, config: LaunchConfig, now: float) -> membership.Membership:
+        mine = {"network": self.world.network, "owner": self}
+        parts = {
+            "HubClient": type("Client", (self.client_class,), mine),
+            "Calls": type("Called", (ModelCalls,), mine),
+            "Hub": self.hub_class,
+            "sockets": SimpleNamespace(bind=lambda port: _SILENT),
+        }
+        with mock.patch.multiple(membership, **parts):
+            return membership.join(config, _SILENT, _hush, lambda: -1, now)
+
+    # --- The supervisor's parts -----------------------------------------------------------
+
+    def _group(self, key: Key) -> Any:
+        return Workers(self._config, key)
+
+    def _start(self, workers: Workers, now: float, drill: str) -> None:
+        self.world.begins(self, workers.key)
+        workers.running = 1
+
+    def step(self, now: float) -> None:
+        """One turn of its loop."""
+        network, member = self.world.network, self._member
+        network.deliver(self, now)
+        if isinstance(link := member.link, ModelClient):
+            link.dial(now)
+        if isinstance(member.calls, ModelCalls):
+            member.calls.dial(now)
+        self._tick = now
+        self._forward(now)
+        self._report(now)
+        due = member.tick(now)
+        self._take_messages(now)
+        self._stop_the_rest(now)
+        self._workers.kill_when_due(now)
+        self._report_stopped(now)
+        # A beat is always due within a second; only other dues are worth a look.
+        self.due = due if due is not None and due > now + BEAT_SECONDS else None
+        if self._is_finished(now):
+            self.code = termination.finish(
+                self._config, self._workers, self._pump, self._results, self._ended, [], _hush
+            )
+            member.close()
+            network.kill(self)
+
+    # --- What others see ------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Workers:
+        found: Any = self._workers
+        return found
+
+    @property
+    def config(self) -> LaunchConfig:
+        return self._config
+
+    @property
+    def replica(self) -> int:
+        return self._config.replica
+
+    @property
+    def job(self) -> str:
+        return self._config.uid
+
+    @property
+    def replicas(self) -> int:
+        return self._config.replicas
+
+    @property
+    def hub(self) -> Hub | None:
+        return self._member.hub
+
+    @property
+    def door(self) -> Callable[[Line, float], None] | None:
+        member = self._member
+        listener = member.server._listener if member.server else member.listener
+        if listener is None:
+            return None
+
+        def take(line: Any, now: float) -> None:
+            listener._meet(line)
+            listener._strangers[line] = now + _FIRST_SECONDS
+
+        return take
+
+    @property
+    def link_line(self) -> Line | None:
+        """Its line to the hub that it follows."""
+        link = self._member.link
+        found: Any = link._wire if isinstance(link, HubClient) else None
+        return found
+
+    @property
+    def hub_of(self) -> Launcher | None:
+        """The launcher of the hub that it follows."""
+        if self.hub is not None:
+            return self
+        line: Any = self.link_line
+        return line.peer.host if line is not None else None
+
+    @property
+    def followed(self) -> str:
+        """The pod of the hub that it followed last."""
+        link = self._member.link
+        return link._followed[1] if isinstance(link, HubClient) else self.uid
+
+    @property
+    def gang(self) -> list[Launcher]:
+        """The launchers that its hub has admitted."""
+        hub = self.hub_of
+        server = hub._member.server if hub is not None else None
+        lines: Any = server._wires.values() if server is not None else ()
+        return [line.peer.host for line in lines]
+
+    @property
+    def settled(self) -> bool:
+        """In a round, with its hub, and nothing waits; or done."""
+        if self._phase is _Phase.SUCCEEDED:
+            return True
+        linked = self.hub is not None or self.link_line is not None
+        calm = self._phase is _Phase.RUNNING and not self._ended.waiting_since
+        return linked and calm and self.workers.running == 1 and self.due is None
+
+    @property
+    def there(self) -> bool:
+        """It trains, or has ended well."""
+        return self.settled if self.alive and not self.stopped else self.code == 0
+
+    def said(self) -> State:
+        """Its answer to GET /state."""
+        return self._state()
+
+    def fingerprint(self) -> tuple[object, ...]:
+        ended, workers = self._ended, self.workers
+        return (self._phase, workers.key, workers.killed, workers.stopping, workers.kill_at,
+                ended.end, ended.lost, self.alive, self._reported, len(self._member.link.inbox),
+                len(self._signals.pending))  # fmt: skip
+
+    def terminate(self) -> None:
+        self._signals.pending.append(signal.SIGTERM)
+
+
+def _hush(text: str) -> None:
+    """Nobody reads it."""
+
+
+class _Counts(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=256)
+def _config(env: tuple[tuple[str, str], ...]) -> LaunchConfig:
+    return make_launch_config(read_launcher(dict(env)), _PROGRAM)

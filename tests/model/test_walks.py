@@ -1,0 +1,129 @@
+"""Gangs of real launchers under a real operator: walks with any faults, and each fault alone.
+
+A walk is played again by its seed: walk(loop, seed, MOVES). A single fault meets the replacement of
+a member or of the hub at one move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+
+from model.faults import UNSEEN
+from model.gang import GangWorld
+from model.walks import BOUND, EVENTS, begun, walk
+from support import tiers
+from support.invariants import Violation
+from support.objects import attempt, replica
+
+MOVES = 200
+PLACES = 40  # moves in which a replacement is done, and some
+SAMPLED = {tiers.CHECK: 48, tiers.GATE: 6, tiers.ALL: 1}  # one of so many single faults
+
+
+def broken(loop: asyncio.AbstractEventLoop, seeds: Iterable[int]) -> list[str]:
+    """Every walk that breaks an invariant, or after which the gang is not whole again."""
+    found = []
+    for seed in seeds:
+        try:
+            walk(loop, seed, MOVES)
+        except Violation as violation:
+            found.append(f"seed {seed}: {violation}")
+            print(found[-1], flush=True)  # a soak may be cut short
+    return found
+
+
+@pytest.mark.timeout(0)  # a soak takes hours
+def test_walks(loop: asyncio.AbstractEventLoop, soak: tuple[int, int] | None) -> None:
+    """`make soak`: its share of ten thousand."""
+    seeds = range(1000 + soak[0] - 1, 11_000, soak[1]) if soak else range(10)
+    assert broken(loop, seeds) == []
+
+
+@pytest.mark.tier("gate")
+def test_more_walks(loop: asyncio.AbstractEventLoop) -> None:
+    assert broken(loop, range(10, 70)) == []
+
+
+@pytest.mark.tier("all")
+def test_many_walks(loop: asyncio.AbstractEventLoop) -> None:
+    assert broken(loop, range(70, 600)) == []
+
+
+def replaced(
+    loop: asyncio.AbstractEventLoop, lost: int, place: int = 0, what: str = ""
+) -> GangWorld:
+    """Replica ``lost`` is killed, and a fault comes so many moves later."""
+    world = begun(loop)
+    (one,) = (one for one in world.launchers.values() if one.replica == lost)
+    world.kill(one)
+    for move in range(PLACES):
+        if what and move == place:
+            EVENTS[what][1](world, Random(place))
+            world.verify()
+        if not world.tick():
+            world.sleep()
+    return world
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_replacement_keeps_all_other_pods_and_their_launchers(
+    loop: asyncio.AbstractEventLoop, lost: int
+) -> None:
+    world = replaced(loop, lost)
+    assert world.whole() == ((2, 0) if lost == 0 else (1, 1))
+    kept = {replica(pod) for pod in world.cluster.pods() if attempt(pod) == 1}
+    assert kept == {0, 1, 2} - {lost}
+    assert len([one for one in world.launchers.values() if one.alive]) == 3
+    world.must_finish()
+    told = world.cluster.status("job")["restarts"]
+    assert (told["total"], told["replaced"], told["inPlace"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
+def test_a_fault_while_a_pod_is_replaced(
+    loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
+) -> None:
+    """Any fault at any move: afterwards the gang is whole, and ends well."""
+    places = [(place, what) for place in range(PLACES) for what in EVENTS]
+    wrong = []
+    for place, what in places[lost :: SAMPLED[pytestconfig.getoption("--tier")]]:
+        try:
+            world = replaced(loop, lost, place, what)
+            world.heal()
+            world.must_be_whole(BOUND)
+            world.must_finish()
+        except Violation as violation:
+            wrong.append(f"{what}@{place}: {violation}")
+            print(wrong[-1], flush=True)
+    assert wrong == []
+
+
+def calls(loop: asyncio.AbstractEventLoop, lost: int) -> range:
+    """The operator's calls in the undisturbed story of a replacement."""
+    return range(len(begun(loop).wire.calls), len(replaced(loop, lost).wire.calls))
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
+def test_what_only_the_operator_meets_costs_no_other_pod_and_counts_nothing_twice(
+    loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
+) -> None:
+    """It dies before or after any write of a replacement, or a call fails."""
+    harms = [(number, harm) for number in calls(loop, lost) for harm in UNSEEN]
+    wrong = []
+    for number, harm in harms[:: max(1, SAMPLED[pytestconfig.getoption("--tier")] // 2)]:
+        world = begun(loop)
+        met = {number: harm}
+        world.wire.gate = lambda call, met=met: met.pop(call.number, "")  # type: ignore[misc]
+        (one,) = (one for one in world.launchers.values() if one.replica == lost)
+        world.kill(one)
+        world.must_be_whole(BOUND)
+        world.run(lambda world=world: not world.tick(), 10)  # type: ignore[misc]
+        kept = {replica(pod) for pod in world.cluster.pods() if attempt(pod) == 1}
+        counts = world.cluster.status("job")["restarts"]
+        if kept != {0, 1, 2} - {lost} or (counts["total"], counts["replaced"]) != (1, 1):
+            wrong.append(f"{harm}@{number}: kept {kept}, {counts}")
+    assert wrong == []

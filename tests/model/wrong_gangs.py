@@ -1,0 +1,127 @@
+"""Hubs, launchers and planners with one rule of the replacement protocol broken.
+
+Each is a row of the table of wrong variants in the protocol, as the product's code would have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ddpjob_contract as contract
+from ddpjob_operator.core.actions import Plan, WriteStatus
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.messages import Hello, Key
+from ddpjob_trainer.launcher.hub.rounds import History
+from ddpjob_trainer.launcher.supervisor import _Phase
+from model.cluster import Object
+from model.gang import GangWorld
+from model.launchers import Launcher
+from model.network import ModelClient
+from model.wrong import Question
+
+
+class TakesTheNewcomersNumber(Launcher):
+    """Its hub has the attempt of the newest pod in the gang, and counts rounds from 0."""
+
+    class _Hub(Hub):
+        def admit(self, hello: Hello, now: float) -> None:
+            if hello.birth > self._own.birth:
+                self._own = replace(self._own, birth=hello.birth)
+                self.history = History(round=-1)
+            super().admit(hello, now)
+
+    hub_class = _Hub
+
+
+class GoesBeforeAllHaveStopped(Launcher):
+    """Its hub takes Stop for the end of what runs."""
+
+    class _Hub(Hub):
+        def _wait_for_all(self, now: float) -> float | None:
+            self._stopped |= self._present
+            return super()._wait_for_all(now)
+
+    hub_class = _Hub
+
+
+class _FollowsAny(ModelClient):
+    def _may_follow(self, hub: tuple[int, str]) -> bool:
+        return hub[0] >= self._followed[0]
+
+
+class KeepsTheNumber(Launcher):
+    """A new hub goes on with the number of the lost one; the others follow it."""
+
+    client_class = _FollowsAny
+
+    def environment(self, pod: Object) -> dict[str, str]:
+        env = super().environment(pod)
+        if env.get(contract.REPLICA) == "0" and env.get(contract.REPLACEMENT) == "1":
+            env[contract.ATTEMPT] = "1"
+        return env | {contract.HUB: "1"}
+
+
+class SucceedsTheHub(Launcher):
+    """Who loses the hub goes on in the next round of its number."""
+
+    def _report_stopped(self, now: float) -> None:
+        stopping = self._phase is _Phase.STOPPING
+        super()._report_stopped(now)
+        if stopping and self._phase is _Phase.PARKED and self.hub_of is None:
+            number, round_ = self.workers.key
+            self._begin(Key(number, round_ + 1), now)
+
+
+class SaysHelloBeforeWorkersAreGone(Launcher):
+    """It looks for the next hub at once."""
+
+    def _leave_hub(self, lost: str, now: float) -> None:
+        super()._leave_hub(lost, now)
+        self._member.link.join()
+
+
+def records_no_seat(*args: Any) -> Plan:
+    """Raises the attempt of a replacement, and not the floor of the seats that were lost."""
+    found = Question(*args).answer()
+
+    def other(births: object) -> str:
+        numbers = [one.partition(":")[2] for one in str(births).split(",")]
+        return ",".join(f"{9000 + i}:{number}" for i, number in enumerate(numbers))
+
+    changed = (
+        replace(a, status={**a.status, "births": other(a.status["births"])})
+        if isinstance(a, WriteStatus) and a.status.get("births")
+        else a
+        for a in found.actions
+    )
+    return replace(found, actions=tuple(changed))
+
+
+class ActsOnLostLinks:
+    """A planner that gives up whom a hub calls away. ``old``: also a hub that is no more."""
+
+    def __init__(self, *, old: bool) -> None:
+        self.world: GangWorld | None = None
+        self._old, self._heard = old, frozenset[int]()
+
+    def __call__(self, *args: Any) -> Plan:
+        asked = Question(*args)
+        away = self._away(asked)
+        if asked.job.status.get("phase") != "Running" or not away:
+            return asked.answer()
+        left = [pod for pod in asked.pods if pod.replica not in away]
+        return replace(asked, pods=left).sure().answer()
+
+    def _away(self, asked: Question) -> frozenset[int]:
+        there = self.world.launchers.values() if self.world is not None else ()
+        hubs = [one.hub for one in there if one.alive and one.hub is not None]
+        for hub in hubs:
+            now = frozenset(hub._members) - hub._present
+            if not self._old:
+                return now
+            self._heard = self._heard or now
+        return self._heard if self._old and self._is_new(asked) else frozenset()
+
+    def _is_new(self, asked: Question) -> bool:
+        return str(asked.job.status.get("births", "")).startswith("0:")

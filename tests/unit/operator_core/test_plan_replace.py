@@ -1,0 +1,351 @@
+"""Stories of gangs in which only lost pods are replaced, or that restart whole instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ddpjob_contract as contract
+from ddpjob_operator.core import actions as act
+from support.world import World, env_of, refusal, running
+
+LOST = {"round": 0, "replica": 1, "kind": "lost", "step": 30, "snapshotStep": 20}
+
+
+def holding(*, graceful: bool = False, **spec: Any) -> World:
+    """A gang that runs, whose launchers have said that they wait for a lost one's replacement."""
+    world = running(graceful=graceful, **spec).poll(holds=True).wait(2)
+    assert world.status["holds"] is True
+    world.log.clear()
+    return world
+
+
+def uids(world: World) -> dict[str, str]:
+    return {name: pod["metadata"]["uid"] for name, pod in world.pods.items()}
+
+
+def intent(world: World) -> tuple[int, int, str]:
+    status = world.status
+    return status["attempt"], status["membersSince"], status.get("births", "")
+
+
+def replaced(world: World) -> int:
+    return int(world.status["restarts"]["replaced"])
+
+
+def until(world: World, kind: type[act.Action]) -> World:
+    """Carry out what comes before an action of that kind."""
+    while not isinstance((todo := world.plan().actions)[0], kind):
+        for action in todo:
+            world.carry_out(action)
+    return world
+
+
+# --- Replaced alone -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replica", range(3))
+@pytest.mark.parametrize("how", ["killed", "vanished", "deleted"])
+def test_a_lost_pod_is_replaced_and_the_others_are_kept(replica: int, how: str):
+    world = holding()
+    before = uids(world)
+    if how == "killed":
+        world.end(replica, 137)
+    elif how == "vanished":
+        world.vanish(replica)
+    else:
+        world.terminate(replica).end(replica, 143)
+    assert intent(world) == (2, 1, f"{replica}:2")
+    assert world.phase == "Starting"
+    kept = {name for name, uid in uids(world).items() if before[name] == uid}
+    assert kept == before.keys() - {f"job-{replica}"}
+    assert [line for line in world.log if line.startswith("create")] == [f"create job-{replica} 2"]
+    assert world.counts == ((1, 1, 0) if how == "killed" else (1, 0, 1))
+    assert (replaced(world), world.loss["replaced"], world.loss["replica"]) == (1, True, replica)
+    assert world.condition("Running")["reason"] == "Replacing"
+    assert f"; replacing replica {replica} (" in world.told("Replacing")[0]
+    assert world.run().phase == "Running"
+    assert intent(world) == (2, 1, f"{replica}:2")
+    assert "replacingSince" not in world.status["timings"]
+    assert "lastRecoverySeconds" in world.status["timings"]
+
+
+@pytest.mark.parametrize(("replica", "hub"), [(0, "2"), (1, "1")])
+def test_a_replacement_knows_the_hub_that_it_may_follow(replica: int, hub: str):
+    world = holding().end(replica, 137)
+    env = env_of(world.pods[f"job-{replica}"])
+    names = (contract.ATTEMPT, contract.HUB, contract.REPLACEMENT, contract.REPLACE_SECONDS)
+    assert [env[name] for name in names] == ["2", hub, "1", "300"]
+    other = env_of(world.pods["job-2"])
+    assert (other[contract.HUB], contract.REPLACEMENT in other) == ("1", False)
+    uid = {"name": contract.POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    assert uid in world.pods["job-2"]["spec"]["containers"][0]["env"]
+
+
+def test_on_the_hosts_network_a_replacement_has_the_ports_of_the_gang():
+    template = {"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}}
+    world = holding(template=template)
+    names = ("MASTER_PORT", contract.HUB_PORT, contract.METRICS_PORT)
+    before = env_of(world.pods["job-1"])
+    after = env_of(world.end(1, 137).pods["job-1"])
+    assert [after[name] for name in names] == [before[name] for name in names]
+
+
+def test_one_replica_after_another_is_replaced_and_the_newest_of_each_counts():
+    world = holding()
+    for replica, births in ((1, "1:2"), (2, "1:2,2:3"), (1, "1:4,2:3")):
+        world.wait(400).end(replica, 137).run()
+        assert (world.phase, world.status["births"]) == ("Running", births)
+    assert (world.attempts(), replaced(world), world.status["membersSince"]) == ({1, 3, 4}, 3, 1)
+
+
+def test_the_object_of_a_lost_pod_is_waited_for_and_not_counted_again():
+    world = holding(graceful=True).end(1, 137)
+    assert (world.phase, world.attempts()) == ("Restarting", {1})
+    assert world.pods["job-1"]["metadata"]["deletionGracePeriodSeconds"] == 2
+    assert world.wait(60).counts == (1, 1, 0)
+    assert world.stalled == "WaitingForDeletion"
+    assert "UTC, then all restart" in world.condition("Stalled")["message"]
+    assert (world.finish_deletions().phase, world.attempts()) == ("Starting", {1, 2})
+
+
+def test_after_a_replacement_a_suspension_leaves_the_others_time_to_save():
+    world = holding(graceful=True).end(1, 137).finish_deletions().run().patch(suspend=True)
+    graces = {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.pods.values()}
+    assert graces == {30}
+
+
+# --- The whole gang -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"restart": {"replaceSeconds": 0}},
+        {"restart": {"inPlace": {"enabled": False}}},
+        {"replicas": 1},
+    ],
+)
+def test_without_rounds_time_or_others_all_restart(spec: dict[str, Any]):
+    world = holding(**spec).end(0, 137)
+    assert (intent(world), replaced(world)) == ((2, 2, ""), 0)
+    assert "replaced" not in world.loss
+
+
+def test_launchers_that_have_not_said_that_they_wait_do_not():
+    for world in (running(), running().poll(holds=False).wait(2), running().poll(round=1).wait(2)):
+        assert intent(world.end(1, 137)) == (2, 2, "")
+    # Another hub's word, as of the pods before.
+    assert intent(running().poll(holds=True, attempt=7).wait(2).end(1, 137)) == (2, 2, "")
+
+
+def test_all_lost_or_one_done_is_the_whole_gang():
+    assert intent(holding().all_end(137).settle()) == (2, 2, "")
+    assert intent(holding().end(0, 0).end(1, 137)) == (2, 2, "")
+
+
+def test_a_failure_that_no_restart_cures_ends_the_job():
+    assert holding().end(1, 2).phase == "Failed"
+    world = holding(restart={"maxDisruptions": 0}).vanish(1)
+    assert (world.phase, world.status["reason"]) == ("Failed", "MaxDisruptionsExceeded")
+
+
+def test_a_backoff_is_waited_for_unless_the_others_do_not_wait_so_long():
+    backoff = {"initialSeconds": 8, "maxSeconds": 8}
+    for seconds, expected in ((300, (3, 1, "1:3")), (8, (3, 3, ""))):
+        world = holding(restart={"replaceSeconds": seconds, "backoff": backoff})
+        world.vanish(1).run().vanish(1)
+        assert (world.phase, intent(world), world.pause()) == ("Restarting", expected, 8)
+        assert world.wait(8).phase == "Starting"
+
+
+@pytest.mark.parametrize(("lost", "alone"), [(256, True), (257, False)])
+def test_no_more_replacements_than_the_status_holds(lost: int, alone: bool):
+    world = holding(replicas=300)
+    for replica in range(lost):
+        world.end(replica, 137, settle=False)
+    (write,) = world.plan().actions
+    assert isinstance(write, act.WriteStatus)
+    assert write.status["membersSince"] == (1 if alone else 2)
+
+
+def test_a_resume_forgets_that_launchers_waited():
+    world = holding().patch(suspend=True).patch(suspend=False).run().wait(2)
+    assert "holds" not in world.status
+    assert intent(world.end(1, 137)) == (3, 3, "")
+
+
+# --- While it is under way ----------------------------------------------------------------
+
+
+def test_what_is_lost_with_the_cause_joins_it():
+    world = holding(graceful=True).terminate(2).end(1, 137)
+    assert (intent(world), world.counts) == ((2, 1, "1:2,2:2"), (1, 0, 1))
+    assert "replacing replicas 1-2" in world.told("Replacing")[0]
+    assert world.finish_deletions().run().phase == "Running"
+
+
+@pytest.mark.parametrize(("code", "counts"), [(137, (2, 2, 0)), (75, (1, 1, 0))])
+def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
+    code: int, counts: tuple[int, int, int]
+):
+    world = holding(graceful=True).end(1, 137)
+    since = world.status["timings"]["replacingSince"]
+    world.wait(10).end(2, code)
+    assert (intent(world), world.counts) == ((3, 1, "1:3,2:3"), counts)
+    assert world.status["timings"]["replacingSince"] == since
+    assert (world.finish_deletions().wait(2).phase, world.attempts()) == ("Starting", {1, 3})
+    assert world.run().phase == "Running"
+
+
+def test_a_survivor_that_is_being_removed_has_nothing_to_save():
+    world = holding(graceful=True).end(1, 137).terminate(2)
+    assert (intent(world), world.counts) == ((3, 1, "1:3,2:3"), (2, 1, 1))
+
+
+def test_when_nobody_waits_any_more_all_restart_at_once():
+    world = holding(graceful=True).end(1, 137)
+    world.end(0, 75, settle=False).end(2, 75)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
+    assert "no other pod waits" in world.told("Restarting")[0]
+
+
+def test_a_replacement_that_ends_as_a_peer_is_a_loss_of_its_own():
+    """One whom the hub refuses, as of another version, would come again and again."""
+    world = holding(replicas=4).end(1, 137, settle=False).end(2, 137).run(1)
+    assert world.end(1, 75).counts == (1, 1, 0)
+    assert (world.wait(5).counts, intent(world)) == ((2, 1, 1), (3, 1, "1:3,2:2"))
+
+
+def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():
+    world = holding().end(1, 137).waiting(1, "ImagePullBackOff", "no such image")
+    assert world.stalled == "ImagePullBackOff"
+    until = "; the other pods wait until 00:05:02 UTC, then all restart"
+    assert world.condition("Stalled")["message"].endswith(until)
+    assert world.wait(299).status["attempt"] == 2
+    assert intent(world.wait(1)) == (3, 3, "")
+    assert (world.counts, replaced(world)) == ((1, 1, 0), 1)
+    (told,) = world.told("ReplaceDeadlineExceeded")
+    assert told == (
+        "replica 1 did not run within spec.restart.replaceSeconds 300: pod job-1: no such image; "
+        "restarting all pods"
+    )
+    assert "replacingSince" not in world.status["timings"]
+
+
+def test_the_deadline_ends_a_wait_for_an_old_pod_too():
+    world = holding(graceful=True).end(1, 137).wait(300)
+    assert intent(world) == (3, 3, "")
+
+
+@pytest.mark.parametrize("code", [403, 422])
+def test_a_refused_pod_is_tried_again_until_the_deadline(code: int):
+    world = holding()
+    quota = "pods is forbidden: exceeded quota: q"
+    world.refuse = lambda _: refusal(world, code, quota)
+    world.end(1, 137).wait(30)
+    assert (intent(world), world.attempts()) == ((2, 1, "1:2"), {1})
+    assert world.stalled == "Reason"
+    world.refuse = lambda _: None
+    assert world.wait(60).run().phase == "Running"
+    assert intent(world) == (2, 1, "1:2")
+
+
+def test_only_who_has_begun_makes_the_pods_and_each_once():
+    """Else two pods of one attempt, and two hubs of one number, could be (rule O5)."""
+    world = until(holding().end(0, 137, settle=False), act.CreatePod).restart_operator().settle()
+    assert (intent(world), world.counts) == ((3, 1, "0:3"), (1, 1, 0))
+    assert (world.attempts(), env_of(world.pods["job-0"])[contract.HUB]) == ({1, 3}, "3")
+    # A creation whose outcome is unknown.
+    world = until(holding().end(1, 137, settle=False), act.CreatePod)
+    world.feedback = replace(world.feedback, confirmed=None)
+    assert intent(world.settle()) == (3, 1, "1:3")
+    # The pod is there: nothing is missing.
+    world = holding().end(1, 137).restart_operator().settle()
+    assert intent(world.run()) == (2, 1, "1:2")
+
+
+def test_another_process_that_finds_the_intent_goes_on_with_it():
+    world = until(holding().end(1, 137, settle=False), act.DeletePod).restart_operator().settle()
+    assert (intent(world), world.counts) == ((2, 1, "1:2"), (1, 1, 0))
+    world = until(holding().end(1, 137, settle=False), act.ConfirmGone).restart_operator().settle()
+    assert (intent(world), world.attempts()) == ((2, 1, "1:2"), {1, 2})
+
+
+def test_a_suspension_ends_it():
+    world = holding(graceful=True).end(1, 137).patch(suspend=True).finish_deletions()
+    assert (world.phase, world.status.get("births")) == ("Suspended", None)
+    assert "replacingSince" not in world.status["timings"]
+    world.patch(suspend=False).run()
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
+
+
+def test_a_deadline_of_the_job_ends_it():
+    world = holding(graceful=True, activeDeadlineSeconds=60).end(1, 137).wait(60)
+    assert (world.phase, world.status["reason"]) == ("Failed", "DeadlineExceeded")
+    assert "replacingSince" not in world.status["timings"]
+
+
+def test_one_who_is_done_meanwhile_waits_for_nobody():
+    world = holding(graceful=True).end(1, 137).end(2, 0)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
+    assert "replica 2 ended with 0" in world.told("Restarting")[0]
+
+
+def test_a_crd_that_drops_the_births_has_the_whole_gang_restarted():
+    world = holding()
+    world.prunes = frozenset({"births"})
+    world.end(1, 137)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
+    assert "the CRD is older than the operator" in world.told("Restarting")[0]
+    assert world.run().phase == "Running"
+
+
+@pytest.mark.parametrize("births", ["", "x", "1:2:3", "1:9", "1:1,2:0", "99:2", "1:" + "9" * 99])
+def test_births_that_somebody_wrote_leave_a_gang_that_comes_back(births: str):
+    world = holding().end(1, 137).run()
+    world.job["status"]["births"] = births
+    assert world.wait(600).end(2, 137).run().phase == "Running"
+
+
+# --- Rounds -------------------------------------------------------------------------------
+
+
+def rounds(world: World) -> tuple[int, int]:
+    return world.status["restarts"]["inPlace"], world.status["restarts"]["round"]
+
+
+def test_rounds_are_counted_by_the_hubs_number():
+    crash = {"round": 0, "replica": 2, "code": 1}
+    world = holding().poll(crash).end(1, 137).run()
+    assert rounds(world) == (1, 1)
+    world.poll(crash, {**crash, "round": 1})
+    assert (rounds(world), world.loss["attempt"]) == ((2, 2), 1)
+    world.wait(400).end(0, 137).run()
+    assert rounds(world) == (2, 0)
+    world.poll(crash, {**crash, "round": 1}, attempt=1)
+    assert rounds(world) == (2, 0), "of the hub that is gone"
+    assert (rounds(world.poll(crash)), world.loss["attempt"]) == ((3, 1), 3)
+
+
+def test_the_last_words_of_a_launcher_older_than_the_hub_count_no_round():
+    report = '{"version": 1, "kind": "peerLost", "round": 5}'
+    world = holding(graceful=True).end(0, 137).end(1, 75, message=report)
+    assert rounds(world) == (0, 0)
+    world = holding(graceful=True).end(1, 137).end(2, 75, message=report)
+    assert rounds(world) == (5, 5)
+
+
+def test_a_round_that_a_lost_pod_ended_is_counted_with_the_pod():
+    world = holding().end(1, 137).run().poll(LOST)
+    assert (rounds(world), world.counts, len(world.status["failures"])) == ((0, 1), (1, 1, 0), 1)
+    assert world.told("RestartedInPlace") == []
+
+
+def test_a_link_that_broke_without_a_lost_pod_is_a_round():
+    world = holding().poll(LOST)
+    assert (rounds(world), world.counts) == ((1, 1), (0, 0, 0))
+    assert (world.loss["class"], world.loss["inPlace"]) == ("Infrastructure", True)
+    assert "the connection to its launcher broke" in world.loss["message"]
