@@ -30,6 +30,7 @@ from ddpjob_operator.core.plan import plan
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
+from support import objects
 from support.cluster import ROOT
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -475,8 +476,10 @@ class World:
         pod = self.pods[action.name]
         assert pod["metadata"]["uid"] == action.uid
         self.log.append(f"delete {action.name} {self._attempt(pod)}")
-        there = self.graceful or pod["spec"].get("nodeName") in self._silent()
-        if there and action.grace_seconds != 0:
+        silent = pod["spec"].get("nodeName") in self._silent()
+        # Of a pod that has ended, a finalizer keeps the object.
+        kept = self.graceful and not silent and objects.ended(pod)
+        if kept or ((self.graceful or silent) and action.grace_seconds != 0):
             self._mark(pod, 30 if action.grace_seconds is None else action.grace_seconds)
         else:
             del self.pods[action.name]

@@ -90,7 +90,7 @@ def test_only_a_pod_that_saves_gets_the_time_for_it():
     world = signal(holding(), node2=DRAINED).end(1, 143)
     assert graces(world) == {"job-1": 2}, "its sidecars have nothing to save"
     world = signal(holding(), node2=DRAINED).wait(1).end(0, 137)
-    assert (intent(world), graces(world)) == ((3, 1, "0:3,1:3"), {"job-0": 2, "job-1": 2})
+    assert (intent(world), graces(world)) == ((3, 1, "0:3,1:3"), {"job-0": 0, "job-1": 2})
 
 
 def test_a_decision_outlives_the_operator():

@@ -104,7 +104,7 @@ def test_one_replica_after_another_is_replaced_and_the_newest_of_each_counts():
 def test_the_object_of_a_lost_pod_is_waited_for_and_not_counted_again():
     world = holding(graceful=True).end(1, 137)
     assert (world.phase, world.attempts()) == ("Restarting", {1})
-    assert world.pods["job-1"]["metadata"]["deletionGracePeriodSeconds"] == 2
+    assert world.pods["job-1"]["metadata"]["deletionGracePeriodSeconds"] == 0
     assert world.wait(60).counts == (1, 1, 0)
     assert world.stalled == "WaitingForDeletion"
     assert "UTC, then all restart" in world.condition("Stalled")["message"]

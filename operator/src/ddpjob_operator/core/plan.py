@@ -316,7 +316,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
     """Delete pods that are no members.
 
     Once a member is dead and the gang was not kept they can save nothing, so a longer grace period
-    is cut short, but for those that hand over.
+    is cut short, but for those that hand over. Where all has ended there is nothing to wait for.
     """
     ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
@@ -325,7 +325,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
         replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
         late = (pod.attempt or 0) < max(dead + 1, replaced)
         grace = DEAD_GANG_SECONDS if late and not handover.saves(view, pod) else None
-        if fence.lost(view, pod):
+        if fence.lost(view, pod) or (pod.stopped and not pod.deleting):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:

@@ -35,6 +35,8 @@ _CONNECT_SECONDS = 60.0
 #: The first pause of a wait; in a restart in place the other ranks are milliseconds away.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.5
+#: All ranks that look together for the others, at rank 0's store.
+_LOOKS_PER_SECOND = 250.0
 _IDENTITY_KEY = "ddpjob/identity"
 _NOT_READY = "rank 0 is not ready yet"
 _FINE = "1"
@@ -54,14 +56,14 @@ class _Waiting:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def pause(self, reason: str) -> None:
+    def pause(self, reason: str, longest: float = _LONGEST_PAUSE_SECONDS) -> None:
         """Sleep a little, log the reason now and then, raise PeerLostError at the deadline."""
         if self.left() <= 0:
             raise PeerLostError(f"gave up after the startup deadline: {reason}")
         if time.monotonic() >= self._news:
             self._news += _NEWS_SECONDS
             say(self.rank, f"still waiting: {reason}")
-        time.sleep(min(self._pause, max(0.0, self.left())))
+        time.sleep(min(self._pause, longest, max(0.0, self.left())))
         self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 1.3)
 
     def advanced(self) -> None:
@@ -169,6 +171,8 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
     ``device``: its type, and a name unique to it. Raises ConfigError where two ranks share one.
     """
     store.set(f"here/{env.rank}", device)
+    # A pod that replaces another one is the last to come, and all wait for it.
+    longest = min(_LONGEST_PAUSE_SECONDS, env.world_size / _LOOKS_PER_SECOND)
     if env.rank == 0:
         missing = list(range(1, env.world_size))
         while True:
@@ -179,11 +183,11 @@ def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device:
             if len(missing) < before:
                 waiting.advanced()
             names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}")
+            waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}", longest)
         devices = [store.get(f"here/{rank}").decode() for rank in range(env.world_size)]
         store.set("all-here", _misfit(devices) or _FINE)
     while not store.check(["all-here"]):
-        waiting.pause("rank 0 still waits for other ranks")
+        waiting.pause("rank 0 still waits for other ranks", longest)
     verdict = store.get("all-here").decode()
     if verdict != _FINE:
         raise ConfigError(verdict)
