@@ -188,8 +188,11 @@ def test_a_resume_forgets_that_launchers_waited():
 
 
 @pytest.mark.fault("N22")
-def test_what_is_lost_with_the_cause_joins_it():
-    world = holding(graceful=True).terminate(2).end(1, 137)
+@pytest.mark.parametrize("how", ["killed", "vanished"])
+def test_what_is_lost_with_the_cause_joins_it(how: str):
+    """A pod that is being removed is the cause of a peer's end, or lost beside another cause."""
+    world = holding(graceful=True).terminate(2)
+    world = world.end(1, 137) if how == "killed" else world.vanish(1)
     assert (intent(world), world.counts) == ((2, 1, "1:2,2:2"), (1, 0, 1))
     assert "replacing replicas 1-2" in world.told("Replacing")[0]
     assert world.finish_deletions().run().phase == "Running"
