@@ -50,6 +50,7 @@ def made_twice(loop: asyncio.AbstractEventLoop, planner: Planner) -> World:
     return world
 
 
+@pytest.mark.fault("O7")
 def test_after_a_crash_nobody_makes_a_second_hub_of_one_number(
     loop: asyncio.AbstractEventLoop,
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_replacement_keeps_all_other_pods_and_their_launchers(
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
+@pytest.mark.fault("N22")
 def test_a_fault_while_a_pod_is_replaced(
     loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
 ) -> None:
@@ -108,6 +109,7 @@ def calls(loop: asyncio.AbstractEventLoop, lost: int) -> range:
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
+@pytest.mark.fault("O7")
 def test_what_only_the_operator_meets_costs_no_other_pod_and_counts_nothing_twice(
     loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
 ) -> None:

@@ -177,7 +177,7 @@ def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):  #
 
 
 @pytest.mark.tier("all")
-@pytest.mark.fault("T5")
+@pytest.mark.fault("T5", "N22")
 def test_more_are_lost_while_the_others_hold(gang, undisturbed):  # type: ignore[no-untyped-def]
     """A newcomer before its first round; the hub and another at once; the new hub, at the end."""
     gang.hold("1-0-step-9", "1-1-step-14", "5-0-end")
@@ -203,7 +203,7 @@ def test_more_are_lost_while_the_others_hold(gang, undisturbed):  # type: ignore
 
 
 @pytest.mark.tier("all")
-@pytest.mark.fault("T5")
+@pytest.mark.fault("T5", "T17")
 def test_one_that_leaves_costs_no_step_and_a_broken_link_no_pod(gang, undisturbed):  # type: ignore[no-untyped-def]
     """Nor ends the job where the others are done when the last is lost."""
     forwarder = Forwarder(gang.hub_port, HUB)

@@ -86,7 +86,7 @@ def kept_off(world: World) -> list[str]:
     return [value for one in fields for value in one["values"]]
 
 
-@pytest.mark.fault("N21")
+@pytest.mark.fault("N21", "A6")
 @pytest.mark.parametrize(("lease", "spec", "who"), [
     (Lease(14.9, 14.9), FENCE, 1),
     (Lease(600, 9.9), FENCE, 1),  # the control plane was away, and is back for 10 s

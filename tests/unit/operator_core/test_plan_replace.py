@@ -48,6 +48,7 @@ def until(world: World, kind: type[act.Action]) -> World:
 
 @pytest.mark.parametrize("replica", range(3))
 @pytest.mark.parametrize("how", ["killed", "vanished", "deleted"])
+@pytest.mark.fault("N3", "T5")
 def test_a_lost_pod_is_replaced_and_the_others_are_kept(replica: int, how: str):
     world = holding()
     before = uids(world)
@@ -84,6 +85,7 @@ def test_a_replacement_knows_the_hub_that_it_may_follow(replica: int, hub: str):
     assert uid in world.pods["job-2"]["spec"]["containers"][0]["env"]
 
 
+@pytest.mark.fault("N24")
 def test_on_the_hosts_network_a_replacement_has_the_ports_of_the_gang():
     template = {"spec": {"hostNetwork": True, "containers": [{"name": "trainer"}]}}
     world = holding(template=template)
@@ -91,6 +93,7 @@ def test_on_the_hosts_network_a_replacement_has_the_ports_of_the_gang():
     before = env_of(world.pods["job-1"])
     after = env_of(world.end(1, 137).pods["job-1"])
     assert [after[name] for name in names] == [before[name] for name in names]
+    assert before[contract.REPLACE_SECONDS] == "0", "so launchers of one node do not hold"
 
 
 def test_one_replica_after_another_is_replaced_and_the_newest_of_each_counts():
@@ -101,6 +104,7 @@ def test_one_replica_after_another_is_replaced_and_the_newest_of_each_counts():
     assert (world.attempts(), replaced(world), world.status["membersSince"]) == ({1, 3, 4}, 3, 1)
 
 
+@pytest.mark.fault("N10")
 def test_the_object_of_a_lost_pod_is_waited_for_and_not_counted_again():
     world = holding(graceful=True).end(1, 137)
     assert (world.phase, world.attempts()) == ("Restarting", {1})
@@ -128,12 +132,14 @@ def test_after_a_replacement_a_suspension_leaves_the_others_time_to_save():
         {"replicas": 1},
     ],
 )
+@pytest.mark.fault("N24")
 def test_without_rounds_time_or_others_all_restart(spec: dict[str, Any]):
     world = holding(**spec).end(0, 137)
     assert (intent(world), replaced(world)) == ((2, 2, ""), 0)
     assert "replaced" not in world.loss
 
 
+@pytest.mark.fault("N24")
 def test_launchers_that_have_not_said_that_they_wait_do_not():
     for world in (running(), running().poll(holds=False).wait(2), running().poll(round=1).wait(2)):
         assert intent(world.end(1, 137)) == (2, 2, "")
@@ -141,6 +147,7 @@ def test_launchers_that_have_not_said_that_they_wait_do_not():
     assert intent(running().poll(holds=True, attempt=7).wait(2).end(1, 137)) == (2, 2, "")
 
 
+@pytest.mark.fault("N24")
 def test_all_lost_or_one_done_is_the_whole_gang():
     assert intent(holding().all_end(137).settle()) == (2, 2, "")
     assert intent(holding().end(0, 0).end(1, 137)) == (2, 2, "")
@@ -180,14 +187,19 @@ def test_a_resume_forgets_that_launchers_waited():
 # --- While it is under way ----------------------------------------------------------------
 
 
-def test_what_is_lost_with_the_cause_joins_it():
-    world = holding(graceful=True).terminate(2).end(1, 137)
+@pytest.mark.fault("N22")
+@pytest.mark.parametrize("how", ["killed", "vanished"])
+def test_what_is_lost_with_the_cause_joins_it(how: str):
+    """A pod that is being removed is the cause of a peer's end, or lost beside another cause."""
+    world = holding(graceful=True).terminate(2)
+    world = world.end(1, 137) if how == "killed" else world.vanish(1)
     assert (intent(world), world.counts) == ((2, 1, "1:2,2:2"), (1, 0, 1))
     assert "replacing replicas 1-2" in world.told("Replacing")[0]
     assert world.finish_deletions().run().phase == "Running"
 
 
 @pytest.mark.parametrize(("code", "counts"), [(137, (2, 2, 0)), (75, (1, 1, 0))])
+@pytest.mark.fault("N22")
 def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
     code: int, counts: tuple[int, int, int]
 ):
@@ -205,6 +217,7 @@ def test_a_survivor_that_is_being_removed_has_nothing_to_save():
     assert (intent(world), world.counts) == ((3, 1, "1:3,2:3"), (2, 1, 1))
 
 
+@pytest.mark.fault("N22")
 def test_when_nobody_waits_any_more_all_restart_at_once():
     world = holding(graceful=True).end(1, 137)
     world.end(0, 75, settle=False).end(2, 75)
@@ -219,6 +232,7 @@ def test_a_replacement_that_ends_as_a_peer_is_a_loss_of_its_own():
     assert (world.wait(5).counts, intent(world)) == ((2, 1, 1), (3, 1, "1:3,2:2"))
 
 
+@pytest.mark.fault("N23")
 def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():
     world = holding().end(1, 137).waiting(1, "ImagePullBackOff", "no such image")
     assert world.stalled == "ImagePullBackOff"
@@ -235,12 +249,14 @@ def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():
     assert "replacingSince" not in world.status["timings"]
 
 
+@pytest.mark.fault("N23")
 def test_the_deadline_ends_a_wait_for_an_old_pod_too():
     world = holding(graceful=True).end(1, 137).wait(300)
     assert intent(world) == (3, 3, "")
 
 
 @pytest.mark.parametrize("code", [403, 422])
+@pytest.mark.fault("N23")
 def test_a_refused_pod_is_tried_again_until_the_deadline(code: int):
     world = holding()
     quota = "pods is forbidden: exceeded quota: q"
@@ -253,6 +269,7 @@ def test_a_refused_pod_is_tried_again_until_the_deadline(code: int):
     assert intent(world) == (2, 1, "1:2")
 
 
+@pytest.mark.fault("O7")
 def test_only_who_has_begun_makes_the_pods_and_each_once():
     """Else two pods of one attempt, and two hubs of one number, could be (rule O5)."""
     world = until(holding().end(0, 137, settle=False), act.CreatePod).restart_operator().settle()
@@ -267,6 +284,7 @@ def test_only_who_has_begun_makes_the_pods_and_each_once():
     assert intent(world.run()) == (2, 1, "1:2")
 
 
+@pytest.mark.fault("O7")
 def test_another_process_that_finds_the_intent_goes_on_with_it():
     world = until(holding().end(1, 137, settle=False), act.DeletePod).restart_operator().settle()
     assert (intent(world), world.counts) == ((2, 1, "1:2"), (1, 1, 0))

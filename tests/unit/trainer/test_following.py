@@ -110,6 +110,7 @@ def make() -> Iterator[Callable[..., Launcher]]:
         ((6, "a"), (7, "b"), True),
     ],
 )
+@pytest.mark.fault("T18")
 def test_which_hub_a_launcher_follows(make, followed, hub, follows, by_call):  # type: ignore[no-untyped-def]
     """L1: whether it is called, or asks where the hub's name leads it."""
     launcher = make(PARKED)
@@ -200,6 +201,7 @@ def test_one_that_has_been_replaced_is_out(make):  # type: ignore[no-untyped-def
     assert (launcher.client.lost, launcher.client.met) == ("a newer pod has its place", False)
 
 
+@pytest.mark.fault("T18")
 def test_a_new_hub_calls_until_all_are_linked() -> None:
     """H4."""
     selector = selectors.DefaultSelector()
@@ -229,6 +231,7 @@ def test_a_new_hub_calls_until_all_are_linked() -> None:
     assert heard == []
 
 
+@pytest.mark.fault("T18")
 def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() -> None:
     """Over sockets, with hubs of two."""
     selector = selectors.DefaultSelector()

@@ -128,6 +128,7 @@ def test_a_newcomer_may_come_before_all_have_stopped() -> None:
     gang.goes(1)
 
 
+@pytest.mark.fault("T17")
 def test_a_link_that_broke_and_came_back_costs_a_round_of_the_budget_and_a_new_pod_none() -> None:
     gang = Gang(budget=2)
     for round_ in range(9):
@@ -235,6 +236,7 @@ def test_the_end_of_a_lost_pods_worker_is_the_pods() -> None:
     assert gang.goes(1).records[0]["kind"] == "lost"
 
 
+@pytest.mark.fault("N4")
 def test_one_that_leaves_lets_the_others_save_and_is_replaced() -> None:
     gang = Gang()
     gang.says(1, Leaving(15))
@@ -281,6 +283,7 @@ def test_who_is_done_stops_again_when_another_is_lost() -> None:
     assert gang.told() == {replica: [Finished()] for replica in range(3)}
 
 
+@pytest.mark.fault("N7")
 def test_a_newer_pod_takes_the_place_and_the_older_is_out() -> None:
     """H3, also where the older one is linked as yet."""
     gang = Gang()
@@ -294,6 +297,7 @@ def test_a_newer_pod_takes_the_place_and_the_older_is_out() -> None:
     gang.goes(1)
 
 
+@pytest.mark.fault("N7")
 def test_a_pod_comes_back_once_its_old_link_is_closed_and_nothing_runs_there() -> None:
     gang = Gang()
     for running in (False, True):
