@@ -212,6 +212,15 @@ def test_when_nobody_waits_any_more_all_restart_at_once():
     assert "no other pod waits" in world.told("Restarting")[0]
 
 
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_delay_is_waited_for_also_where_all_restart_in_the_end(code: int):
+    world = holding(restart={"backoff": {"initialSeconds": 60, "maxSeconds": 60}})
+    world.vanish(1).run().vanish(1)
+    world.wait(20).end(0, code, settle=False).end(2, code)
+    assert (intent(world), world.pause()) == ((4, 4, ""), 40)
+    assert (world.wait(39).phase, world.wait(1).phase) == ("Restarting", "Starting")
+
+
 def test_a_replacement_that_ends_as_a_peer_is_a_loss_of_its_own():
     """One whom the hub refuses, as of another version, would come again and again."""
     world = holding(replicas=4).end(1, 137, settle=False).end(2, 137).run(1)
