@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -150,6 +151,24 @@ def test_a_failure_that_no_restart_cures_ends_the_job():
     assert holding().end(1, 2).phase == "Failed"
     world = holding(restart={"maxDisruptions": 0}).vanish(1)
     assert (world.phase, world.status["reason"]) == ("Failed", "MaxDisruptionsExceeded")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("exception", 1), ("signal", 139), ("hang", 76), ("hardware", 74)]
+)
+def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind: str, code: int):
+    """After the last round in place: the cause has words of its own, the others end with 75."""
+    words = {"version": 1, "kind": kind, "code": code, "round": 3}
+    world = holding(graceful=True).end(1, code, message=json.dumps(words))
+    assert (intent(world), replaced(world), world.pause()) == ((2, 2, ""), 0, 0)
+    assert "replaced" not in world.loss
+    world.end(0, 75).end(2, 75)
+    assert (intent(world), world.counts[0]) == ((2, 2, ""), 1)
+
+
+def test_a_launcher_that_was_told_to_end_leaves_others_that_wait():
+    report = '{"version": 1, "kind": "sigterm", "code": 143}'
+    assert intent(holding().terminate(1).end(1, 143, message=report)) == (2, 1, "1:2")
 
 
 def test_a_backoff_is_waited_for_unless_the_others_do_not_wait_so_long():

@@ -40,7 +40,7 @@ def lost(
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.holds and view.spec.restart.in_place > 0
-    if not (able and in_time) or view.succeeded:
+    if not (able and in_time) or view.succeeded or _ended_all(view, loss):
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members
     gone = {loss.replica, *planned, *view.missing}
@@ -134,6 +134,14 @@ def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[
     wait = f"{_WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
     for reason, message in why:
         yield reason, f"{message}{wait}"
+
+
+def _ended_all(view: View, loss: Failure) -> bool:
+    """Tell whether the hub has ended the attempt: who holds ends by itself only at a signal."""
+    pod = view.members.get(loss.replica)
+    report = pod.trainer.report if pod else None
+    own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
+    return own and report is not None and report.kind != "sigterm"
 
 
 def _since(view: View) -> datetime:
