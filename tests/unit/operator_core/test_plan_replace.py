@@ -219,6 +219,21 @@ def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
     assert world.run().phase == "Running"
 
 
+@pytest.mark.parametrize(
+    ("how", "counts"), [("OOMKilled", (1, 1, 0)), ("Error", (1, 1, 0)), ("vanished", (1, 0, 1))]
+)
+def test_pods_that_end_at_one_moment_are_one_loss_whenever_kubelets_tell(
+    how: str, counts: tuple[int, int, int]
+):
+    world = holding(replicas=8, graceful=True)
+    for replica in range(1, 7):
+        world = world.vanish(replica) if how == "vanished" else world.end(replica, 137, reason=how)
+        world.wait(0.5)
+    assert (world.counts, world.pause()) == (counts, 0)
+    assert world.finish_deletions().run().phase == "Running"
+    assert world.status["membersSince"] == 1
+
+
 def test_a_survivor_that_is_being_removed_has_nothing_to_save():
     world = holding(graceful=True).end(1, 137).terminate(2)
     assert (intent(world), world.counts) == ((3, 1, "1:3,2:3"), (2, 1, 1))
@@ -245,6 +260,13 @@ def test_a_replacement_that_ends_as_a_peer_is_a_loss_of_its_own():
     world = holding(replicas=4).end(1, 137, settle=False).end(2, 137).run(1)
     assert world.end(1, 75).counts == (1, 1, 0)
     assert (world.wait(5).counts, intent(world)) == ((2, 1, 1), (3, 1, "1:3,2:2"))
+
+
+def test_replacements_that_end_as_peers_in_turns_are_counted_and_wait():
+    world = holding(replicas=4).end(1, 137, settle=False).end(2, 137)
+    for replica in (1, 2, 1, 2, 1):
+        world.wait(world.pause()).run(replica).end(replica, 75).wait(5)
+    assert (world.counts, world.pause()) == ((6, 1, 5), 16)
 
 
 def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():

@@ -79,12 +79,12 @@ def whole(view: View, change: Change, reason: str, message: str) -> Change:
 
 
 def _join(view: View, change: Change, loss: Failure) -> Change:
-    """Replace a launcher that waited, too, or restart all if none is left."""
+    """Replace a pod of the same incident, too, or restart all if nobody waits."""
     delay = _left(view)
     gone = replacement.lost(view, loss, delay)
     if not gone:
         return whole(view, change, "Restarting", f"no other pod waits: {told.describe(loss)}")
-    what = f"{told.describe(loss)} while it waited; replacing {told.replicas(gone, 40)}"
+    what = f"{told.describe(loss)}, of the same incident; replacing {told.replicas(gone, 40)}"
     return replacement.begin(view, change, gone, what, delay)
 
 
