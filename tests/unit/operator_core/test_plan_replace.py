@@ -285,6 +285,18 @@ def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():
     assert "replacingSince" not in world.status["timings"]
 
 
+def test_the_deadline_is_told_while_there_is_one():
+    no_room = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available"}
+    world = holding().end(1, 137)
+    for seconds, told in ((10, True), (80, False)):
+        for pod in world.wait(seconds).pods.values():
+            pod.setdefault("status", {"phase": "Pending", "conditions": [no_room]})
+        world.wait(10)
+        assert world.stalled == "Unschedulable"
+        assert ("then all restart" in world.condition("Stalled")["message"]) is told
+        world.wait(200 * told)
+
+
 def test_the_deadline_ends_a_wait_for_an_old_pod_too():
     world = holding(graceful=True).end(1, 137).wait(300)
     assert intent(world) == (3, 3, "")

@@ -21,7 +21,8 @@ from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
-_WAIT: Final = "; the other pods wait until"
+#: In the message of a stall: until when the others wait.
+WAIT: Final = "; the other pods wait until"
 
 
 def hear(view: View, change: Change) -> Change:
@@ -131,13 +132,13 @@ def over(view: View) -> tuple[str, str] | None:
     stalled = status.condition("Stalled")
     why = stalled.message if stalled and stalled.status == "True" else "no reason is known"
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
-    what = f"{left} did not run within {most}: {why.partition(_WAIT)[0]}"
+    what = f"{left} did not run within {most}: {why.partition(WAIT)[0]}"
     return "ReplaceDeadlineExceeded", what
 
 
 def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Add to the reasons for a stall how long the other pods wait."""
-    wait = f"{_WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
+    wait = f"{WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
     for reason, message in why:
         yield reason, f"{message}{wait}"
 
