@@ -212,7 +212,7 @@ def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
 ):
     world = holding(graceful=True).end(1, 137)
     since = world.status["timings"]["replacingSince"]
-    world.wait(10).end(2, code)
+    world.wait(10).end(2, code).wait(5)
     assert (intent(world), world.counts) == ((3, 1, "1:3,2:3"), counts)
     assert world.status["timings"]["replacingSince"] == since
     assert (world.finish_deletions().wait(2).phase, world.attempts()) == ("Starting", {1, 3})
@@ -244,6 +244,15 @@ def test_when_nobody_waits_any_more_all_restart_at_once():
     world.end(0, 75, settle=False).end(2, 75)
     assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
     assert "no other pod waits" in world.told("Restarting")[0]
+
+
+def test_launchers_that_all_give_up_are_few_writes():
+    """As 1,000 that have held for a pod on a silent node, told by their kubelets within seconds."""
+    world = holding(replicas=40, graceful=True).end(1, 137)
+    for replica in (0, *range(2, 40)):
+        world.wait(0.05).end(replica, 75)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
+    assert len([line for line in world.log if line.startswith("status")]) <= 4
 
 
 @pytest.mark.parametrize("code", [0, 75])
