@@ -92,7 +92,7 @@ def waited(view: View, loss: Failure) -> bool:
 def joins(view: View, loss: Failure) -> bool:
     """Tell whether this loss is of the incident that is counted already (rule O2).
 
-    A launcher waited no longer, or it ended with the first, and its kubelet told of it later.
+    A launcher waited no longer, or ended with the first, as its kubelet reports only now.
     """
     if not waited(view, loss):
         return False
