@@ -166,6 +166,13 @@ def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind: str, code: int):
     assert (intent(world), world.counts[0]) == ((2, 2, ""), 1)
 
 
+def test_a_launcher_that_never_came_to_the_hub_ends_for_nobody_else():
+    words = {"version": 1, "kind": "exception", "code": 1, "exception": "launcher: no space left"}
+    world = holding(replicas=4).vanish(1).vanish(2)
+    world.run(1).end(1, 1, message=json.dumps(words))
+    assert (intent(world), world.counts) == ((4, 1, "1:4,2:3"), (2, 1, 1))
+
+
 def test_a_launcher_that_was_told_to_end_leaves_others_that_wait():
     report = '{"version": 1, "kind": "sigterm", "code": 143}'
     assert intent(holding().terminate(1).end(1, 143, message=report)) == (2, 1, "1:2")

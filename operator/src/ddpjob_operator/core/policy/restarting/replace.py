@@ -157,9 +157,12 @@ def _ended_attempt(view: View) -> int:
 
 
 def _hub_ended(view: View, loss: Failure) -> bool:
-    """Tell whether the hub has ended the attempt: who holds ends by itself only at a signal."""
+    """Tell whether the hub has ended the attempt: who holds ends by itself only at a signal.
+
+    A new pod may fail and report before it has come to the hub.
+    """
     pod = view.members.get(loss.replica)
-    report = pod.trainer.report if pod else None
+    report = pod.trainer.report if pod and (pod.attempt or 0) <= _ended_attempt(view) else None
     own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
     return own and report is not None and report.kind != "sigterm"
 
