@@ -125,7 +125,7 @@ MUTATIONS = (
     Mutation("a pod is made twice in one attempt (O5)", RESTARTING + "replace.py",
              "or read is None or read.begun:", "or True:", CORE_TESTS + "test_plan_replace.py"),
     Mutation("who holds no longer is counted again (O2)", RESTARTING + "replace.py",
-             'return loss.cls == "Collateral" and waited(view, loss)', "return False",
+             "    if not waited(view, loss):\n", "    if True:\n",
              CORE_TESTS + "test_plan_replace.py"),
     Mutation("each further loss lets the others hold longer (O4)", RESTARTING + "replace.py",
              "since = view.status.timings.replacing_since if view.replacing else None",

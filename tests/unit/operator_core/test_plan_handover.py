@@ -188,6 +188,17 @@ def test_a_gang_that_cannot_hand_over_trains_on_and_says_so_once(spec: dict[str,
     assert "avoidedNodes" not in world.status
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_an_older_crd_that_forgets_what_was_done_is_not_asked_to_do_it(holds: bool):
+    world = running(machines=Machines())
+    world.prunes = frozenset({"births", "holds", "handedOver"})
+    world.poll(holds=holds, step=1).wait(100)
+    signal(world, node1=DRAINED)
+    for step in range(2, 9):
+        world.wait(15).poll(holds=holds, step=step)
+    assert (world.phase, len(world.told("NotHandedOver"))) == ("Running", 0)
+
+
 def test_a_list_that_names_what_many_nodes_show_comes_to_an_end():
     world = holding(replicas=3)
     world.job["status"]["handedOver"] = [f"n{number}: cordon" for number in range(31)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -159,6 +160,31 @@ def test_a_failure_that_no_restart_cures_ends_the_job():
     assert (world.phase, world.status["reason"]) == ("Failed", "MaxDisruptionsExceeded")
 
 
+@pytest.mark.parametrize(
+    ("kind", "code"), [("exception", 1), ("signal", 139), ("hang", 76), ("hardware", 74)]
+)
+def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind: str, code: int):
+    """After the last round in place: the cause has words of its own, the others end with 75."""
+    words = {"version": 1, "kind": kind, "code": code, "round": 3}
+    world = holding(graceful=True).end(1, code, message=json.dumps(words))
+    assert (intent(world), replaced(world), world.pause()) == ((2, 2, ""), 0, 0)
+    assert "replaced" not in world.loss
+    world.end(0, 75).end(2, 75)
+    assert (intent(world), world.counts[0]) == ((2, 2, ""), 1)
+
+
+def test_a_launcher_that_never_came_to_the_hub_ends_for_nobody_else():
+    words = {"version": 1, "kind": "exception", "code": 1, "exception": "launcher: no space left"}
+    world = holding(replicas=4).vanish(1).vanish(2)
+    world.run(1).end(1, 1, message=json.dumps(words))
+    assert (intent(world), world.counts) == ((4, 1, "1:4,2:3"), (2, 1, 1))
+
+
+def test_a_launcher_that_was_told_to_end_leaves_others_that_wait():
+    report = '{"version": 1, "kind": "sigterm", "code": 143}'
+    assert intent(holding().terminate(1).end(1, 143, message=report)) == (2, 1, "1:2")
+
+
 def test_a_backoff_is_waited_for_unless_the_others_do_not_wait_so_long():
     backoff = {"initialSeconds": 8, "maxSeconds": 8}
     for seconds, expected in ((300, (3, 1, "1:3")), (8, (3, 3, ""))):
@@ -205,11 +231,26 @@ def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
 ):
     world = holding(graceful=True).end(1, 137)
     since = world.status["timings"]["replacingSince"]
-    world.wait(10).end(2, code)
+    world.wait(10).end(2, code).wait(5)
     assert (intent(world), world.counts) == ((3, 1, "1:3,2:3"), counts)
     assert world.status["timings"]["replacingSince"] == since
     assert (world.finish_deletions().wait(2).phase, world.attempts()) == ("Starting", {1, 3})
     assert world.run().phase == "Running"
+
+
+@pytest.mark.parametrize(
+    ("how", "counts"), [("OOMKilled", (1, 1, 0)), ("Error", (1, 1, 0)), ("vanished", (1, 0, 1))]
+)
+def test_pods_that_end_at_one_moment_are_one_loss_whenever_kubelets_tell(
+    how: str, counts: tuple[int, int, int]
+):
+    world = holding(replicas=8, graceful=True)
+    for replica in range(1, 7):
+        world = world.vanish(replica) if how == "vanished" else world.end(replica, 137, reason=how)
+        world.wait(0.5)
+    assert (world.counts, world.pause()) == (counts, 0)
+    assert world.finish_deletions().run().phase == "Running"
+    assert world.status["membersSince"] == 1
 
 
 def test_a_survivor_that_is_being_removed_has_nothing_to_save():
@@ -225,11 +266,36 @@ def test_when_nobody_waits_any_more_all_restart_at_once():
     assert "no other pod waits" in world.told("Restarting")[0]
 
 
+def test_launchers_that_all_give_up_are_few_writes():
+    """As 1,000 that have held for a pod on a silent node, told by their kubelets within seconds."""
+    world = holding(replicas=40, graceful=True).end(1, 137)
+    for replica in (0, *range(2, 40)):
+        world.wait(0.05).end(replica, 75)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
+    assert len([line for line in world.log if line.startswith("status")]) <= 4
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_delay_is_waited_for_also_where_all_restart_in_the_end(code: int):
+    world = holding(restart={"backoff": {"initialSeconds": 60, "maxSeconds": 60}})
+    world.vanish(1).run().vanish(1)
+    world.wait(20).end(0, code, settle=False).end(2, code)
+    assert (intent(world), world.pause()) == ((4, 4, ""), 40)
+    assert (world.wait(39).phase, world.wait(1).phase) == ("Restarting", "Starting")
+
+
 def test_a_replacement_that_ends_as_a_peer_is_a_loss_of_its_own():
     """One whom the hub refuses, as of another version, would come again and again."""
     world = holding(replicas=4).end(1, 137, settle=False).end(2, 137).run(1)
     assert world.end(1, 75).counts == (1, 1, 0)
     assert (world.wait(5).counts, intent(world)) == ((2, 1, 1), (3, 1, "1:3,2:2"))
+
+
+def test_replacements_that_end_as_peers_in_turns_are_counted_and_wait():
+    world = holding(replicas=4).end(1, 137, settle=False).end(2, 137)
+    for replica in (1, 2, 1, 2, 1):
+        world.wait(world.pause()).run(replica).end(replica, 75).wait(5)
+    assert (world.counts, world.pause()) == ((6, 1, 5), 16)
 
 
 @pytest.mark.fault("N23")
@@ -247,6 +313,18 @@ def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():
         "restarting all pods"
     )
     assert "replacingSince" not in world.status["timings"]
+
+
+def test_the_deadline_is_told_while_there_is_one():
+    no_room = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available"}
+    world = holding().end(1, 137)
+    for seconds, told in ((10, True), (80, False)):
+        for pod in world.wait(seconds).pods.values():
+            pod.setdefault("status", {"phase": "Pending", "conditions": [no_room]})
+        world.wait(10)
+        assert world.stalled == "Unschedulable"
+        assert ("then all restart" in world.condition("Stalled")["message"]) is told
+        world.wait(200 * told)
 
 
 @pytest.mark.fault("N23")

@@ -240,7 +240,7 @@ class ApiFeedback:
     away_at: datetime | None = None  # the newest answer
     probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few
     status_written_at: datetime | None = None
-    pruned: tuple[Body, Body] | None = None  # the last status as sent and as stored, if they differ
+    pruned: tuple[Body, Body] | None = None  # the last status that was not stored as it was sent
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap

@@ -210,7 +210,10 @@ class Executor:
         pruned = None if stored == action.status else (action.status, stored or {})
         if pruned and not self._store.feedback(job.uid).pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
-        self._learn(job.uid, lambda known: replace(known, status_written_at=at, pruned=pruned))
+        self._learn(
+            job.uid,
+            lambda known: replace(known, status_written_at=at, pruned=pruned or known.pruned),
+        )
         if action.begins:
             self._learn(job.uid, lambda known: known.begin(action.status.get("attempt")))
         self._tell_of(job, action)

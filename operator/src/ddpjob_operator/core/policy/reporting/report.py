@@ -27,6 +27,7 @@ from ddpjob_operator.core.objects.status import (
     with_condition,
 )
 from ddpjob_operator.core.policy.restarting import fence
+from ddpjob_operator.core.policy.restarting.replace import WAIT
 from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
 from ddpjob_operator.core.told import after_step, describe, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
@@ -156,6 +157,7 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
         return change
     reason, message = found
     news = fence.advises(message) and not (old and fence.advises(old.message))
+    news = news or (old is not None and (WAIT in message) != (WAIT in old.message))
     if old and old.status == "True" and old.reason == reason and not news:
         return change  # the same trouble in other words
     change = change.condition("Stalled", True, reason, message, view.now)

@@ -83,7 +83,8 @@ def _going(view: View) -> Mapping[int, Node]:
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     patient = due(view)
     early = restart.in_a_row(view, status.restarts) or (patient and view.now < patient)
-    if not left or early or classify.leaving(pods.values()) or template_guard.why(view):
+    forgets = view.feedback.pruned is not None  # an older CRD: it would be acted on again and again
+    if not left or early or classify.leaving(pods.values()) or template_guard.why(view) or forgets:
         return {}
     return {replica: left[pod.node] for replica, pod in pods.items() if pod.node in left}
 

@@ -15,12 +15,14 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
-_WAIT: Final = "; the other pods wait until"
+#: In the message of a stall: until when the others wait.
+WAIT: Final = "; the other pods wait until"
 
 
 def hear(view: View, change: Change) -> Change:
@@ -40,13 +42,13 @@ def lost(
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.holds and view.spec.restart.in_place > 0
-    if not (able and in_time) or view.succeeded:
+    if not (able and in_time) or view.succeeded or _hub_ended(view, loss):
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members
     gone = {loss.replica, *planned, *view.missing}
     gone |= {one.replica for one in fence.losses(view)}  # rule O3
     gone |= {r for r, pod in members.items() if pod.deleting or classify.failure(pod, nproc, now)}
-    newest = view.status.attempt - view.replacing  # a pod that was made meanwhile has not waited
+    newest = _ended_attempt(view)
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
     waiting = any(map(classify.running, kept))
     few = len(view.status.births.keys() | gone) <= MAX_BIRTHS
@@ -84,13 +86,18 @@ def begin(
 
 def waited(view: View, loss: Failure) -> bool:
     """Tell whether the lost pod waited for others: it is older than they will be."""
-    pod = view.members.get(loss.replica)
-    return view.replacing and pod is not None and (pod.attempt or 0) < view.status.attempt
+    return view.replacing and view.status.floor(loss.replica) <= _ended_attempt(view)
 
 
 def joins(view: View, loss: Failure) -> bool:
-    """Tell whether a launcher waited no longer: its incident is counted already (rule O2)."""
-    return loss.cls == "Collateral" and waited(view, loss)
+    """Tell whether this loss is of the incident that is counted already (rule O2).
+
+    A launcher waited no longer, or ended with the first, as its kubelet reports only now.
+    """
+    if not waited(view, loss):
+        return False
+    told_late = (view.now - _since(view)).total_seconds() <= CAUSE_SECONDS
+    return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
 
 
 def unmade(view: View) -> frozenset[int]:
@@ -125,15 +132,39 @@ def over(view: View) -> tuple[str, str] | None:
     stalled = status.condition("Stalled")
     why = stalled.message if stalled and stalled.status == "True" else "no reason is known"
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
-    what = f"{left} did not run within {most}: {why.partition(_WAIT)[0]}"
+    what = f"{left} did not run within {most}: {why.partition(WAIT)[0]}"
     return "ReplaceDeadlineExceeded", what
 
 
 def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Add to the reasons for a stall how long the other pods wait."""
-    wait = f"{_WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
+    wait = f"{WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
     for reason, message in why:
         yield reason, f"{message}{wait}"
+
+
+def _kind(loss: Failure | None) -> tuple[object, ...]:
+    return (loss.cls, loss.reason, loss.exit_code) if loss else ()
+
+
+def _ended_attempt(view: View) -> int:
+    """Return the attempt that the incident ended: pods of later ones have waited for nobody."""
+    attempt, since = view.status.attempt, view.status.timings.replacing_since
+    if not view.replacing:
+        return attempt
+    ends = (f for f in view.status.failures if f.replaced and since and f.detected_at >= since)
+    return min((loss.attempt for loss in ends), default=attempt - 1)
+
+
+def _hub_ended(view: View, loss: Failure) -> bool:
+    """Tell whether the hub has ended the attempt: who holds ends by itself only at a signal.
+
+    A new pod may fail and report before it has come to the hub.
+    """
+    pod = view.members.get(loss.replica)
+    report = pod.trainer.report if pod and (pod.attempt or 0) <= _ended_attempt(view) else None
+    own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
+    return own and report is not None and report.kind != "sigterm"
 
 
 def _since(view: View) -> datetime:

@@ -74,18 +74,17 @@ def after(
 
 def whole(view: View, change: Change, reason: str, message: str) -> Change:
     """Restart the whole gang in place of a replacement, whose loss is counted already."""
-    change = new_attempt(view, change, "Restarting", 0)
+    change = new_attempt(view, change, "Restarting", _left(view))
     return _say(view, change, reason, f"{message}; restarting all pods")
 
 
 def _join(view: View, change: Change, loss: Failure) -> Change:
-    """Replace a launcher that waited, too, or restart all if none is left."""
-    at = due(view)
-    delay = max(0.0, (at - view.now).total_seconds()) if at else 0.0
+    """Replace a pod of the same incident, too, or restart all if nobody waits."""
+    delay = _left(view)
     gone = replacement.lost(view, loss, delay)
     if not gone:
         return whole(view, change, "Restarting", f"no other pod waits: {told.describe(loss)}")
-    what = f"{told.describe(loss)} while it waited; replacing {told.replicas(gone, 40)}"
+    what = f"{told.describe(loss)}, of the same incident; replacing {told.replicas(gone, 40)}"
     return replacement.begin(view, change, gone, what, delay)
 
 
@@ -170,6 +169,12 @@ def due(view: View) -> datetime | None:
     since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
     begun = view.begun_at
     return begun + (until - since) if begun and since and until else None
+
+
+def _left(view: View) -> float:
+    """Return the seconds that are left of that delay."""
+    at = due(view)
+    return max(0.0, (at - view.now).total_seconds()) if at else 0.0
 
 
 def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:

@@ -40,10 +40,12 @@ def loss(view: View, status: Status) -> Failure | None:
         return found
     if probe.reads(view):
         return None
+    if found.cls == "Collateral" and _left(view, CAUSE_WAIT) > 0:
+        return None
     if replacement.joins(view, found):
         return found
     if found.cls == "Collateral":
-        return None if _left(view, CAUSE_WAIT) > 0 else classify.settle(found)
+        return classify.settle(found)
     # A node deleted while no operator watched is unreported, as a new one is.
     unknown = view.in_doubt or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
     return None if unknown or _doubted(view, status, found) else found
