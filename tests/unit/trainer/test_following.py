@@ -9,6 +9,7 @@ import dataclasses
 import selectors
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -391,3 +392,20 @@ def test_one_that_holds_ends_at_a_signal() -> None:
     assert scene.did == ["Leaving", "grace"]
     assert bare._ended.between_rounds
     assert bare._is_finished(101.0)
+
+
+def test_a_long_restore_of_the_working_directory_silences_no_link() -> None:
+    scene = Scene(_Phase.PARKED)
+    heard, answered = Event(), []
+    bare: Any = scene.supervisor
+    bare._selector = selectors.DefaultSelector()
+    bare._member.tick = lambda now: heard.set()
+    bare._config.env.trace, bare._config.env.drill, bare._began = None, "Never", True
+    bare._refill = lambda path: answered.append(heard.wait(20.0))
+    bare._hangs = bare._pace = SimpleNamespace(begin=lambda: None)
+    bare._group = lambda key: scene.workers
+    bare._runtime_dir, bare._results = SimpleNamespace(path="here"), SimpleNamespace(records=())
+    bare._starter = SimpleNamespace(begin=lambda *given: scene.did.append("begin"))
+    bare._begin(Key(5, 3), 101.0)
+    bare._selector.close()
+    assert (answered, scene.did) == ([True], ["begin"])
