@@ -479,7 +479,7 @@ class Supervisor:
         if self._phase is _Phase.SUCCEEDED:
             waited = now - self._since > _SUCCESS_SECONDS and not self._member.needed
             return bool(self._finished or ended.end or ended.lost or ended.signal or waited)
-        return bool(ended.signal or ended.end is not None or ended.lost)
+        return bool(self._finished or ended.signal or ended.end is not None or ended.lost)
 
     def _leave_nobody(self) -> list[str]:
         """Kill and reap every descendant; report and return those that do not end."""
