@@ -63,11 +63,11 @@ class Link(Protocol):
         """Close the link."""
 
 
-class LocalLink:
+class LocalLink(Link):
     """Links launcher 0 to its own hub, which is never lost without it."""
 
     def __init__(self) -> None:
-        self.inbox: deque[Message] = deque()
+        self.inbox = deque()
         self.lost = self.unmet = ""
         self.met = False
         self.hub: Hub | None = None
@@ -76,19 +76,6 @@ class LocalLink:
         """See Link."""
         assert self.hub is not None
         self.hub.receive(0, message, now)
-
-    def tick(self, now: float) -> float | None:
-        """See Link."""
-        return None
-
-    def leave(self) -> None:
-        """See Link."""
-
-    def join(self) -> None:
-        """See Link."""
-
-    def close(self) -> None:
-        """See Link."""
 
 
 class HubClient:
