@@ -273,6 +273,17 @@ def test_one_that_is_told_to_end_in_the_last_step_takes_no_success_from_the_othe
     assert gang.told() == ({replica: [Finished()] for replica in range(3)} if done else {})
 
 
+def test_all_that_are_told_to_end_may_save_where_one_was_done() -> None:
+    gang = Gang()
+    gang.says(2, Done(0))
+    for replica in (2, 1):
+        gang.says(replica, Leaving(15))
+    told = gang.told()
+    assert [message.graceful for message in (*told[0], *told[1]) if isinstance(message, End)] == [
+        True, True
+    ]  # fmt: skip
+
+
 def test_who_is_told_to_end_while_it_holds_leaves_a_vacancy() -> None:
     gang = Gang()
     gang.hub.lost(2, 1.0)

@@ -308,7 +308,8 @@ class Hub:
     def _stop(self, now: float, *, graceful: bool = False) -> None:
         if not self._done <= self._present:
             cause = root_cause.first_failure(self._exits.values())
-            self._end(self._because(cause, "a launcher whose workers had succeeded is gone"))
+            why = "a launcher whose workers had succeeded is gone"
+            self._end(self._because(cause, why, graceful=graceful))
             return
         self._lost_first = self._loss() is not None
         self._phase = _Phase.STOPPING
