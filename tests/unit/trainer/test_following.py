@@ -9,6 +9,7 @@ import dataclasses
 import selectors
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddpjob_trainer.launcher.hub.listener import Listener
 from ddpjob_trainer.launcher.hub.messages import (
     Call,
     End,
+    Finished,
     Go,
     Hello,
     Message,
@@ -298,7 +300,7 @@ class Scene:
         bare._config, bare._workers, bare._ended = config, self.workers, Ended()
         bare._member = SimpleNamespace(link=self.link, rounds=True)
         bare._log = SimpleNamespace(say=lambda text: None)
-        bare._phase, bare._since = phase, 100.0
+        bare._phase, bare._since, bare._finished = phase, 100.0, False
         bare._next_round = lambda go, now: self.did.append(f"round {go.round}")
 
     def take(self, *messages: Message, lost: str = "", now: float = 101.0) -> _Phase:
@@ -394,3 +396,28 @@ def test_one_that_holds_ends_at_a_signal() -> None:
     assert scene.did == ["Leaving", "grace"]
     assert bare._ended.between_rounds
     assert bare._is_finished(101.0)
+
+
+def test_one_that_holds_ends_when_all_have_succeeded() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.workers.running = 0
+    assert not scene.supervisor._is_finished(101.0)
+    scene.take(Finished())
+    assert scene.supervisor._is_finished(101.0)
+
+
+def test_a_long_restore_of_the_working_directory_silences_no_link() -> None:
+    scene = Scene(_Phase.PARKED)
+    heard, answered = Event(), []
+    bare: Any = scene.supervisor
+    bare._selector = selectors.DefaultSelector()
+    bare._member.tick = lambda now: heard.set()
+    bare._config.env.trace, bare._config.env.drill, bare._began = None, "Never", True
+    bare._refill = lambda path: answered.append(heard.wait(20.0))
+    bare._hangs = bare._pace = SimpleNamespace(begin=lambda: None)
+    bare._group = lambda key: scene.workers
+    bare._runtime_dir, bare._results = SimpleNamespace(path="here"), SimpleNamespace(records=())
+    bare._starter = SimpleNamespace(begin=lambda *given: scene.did.append("begin"))
+    bare._begin(Key(5, 3), 101.0)
+    bare._selector.close()
+    assert (answered, scene.did) == ([True], ["begin"])

@@ -255,6 +255,37 @@ def test_one_that_leaves_lets_the_others_save_and_is_replaced() -> None:
     assert (record["kind"], record["replica"], record["snapshotStep"]) == ("lost", 1, 12)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("done", [True, False])
+def test_one_that_is_told_to_end_in_the_last_step_takes_no_success_from_the_others(done, first):  # type: ignore[no-untyped-def]
+    """Programs that save and end with 0 at a signal have not come to that step."""
+    gang = Gang()
+    ends = [
+        tuple(Exit(2 * replica + i, i, 0, 0.0, done=done) for i in range(2)) for replica in range(3)
+    ]
+    gang.says(1, Leaving(15))
+    gang.told()
+    if first:
+        gang.says(1, Done(0, ends[1]))
+    for replica in (0, 2):
+        gang.says(replica, Stopped(0, ends[replica], 16))
+    if not first:
+        assert gang.told() == {}
+        gang.says(1, Done(0, ends[1]))
+    assert gang.told() == ({replica: [Finished()] for replica in range(3)} if done else {})
+
+
+def test_all_that_are_told_to_end_may_save_where_one_was_done() -> None:
+    gang = Gang()
+    gang.says(2, Done(0))
+    for replica in (2, 1):
+        gang.says(replica, Leaving(15))
+    told = gang.told()
+    assert [message.graceful for message in (*told[0], *told[1]) if isinstance(message, End)] == [
+        True, True
+    ]  # fmt: skip
+
+
 def test_who_is_told_to_end_while_it_holds_leaves_a_vacancy() -> None:
     gang = Gang()
     gang.hub.lost(2, 1.0)

@@ -1,8 +1,8 @@
 """Run the launcher's one loop: signals, reaping, the hub's messages, the rounds.
 
 `ddpjob-trainer run` calls it with a config. Everything happens in the main thread, woken by signals
-and sockets; threads only pump output, resolve the hub's name and serve HTTP. When the loop ends no
-descendant of the launcher is alive.
+and sockets; threads only pump output, resolve names, restore files and serve HTTP. When the loop
+ends no descendant of the launcher is alive.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -214,11 +215,21 @@ class Supervisor:
         self._pace.begin()
         self._workers = self._group(key)
         if self._refill and self._began:
-            self._refill(self._runtime_dir.path)
+            self._restore(self._refill)
         self._began = True
         drill = self._member.rounds and rounds.drills_left(self._results.records)
         self._starter.begin(self._workers, now, self._config.env.drill if drill else "Never")
         trace.mark("started")
+
+    def _restore(self, refill: Callable[[Path], None]) -> None:
+        """Restore the working directory; keep the links alive if that takes long."""
+        with futures.ThreadPoolExecutor(1) as pool:
+            work = pool.submit(refill, self._runtime_dir.path)
+            while not futures.wait([work], _TICK_SECONDS).done:
+                self._sleep(0)
+                self._tick = time.monotonic()
+                self._member.tick(self._tick)
+            work.result()
 
     # --- Watch ---------------------------------------------------------------------------
 
@@ -468,7 +479,7 @@ class Supervisor:
         if self._phase is _Phase.SUCCEEDED:
             waited = now - self._since > _SUCCESS_SECONDS and not self._member.needed
             return bool(self._finished or ended.end or ended.lost or ended.signal or waited)
-        return bool(ended.signal or ended.end is not None or ended.lost)
+        return bool(self._finished or ended.signal or ended.end is not None or ended.lost)
 
     def _leave_nobody(self) -> list[str]:
         """Kill and reap every descendant; report and return those that do not end."""

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.hub.hub import Hub
@@ -35,17 +34,17 @@ _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
 
 
-class Link(Protocol):
+class Link:
     """``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may.
 
     ``unmet``: evidence that no hub is where it should be, "" while it may only be late. ``met``: a
     hub has admitted or called this launcher, and may admit it again.
     """
 
-    inbox: deque[Message]
-    lost: str
-    unmet: str
-    met: bool
+    def __init__(self) -> None:
+        self.inbox: deque[Message] = deque()
+        self.lost = self.unmet = ""
+        self.met = False
 
     def send(self, message: Message, now: float) -> None:
         """Send a message to the hub."""
@@ -63,13 +62,11 @@ class Link(Protocol):
         """Close the link."""
 
 
-class LocalLink:
+class LocalLink(Link):
     """Links launcher 0 to its own hub, which is never lost without it."""
 
     def __init__(self) -> None:
-        self.inbox: deque[Message] = deque()
-        self.lost = self.unmet = ""
-        self.met = False
+        super().__init__()
         self.hub: Hub | None = None
 
     def send(self, message: Message, now: float) -> None:
@@ -77,21 +74,8 @@ class LocalLink:
         assert self.hub is not None
         self.hub.receive(0, message, now)
 
-    def tick(self, now: float) -> float | None:
-        """See Link."""
-        return None
 
-    def leave(self) -> None:
-        """See Link."""
-
-    def join(self) -> None:
-        """See Link."""
-
-    def close(self) -> None:
-        """See Link."""
-
-
-class HubClient:
+class HubClient(Link):
     """Connects until admitted; keeps messages until then, and drops them when the link is lost.
 
     ``least``: the number of the oldest hub that it follows; it rises with each that it follows.
@@ -105,9 +89,7 @@ class HubClient:
         tell: Callable[[str], None],
         least: int = 0,
     ) -> None:
-        self.inbox: deque[Message] = deque()
-        self.lost = self.unmet = ""
-        self.met = False
+        super().__init__()
         self._tell = tell
         self._refusal = ""  # the last reason for not being admitted yet
         self._address = address

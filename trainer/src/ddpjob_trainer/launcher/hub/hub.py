@@ -223,18 +223,18 @@ class Hub:
             raise ValueError(f"a launcher must not say {type(message).__name__}")
         if message.round != self.history.round:
             return
-        if isinstance(message, Done):
-            self._note(replica, message.exits, now)
-            self._done.add(replica)
-            if len(self._done) == self._own.replicas:
-                self._end(Finished())
-            return
         if isinstance(message, Exiting):
             if self._barrier_at is not None:
                 self._barrier_at = now + BARRIER_SECONDS
             return
         self._note(replica, message.exits, now)
-        if isinstance(message, Failed):
+        if isinstance(message, Done):
+            self._done.add(replica)
+        if self._has_succeeded():
+            self._end(Finished())
+        elif isinstance(message, Done):
+            return
+        elif isinstance(message, Failed):
             self._running[replica] = message.running
         elif self._phase is _Phase.STOPPING and replica not in self._leaving:
             self._stopped.add(replica)
@@ -264,6 +264,15 @@ class Hub:
             if known is None:
                 said = exit_.exception[:400]
                 self._exits[exit_.rank] = replace(exit_, at=now, exception=said)
+
+    def _has_succeeded(self) -> bool:
+        """Return whether all have, also beside a launcher that leaves after the last step.
+
+        Else some programs save and end with 0 together, unfinished.
+        """
+        ends, size = self._exits.values(), self._own.replicas
+        finished = all(one.done and not one.status for one in ends)
+        return len(self._done) == size or (finished and len(ends) == size * self._own.nproc)
 
     # --- What follows --------------------------------------------------------------------
 
@@ -299,7 +308,8 @@ class Hub:
     def _stop(self, now: float, *, graceful: bool = False) -> None:
         if not self._done <= self._present:
             cause = root_cause.first_failure(self._exits.values())
-            self._end(self._because(cause, "a launcher whose workers had succeeded is gone"))
+            why = "a launcher whose workers had succeeded is gone"
+            self._end(self._because(cause, why, graceful=graceful))
             return
         self._lost_first = self._loss() is not None
         self._phase = _Phase.STOPPING
