@@ -145,8 +145,8 @@ async def bare(site: Site, client: Client, fault: str, name: str) -> dict[str, f
     found = stages(began, {**script.marks, STAGES[-1]: time.time()})
     names = [pod["metadata"]["name"] for pod in script.pods]
     site.kubectl("delete", "pod", *names, "--grace-period=1", "--wait", check=True)
-    for kind in ("service", "networkpolicy"):
-        site.kubectl("delete", kind, name, check=True)
+    for body in script.network:
+        site.kubectl("delete", body["kind"].lower(), body["metadata"]["name"], check=True)
     return found
 
 
