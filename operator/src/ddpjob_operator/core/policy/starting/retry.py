@@ -105,14 +105,14 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def ready(view: View) -> list[int]:
-    """List the missing replicas to try now.
+    """List the missing seats to try now.
 
     While a name is taken only that one is tried: the gang cannot be whole without it, and if a pod
     of ours has it the barrier was not passed.
     """
     refusals = view.refusals
     taken = [r for r, refusal in refusals.items() if refusal.existing]
-    return [r for r in taken or view.missing if not resting(view, refusals.get(r))]
+    return [r for r in taken or view.unborn if not resting(view, refusals.get(r))]
 
 
 def waits(view: View) -> list[datetime]:
