@@ -148,7 +148,8 @@ def over(view: View) -> tuple[str, str] | None:
 
 def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Add to the reasons for a stall how long the other pods wait."""
-    wait = f"{_WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
+    waits = view.replacing and not view.all_running
+    wait = f"{_WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if waits else ""
     for reason, message in why:
         yield reason, f"{message}{wait}"
 
