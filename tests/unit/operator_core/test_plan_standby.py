@@ -10,7 +10,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import World, env_of, refusal, rendered, running
+from support.world import Machines, World, env_of, refusal, rendered, running
 
 QUOTA = "pods is forbidden: exceeded quota: q"
 
@@ -19,7 +19,7 @@ def standing_by(*, seats: int = 4, graceful: bool = False, **spec: Any) -> World
     """A gang that runs and holds, with a pod that stands by."""
     world = running(graceful=graceful, standby=seats - 3, **spec)
     world.run(*range(seats)).poll(holds=True).wait(2)
-    assert world.status["holds"] is True
+    assert (world.status["holds"], world.status["ready"]) == (True, "3/3")
     world.log.clear()
     world.events.clear()
     return world
@@ -92,6 +92,15 @@ def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words: str):
     assert (world.phase, world.stalled) == ("Running", "")
 
 
+def test_a_gang_that_was_refused_as_wrong_is_valid_again_without_one_that_stands_by():
+    world = World()
+    world.job["spec"]["standby"] = 1
+    world.refuse = lambda _: refusal(world, 422)
+    assert world.settle().condition("Invalid")["status"] == "True"
+    world.refuse = lambda todo: refusal(world, 403, QUOTA) if todo.replica == 3 else None
+    assert world.wait(60).run().condition("Invalid")["status"] == "False"
+
+
 def test_one_that_finds_no_room_is_no_trouble_of_the_gang():
     world = running(standby=1).waiting(3, "ImagePullBackOff").wait(3600)
     assert (world.phase, world.stalled, intent(world)) == ("Running", "", (1, 1, ""))
@@ -161,7 +170,8 @@ def test_an_old_pod_that_stays_ends_no_gang_that_runs():
     """As one whose volumes are not unmounted: the new pod waits for it, the others do not."""
     world = standing_by(graceful=True).end(1, 137)
     assert (world.phase, world.attempts()) == ("Restarting", {1})
-    assert world.wait(299).phase == "Restarting"
+    assert (world.wait(299).phase, world.stalled) == ("Restarting", "WaitingForDeletion")
+    assert "then all restart" not in world.condition("Stalled")["message"]
     assert (world.wait(1).phase, intent(world)) == ("Running", (2, 1, "1:2"))
     assert (world.wait(1800).phase, world.stalled) == ("Running", "WaitingForDeletion")
     assert world.status["attempt"] == 2
@@ -191,6 +201,7 @@ def test_a_vanished_one_needs_a_read_of_its_own():
     read = world.feedback.confirmed
     assert read is not None
     assert 3 not in read.replicas
+    world.feedback = replace(world.feedback, confirmed=replace(read, running=True))
     del world.pods["job-3"]
     assert any(isinstance(action, act.ConfirmGone) for action in world.plan().actions)
 
@@ -203,7 +214,8 @@ def test_programs_that_do_not_hold_restart_whole():
 
 
 def test_when_as_many_have_ended_as_train_no_other_cause_is_waited_for():
-    world = standing_by(restart={"maxRestarts": 1})
+    world = standing_by(restart={"maxRestarts": 1}, machines=Machines())
+    world.pods["job-3"]["spec"]["nodeName"] = "node3"
     world.job["status"]["restarts"]["charged"] = 1
     for seat in (0, 2):
         world.end(seat, 75, settle=False)
@@ -216,7 +228,8 @@ def test_when_as_many_have_ended_as_train_no_other_cause_is_waited_for():
 def test_the_status_shows_who_serves_until_all_restart():
     world = standing_by().end(1, 137).poll(holds=True, serving="1:3", round=1).wait(2)
     assert world.status["serving"] == "1:3"
-    assert "serving" not in world.end(0, 137).status
+    assert "serving" not in world.vanish(0).status
+    assert world.status["membersSince"] == 1
     assert "serving" not in standing_by().poll(holds=True, serving="x").wait(2).status
     world = standing_by().poll(holds=True, serving="1:3").wait(2).patch(suspend=True)
     assert "serving" not in world.status
@@ -230,6 +243,20 @@ def test_a_round_names_the_pod_that_served_where_that_is_known():
     assert (world.loss["replica"], world.loss["pod"], world.loss["inPlace"]) == (1, "job-3", True)
     world.poll(lost, crash, {**crash, "round": 2}, holds=True, serving="1:1").wait(2)
     assert (world.loss["round"], world.loss.get("pod")) == (2, None)
+
+
+@pytest.mark.parametrize(("gone", "in_place"), [(True, 0), (False, 1)])
+def test_a_round_that_ended_with_a_link_is_counted_with_the_pod_that_served(
+    gone: bool, in_place: int
+):
+    lost = {"round": 0, "replica": 1, "kind": "lost"}
+    world = standing_by().end(1, 137).poll(lost, holds=True, serving="1:3").wait(2)
+    if gone:
+        world.vanish(3).wait(2).run(1, 3)
+        world.status["serving"] = "1:3"  # as the newcomer has the place again
+    world.poll(lost, {**lost, "round": 1}, holds=True, serving="1:3").wait(2)
+    restarts = world.status["restarts"]
+    assert (restarts["inPlace"], restarts["round"]) == (in_place, 2)
 
 
 @pytest.mark.parametrize("seen_first", [True, False])
@@ -255,7 +282,8 @@ def test_the_rank_of_a_lost_pod_is_not_its_seat():
 
 def test_success_is_counted_over_replicas():
     world = standing_by().end(1, 137).run(1).wait(30)
-    for seat, replica in ((1, -1), (3, 1), (0, 0)):
+    assert world.end(1, 0, message=last_words(-1)).status.get("succeededReplicas", "") == ""
+    for seat, replica in ((3, 1), (0, 0)):
         world.end(seat, 0, message=last_words(replica))
     assert (world.phase, world.status["succeededReplicas"]) == ("Running", "0-1")
     assert world.end(2, 0, message=last_words(2)).phase == "Succeeded"

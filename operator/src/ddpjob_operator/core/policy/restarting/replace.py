@@ -111,7 +111,7 @@ def unmade(view: View) -> frozenset[int]:
     creation without an answer, a pod of this attempt may have been there.
     """
     read, phase = view.confirmed, view.status.phase
-    runs = phase == "Running" and view.status.holds and not view.others
+    runs = phase == "Running" and view.status.holds
     if not (runs or (view.replacing and phase == "Starting")) or read is None or read.begun:
         return frozenset()
     return frozenset(r for r in (view.unborn if runs else view.missing) if r not in read.replicas)

@@ -109,8 +109,7 @@ def tell(view: View, change: Change) -> Change:
     found, old = why(view), view.status.condition("Invalid")
     said = old.reason if old and old.status == "True" else ""
     if found is None:
-        all_there = view.all_running or not view.missing
-        taken = view.status.phase in ("Starting", "Running") and all_there
+        taken = view.status.phase in ("Starting", "Running") and not view.missing
         over = taken if said == POD_REFUSED else bool(said)
         return change.condition("Invalid", False, "Valid", "", view.now) if over else change
     reason, message = found
