@@ -92,6 +92,14 @@ def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words: str):
     assert (world.phase, world.stalled) == ("Running", "")
 
 
+def test_one_that_is_refused_holds_up_no_other():
+    world = World()
+    world.job["spec"]["standby"] = 1
+    world.refuse = lambda todo: refusal(world, 403, "no such class") if todo.replica == 3 else None
+    world.settle().run().poll(holds=True).wait(1500).vanish(1)
+    assert (created(world)[-1], world.phase) == ("job-1 2", "Starting")
+
+
 def test_a_gang_that_was_refused_as_wrong_is_valid_again_without_one_that_stands_by():
     world = World()
     world.job["spec"]["standby"] = 1

@@ -30,12 +30,16 @@ _MOST: Final = 300.0
 _FIGURES: Final = re.compile(r"\d+")
 
 
-def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
+def back_off(
+    known: ApiFeedback, refusal: Refusal, generation: int, *, runs: bool = False
+) -> ApiFeedback:
     """Record a refused creation; other words begin a new row.
 
-    A quota is left to startup.py, which has its own waits.
+    A quota is left to startup.py, which has its own waits. ``runs``: the gang does, so it was a
+    standby pod, perhaps of a class that is not there: no other pod must wait for that.
     """
-    if refusal.existing is not None or quota_exceeded(refusal):
+    of_standby = runs and 400 <= refusal.code < 500
+    if refusal.existing is not None or quota_exceeded(refusal) or of_standby:
         return known
     words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
     same = old is not None and (old.words, old.generation) == (words, generation)
