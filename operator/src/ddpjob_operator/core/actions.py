@@ -200,8 +200,8 @@ class QuorumRead:
     outcome, or the process stops leading; a watch does not renew it. It proves that a replica is
     gone if the replica existed before the read: it is among ``seen``, or the gang was stored as
     ``running`` with it. A deadline needs a read after the deadline, a suspension one of the job at
-    that ``generation``. A POST of a deposed leader can still arrive after it: such a pod is of an older
-    attempt, and is removed like any other.
+    that ``generation``. A POST of a deposed leader can still arrive after it: such a pod is of an
+    older attempt, and is removed like any other.
     """
 
     attempt: int
