@@ -51,6 +51,8 @@ BASES: dict[str, dict[str, Any]] = {
     "snapshot": {"snapshot": SNAPSHOT},
     "10000": {"replicas": 10000},
     "11": {"replicas": 11},
+    "10000 and 1": {"replicas": 10000, "standby": 1},
+    "standby": {"standby": 1},
     "8 processes": {"nprocPerNode": 8},
 }
 
@@ -66,6 +68,9 @@ OWN: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("metadata.name", "x" * 64, "63"),
         ("spec.replicas", 10001, "less than or equal"),
         ("spec.replicas", DELETE, "Required"),
+        ("spec.standby", 65, "less than or equal"),
+        ("spec.standby", -1, "greater than or equal"),
+        ("spec.standbyPriorityClassName", "Low"),
         ("spec.nprocPerNode", 65, "from 1 to 64"),
         ("spec.nprocPerNode", "4", "without quotes"),
         ("spec.nprocPerNode", "gpu", '"auto"'),
@@ -98,6 +103,9 @@ OWN: dict[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "10000": (
         ("metadata.name", "x" * 59, "at most 58 characters"),
+    ),
+    "10000 and 1": (
+        ("metadata.name", "x" * 58, "at most 57 characters"),
     ),
     "11": (
         ("metadata.name", "x" * 61, "at most 60 characters"),
@@ -176,6 +184,12 @@ ANOTHER: dict[str, tuple[tuple[Any, ...], ...]] = {
          "must be false or left out"),
         (f"{TRAINER}.volumeMounts.0", {"name": "mine", "mountPath": "/snapshots/"},
          "spec.snapshot.path", "mountPath", "remove that mount"),
+    ),
+    "standby": tuple(
+        (path, value, "spec.standby needs at least 2 replicas")
+        for path, value in (("spec.replicas", 1), ("spec.restart.maxRestarts", 0),
+                            ("spec.restart.inPlace.enabled", False),
+                            ("spec.restart.replaceSeconds", 0))
     ),
 }  # fmt: skip
 

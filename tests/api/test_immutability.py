@@ -50,6 +50,8 @@ def stored(plane: Cluster) -> dict[str, Any]:
 
 FIXED = (
     ("spec.replicas", 4),
+    ("spec.standby", 1),
+    ("spec.standbyPriorityClassName", "low"),
     ("spec.nprocPerNode", 2),
     ("spec.port", 29501),
     ("spec.snapshot.path", "/other"),

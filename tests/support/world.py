@@ -456,7 +456,8 @@ class World:
     def _back_off(self, refusal: act.Refusal | None) -> None:
         if refusal and refusal.code != 409 and not self._was_refused():
             generation = self.job["metadata"]["generation"]
-            self.feedback = retry.back_off(self.feedback, refusal, generation)
+            runs = self.phase == "Running"
+            self.feedback = retry.back_off(self.feedback, refusal, generation, runs=runs)
 
     def _was_refused(self) -> bool:
         """At this very moment: a batch counts once."""

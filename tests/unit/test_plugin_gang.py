@@ -112,6 +112,26 @@ def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb() -> 
         assert cli.parser().parse_args(["snapshots", *words]).job == "d"
 
 
+def test_where_pods_stand_by_each_row_says_who_serves() -> None:
+    found = job(phase="Running", serving="1:3")
+    found.obj["spec"] |= {"replicas": 3, "standby": 2}
+    members = {n: Member(pod(n, state={"running": {}})) for n in (0, 2, 3, 4)}
+    lines = status.gang_table(found, members, {3: Told({"step": 7})}, NOW)[1:]
+    assert [line.split("   ")[0] for line in lines] == [
+        "0", "1 (pod 3)", "2", "standby (pod 1)", "standby (pod 4)"
+    ]  # fmt: skip
+    assert lines[1].split()[-4] == "7"
+    facts = status.facts(found, members, {})["replicas"]
+    assert [one.get("replica") for one in facts] == [0, 1, 2, None, None]
+    assert [one.get("pod") for one in facts] == ["d-0", "d-3", "d-2", None, "d-4"]
+    assert gang.chosen(found, 4) == {4}
+    with pytest.raises(Failure, match="has 0 to 4"):
+        gang.chosen(found, 5)
+    # Without them a row is as it was, whatever a status says.
+    assert gang.chosen(job(), None) == set(range(job().replicas))
+    assert job(serving="x,1:").places == [(n, n) for n in range(job().replicas)]
+
+
 def test_of_a_job_that_has_ended_nothing_is_expected_any_more() -> None:
     for phase, expected in (("Starting", True), ("Succeeded", False), ("Failed", False)):
         found = job(phase=phase)

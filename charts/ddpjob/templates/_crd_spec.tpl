@@ -61,6 +61,13 @@ x-kubernetes-validations:
     message: >-
       spec.nprocPerNode is more than the limit nvidia.com/gpu of the trainer container in
       spec.template, and each process needs a GPU of its own: leave it out (auto) or raise the limit
+  - rule: >-
+      self.standby == 0 || (self.replicas > 1 && self.restart.maxRestarts > 0
+      && self.restart.inPlace.enabled && self.restart.replaceSeconds > 0)
+    fieldPath: .standby
+    message: >-
+      spec.standby needs at least 2 replicas, and spec.restart with inPlace.enabled, maxRestarts
+      and replaceSeconds of at least 1: without them no pod ever takes another one's place
   - rule: self.nodeLost.policy != 'Fence' || has(self.snapshot)
     fieldPath: .nodeLost
     message: >-
@@ -77,6 +84,31 @@ properties:
     x-kubernetes-validations:
       - rule: self == oldSelf
         message: "spec.replicas is immutable: create a new DDPJob"
+  standby:
+    description: >-
+      Pods beyond replicas that stand by, 0 to 64: when another pod than replica 0's is lost, one of
+      them takes its place at once, and the new pod stands by in turn. They are made once the gang
+      runs, and nothing waits for them. They take a pod's resources, and hold their GPUs. Needs our
+      launcher (ddpjob-trainer run), inPlace and replaceSeconds. Immutable.
+    type: integer
+    format: int32
+    minimum: 0
+    maximum: 64
+    default: 0
+    x-kubernetes-validations:
+      - rule: self == oldSelf
+        message: "spec.standby is immutable: create a new DDPJob"
+  standbyPriorityClassName:
+    description: >-
+      PriorityClass of the pods that stand by, in place of the template's, so that other work may
+      preempt them. A pod keeps its class when it takes a lost one's place. Immutable.
+    type: string
+    maxLength: 253
+    pattern: ^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$
+    default: ""
+    x-kubernetes-validations:
+      - rule: self == oldSelf
+        message: "spec.standbyPriorityClassName is immutable: create a new DDPJob"
   nprocPerNode:
     description: >-
       Training processes per pod: a number from 1 to 64, or "auto": the limit nvidia.com/gpu

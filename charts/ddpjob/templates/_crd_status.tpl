@@ -12,7 +12,9 @@ properties:
     type: integer
     format: int32
   replica:
-    description: Replica (pod) that failed first, 0 to replicas-1.
+    description: >-
+      Replica (pod) that failed first, by the number in the pod's name: 0 to replicas-1, or more of
+      a pod that stood by at first.
     type: integer
     format: int32
   rank:
@@ -160,7 +162,7 @@ properties:
     format: int32
   births:
     description: >-
-      The same for replicas that were replaced since, for example "1:5,7:6": replica 1 in attempt 5.
+      The same for pods that were replaced since, for example "1:5,7:6": that of replica 1 in attempt 5.
       At most 256; then the whole gang restarts.
     type: string
     maxLength: 4096
@@ -168,6 +170,12 @@ properties:
     description: >-
       true: the launchers of all replicas have said that they wait while a lost pod is replaced.
     type: boolean
+  serving:
+    description: >-
+      Which replicas another pod than their own serves since one that stood by took its place, for
+      example "1:3": replica 1 is served by the pod that ends in -3. For people; nothing rests on it.
+    type: string
+    maxLength: 4096
   templateHash:
     description: Hash of the spec that the current attempt's pods were made from.
     type: string

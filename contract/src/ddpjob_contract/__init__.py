@@ -35,7 +35,7 @@ NAMESPACE: Final = "DDPJOB_NAMESPACE"
 UID: Final = "DDPJOB_UID"
 ATTEMPT: Final = "DDPJOB_ATTEMPT"  # from 1, one per incarnation of the gang's pods
 ROUND: Final = "DDPJOB_ROUND"  # from 0, set by the launcher, one per incarnation of processes
-REPLICA: Final = "DDPJOB_REPLICA"  # 0..replicas-1, the identity of a pod
+REPLICA: Final = "DDPJOB_REPLICA"  # the pod's seat: 0..replicas+standby-1
 REPLICAS: Final = "DDPJOB_REPLICAS"
 NPROC_PER_NODE: Final = "DDPJOB_NPROC_PER_NODE"
 SNAPSHOT_DIR: Final = "DDPJOB_SNAPSHOT_DIR"  # <spec.snapshot.path>/<job name>
@@ -57,7 +57,9 @@ HEAL_AFTER_SECONDS: Final = "DDPJOB_HEAL_AFTER_SECONDS"
 PROGRESS_PATH: Final = "DDPJOB_PROGRESS_PATH"
 #: The number of the hub that the pod was made for: it follows no hub with a smaller one.
 HUB: Final = "DDPJOB_HUB"
-#: "1" in a pod that replaces a lost one: it starts nothing before the hub says so.
+#: Pods beyond ``replicas`` that wait to take a lost one's place; 0 or unset: none.
+STANDBY: Final = "DDPJOB_STANDBY"
+#: "1" in a pod that replaces a lost one, or a standby: it starts nothing before the hub says so.
 REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
 #: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
 REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"
@@ -190,6 +192,7 @@ class TerminationReport(TypedDict, total=False):
     step: int  # finished steps
     loss: float
     round: int  # rounds before this one, hence restarts in place
+    replica: int  # served in that round; -1: none, it stood by; absent: that of the pod's name
     snapshotStep: int  # step of the newest committed snapshot
     fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     rounds: list[Round]  # the newest, oldest first, as many as fit
@@ -214,6 +217,8 @@ class State(TypedDict, total=False):
     attempt: int  # the hub's number: the attempt in which its pod was made
     away: list[int]  # replicas whose launcher was linked to the hub and is not now
     holds: bool  # all launchers hold while a lost one is replaced; absent: they do not
+    whole: bool  # a round runs, so every replica is served; absent: not, or an older launcher
+    serving: str  # "2:4": replica 2 is served by the pod of seat 4; absent: each by its own
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]
     step: int

@@ -29,6 +29,8 @@ TERMINAL_PHASES: Final = ("Succeeded", "Failed")
 
 #: Of .spec, by path.
 DEFAULTS: Final[Mapping[str, Any]] = {
+    "standby": 0,
+    "standbyPriorityClassName": "",
     "nprocPerNode": "auto",
     "port": 29500,
     "suspend": False,

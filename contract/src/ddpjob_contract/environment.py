@@ -42,7 +42,8 @@ class Member:
     final_exit_codes: Iterable[int]
     heal_after: int
     hub: int  # the hub's number
-    replacement: bool  # of a lost pod
+    replacement: bool  # of a lost pod, or a standby
+    standby: int = 0  # pods that stand by
     replace_seconds: int  # 0: no replacement of one pod alone
     hang_startup: int
     hang_step: int
@@ -83,7 +84,8 @@ class Member:
             contract.HANG_SNAPSHOT_SECONDS: self.hang_snapshot,
             "PYTHONUNBUFFERED": 1,
         }
-        if self.nproc == 1:  # else RANK counts processes, and the launcher or torchrun sets it
+        # Else RANK counts processes, and the launcher or torchrun sets it.
+        if self.nproc == 1 and self.replica < self.replicas:
             env |= {"RANK": self.replica, "WORLD_SIZE": self.replicas, "GROUP_RANK": self.replica}
             env |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         if self.snapshots:
@@ -93,6 +95,8 @@ class Member:
                 contract.SNAPSHOT_KEEP: self.snapshots.keep,
                 contract.SNAPSHOT_RESUME: self.snapshots.resume,
             }
+        if self.standby:
+            env[contract.STANDBY] = self.standby
         if self.replacement:
             env[contract.REPLACEMENT] = 1
         if self.progress_path:

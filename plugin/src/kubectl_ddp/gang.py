@@ -74,6 +74,19 @@ class Job:
         return int(self.spec["replicas"])
 
     @property
+    def seats(self) -> int:
+        """Return the number of pods, with those that stand by."""
+        return self.replicas + int(self.spec.get("standby", 0))
+
+    @property
+    def places(self) -> list[tuple[int | None, int]]:
+        """List each replica and the number of the pod that serves it, then None and the others."""
+        moved = _pairs(self.status.get("serving"))
+        serve = [moved.get(replica, replica) for replica in range(self.replicas)]
+        others = (seat for seat in range(self.seats) if seat not in serve)
+        return [*enumerate(serve), *((None, seat) for seat in others)]
+
+    @property
     def failures(self) -> list[Object]:
         """Return the failures, oldest first; without a history the last one alone."""
         last = self.status.get("lastFailure")
@@ -82,11 +95,9 @@ class Job:
     @property
     def replaced(self) -> list[int]:
         """Return the replicas whose lost pods are being replaced now, while the others wait."""
-        status = self.status
-        births = (pair.partition(":") for pair in str(status.get("births") or "").split(","))
-        now = str(status.get("attempt"))
+        births, now = _pairs(self.status.get("births")), self.status.get("attempt")
         wait = self.phase in ("Restarting", "Starting")
-        return [int(replica) for replica, _, birth in births if wait and birth == now]
+        return [replica for replica, birth in births.items() if wait and birth == now]
 
     @property
     def on_host(self) -> bool:
@@ -225,6 +236,12 @@ class Told:
         return self.text("phase") == "startup" and not self.text("updatedAt")
 
 
+def _pairs(text: object) -> dict[int, int]:
+    """Read "1:5,7:6" of a status."""
+    pairs = (pair.partition(":") for pair in str(text or "").split(","))
+    return {int(a): int(b) for a, _, b in pairs if a.isdecimal() and b.isdecimal()}
+
+
 def named(replicas: Sequence[int]) -> str:
     """Name replicas: replica 1, replicas 0-2."""
     return f"replica{'s' * (len(replicas) > 1)} {ranges(replicas)}"
@@ -244,11 +261,11 @@ def look_again(kubectl: Kubectl, job: Job) -> Job:
 
 
 def chosen(job: Job, replica: int | None) -> set[int]:
-    """Return the replicas that --replica asks for; raise Failure."""
+    """Return the replicas that --replica asks for, by their pods' numbers; raise Failure."""
     if replica is None:
-        return set(range(job.replicas))
-    if not 0 <= replica < job.replicas:
-        raise Failure(f"--replica {replica}: {job.name} has 0 to {job.replicas - 1}")
+        return set(range(job.seats))
+    if not 0 <= replica < job.seats:
+        raise Failure(f"--replica {replica}: {job.name} has 0 to {job.seats - 1}")
     return {replica}
 
 

@@ -199,9 +199,9 @@ class QuorumRead:
     It allows to create pods until the attempt changes, a creation or a status write has an unknown
     outcome, or the process stops leading; a watch does not renew it. It proves that a replica is
     gone if the replica existed before the read: it is among ``seen``, or the gang was stored as
-    ``running``. A deadline needs a read after the deadline, a suspension one of the job at that
-    ``generation``. A POST of a deposed leader can still arrive after it: such a pod is of an older
-    attempt, and is removed like any other.
+    ``running`` with it. A deadline needs a read after the deadline, a suspension one of the job at
+    that ``generation``. A POST of a deposed leader can still arrive after it: such a pod is of an
+    older attempt, and is removed like any other.
     """
 
     attempt: int

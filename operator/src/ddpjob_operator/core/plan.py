@@ -124,7 +124,7 @@ def _decide(view: View) -> Change:
     change = budget_reset.budgets(view, change)
     if (broken := _restart(view, change)) is not None:
         return broken
-    if status.phase == "Starting":
+    if status.phase == "Starting" or replacement.covered(view):
         change = change if root_cause.awaited(view) else startup.advance(view, change)
     elif _barrier_passed(view):
         change = startup.begin(view, change)
@@ -145,8 +145,7 @@ def _restart(view: View, change: Change) -> Change | None:
     if loss is not None:
         return restart.after(view, root_cause.clear_wait(view, change), loss)
     if unmade := replacement.unmade(view):
-        what = f"nobody knows whether there were pods of {told.replicas(unmade, 40)}"
-        return replacement.begin(view, change, unmade, f"{what}; another attempt for them")
+        return replacement.again(view, change, unmade)
     return handover.begin(view, change)
 
 
@@ -194,6 +193,7 @@ def _suspend(view: View, change: Change) -> Change:
         phase="Suspended",
         members_since=view.status.attempt + 1,
         births={},
+        serving={},
         succeeded=frozenset(),
         timings=replace(
             view.status.timings, running_at=None, next_restart_at=None, replacing_since=None
@@ -267,6 +267,7 @@ def _reports_only(new: Status, old: Status) -> bool:
 
     def decided(status: Status) -> Status:
         rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), holds=False)
+        rest = replace(rest, serving={})
         if old.condition("Stalled") is None:
             return rest
         told = tuple(c for c in status.conditions if c.type != "Stalled")
@@ -337,11 +338,13 @@ def _creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
     attempt, feedback = view.status.attempt, view.feedback
     waiting = view.status.phase in ("Pending", "Restarting")
-    if view.status.phase == "Running" or template_guard.why(view):
+    if template_guard.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (ConfirmGone(attempt),) if _due(view) else ()
-    if waiting or not view.missing or replacement.unmade(view):
+    if waiting or not view.unborn or replacement.unmade(view):
+        return ()
+    if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
         return ()
     if feedback.network_attempt != attempt:
         if retry.resting(view, feedback.network_refusal):

@@ -63,6 +63,8 @@ def pod(
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
     body["restartPolicy"] = "Never"
+    if replica >= spec.replicas and spec.standby_priority:
+        body["priorityClassName"] = spec.standby_priority
     _default(body, "automountServiceAccountToken", False)
     _default(body, "enableServiceLinks", False)
     if not body.get("nodeName"):  # else it meets no scheduler
@@ -241,7 +243,8 @@ def _env(
         final_exit_codes=_final_exit_codes(spec.restart),
         heal_after=spec.restart.heal_after,
         hub=hub,
-        replacement=attempt > since,
+        replacement=attempt > since or replica >= spec.replicas,
+        standby=spec.standby,
         # Where pods share a host's network, launchers of one node would share the hub's port.
         replace_seconds=0 if spec.template.host_network else spec.restart.replace_seconds,
         hang_startup=spec.hang.startup,

@@ -33,7 +33,11 @@ _ATTEMPTS_AHEAD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """``members`` by replica: the gang's pods (rule O1); ``others``: ours, but no members."""
+    """``members`` by seat: the gang's pods (rule O1); ``others``: ours, but no members.
+
+    A seat is the number of a pod, a replica a place in the gang. Without pods that stand by they
+    are the same; with them the hub says who serves which, and counts have to do.
+    """
 
     job: Job
     spec: Spec
@@ -53,21 +57,37 @@ class View:
     def needed(self) -> dict[int, Pod]:
         """Return the members without those that are done: their removal costs nothing."""
         done = self.status.succeeded
-        return {r: pod for r, pod in self.members.items() if r not in done}
+        return {r: pod for r, pod in self.members.items() if self.served(pod) not in done}
+
+    @property
+    def seats(self) -> int:
+        """Return how many pods are wanted: those that stand by once the gang runs, till its end."""
+        status, replicas = self.status, self.spec.replicas
+        begins = status.phase != "Running" and status.attempt == status.members_since
+        few = not self.spec.standby or begins or self.succeeded
+        return replicas if few else replicas + self.spec.standby
 
     @property
     def missing(self) -> list[int]:
-        """Return the replicas without a member that have not succeeded in this attempt."""
-        if len(self.members) == self.spec.replicas:
+        """Return the seats without a member that have not succeeded in this attempt."""
+        if len(self.members) == self.spec.seats:
             return []  # asked for many times a plan
         have = self.members.keys() | self.succeeded
-        return [r for r in range(self.spec.replicas) if r not in have]
+        return [r for r in range(self.seats) if r not in have]
+
+    def served(self, pod: Pod) -> int | None:
+        """Return the replica that a pod served, by its launcher's last words, else its seat.
+
+        -1: none, it stood by.
+        """
+        report = pod.trainer.report if self.spec.standby else None
+        return pod.replica if report is None or report.replica is None else report.replica
 
     @property
     def succeeded(self) -> frozenset[int]:
         """Return the replicas done in this attempt; stored ones count without their pod."""
-        done = {r for r, pod in self.members.items() if classify.succeeded(pod)}
-        return self.status.succeeded | done
+        done = {self.served(pod) for pod in self.members.values() if classify.succeeded(pod)}
+        return self.status.succeeded.union(r for r in range(self.spec.replicas) if r in done)
 
     @property
     def refusals(self) -> dict[int, Refusal]:
@@ -107,9 +127,9 @@ class View:
 
     @property
     def all_running(self) -> bool:
-        """Tell whether every replica runs or is done already."""
-        on = {r for r, pod in self.members.items() if classify.running(pod)}
-        return len(on | self.succeeded) == self.spec.replicas
+        """Tell whether every replica runs or is done already: the hub's, and enough others."""
+        on = {r for r, pod in self.members.items() if classify.running(pod)} | self.succeeded
+        return 0 in on and len(on) >= self.spec.replicas
 
     def chance(self, *what: int) -> float:
         """Return a number from 0 to 1, constant for each job, attempt and ``what``.
@@ -125,24 +145,38 @@ class View:
 
     @property
     def gone(self) -> list[int]:
-        """Return missing replicas that existed and that a quorum read has shown to be gone."""
+        """Return missing seats that had a pod and that a quorum read has shown to be gone."""
         read = self.confirmed
         if read is None:
             return []
-        known = [r for r in self.were_there if read.running or r in read.seen or self._kept(r)]
+        known = [r for r in self.were_there if r in read.seen or self._had_one(r, read.running)]
         return [r for r in known if r not in read.replicas]
 
     @property
     def were_there(self) -> list[int]:
-        """Return missing replicas that had a pod, without those yet to be created."""
-        if self.status.phase == "Running":
-            return self.missing
-        seen = self.feedback.seen if self.status.phase == "Starting" else frozenset()
-        return [r for r in self.missing if r in seen or self._kept(r)]
+        """Return missing seats that had a pod, without those yet to be created."""
+        runs = self.status.phase == "Running"
+        seen = self.feedback.seen if runs or self.status.phase == "Starting" else frozenset()
+        return [r for r in self.missing if r in seen or self._had_one(r, runs)]
 
-    def _kept(self, replica: int) -> bool:
-        """Tell whether a replacement keeps this replica's pod: its floor is that of before."""
-        return self.replacing and self.status.floor(replica) < self.status.attempt
+    @property
+    def unborn(self) -> list[int]:
+        """Return missing seats whose pods are yet to be created."""
+        had = set(self.were_there)
+        return [r for r in self.missing if r not in had]
+
+    def _had_one(self, seat: int, runs: bool) -> bool:
+        """Tell whether the status alone shows that a seat had a pod; ``runs``: it says Running.
+
+        A replacement keeps those whose floor is that of before. A whole start runs once all
+        replicas do, a replacement with pods that stand by before the lost one is back.
+        """
+        status = self.status
+        all_there = status.attempt == status.members_since or not self.spec.standby
+        was = runs and all_there and seat < self.spec.replicas
+        return was or (
+            status.attempt > status.members_since and status.floor(seat) < status.attempt
+        )
 
     @property
     def in_doubt(self) -> bool:
@@ -196,7 +230,7 @@ def build_view(
         known = feedback.probed.get(seen.uid)
         # A pod that a probe ended has no other message of its kubelet.
         pod = seen if known is None else replace(seen, probed=known, message=seen.message or known)
-        if pod.replica is not None and pod.replica < spec.replicas and belongs(status, pod):
+        if pod.replica is not None and pod.replica < spec.seats and belongs(status, pod):
             members[pod.replica] = pod
         else:
             others.append(pod)
@@ -204,7 +238,7 @@ def build_view(
 
 
 def belongs(status: Status, pod: Pod) -> bool:
-    """Tell whether a pod is its replica's member (rule O1).
+    """Tell whether a pod is its seat's member (rule O1).
 
     A floor only rises, so an old view never takes a member for a stranger.
     """

@@ -398,7 +398,8 @@ class Executor:
 
     def _back_off(self, job: observe.Job, refusal: Refusal) -> None:
         """Log one line for each row of refusals, however long it grows."""
-        self._learn(job.uid, lambda known: retry.back_off(known, refusal, job.generation))
+        back_off = partial(retry.back_off, runs=job.status.get("phase") == "Running")
+        self._learn(job.uid, lambda known: back_off(known, refusal, job.generation))
         found = self._store.feedback(job.uid).create_backoff
         if found is None or found.count == 1:
             self._tell(job, refusal)

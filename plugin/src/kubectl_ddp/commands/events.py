@@ -99,7 +99,7 @@ def _of_event(job: Job, event: Object) -> Happening | None:
     else:
         # Pods of past attempts had the same names, and their uids are unknown by now.
         pod = re.fullmatch(rf"{re.escape(job.name)}-(\d{{1,5}})", str(about.get("name", "")))
-        if not pod or int(pod[1]) >= job.replicas:
+        if not pod or int(pod[1]) >= job.seats:
             return None
         if last < (moment(job.obj["metadata"].get("creationTimestamp")) or _ANY):
             return None

@@ -102,8 +102,8 @@ def _one(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> tuple[list[
 def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> Object:
     """Return the data of the tables for programs; docs/reference/plugin.md has each field."""
     replicas = []
-    for n in range(job.replicas):
-        one: Object = {"replica": n}
+    for replica, n in job.places:
+        one: Object = {"replica": replica}
         if member := members.get(n):
             one |= {"pod": member.name, "attempt": member.attempt, "node": member.node}
             one |= {"state": member.state, "ready": member.ready}
@@ -183,12 +183,13 @@ def head_lines(
 def gang_table(
     job: Job, members: Mapping[int, Member], told: Mapping[int, Told], now: datetime
 ) -> list[str]:
-    """Make a row for each replica."""
+    """Make a row for each replica, and for each standby pod."""
     head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "SNAPSHOT")
     last = {int(one["replica"]): one for one in job.failures if "replica" in one}
     rows: list[Sequence[str]] = []
-    for replica in range(job.replicas):
-        member, say = members.get(replica), told.get(replica, Told())
+    for replica, seat in job.places:
+        member, say = members.get(seat), told.get(seat, Told())
+        who = "standby" if replica is None else str(replica)
         place = (
             [member.node or NONE, member.state, "yes" if member.ready else "no"]
             if member
@@ -196,13 +197,13 @@ def gang_table(
         )
         rows.append(
             [
-                str(replica),
+                who if replica == seat else f"{who} (pod {seat})",
                 *place,
                 _number(say.number("round")),
                 _place(say, job.phase),
                 NONE if say.rate is None or _age(say.state, now) > _STALE else f"{say.rate:.3g}",
                 NONE if say.snapshot_at is None else duration(now.timestamp() - say.snapshot_at),
-                _brief(last[replica], now) if replica in last else NONE,
+                _brief(last[seat], now) if seat in last else NONE,
             ]
         )
     return table((*head, "LAST FAILURE"), rows)

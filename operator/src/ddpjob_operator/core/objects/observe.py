@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -22,7 +22,8 @@ from ddpjob_operator.core.objects.json_read import (
     parse_time,
     sequence,
 )
-from ddpjob_operator.core.objects.status import Progress
+from ddpjob_operator.core.objects.ranges import parse_births
+from ddpjob_operator.core.objects.status import MAX_BIRTHS, Progress
 
 _INT32: Final = 2**31
 #: No attempt has so many rounds: a larger number is ignored.
@@ -61,12 +62,14 @@ class Rounds:
     """``count`` rounds of a hub have ended in place; ``known`` tells of the newest.
 
     ``attempt``: the hub's number. ``holds``: all its launchers wait for a lost one's replacement.
+    ``serving``: the seats of replicas that other pods than their own serve.
     """
 
     attempt: int
     count: int
     known: tuple[Round, ...] = ()
     holds: bool = False
+    serving: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +232,12 @@ def rounds(raw: object) -> Rounds | None:
     holds = body.get("holds") is True
     if attempt is None or not (count or holds):
         return None
-    return Rounds(attempt, count or 0, _round_records(body.get("rounds")), holds)
+    serving = dict(list(parse_births(body.get("serving")).items())[:MAX_BIRTHS])
+    return Rounds(attempt, count or 0, _round_records(body.get("rounds")), holds, serving)
 
 
 def away(raw: object) -> frozenset[int]:
-    """Parse which replicas the body of GET /state calls away."""
+    """Parse which seats the body of GET /state calls away."""
     found = sequence(mapping(raw).get("away"))[: contract.STATE_MAX_AWAY]
     return frozenset(one for one in map(opt_count, found) if one is not None)
 
@@ -347,7 +351,7 @@ def _round_records(items: object) -> tuple[Round, ...]:
 def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "number": opt_count(raw.get("round"), _ROUNDS),
-        "replica": opt_count(raw.get("replica"), _INT32),
+        "replica": -1 if raw.get("replica") == -1 else opt_count(raw.get("replica"), _INT32),
         "rank": opt_count(raw.get("rank"), _INT32),
         "code": opt_count(raw.get("code"), _INT32),
         "signal": opt_count(raw.get("signal"), _INT32),

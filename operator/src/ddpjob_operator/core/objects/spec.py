@@ -79,6 +79,8 @@ class Spec:
     """The whole spec with defaults filled in. Times in seconds."""
 
     replicas: int
+    standby: int  # pods beyond replicas that take over a lost one's place
+    standby_priority: str  # their PriorityClass; "": the template's
     nproc_per_node: int
     template: Template
     port: int
@@ -94,6 +96,11 @@ class Spec:
     metrics_port: int
     network_policy: bool
     flaw: str = ""  # why no pod can be made of it
+
+    @property
+    def seats(self) -> int:
+        """Return how many pods there are with those that stand by."""
+        return self.replicas + self.standby
 
     @property
     def template_hash(self) -> str:
@@ -129,10 +136,15 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
         raise SpecError("spec.template.spec.containers: at least one container is needed")
     hang = mapping(raw.get("hang"))
     flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
+    standby = _number(raw, "standby")
+    if standby and template.host_network:
+        flaw = "spec.standby: pods on the host's network are never replaced alone: leave out either"
     if flaw:
         raise SpecError(flaw)
     return Spec(
         replicas=integer(raw.get("replicas"), 1),
+        standby=standby,
+        standby_priority=text(raw.get("standbyPriorityClassName")),
         nproc_per_node=_nproc(raw.get("nprocPerNode", DEFAULTS["nprocPerNode"]), template),
         template=template,
         port=integer(raw.get("port"), ports.MASTER),

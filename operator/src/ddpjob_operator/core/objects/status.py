@@ -161,7 +161,8 @@ class Status:
     """The whole .status. ``phase`` None: no status was ever written.
 
     ``members_since`` is the attempt of the last whole start, ``births`` by replica that of a later
-    replacement. ``holds``: the gang's launchers wait while a lost one is replaced.
+    replacement. ``holds``: the gang's launchers wait while a lost one is replaced. ``serving``:
+    the seats of replicas that other pods than their own serve, as it was heard.
     """
 
     phase: Phase | None = None
@@ -173,6 +174,7 @@ class Status:
     members_since: int = 0
     births: Mapping[int, int] = field(default_factory=dict)
     holds: bool = False
+    serving: Mapping[int, int] = field(default_factory=dict)
     template_hash: str = ""
     snapshot_hash: str = ""  # empty: stored by an older operator, or there is no snapshot
     restarts: Restarts = field(default_factory=Restarts)
@@ -230,6 +232,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "membersSince": status.members_since,
             "births": format_births(status.births),
             "holds": status.holds,
+            "serving": format_births(status.serving),
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
             "restarts": _written(restarts, _RESTARTS),
@@ -267,6 +270,7 @@ def from_dict(body: object) -> Status:
         members_since=since,
         births={r: n for r, n in parse_births(raw.get("births")).items() if since < n <= attempt},
         holds=raw.get("holds") is True,
+        serving=parse_births(raw.get("serving")),
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),

@@ -17,7 +17,7 @@ from ddpjob_contract.crd import KIND
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.objects import resumed
-from ddpjob_operator.core.objects.observe import clean
+from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import (
     Condition,
@@ -169,19 +169,20 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     yield from _refusals(view)
     yield from fence.reasons(view)
     yield from _stuck_deletions(view)
-    for pod in view.members.values():
+    pods = _awaited(view)
+    for pod in pods:
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
-    for pod in view.members.values():
+    for pod in pods:
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
             what = f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}"
             yield "Unschedulable", what
-    for pod in view.members.values():
+    for pod in pods:
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not fresh(view):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
-    for pod in view.members.values():
+    for pod in pods:
         # Two clocks: good for a message, never for a decision.
         old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
         if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
@@ -189,6 +190,12 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             yield "Unschedulable", f"pod {pod.name}: {hint}"
     yield from _unresolved(view)
     yield from _lingering(view)
+
+
+def _awaited(view: View) -> list[Pod]:
+    """List the members that matter: one that has to stand by keeps nobody waiting."""
+    whole = view.spec.standby > 0 and view.all_running
+    return [pod for pod in view.members.values() if classify.running(pod) or not whole]
 
 
 def _unresolved(view: View) -> Iterator[tuple[str, str]]:
@@ -290,12 +297,12 @@ def explained(refusal: Refusal) -> str:
 
 
 def _replicas(view: View) -> Replicas:
-    members = view.members.values()
+    members, most = view.members.values(), view.spec.replicas  # others stand by
     alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
     return Replicas(
-        desired=view.spec.replicas,
-        active=len([p for p in alive if not classify.succeeded(p)]),
-        ready=len([p for p in alive if p.trainer.ready and classify.running(p)]),
+        desired=most,
+        active=min(most, len([p for p in alive if not classify.succeeded(p)])),
+        ready=min(most, len([p for p in alive if p.trainer.ready and classify.running(p)])),
         succeeded=len(view.succeeded),
         failed=len([p for p in members if classify.failure(p, 1, view.now)]),
     )

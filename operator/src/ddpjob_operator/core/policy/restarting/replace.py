@@ -5,7 +5,9 @@ the intent: a new attempt that keeps membersSince and raises the floor of the lo
 (status.births), so that their old pods are no members any more. Barrier, phase Starting and
 creations are those of a whole start (plan.py), for these replicas alone: while replacing, a floor
 equal to the attempt is that of a pod to be made. over() tells when waiting helps no more. The rules
-O1 to O5 keep one attempt and replica from naming two pods, and so two hubs from having one number.
+O1 to O5 keep one attempt and seat from naming two pods, and so two hubs from having one number.
+Where pods stand by the gang runs as soon as enough pods do, for the hub has filled the place by
+itself; the new pod, made while it runs, is the next to stand by.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ WAIT: Final = "; the other pods wait until"
 
 
 def hear(view: View, change: Change) -> Change:
-    """Store that all launchers wait for a lost one: so they do until a whole start."""
+    """Store that all launchers wait for a lost one, until a whole start, and who serves what."""
     heard = view.feedback.rounds
     if view.status.phase != "Running" or heard is None or heard.attempt != view.status.hub:
         return change
-    return change.with_status(holds=view.status.holds or heard.holds)
+    return change.with_status(holds=view.status.holds or heard.holds, serving=heard.serving)
 
 
 def lost(
@@ -70,6 +72,7 @@ def begin(
         phase="Restarting",
         attempt=attempt,
         births={**status.births, **dict.fromkeys(gone, attempt)},
+        serving={},
         # A new hub counts its rounds from 0.
         restarts=replace(status.restarts, round=0 if 0 in gone else status.restarts.round),
         timings=replace(
@@ -82,6 +85,14 @@ def begin(
     )
     change = change.condition("Running", False, "Replacing", message, view.now)
     return change.tell("Warning", reason, message)
+
+
+def again(view: View, change: Change, seats: frozenset[int]) -> Change:
+    """Take another attempt for pods that unmade() names; a gang that runs goes on (rule O5)."""
+    what = f"nobody knows whether there were pods of {told.replicas(seats, 40)}"
+    change = begin(view, change, seats, f"{what}; another attempt for them")
+    since = view.status.timings.running_at
+    return change.with_status(timings=replace(change.status.timings, running_at=since))
 
 
 def waited(view: View, loss: Failure) -> bool:
@@ -101,15 +112,16 @@ def joins(view: View, loss: Failure) -> bool:
 
 
 def unmade(view: View) -> frozenset[int]:
-    """Return the missing replicas that this process may not make in this attempt (rule O5).
+    """Return the missing seats that this process may not make in this attempt (rule O5).
 
     Only the process that has stored phase Starting makes them, each once. After a crash, or a
     creation without an answer, a pod of this attempt may have been there.
     """
-    read = view.confirmed
-    if not view.replacing or view.status.phase != "Starting" or read is None or read.begun:
+    read, phase = view.confirmed, view.status.phase
+    runs = phase == "Running" and view.status.holds
+    if not (runs or (view.replacing and phase == "Starting")) or read is None or read.begun:
         return frozenset()
-    return frozenset(r for r in view.missing if r not in read.replicas)
+    return frozenset(r for r in (view.unborn if runs else view.missing) if r not in read.replicas)
 
 
 def deadline(view: View) -> datetime:
@@ -117,12 +129,17 @@ def deadline(view: View) -> datetime:
     return _since(view) + timedelta(seconds=view.spec.restart.replace_seconds)
 
 
+def covered(view: View) -> bool:
+    """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
+    return view.replacing and view.all_running and view.now >= deadline(view)
+
+
 def over(view: View) -> tuple[str, str] | None:
     """Return reason and message if the replacement under way has failed; None: it goes on."""
     status, until = view.status, deadline(view)
     if status.attempt not in status.births.values():
         return "Restarting", "status.births is not stored: the CRD is older than the operator"
-    if view.succeeded:
+    if view.succeeded and not (view.spec.standby and view.all_running):
         done = told.replicas(view.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
     if view.all_running or view.now < until or not view.read_since(until):
@@ -138,7 +155,8 @@ def over(view: View) -> tuple[str, str] | None:
 
 def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Add to the reasons for a stall how long the other pods wait."""
-    wait = f"{WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if view.replacing else ""
+    waits = view.replacing and not view.all_running
+    wait = f"{WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if waits else ""
     for reason, message in why:
         yield reason, f"{message}{wait}"
 

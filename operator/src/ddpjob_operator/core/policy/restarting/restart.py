@@ -147,6 +147,7 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
         members_since=attempt,
         births={},
         holds=False,  # another program may not wait
+        serving={},
         template_hash=made_of.template_hash,
         snapshot_hash=made_of.snapshot_hash,
         succeeded=frozenset(),

@@ -112,6 +112,8 @@ def _seen(view: View) -> Failure | None:
 
 def _first(view: View) -> Failure | None:
     nproc, now = view.spec.nproc_per_node, view.now
+    if view.spec.standby:
+        nproc = 0  # a pod's seat is not its rank
     members = view.needed
     found = [classify.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting" or view.replacing:
@@ -164,9 +166,10 @@ def _left(view: View, wait: timedelta) -> float:
     """Return the seconds that the cause of a loss may still take to show itself.
 
     Measured from when this process saw the first end: kubelets' clocks differ, and a wait cut short
-    would charge the wrong party. Once all have ended nothing more can show.
+    would charge the wrong party. Once as many have ended as train nothing more can show.
     """
-    if all(_ended(view, pod) for pod in view.members.values()):
+    ended = sum(_ended(view, pod) for pod in view.members.values())
+    if ended >= min(len(view.members), view.spec.replicas):
         return 0.0
     lost = [pod for pod in view.needed.values() if not classify.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)

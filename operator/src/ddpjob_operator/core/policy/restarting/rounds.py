@@ -80,17 +80,26 @@ def _failure(view: View, found: Round) -> Failure | None:
     replica, nproc = found.replica, view.spec.nproc_per_node
     if replica is None and found.rank is not None:
         replica = found.rank // nproc
-    if replica is None or replica >= view.spec.replicas or _by_lost_pod(view, found):
+    if replica is None or replica not in range(view.spec.replicas) or _by_lost_pod(view, found):
         return None
     loss = classify.ended_round(found, view.status.hub, replica, nproc, view.now)
-    pod = view.members.get(replica)
+    before, now = _seats(view, replica)
+    pod = view.members.get(now) if before == now else None
     return replace(loss, pod=pod.name, node=pod.node) if pod else loss
 
 
 def _by_lost_pod(view: View, found: Round) -> bool:
-    """Tell whether the round ended with a pod that was replaced under this hub."""
-    replaced = view.status.births.get(found.replica or 0, 0)
-    return found.kind == "lost" and replaced > view.status.hub
+    """Tell whether the round ended with a pod that was replaced, or promoted over, by this hub."""
+    before, now = _seats(view, found.replica or 0)
+    replaced = before != now or view.status.births.get(before, 0) > view.status.hub
+    return found.kind == "lost" and replaced
+
+
+def _seats(view: View, replica: int) -> tuple[int, int]:
+    """Return who served the replica as it was last heard, and who serves it now."""
+    before, heard = view.status.serving, view.feedback.rounds
+    now = heard.serving if heard and heard.attempt == view.status.hub else before
+    return before.get(replica, replica), now.get(replica, replica)
 
 
 def _lost(found: Round) -> tuple[Measurement, ...]:

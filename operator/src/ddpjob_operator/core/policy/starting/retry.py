@@ -30,12 +30,16 @@ _MOST: Final = 300.0
 _FIGURES: Final = re.compile(r"\d+")
 
 
-def back_off(known: ApiFeedback, refusal: Refusal, generation: int) -> ApiFeedback:
+def back_off(
+    known: ApiFeedback, refusal: Refusal, generation: int, *, runs: bool = False
+) -> ApiFeedback:
     """Record a refused creation; other words begin a new row.
 
-    A quota is left to startup.py, which has its own waits.
+    A quota is left to startup.py, which has its own waits. ``runs``: the gang does, so it was a
+    standby pod, perhaps of a class that is not there: no other pod must wait for that.
     """
-    if refusal.existing is not None or quota_exceeded(refusal):
+    of_standby = runs and 400 <= refusal.code < 500
+    if refusal.existing is not None or quota_exceeded(refusal) or of_standby:
         return known
     words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
     same = old is not None and (old.words, old.generation) == (words, generation)
@@ -105,14 +109,14 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def ready(view: View) -> list[int]:
-    """List the missing replicas to try now.
+    """List the missing seats to try now.
 
     While a name is taken only that one is tried: the gang cannot be whole without it, and if a pod
     of ours has it the barrier was not passed.
     """
     refusals = view.refusals
     taken = [r for r, refusal in refusals.items() if refusal.existing]
-    return [r for r in taken or view.missing if not resting(view, refusals.get(r))]
+    return [r for r in taken or view.unborn if not resting(view, refusals.get(r))]
 
 
 def waits(view: View) -> list[datetime]:

@@ -115,12 +115,7 @@ def _run(view: View, change: Change) -> Change:
     change = change.with_status(
         phase="Running",
         restarts=replace(change.status.restarts, released=0),
-        timings=replace(
-            timings,
-            running_at=view.now,
-            replacing_since=None,
-            last_recovery_seconds=round(seconds, 3) if loss else timings.last_recovery_seconds,
-        ),
+        timings=replace(timings, running_at=timings.running_at or view.now, replacing_since=None),
     )
     who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
     message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
@@ -128,8 +123,14 @@ def _run(view: View, change: Change) -> Change:
     if stalled and stalled.reason != repeat.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
+    change = change.tell("Normal", "Running", message)
+    if timings.running_at:
+        return change  # it ran all the time, while a standby pod was made
+    if loss:
+        took = replace(change.status.timings, last_recovery_seconds=round(seconds, 3))
+        change = change.with_status(timings=took)
     measured = Measurement("recovery_seconds" if loss else "time_to_running_seconds", seconds)
-    return change.tell("Normal", "Running", message).measure(measured)
+    return change.measure(measured)
 
 
 def _last_sign(view: View, loss: Failure) -> datetime:
