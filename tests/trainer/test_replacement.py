@@ -170,7 +170,7 @@ def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):  #
         old.send_signal(signal.SIGCONT)
     _, said = old.communicate(timeout=PATIENCE)
     assert old.returncode == 75, said
-    assert "replica 2 has been replaced by a newer pod" in said
+    assert "this pod has been replaced by another one" in said
     assert gang.codes() == [0, 0, 0], gang.errors
     assert gang.outcome() == undisturbed
     assert [one["replica"] for one in gang.report()["rounds"]] == [1, 2]

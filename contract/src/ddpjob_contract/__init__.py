@@ -59,7 +59,7 @@ PROGRESS_PATH: Final = "DDPJOB_PROGRESS_PATH"
 HUB: Final = "DDPJOB_HUB"
 #: Pods beyond ``replicas`` that wait to take a lost one's place; 0 or unset: none.
 STANDBY: Final = "DDPJOB_STANDBY"
-#: "1" in a pod that replaces a lost one, or stands by: it starts nothing before the hub says so.
+#: "1" in a pod that replaces a lost one, or is a standby: it starts nothing before the hub says so.
 REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
 #: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
 REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"

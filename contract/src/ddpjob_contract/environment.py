@@ -42,7 +42,7 @@ class Member:
     final_exit_codes: Iterable[int]
     heal_after: int
     hub: int  # the hub's number
-    replacement: bool  # of a lost pod, or it stands by
+    replacement: bool  # of a lost pod, or it is a standby
     standby: int = 0  # pods that stand by
     replace_seconds: int  # 0: no replacement of one pod alone
     hang_startup: int

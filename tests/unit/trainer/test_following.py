@@ -39,7 +39,7 @@ from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
 from support.launching import free_ports
 
 PARKED = Hello(
-    "uid", "pod-1", replica=1, birth=5, replicas=3, nproc=1, holds=True, running=False
+    "uid", "pod-1", seat=1, birth=5, replicas=3, nproc=1, holds=True, running=False
 )  # fmt: skip
 RUNNING = dataclasses.replace(PARKED, running=True)
 
@@ -175,8 +175,8 @@ def test_who_asks_in_two_ways_keeps_the_first_that_admits_it(make):  # type: ign
     called.received(Refused("replica 1 has been admitted before", final=False), 0.0)
     assert (dialed.open, called.open) == (True, False)
     dialed.received(Welcome(6, "new"), 0.0)
-    dialed.received(Go(6, 0, ()), 0.0)
-    assert list(launcher.client.inbox) == [Go(6, 0, ())]
+    dialed.received(Go(6, 0, 1, ()), 0.0)
+    assert list(launcher.client.inbox) == [Go(6, 0, 1, ())]
     assert launcher.client.lost == ""
 
 
@@ -189,7 +189,7 @@ def test_what_is_no_call_is_refused(make):  # type: ignore[no-untyped-def]
         launcher.client.called(line, PARKED, 0.0)
     launcher.client._ask(line)
     with pytest.raises(ValueError, match="must not say Go before Welcome"):
-        line.received(Go(6, 0, ()), 0.0)
+        line.received(Go(6, 0, 1, ()), 0.0)
 
 
 def test_one_that_has_been_replaced_is_out(make):  # type: ignore[no-untyped-def]
@@ -237,7 +237,7 @@ def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() ->
 
     def serve(number: int, running: bool) -> tuple[Hub, HubServer, tuple[str, int]]:
         lead = dataclasses.replace(
-            own, pod=f"hub-{number}", replica=0, birth=number, running=running
+            own, pod=f"hub-{number}", seat=0, birth=number, running=running
         )  # fmt: skip
         listening = sockets.bind(0)
         post: list[Callable[[int, Message], None]] = []
@@ -264,7 +264,7 @@ def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() ->
     client.leave()
     client.join()
     turn(lambda: new.is_present(1) and not old.is_present(1) and client.inbox)
-    assert client.inbox[-1] == Go(7, 0, ())
+    assert client.inbox[-1] == Go(7, 0, 1, ())
     for part in (client, calls, listener, old_server, new_server, selector):
         part.close()
 
@@ -278,7 +278,7 @@ class Scene:
     def __init__(self, phase: _Phase, *, holds: bool = True, met: bool = True) -> None:
         self.did: list[str] = []
         self.link = SimpleNamespace(
-            inbox=deque[Message](), lost="", unmet="", met=met,
+            inbox=deque[Message](), lost="", unmet="", met=met, linked=False,
             leave=lambda: self.did.append("leave"), join=lambda: self.did.append("join"),
             send=lambda message, now: self.did.append(type(message).__name__),
         )  # fmt: skip
@@ -295,7 +295,7 @@ class Scene:
         bare._config, bare._workers, bare._ended = config, self.workers, Ended()
         bare._member = SimpleNamespace(link=self.link, rounds=True)
         bare._log = SimpleNamespace(say=lambda text: None)
-        bare._phase, bare._since = phase, 100.0
+        bare._phase, bare._since, bare._linked_at = phase, 100.0, 0.0
         bare._next_round = lambda go, now: self.did.append(f"round {go.round}")
 
     def take(self, *messages: Message, lost: str = "", now: float = 101.0) -> _Phase:
@@ -305,7 +305,7 @@ class Scene:
         return self.supervisor._phase
 
 
-GO = Go(5, 3, ())
+GO = Go(5, 3, 1, ())
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,9 @@ GO = Go(5, 3, ())
         (_Phase.PARKED, [Stop(2)], "", _Phase.PARKED, []),
         # L4
         (_Phase.PARKED, [GO], "", _Phase.PARKED, ["round 3"]),
-        (_Phase.PARKED, [Go(6, 0, ())], "", _Phase.PARKED, ["round 0"]),
-        (_Phase.PARKED, [Go(5, 2, ())], "", _Phase.PARKED, []),
-        (_Phase.PARKED, [Go(4, 9, ())], "", _Phase.PARKED, []),
+        (_Phase.PARKED, [Go(6, 0, 1, ())], "", _Phase.PARKED, ["round 0"]),
+        (_Phase.PARKED, [Go(5, 2, 1, ())], "", _Phase.PARKED, []),
+        (_Phase.PARKED, [Go(4, 9, 1, ())], "", _Phase.PARKED, []),
         (_Phase.STOPPING, [GO], "", _Phase.STOPPING, []),
         (_Phase.RUNNING, [GO], "", _Phase.RUNNING, []),
     ],

@@ -23,6 +23,7 @@ from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,
+    Go,
     Hello,
     Message,
     Refused,
@@ -39,13 +40,17 @@ class Link(Protocol):
     """``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may.
 
     ``unmet``: evidence that no hub is where it should be, "" while it may only be late. ``met``: a
-    hub has admitted or called this launcher, and may admit it again.
+    hub has admitted or called this launcher, and may admit it again. ``linked``: one has now.
     """
 
     inbox: deque[Message]
     lost: str
     unmet: str
     met: bool
+
+    @property
+    def linked(self) -> bool:
+        """See above."""
 
     def send(self, message: Message, now: float) -> None:
         """Send a message to the hub."""
@@ -70,6 +75,7 @@ class LocalLink:
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
+        self.linked = True
         self.hub: Hub | None = None
 
     def send(self, message: Message, now: float) -> None:
@@ -127,6 +133,11 @@ class HubClient:
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         selector.register(self._wake_r, selectors.EVENT_READ, self._take)
         self._seek(0.0)
+
+    @property
+    def linked(self) -> bool:
+        """See Link."""
+        return self._wire is not None
 
     def send(self, message: Message, now: float) -> None:
         """See Link."""
@@ -256,6 +267,8 @@ class HubClient:
         elif wire is self._wire and isinstance(message, Beat):
             wire.send(message)
         elif wire is self._wire:
+            if isinstance(message, Go):
+                self._hello = replace(self._hello, held=message.replica)
             self.inbox.append(message)
         elif isinstance(message, Welcome):
             self._welcomed(wire, message)
