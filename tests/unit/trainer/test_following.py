@@ -23,6 +23,7 @@ from ddpjob_trainer.launcher.hub.listener import Listener
 from ddpjob_trainer.launcher.hub.messages import (
     Call,
     End,
+    Finished,
     Go,
     Hello,
     Message,
@@ -391,3 +392,39 @@ def test_one_that_holds_ends_at_a_signal() -> None:
     assert scene.did == ["Leaving", "grace"]
     assert bare._ended.between_rounds
     assert bare._is_finished(101.0)
+
+
+# --- Standbys ------------------------------------------------------------------------------------
+
+
+def test_a_hello_names_the_replica_that_was_served_last(make):  # type: ignore[no-untyped-def]
+    launcher = make(PARKED)
+    launcher.linked(5, "hub").received(Go(5, 1, 2, ()), 1.0)
+    launcher.client.leave()
+    launcher.client.join()
+    line: Any = Line()
+    launcher.client._ask(line)
+    assert line.sent == [dataclasses.replace(PARKED, held=2)]
+
+
+def test_one_that_waits_at_a_hub_waits_as_long_as_there_is_one() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.link.linked = True
+    scene.take(now=5000.0)
+    scene.link.linked = False
+    assert scene.take(lost="gone", now=5001.0) is _Phase.PARKED
+    assert scene.did == ["leave", "join"]
+    scene.take(now=5330.0)
+    assert not scene.supervisor._ended.lost
+    scene.take(now=5340.0)
+    assert scene.supervisor._ended.lost == "it does not answer"
+
+
+def test_one_that_waits_ends_when_all_have_finished() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.workers.running = 0
+    bare: Any = scene.supervisor
+    assert not bare._is_finished(101.0)
+    scene.take(Finished(), lost="the hub has ended, too")
+    assert bare._is_finished(101.0)
+    assert (scene.did, bare._ended.stood_by, bare._ended.lost) == ([], True, "")
