@@ -477,6 +477,7 @@ def test_a_new_hub_begins_with_the_first_that_come_and_asks_who_served_what() ->
     assert gang.comes(3, birth=1, held=2) is None
     gang.serve(0, 0, 4, 3)
     assert gang.comes(2, birth=4) is None
+    assert not gang.hub.complete, "one has still to be called"
     assert gang.comes(1, birth=1, held=1) is None
     assert gang.hub.complete
     gang.told()
@@ -494,10 +495,12 @@ def test_a_new_pod_takes_no_place_from_one_that_has_served() -> None:
 
 def test_all_hear_of_the_end_and_nobody_waits_for_a_standby() -> None:
     gang = Waited(standby=1)
-    for seat in range(3):
+    for seat in (1, 2):
+        assert gang.hub.needed
         gang.says(seat, Done(0))
-    assert gang.told() == {seat: [Finished()] for seat in range(4)}
     assert not gang.hub.needed
+    gang.says(0, Done(0))
+    assert gang.told() == {seat: [Finished()] for seat in range(4)}
 
 
 def test_a_standby_has_no_say_and_none_may_run() -> None:

@@ -156,6 +156,7 @@ def test_spares_of_another_rank_end_and_are_not_called():
     theirs = served(spares, warm=True)
     spares.refill(lambda local_rank: {"RANK": "1"}, 1.0)
     _, line = heard(theirs)
+    os.set_blocking(line, False)
     spares.forget()
     assert os.read(line, 1) == b"", "it reads the end of its line, and exits"
     out = os.open(os.devnull, os.O_WRONLY)
