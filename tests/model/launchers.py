@@ -127,7 +127,7 @@ class Launcher(Supervisor):
         self._log: Any = SimpleNamespace(say=_hush)
         self._runtime_dir = SimpleNamespace(path=_NOWHERE, metrics=_NOWHERE)  # type: ignore[assignment]
         self._starter: Any = SimpleNamespace(
-            begin=self._start, prepare=lambda workers: None, spares=SimpleNamespace(pids=tuple)
+            begin=self._start, prepare=_hush, serve=_hush, spares=SimpleNamespace(pids=tuple)
         )
         self._workers = self._group(config.first)
         self._member = self._join(config, now)
@@ -284,8 +284,8 @@ class Launcher(Supervisor):
         self._signals.pending.append(signal.SIGTERM)
 
 
-def _hush(text: str) -> None:
-    """Nobody reads it."""
+def _hush(what: object) -> None:
+    """Nobody reads it, and there are no spares."""
 
 
 class _Counts(dict[str, int]):

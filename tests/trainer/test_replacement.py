@@ -6,113 +6,15 @@ greater attempt. The others keep their processes' launchers, and all ends in the
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support.launching import PATHS, free_ports, launch, page
+from support.operated import COLD, HUB, Operated
 from support.patience import PATIENCE
-from support.rounds import Forwarder, Outcome, Training, alive, children, kill
-
-#: Spares are not the point: each launcher would import torch once more for them.
-COLD = ("--spares", "0")
-#: On one machine each launcher has an address, to which its name leads, as a pod has.
-ADDRESSES = """
-import os
-import re
-import socket
-from ddpjob_trainer.launcher import sockets
-
-usual_names, usual_bind = socket.getaddrinfo, sockets.bind
-own = os.environ.get("DDPJOB_REPLICA")
-
-def getaddrinfo(host, *given, **named):
-    found = re.fullmatch(r"j-([0-9]+)[.]j[.]ns[.]svc", str(host))
-    return usual_names(f"127.0.1.{int(found[1]) + 1}" if found else host, *given, **named)
-
-def bind(port, *, reuse=True):
-    if own is None or str(port) != os.environ.get("DDPJOB_HUB_PORT"):
-        return usual_bind(port, reuse=reuse)
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((f"127.0.1.{int(own) + 1}", port))
-    return bound
-
-socket.getaddrinfo, sockets.bind = getaddrinfo, bind
-"""
-HUB = "127.0.1.1"
-
-
-class Operated(Training):
-    """Three pods with a rank each, replica 0 with the hub."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        (self.directory / "site").mkdir()
-        (self.directory / "site/sitecustomize.py").write_text(ADDRESSES)
-        [self.pages] = free_ports(1)
-        self.hub = 1  # its number
-        self.attempt_now = 1
-        self.gone: list[Any] = []
-
-    def begin(self, **hub_ports: int) -> None:
-        """Start all pods. ``hub_ports``: another way to the hub, by replica, as r2=..."""
-        self.launchers = [self._pod(one, hub_ports.get(f"r{one}", 0)) for one in range(3)]
-
-    def replace(self, *replicas: int) -> None:
-        """Start successors of pods that have ended, as of one attempt of the operator's."""
-        self.attempt_now += 1
-        if 0 in replicas:
-            self.hub = self.attempt_now
-        for replica in replicas:
-            old = self.launchers[replica]
-            old.communicate()
-            self.gone.append(old)
-            self.launchers[replica] = self._pod(replica)
-
-    def succeed(self, replica: int) -> Any:
-        """Start a successor beside a pod that has not ended; return the old launcher."""
-        old = self.launchers[replica]
-        self.attempt_now += 1
-        self.launchers[replica] = self._pod(replica)
-        return old
-
-    def release(self, place: str) -> None:
-        (self.directory / f"hold-{place}").unlink()
-
-    def lose(self, *replicas: int) -> None:
-        kill(*(self.launchers[replica].pid for replica in replicas))
-
-    def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(page(self.pages, "state?uid=uid"))
-        return found
-
-    def _pod(self, replica: int, hub_port: int = 0) -> Any:
-        env = {
-            "PYTHONPATH": f"{self.directory / 'site'}{os.pathsep}{PATHS}",
-            "DDPJOB_UID": "uid", "DDPJOB_NAME": "j", "DDPJOB_NAMESPACE": "ns",
-            "DDPJOB_ATTEMPT": str(self.attempt_now), "DDPJOB_HUB": str(self.hub),
-            "DDPJOB_POD_UID": f"pod-{replica}-{self.attempt_now}", "DDPJOB_REPLICA": str(replica),
-            "DDPJOB_REPLACE_SECONDS": "600", "DDPJOB_HUB_PORT": str(hub_port or self.hub_port),
-            "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", "DDPJOB_DRILL": "Never",
-            "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(replica),
-            "MASTER_ADDR": HUB, "MASTER_PORT": str(self._port), "WORLD_SIZE": "3",
-            "RANK": str(replica), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        if self.attempt_now > 1:
-            env["DDPJOB_REPLACEMENT"] = "1"
-        if replica == 0:
-            env["DDPJOB_METRICS_PORT"] = str(self.pages)
-        report = str(self.directory / f"report-{replica}")
-        return launch(
-            "--termination-log", report, *COLD, str(self.script), str(self.directory),
-            env=self._environment(env),
-        )  # fmt: skip
+from support.rounds import Forwarder, Outcome, Training, alive, children
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +72,7 @@ def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):  #
         old.send_signal(signal.SIGCONT)
     _, said = old.communicate(timeout=PATIENCE)
     assert old.returncode == 75, said
-    assert "replica 2 has been replaced by a newer pod" in said
+    assert "this pod has been replaced by another one" in said
     assert gang.codes() == [0, 0, 0], gang.errors
     assert gang.outcome() == undisturbed
     assert [one["replica"] for one in gang.report()["rounds"]] == [1, 2]

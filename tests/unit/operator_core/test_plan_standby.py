@@ -79,6 +79,7 @@ def test_on_the_hosts_network_none_can_stand_by():
 
 
 @pytest.mark.parametrize("words", [QUOTA, "no PriorityClass with name low was found"])
+@pytest.mark.fault("N26")
 def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words: str):
     world = running()
     world.patch(suspend=True)
@@ -109,11 +110,13 @@ def test_a_gang_that_was_refused_as_wrong_is_valid_again_without_one_that_stands
     assert world.wait(60).run().condition("Invalid")["status"] == "False"
 
 
+@pytest.mark.fault("N26")
 def test_one_that_finds_no_room_is_no_trouble_of_the_gang():
     world = running(standby=1).waiting(3, "ImagePullBackOff").wait(3600)
     assert (world.phase, world.stalled, intent(world)) == ("Running", "", (1, 1, ""))
 
 
+@pytest.mark.fault("O7")
 def test_another_process_makes_a_pod_that_may_have_been_there_in_another_attempt():
     """A seat and an attempt name one pod ever (rule O5)."""
     world = running(standby=1)
@@ -133,6 +136,7 @@ def test_another_process_makes_a_pod_that_may_have_been_there_in_another_attempt
 
 @pytest.mark.parametrize("how", ["killed", "vanished"])
 @pytest.mark.parametrize("seat", [1, 3])
+@pytest.mark.fault("N25")
 def test_a_lost_pod_is_made_again_while_the_others_train(seat: int, how: str):
     world = standing_by()
     world.end(seat, 137) if how == "killed" else world.vanish(seat)
@@ -152,6 +156,7 @@ def test_the_hubs_pod_is_waited_for():
     assert intent(standing_by().end(0, 137).wait(301)) == (3, 3, "")
 
 
+@pytest.mark.fault("N25")
 def test_more_lost_pods_than_stand_by_are_waited_for():
     world = standing_by(graceful=True).terminate(1).end(2, 137).finish_deletions()
     assert (intent(world), world.phase) == ((2, 1, "1:2,2:2"), "Starting")

@@ -41,7 +41,7 @@ from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
 from support.launching import free_ports
 
 PARKED = Hello(
-    "uid", "pod-1", replica=1, birth=5, replicas=3, nproc=1, holds=True, running=False
+    "uid", "pod-1", seat=1, birth=5, replicas=3, nproc=1, holds=True, running=False
 )  # fmt: skip
 RUNNING = dataclasses.replace(PARKED, running=True)
 
@@ -178,8 +178,8 @@ def test_who_asks_in_two_ways_keeps_the_first_that_admits_it(make):  # type: ign
     called.received(Refused("replica 1 has been admitted before", final=False), 0.0)
     assert (dialed.open, called.open) == (True, False)
     dialed.received(Welcome(6, "new"), 0.0)
-    dialed.received(Go(6, 0, ()), 0.0)
-    assert list(launcher.client.inbox) == [Go(6, 0, ())]
+    dialed.received(Go(6, 0, 1, ()), 0.0)
+    assert list(launcher.client.inbox) == [Go(6, 0, 1, ())]
     assert launcher.client.lost == ""
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_call_is_refused(make):  # type: ignore[no-untyped-def]
         launcher.client.called(line, PARKED, 0.0)
     launcher.client._ask(line)
     with pytest.raises(ValueError, match="must not say Go before Welcome"):
-        line.received(Go(6, 0, ()), 0.0)
+        line.received(Go(6, 0, 1, ()), 0.0)
 
 
 def test_one_that_has_been_replaced_is_out(make):  # type: ignore[no-untyped-def]
@@ -242,7 +242,7 @@ def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() ->
 
     def serve(number: int, running: bool) -> tuple[Hub, HubServer, tuple[str, int]]:
         lead = dataclasses.replace(
-            own, pod=f"hub-{number}", replica=0, birth=number, running=running
+            own, pod=f"hub-{number}", seat=0, birth=number, running=running
         )  # fmt: skip
         listening = sockets.bind(0)
         post: list[Callable[[int, Message], None]] = []
@@ -269,7 +269,7 @@ def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() ->
     client.leave()
     client.join()
     turn(lambda: new.is_present(1) and not old.is_present(1) and client.inbox)
-    assert client.inbox[-1] == Go(7, 0, ())
+    assert client.inbox[-1] == Go(7, 0, 1, ())
     for part in (client, calls, listener, old_server, new_server, selector):
         part.close()
 
@@ -283,7 +283,7 @@ class Scene:
     def __init__(self, phase: _Phase, *, holds: bool = True, met: bool = True) -> None:
         self.did: list[str] = []
         self.link = SimpleNamespace(
-            inbox=deque[Message](), lost="", unmet="", met=met,
+            inbox=deque[Message](), lost="", unmet="", met=met, linked=False,
             leave=lambda: self.did.append("leave"), join=lambda: self.did.append("join"),
             send=lambda message, now: self.did.append(type(message).__name__),
         )  # fmt: skip
@@ -301,6 +301,7 @@ class Scene:
         bare._member = SimpleNamespace(link=self.link, rounds=True)
         bare._log = SimpleNamespace(say=lambda text: None)
         bare._phase, bare._since, bare._finished = phase, 100.0, False
+        bare._linked_at = 0.0
         bare._next_round = lambda go, now: self.did.append(f"round {go.round}")
 
     def take(self, *messages: Message, lost: str = "", now: float = 101.0) -> _Phase:
@@ -310,7 +311,7 @@ class Scene:
         return self.supervisor._phase
 
 
-GO = Go(5, 3, ())
+GO = Go(5, 3, 1, ())
 
 
 @pytest.mark.parametrize(
@@ -329,9 +330,9 @@ GO = Go(5, 3, ())
         (_Phase.PARKED, [Stop(2)], "", _Phase.PARKED, []),
         # L4
         (_Phase.PARKED, [GO], "", _Phase.PARKED, ["round 3"]),
-        (_Phase.PARKED, [Go(6, 0, ())], "", _Phase.PARKED, ["round 0"]),
-        (_Phase.PARKED, [Go(5, 2, ())], "", _Phase.PARKED, []),
-        (_Phase.PARKED, [Go(4, 9, ())], "", _Phase.PARKED, []),
+        (_Phase.PARKED, [Go(6, 0, 1, ())], "", _Phase.PARKED, ["round 0"]),
+        (_Phase.PARKED, [Go(5, 2, 1, ())], "", _Phase.PARKED, []),
+        (_Phase.PARKED, [Go(4, 9, 1, ())], "", _Phase.PARKED, []),
         (_Phase.STOPPING, [GO], "", _Phase.STOPPING, []),
         (_Phase.RUNNING, [GO], "", _Phase.RUNNING, []),
     ],
@@ -400,10 +401,11 @@ def test_one_that_holds_ends_at_a_signal() -> None:
 
 def test_one_that_holds_ends_when_all_have_succeeded() -> None:
     scene = Scene(_Phase.PARKED)
-    scene.workers.running = 0
+    scene.workers.running, scene.workers.succeeded = 0, True
     assert not scene.supervisor._is_finished(101.0)
     scene.take(Finished())
     assert scene.supervisor._is_finished(101.0)
+    assert not scene.supervisor._ended.stood_by, "its replica has succeeded"
 
 
 def test_a_long_restore_of_the_working_directory_silences_no_link() -> None:
@@ -421,3 +423,39 @@ def test_a_long_restore_of_the_working_directory_silences_no_link() -> None:
     bare._begin(Key(5, 3), 101.0)
     bare._selector.close()
     assert (answered, scene.did) == ([True], ["begin"])
+
+
+# --- Standbys ------------------------------------------------------------------------------------
+
+
+def test_a_hello_names_the_replica_that_was_served_last(make):  # type: ignore[no-untyped-def]
+    launcher = make(PARKED)
+    launcher.linked(5, "hub").received(Go(5, 1, 2, ()), 1.0)
+    launcher.client.leave()
+    launcher.client.join()
+    line: Any = Line()
+    launcher.client._ask(line)
+    assert line.sent == [dataclasses.replace(PARKED, held=2)]
+
+
+def test_one_that_waits_at_a_hub_waits_as_long_as_there_is_one() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.link.linked = True
+    scene.take(now=5000.0)
+    scene.link.linked = False
+    assert scene.take(lost="gone", now=5001.0) is _Phase.PARKED
+    assert scene.did == ["leave", "join"]
+    scene.take(now=5330.0)
+    assert not scene.supervisor._ended.lost
+    scene.take(now=5340.0)
+    assert scene.supervisor._ended.lost == "it does not answer"
+
+
+def test_one_that_waits_ends_when_all_have_finished() -> None:
+    scene = Scene(_Phase.PARKED)
+    scene.workers.running, scene.workers.succeeded = 0, False
+    bare: Any = scene.supervisor
+    assert not bare._is_finished(101.0)
+    scene.take(Finished(), lost="the hub has ended, too")
+    assert bare._is_finished(101.0)
+    assert (scene.did, bare._ended.stood_by, bare._ended.lost) == ([], True, "")

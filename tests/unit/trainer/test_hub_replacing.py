@@ -28,7 +28,7 @@ from ddpjob_trainer.launcher.hub.messages import (
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 
-OWN = Hello("uid", "pod-0", replica=0, birth=4, replicas=3, nproc=2, holds=True, running=True)
+OWN = Hello("uid", "pod-0", seat=0, birth=4, replicas=3, nproc=2, holds=True, running=True)
 HOLD = 330.0
 Told = dict[int, list[Message]]
 
@@ -56,7 +56,7 @@ class Gang:
         """A launcher says Hello: a new pod if it has another ``birth``."""
         birth = changes.get("birth", OWN.birth)
         pod = f"pod-{replica}" if birth == OWN.birth else f"pod-{replica}-{birth}"
-        given = {"replica": replica, "pod": pod, "running": False, **changes}
+        given = {"seat": replica, "pod": pod, "running": False, **changes}
         hello = dataclasses.replace(OWN, **given)  # type: ignore[arg-type]
         refused = self.hub.refuses(hello)
         if refused is None:
@@ -88,7 +88,8 @@ class Gang:
         go = told[0][-1]
         assert isinstance(go, Go)
         assert (go.number, go.round) == (number, round_)
-        assert [told[replica][-1] for replica in range(3)] == [go] * 3
+        here = [dataclasses.replace(go, replica=replica) for replica in range(3)]
+        assert [told[replica][-1] for replica in range(3)] == here
         return go
 
 
@@ -114,7 +115,7 @@ def test_the_hub_tells_whose_link_is_lost() -> None:
     assert gang.hub.away == []
     gang.hub.lost(1, 1.0)
     assert gang.hub.away == [1]
-    gang.comes(replica=1, birth=5, pod="new", running=False)
+    gang.comes(1, birth=5, pod="new", running=False)
     assert gang.hub.away == []
 
 
@@ -186,7 +187,7 @@ def test_before_all_have_come_nobody_holds() -> None:
     gang = Gang(whole=True)
     young = Hub(OWN, Limits(3, hold=HOLD), lambda *said: gang.posted.append(said))
     young.admit(OWN, 0.0)
-    young.admit(dataclasses.replace(OWN, replica=1, pod="pod-1"), 0.0)
+    young.admit(dataclasses.replace(OWN, seat=1, pod="pod-1"), 0.0)
     gang.told()
     assert not young.holds
     young.lost(1, 1.0)
@@ -323,7 +324,7 @@ def test_a_newer_pod_takes_the_place_and_the_older_is_out() -> None:
     older = gang.comes(2)
     assert older is not None
     assert older.final
-    assert "replaced by a newer pod" in older.reason
+    assert older.reason == "this pod has been replaced by another one"
     gang.stop(0, 1)
     gang.goes(1)
 
@@ -348,7 +349,7 @@ def test_a_newcomer_for_one_that_never_came_stops_the_round() -> None:
     gang = Gang()
     hub = Hub(OWN, Limits(1, hold=HOLD), lambda *said: gang.posted.append(said))
     for replica in range(2):
-        hub.admit(dataclasses.replace(OWN, replica=replica, pod=f"pod-{replica}"), 0.0)
+        hub.admit(dataclasses.replace(OWN, seat=replica, pod=f"pod-{replica}"), 0.0)
     gang.told()
     gang.hub = hub
     assert gang.comes(2, birth=5) is None
@@ -396,6 +397,153 @@ def test_a_hub_that_replaces_one_does_not_wait_for_ever() -> None:
 )
 def test_who_runs_what_is_none_of_the_hubs_is_refused(whole, change, final):  # type: ignore[no-untyped-def]
     gang = Gang(whole=whole)
-    refused = gang.comes(**{"replica": 1, **change})
+    refused = gang.comes(1, **change)
     assert refused is not None
     assert (refused.reason, refused.final) == ("this hub belongs to attempt 4", final)
+
+
+# --- Standbys ------------------------------------------------------------------------------------
+
+
+class Waited(Gang):
+    """Three launchers, and the standbys of seats 3 and 4."""
+
+    def __init__(self, *, whole: bool = True, standby: int = 2) -> None:
+        super().__init__(whole=whole)
+        self.hub._own = dataclasses.replace(self.hub._own, standby=standby)
+        self.standby = standby
+        for seat in range(3, 3 + standby) if whole else ():
+            assert self.comes(seat) is None
+        assert self.told() == {seat: [Welcome(4, "pod-0")] for seat in range(3, 3 + standby)} or (
+            not whole
+        )
+
+    def comes(self, replica: int, now: float = 0.0, **changes: object) -> Refused | None:
+        return super().comes(replica, now, **{"standby": getattr(self, "standby", 0), **changes})
+
+    def serve(self, round_: int, *seats: int) -> None:
+        """These, and nobody else, were told to begin."""
+        went = {
+            seat: said[-1].replica
+            for seat, said in self.told().items()
+            if isinstance(said[-1], Go) and said[-1].round == round_
+        }
+        assert went == {seat: replica for replica, seat in enumerate(seats)}
+        assert self.hub.whole
+
+    def ends(self, *seats: int, round_: int) -> None:
+        """These stop, by the replicas that they serve."""
+        for seat in seats:
+            replica = self.hub._serving.index(seat)
+            ours = tuple(Exit(replica * 2 + i, i, -9, 0.0, ours=True) for i in range(2))
+            self.says(seat, Stopped(round_, ours, -1), 1.0)
+
+
+def test_a_standby_takes_the_place_as_soon_as_all_have_stopped() -> None:
+    gang = Waited()
+    assert (gang.hub.holds, gang.hub.whole, gang.hub.serving) == (True, True, "")
+    gang.hub.lost(2, 1.0)
+    assert not gang.hub.whole
+    gang.ends(0, round_=0)
+    assert not any(isinstance(said[-1], Go) for said in gang.told().values())
+    gang.ends(1, round_=0)
+    gang.serve(1, 0, 1, 3)
+    assert gang.hub.serving == "2:3"
+    [record] = gang.hub.history.records
+    assert (record["kind"], record["replica"]) == ("lost", 2)
+    assert gang.hub.history.failures == 0, "the operator counts it"
+
+
+def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_stands_by() -> None:
+    gang = Waited(standby=1)
+    gang.hub.lost(2, 1.0)
+    gang.ends(0, 1, round_=0)
+    gang.serve(1, 0, 1, 3)
+    refused = gang.comes(2)
+    assert refused == Refused("this pod has been replaced by another one", final=True)
+    assert gang.comes(2, birth=5) is None
+    assert gang.told() == {2: [Welcome(4, "pod-0")]}, "nobody stops for it"
+    gang.hub.lost(1, 2.0)
+    gang.ends(0, 3, round_=1)
+    gang.serve(2, 0, 2, 3)
+    assert gang.hub.serving == "1:2,2:3"
+    gang.says(3, Failed(2, (Exit(4, 0, -11, 0.0),), 1))
+    gang.ends(0, 2, 3, round_=2)
+    gang.serve(3, 0, 2, 3)
+    assert gang.hub.history.records[-1]["replica"] == 2
+
+
+def test_who_is_back_in_time_keeps_its_place_and_no_more_are_lost_than_wait() -> None:
+    gang = Waited(standby=1)
+    gang.hub.lost(1, 1.0)
+    gang.hub.lost(2, 1.0)
+    gang.ends(0, round_=0)
+    assert gang.hub._phase.value == "holding"
+    gang.told()
+    assert gang.comes(2) is None
+    gang.serve(1, 0, 3, 2)
+
+
+def test_a_lost_standby_is_nobodys_business() -> None:
+    gang = Waited()
+    gang.hub.lost(3, 1.0)
+    gang.says(4, Leaving(15))
+    assert gang.told() == {}
+    assert gang.hub.whole
+    gang.hub.lost(2, 1.0)
+    gang.ends(0, 1, round_=0)
+    assert gang.hub._phase.value == "holding", "one that leaves takes no place"
+    gang.told()
+    assert gang.comes(3, birth=5) is None
+    gang.serve(1, 0, 1, 3)
+
+
+def test_the_hub_never_goes_on_without_its_own_launcher() -> None:
+    gang = Waited()
+    gang.says(0, Leaving(15))
+    gang.ends(1, 2, round_=0)
+    assert gang.hub._phase.value == "holding"
+
+
+def test_a_new_hub_begins_with_the_first_that_come_and_asks_who_served_what() -> None:
+    gang = Waited(whole=False)
+    assert gang.comes(4, birth=1) is None
+    assert not gang.hub.complete
+    assert gang.comes(3, birth=1, held=2) is None
+    gang.serve(0, 0, 4, 3)
+    assert gang.comes(2, birth=4) is None
+    assert not gang.hub.complete, "one has still to be called"
+    assert gang.comes(1, birth=1, held=1) is None
+    assert gang.hub.complete
+    gang.told()
+    gang.hub.lost(4, 1.0)
+    gang.ends(0, 3, round_=0)
+    gang.serve(1, 0, 1, 3)
+
+
+def test_a_new_pod_takes_no_place_from_one_that_has_served() -> None:
+    gang = Waited(whole=False, standby=1)
+    gang.comes(2, birth=4)
+    gang.comes(3, birth=1, held=2)
+    gang.serve(0, 0, 2, 3)
+
+
+def test_all_hear_of_the_end_and_nobody_waits_for_a_standby() -> None:
+    gang = Waited(standby=1)
+    for seat in (1, 2):
+        assert gang.hub.needed
+        gang.says(seat, Done(0))
+    assert not gang.hub.needed
+    gang.says(0, Done(0))
+    assert gang.told() == {seat: [Finished()] for seat in range(4)}
+
+
+def test_a_standby_has_no_say_and_none_may_run() -> None:
+    gang = Waited(standby=1)
+    gang.says(3, Failed(0, (Exit(0, 0, -9, 0.0),), 0))
+    gang.says(3, Done(0))
+    assert gang.told() == {}
+    assert gang.comes(3, birth=5, standby=0) is not None
+    gang.hub.lost(3, 1.0)
+    refused = gang.comes(3, running=True)
+    assert refused == Refused("replica 3 is not one of 3", final=True)

@@ -20,9 +20,9 @@ from support.descriptors import none_left
 from support.patience import PATIENCE
 
 GANG = Hello(
-    "uid", "pod-0", replica=0, birth=1, replicas=2, nproc=1, holds=False, running=True
+    "uid", "pod-0", seat=0, birth=1, replicas=2, nproc=1, holds=False, running=True
 )  # fmt: skip
-OTHER = replace(GANG, replica=1, pod="pod-1")
+OTHER = replace(GANG, seat=1, pod="pod-1")
 WELCOME = encode(Welcome(1, "pod-0"))
 
 

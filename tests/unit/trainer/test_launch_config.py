@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pwd
 import subprocess
 import sys
 import tempfile
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.environment import Key, read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.launch_config import (
     LaunchConfig,
     common_environment,
     make_launch_config,
+    rank_environment,
 )
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from support.launching import PATHS
@@ -153,3 +156,30 @@ def test_a_read_only_root_and_a_user_of_whom_the_image_knows_nothing(script, mon
     assert (found["USER"], found["HOME"]) == ("ada", str(tmp_path))
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     assert common_environment(made, {})["TMPDIR"] == "/dev/shm"
+
+
+def waiting(script: str, **more: str) -> LaunchConfig:
+    """The config of a standby in seat 3 of three replicas."""
+    gang = {contract.REPLICAS: "3", contract.REPLICA: "3", contract.STANDBY: "1", BUDGET: "3"}
+    hub = {contract.HUB_PORT: "2223", contract.NAME: "j", contract.NAMESPACE: "ns"}
+    return config(script, POD | gang | hub | {contract.REPLACEMENT: "1"} | more)
+
+
+def test_a_standby_serves_what_go_names(script, tmp_path):  # type: ignore[no-untyped-def]
+    """Its ranks see nothing of the pod's seat."""
+    runtime: Any = SimpleNamespace(metrics=tmp_path, replay=tmp_path, round_path=lambda key: key)
+    serving = dataclasses.replace(waiting(script), replica=1)
+    env = rank_environment(serving, 1, Key(7, 2), runtime)
+    assert (env["RANK"], env["GROUP_RANK"], env["WORLD_SIZE"]) == ("3", "1", "6")
+    assert (env[contract.REPLICA], env["PET_NODE_RANK"]) == ("1", "1")
+
+
+def test_a_new_hub_calls_the_standbys_too(script):  # type: ignore[no-untyped-def]
+    hub = waiting(script, **{contract.REPLICA: "0"})
+    assert list(hub.others()) == [1, 2, 3]
+    assert hub.others()[3] == ("j-3.j.ns.svc", 2223)
+
+
+def test_a_standby_without_rounds_is_refused(script):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="this pod is a standby, which needs restarts in place"):
+        waiting(script, **{BUDGET: "0"})

@@ -28,7 +28,7 @@ from ddpjob_trainer.launcher.hub.root_cause import CAUSE_WAIT_SECONDS, Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 
 GANG = Hello(
-    "uid", "pod-0", replica=0, birth=4, replicas=3, nproc=2, holds=False, running=True
+    "uid", "pod-0", seat=0, birth=4, replicas=3, nproc=2, holds=False, running=True
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ class Scene:
     def comes(self, replica: int, **changes: object) -> Refused | None:
         """A launcher's Hello."""
         hello = dataclasses.replace(
-            GANG, **{"replica": replica, "pod": f"pod-{replica}", **changes}
+            GANG, **{"seat": replica, "pod": f"pod-{replica}", **changes}
         )  # fmt: skip
         refused = self.hub.refuses(hello)
         if refused is None:
@@ -96,7 +96,7 @@ def test_a_death_stops_all_and_the_next_round_waits_for_all() -> None:
     told = scene.told()
     go = told[0][0]
     assert isinstance(go, Go)
-    assert told == scene.everyone(go)
+    assert told == {replica: [dataclasses.replace(go, replica=replica)] for replica in range(3)}
     assert (go.round, go.records[0]["rank"], go.records[0]["snapshotStep"]) == (1, 2, 7)
     scene.fails(0, -9, round_=0)  # too late: of the round before
     assert scene.told() == {}
@@ -252,14 +252,14 @@ def test_who_comes_late_learns_where_things_stand() -> None:
         ({"birth": 5}, "attempt 4", False),  # this hub is: the right one will come
         ({"nproc": 1}, "3 replicas of 2", True),
         ({"replicas": 4}, "3 replicas of 2", True),
-        ({"replica": 3}, "replica 3 is not one of 3", True),
-        ({"replica": -1}, "replica -1 is not one of 3", True),
-        ({"replica": 1}, "admitted before", False),
+        ({"seat": 3}, "replica 3 is not one of 3", True),
+        ({"seat": -1}, "replica -1 is not one of 3", True),
+        ({"seat": 1}, "admitted before", False),
     ],
 )
 def test_only_this_gang_is_admitted_and_each_once(change, words, final):  # type: ignore[no-untyped-def]
     scene = Scene()
-    refused = scene.comes(**{"replica": 2, **change})
+    refused = scene.comes(2, **change)
     assert isinstance(refused, Refused)
     assert words in refused.reason
     assert refused.final == final
@@ -386,7 +386,7 @@ def test_nobody_speaks_for_another() -> None:
     with pytest.raises(ValueError, match="rank 0 is not of replica 1"):
         scene.hub.receive(1, Failed(0, (Exit(0, 0, -9, 0.0),), 1), 0.0)
     with pytest.raises(ValueError, match="must not say Go"):
-        scene.hub.receive(1, Go(4, 3, ()), 0.0)
+        scene.hub.receive(1, Go(4, 3, 1, ()), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_nobody_speaks_for_another() -> None:
         Failed(2, (Exit(3, 1, -9, 0.5, exception="é", step=4),), 1),
         Stopped(0, (), -1),
         Exiting(3),
-        Go(4, 1, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
+        Go(4, 1, 2, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
         End(-1, "x", graceful=True),
         Finished(),
         Welcome(4, "pod-0"),

@@ -110,7 +110,9 @@ def test_the_last_time_of_the_progress_path_is_in_report_and_state():
     body = state_body(None, uid="u", attempt=1, round_=0, results=known)
     assert body["uid"] == "u"
     assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    body = state_body(None, attempt=1, round_=0, results=KNOWN)
+    assert not {"whole", "serving"} & body.keys()
+    body = state_body(None, attempt=1, round_=0, results=KNOWN, whole=True, serving="2:3")
+    assert (body["whole"], body["serving"]) == (True, "2:3")
     assert (body["uid"], "fileModifiedAt" in body) == ("", False)
 
 

@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ddpjob_trainer.launcher.processes import fork_server
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import uses_our_library
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
+from ddpjob_trainer.launcher.starter import Starter
 
 
 def made(count: int = 1, told: Callable[[str], object] = pytest.fail, **more: Any) -> Spares:
@@ -147,3 +149,35 @@ def test_without_spares_nothing_is_preloaded_which_is_told():
     program = Program("x.py", (), False)
     Spares(program, 0, {}, ("json",), selectors.DefaultSelector(), lambda *_: None, told.append)
     assert told == ["warning: --preload is left to each process, as there are no warm spares"]
+
+
+def test_spares_of_another_rank_end_and_are_not_called():
+    spares = made()
+    theirs = served(spares, warm=True)
+    spares.refill(lambda local_rank: {"RANK": "1"}, 1.0)
+    _, line = heard(theirs)
+    os.set_blocking(line, False)
+    spares.forget()
+    assert os.read(line, 1) == b"", "it reads the end of its line, and exits"
+    out = os.open(os.devnull, os.O_WRONLY)
+    assert spares.call(0, Call({"RANK": "2"}, out, out, {}), 2.0) is None
+    body, again = heard(theirs)
+    assert body == {"env": {"RANK": "2"}, "called": True}
+    for fd in (out, line, again):
+        os.close(fd)
+    spares.recall()
+
+
+@pytest.mark.parametrize(("replica", "forked"), [(1, True), (3, False)])
+def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, forked):  # type: ignore[no-untyped-def]
+    did: list[str] = []
+    starter: Any = object.__new__(Starter)
+    starter._config = SimpleNamespace(replica=replica, replicas=3, uses_our_library=True)
+    starter._workers = SimpleNamespace(key=(1, -1), stopping=False, is_training=lambda: False)
+    starter._begun = 0.0
+    starter.spares = SimpleNamespace(
+        tick=lambda now: None, full=False, start=lambda: did.append("server"),
+        refill=lambda env, now: did.append("spares"),
+    )  # fmt: skip
+    starter.refill(5.0, parked=True)
+    assert did == (["spares"] if forked else ["server"])

@@ -115,12 +115,14 @@ class WorkerEnvironment:
 class LauncherEnvironment:
     """The operator's settings of this pod. ``replica`` None: standalone.
 
+    ``replica``: the pod's seat; those beyond ``replicas``, ``standby`` in number, are standbys.
     ``least_hub``: the launcher follows no hub with a smaller number. ``replacement``: the pod takes
-    a lost one's place. ``replace_seconds`` 0: nobody holds while a lost pod is replaced.
+    a lost one's place, or is a standby. ``replace_seconds`` 0: nobody holds while one is replaced.
     """
 
     replica: int | None
     replicas: int
+    standby: int
     nproc: int | None
     master: tuple[str, int] | None
     identity: Identity
@@ -314,6 +316,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     return LauncherEnvironment(
         replica=_integer(env, contract.REPLICA, 0) if replica else None,
         replicas=replicas if replica else 1,
+        standby=_integer(env, contract.STANDBY, 0),
         nproc=nproc or None,
         master=master if replica else None,
         identity=_identity(env),

@@ -53,7 +53,10 @@ class CannotStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """One launcher's share of a gang. ``env``: what the operator has set, as it was read."""
+    """One launcher's share of a gang. ``env``: what the operator has set, as it was read.
+
+    ``replica``: its pod's seat until a Go of the hub names the one that it serves.
+    """
 
     env: LauncherEnvironment
     program: Program
@@ -96,7 +99,7 @@ class LaunchConfig:
 
     @property
     def replacement(self) -> bool:
-        """Return whether it replaces a lost launcher: it starts nothing before the hub's Go."""
+        """Return whether it replaces a lost one or is a standby: nothing starts before Go."""
         return self.hub_port is not None and self.env.replacement
 
     @property
@@ -107,10 +110,10 @@ class LaunchConfig:
         return Key(self.attempt, 0)
 
     def others(self) -> dict[int, tuple[str, int]]:
-        """Return where the other launchers listen for calls of a new hub, by replica."""
-        job, port = self.env.name, self.hub_port or 0
-        names = {i: f"{job}-{i}.{job}.{self.env.namespace}.svc" for i in range(self.replicas)}
-        return {i: (name, port) for i, name in names.items() if i != self.replica}
+        """Return where the other launchers listen for calls of the new hub here, by seat."""
+        job, port, seats = self.env.name, self.hub_port or 0, self.replicas + self.env.standby
+        names = {i: f"{job}-{i}.{job}.{self.env.namespace}.svc" for i in range(1, seats)}
+        return {i: (name, port) for i, name in names.items()}
 
     @property
     def world_size(self) -> int:
@@ -224,6 +227,11 @@ def make_launch_config(
     events = events or env.events
     run_id = uuid.uuid4().hex
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
+    if (env.replica or 0) >= env.replicas and not (rounds and env.hub_port):
+        raise ConfigError(
+            "this pod is a standby, which needs restarts in place: let the launcher"
+            " have rounds, or set spec.standby to 0"
+        )
     nproc = _nproc(env, nproc)
     ours = uses_our_library(program)
     unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
@@ -297,11 +305,14 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables that torchrun sets, and those of our library.
 
-    The hub may be newer than the pod, whose own variables have the attempt that it was made in.
+    The hub may be newer than the pod, whose own variables have the attempt that it was made in,
+    and its seat.
     """
     address, port = config.master
     of_hub = {
         contract.ATTEMPT: str(key.number),
+        contract.REPLICA: str(config.replica),
+        "PET_NODE_RANK": str(config.replica),
         "PET_RDZV_ID": f"{config.uid}-{key.number}",
         "TORCHELASTIC_RUN_ID": f"{config.uid}-{key.number}-{key.round}",
     }

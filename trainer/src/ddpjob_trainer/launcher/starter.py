@@ -11,7 +11,6 @@ import os
 import selectors
 import socket
 from collections.abc import Callable
-from functools import partial
 
 from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD, Key
 from ddpjob_trainer.launcher import sockets
@@ -39,7 +38,6 @@ class Starter:
         self._config = config
         self._runtime_dir = runtime_dir
         self._environment = common_environment(config)
-        self._environment_of = partial(rank_environment, config, runtime_dir=runtime_dir)
         self._store: socket.socket | None = None
         self._rounds = 0  # begun here
         self._begun = 0.0
@@ -58,6 +56,11 @@ class Starter:
         self._workers = workers
         if self._config.first_round_from_spares:
             self.spares.start()
+
+    def serve(self, config: LaunchConfig) -> None:
+        """Start workers of another replica from now on; the spares are of the one before."""
+        self._config = config
+        self.spares.forget()
 
     def begin(self, workers: WorkerGroup, now: float, drill: str = "Never") -> None:
         """Start all workers of a round. ``drill``: whether they may make one."""
@@ -99,6 +102,9 @@ class Starter:
                 return self.spares.call(local_rank, call, now)
         return self._spawn(call)
 
+    def _environment_of(self, local_rank: int, key: Key) -> dict[str, str]:
+        return rank_environment(self._config, local_rank, key, self._runtime_dir)
+
     def _spawn(self, call: Call) -> int:
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
@@ -122,6 +128,10 @@ class Starter:
         """
         due = self.spares.tick(now)
         if self.spares.full or (self._workers.stopping and not parked):
+            return due
+        if self._config.replica >= self._config.replicas:
+            # Modules may read the rank as they are imported, and this pod has none before Go.
+            self.spares.start()
             return due
         silent = not self._config.uses_our_library
         started = self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS)

@@ -94,6 +94,7 @@ class Supervisor:
         self._began = False  # a round has begun here
         self._warned = False
         self._said_parked = False
+        self._linked_at = self._tick  # when the hub was there last
         self._reported = 0  # exits that the hub knows of
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()
@@ -151,12 +152,13 @@ class Supervisor:
                     if http is not None:
                         http.end()
                 for local_rank in range(config.nproc):
-                    self._pump.collect(config.rank(local_rank))
+                    self._pump.collect(self._config.rank(local_rank))
                 self._progress.poll(_POLL_SECONDS)
                 results = replace(self._results, modified=self._progress.newest)
                 code = termination.finish(
-                    config, self._workers, self._pump, results, self._ended, left, self._log.say
-                )
+                    self._config, self._workers, self._pump, results, self._ended, left,
+                    self._log.say,
+                )  # fmt: skip
                 self._member.close()
                 self._events.write("end", code=int(code), round=self._workers.round)
                 self._events.end()
@@ -190,6 +192,8 @@ class Supervisor:
             round_=workers.round,
             holds=self._member.gang_holds,
             away=self._member.away,
+            whole=self._member.whole,
+            serving=self._member.serving,
             results=replace(self._results.after(workers), modified=self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
@@ -200,7 +204,7 @@ class Supervisor:
         return WorkerGroup(self._config, key, path, self._pump, self._log.say)
 
     def _park(self) -> None:
-        """Wait for the hub's Go: this launcher replaces a lost one."""
+        """Wait for the hub's Go: this launcher replaces a lost one, or is a standby."""
         self._phase = _Phase.PARKED
         trace.configure(self._config.env.trace, -1, 0)
         self._workers = self._group(self._config.first)
@@ -278,7 +282,9 @@ class Supervisor:
         """Return whether it waits for longer than a round takes to begin; say so once."""
         parked = self._phase is _Phase.PARKED and now - self._since > _TICK_SECONDS
         if parked and not self._said_parked:
-            self._log.say("nothing runs here: waiting until all launchers of the gang have come")
+            standby = self._config.env.standby and self._member.link.linked
+            until = "one of the gang is lost" if standby else "all launchers of the gang have come"
+            self._log.say(f"nothing runs here: waiting until {until}")
         self._said_parked = parked
         return parked
 
@@ -349,6 +355,8 @@ class Supervisor:
         """
         ended, link = self._ended, self._member.link
         lost = link.lost
+        if link.linked:
+            self._linked_at = now
         # While ranks train, rank 0's launcher runs: a hub not met by now is lost.
         failed = self._phase is _Phase.RUNNING and ended.waiting_since
         asking = failed or self._phase is _Phase.SUCCEEDED
@@ -357,7 +365,7 @@ class Supervisor:
         overdue = self._is_overdue(now)
         if overdue:
             lost = lost or "it does not answer"
-        if not lost or ended.lost:
+        if not lost or ended.lost or self._finished:
             return
         in_time = not overdue or self._phase is _Phase.RUNNING
         over = ended.signal or ended.end or self._phase is _Phase.SUCCEEDED
@@ -377,6 +385,7 @@ class Supervisor:
         if self._phase is _Phase.STOPPING:
             since = max(since, self._workers.kill_at or since)
         if self._phase is _Phase.PARKED and self._config.holds:
+            since = max(since, self._linked_at)  # as long as there is a hub, it decides
             patience = max(patience, self._config.hold_seconds)
         waits = since and self._ended.end is None and self._phase is not _Phase.SUCCEEDED
         return bool(waits) and now - since > patience
@@ -415,6 +424,8 @@ class Supervisor:
                 self._end_attempt(now)
         elif isinstance(message, Finished):
             self._finished = True
+            parked = self._phase is _Phase.PARKED
+            self._ended.stood_by = parked and not workers.succeeded
 
     def _end_attempt(self, now: float) -> None:
         """Stop the workers after short last words: no round follows."""
@@ -462,6 +473,10 @@ class Supervisor:
         else:
             self._log.say(f"round {go.round}: the hub was replaced, by hub {go.number}")
         trace.mark("go")
+        if go.replica != self._config.replica:
+            self._log.say(f"this pod serves replica {go.replica} from now on")
+            self._config = replace(self._config, replica=go.replica)
+            self._starter.serve(self._config)
         self._results = replace(self._results, records=go.records)
         self._ended.waiting_since = 0.0
         old = self._workers.state_dir

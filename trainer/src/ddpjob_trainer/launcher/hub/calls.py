@@ -1,7 +1,7 @@
 """Call all launchers of the gang, so that they follow a hub that replaces a lost one (H4).
 
 They know the hub's name, but it may lead to the old pod for a while, or the old hub may answer them
-still. membership.py makes the calls and ends them with the first round.
+still. membership.py makes the calls and ends them when all are linked in a round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THREADS = 16
 
 
 class Calls:
-    """``addresses``: by replica. ``is_linked``: tells whether a replica needs no call.
+    """``addresses``: by seat. ``is_linked``: tells whether a seat needs no call.
 
     ``answered``: gets the first message of a launcher that was called, and the wire with it.
     """
@@ -41,7 +41,7 @@ class Calls:
         self._selector = selector
         self._is_linked = is_linked
         self._answered = answered
-        self._due = dict.fromkeys(addresses, 0.0)  # replica -> when to call it
+        self._due = dict.fromkeys(addresses, 0.0)  # seat -> when to call it
         self._wires: set[Wire] = set()  # of launchers that have not answered yet
         self._to_dial: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._dialed: queue.SimpleQueue[tuple[int, socket.socket | None]] = queue.SimpleQueue()
@@ -53,12 +53,12 @@ class Calls:
 
     def tick(self, now: float) -> float | None:
         """Dial the launchers that are due; return when to call again."""
-        for replica, due in list(self._due.items()):
-            if now >= due and self._is_linked(replica):
-                self._due[replica] = now + _PAUSE_SECONDS  # it may be lost again
+        for seat, due in list(self._due.items()):
+            if now >= due and self._is_linked(seat):
+                self._due[seat] = now + _PAUSE_SECONDS  # it may be lost again
             elif now >= due:
-                del self._due[replica]
-                self._to_dial.put(replica)
+                del self._due[seat]
+                self._to_dial.put(seat)
         return min(self._due.values(), default=None)
 
     def close(self) -> None:
@@ -72,11 +72,11 @@ class Calls:
         self._selector.unregister(self._wake_r)
 
     def _dial(self) -> None:
-        while (replica := self._to_dial.get()) is not None:
+        while (seat := self._to_dial.get()) is not None:
             connection = None
             with contextlib.suppress(OSError, KeyError):  # KeyError: closed meanwhile
-                connection = socket.create_connection(self._addresses[replica], _CONNECT_SECONDS)
-            self._dialed.put((replica, connection))
+                connection = socket.create_connection(self._addresses[seat], _CONNECT_SECONDS)
+            self._dialed.put((seat, connection))
             with contextlib.suppress(OSError):
                 os.write(self._wake_w, b"x")
 
@@ -85,13 +85,13 @@ class Calls:
             os.read(self._wake_r, 64)
         with contextlib.suppress(queue.Empty):
             while True:
-                replica, connection = self._dialed.get_nowait()
+                seat, connection = self._dialed.get_nowait()
                 if connection is None:
-                    self._due[replica] = now + _PAUSE_SECONDS
+                    self._due[seat] = now + _PAUSE_SECONDS
                 else:
-                    self._say(replica, Wire(connection, self._selector))
+                    self._say(seat, Wire(connection, self._selector))
 
-    def _say(self, replica: int, wire: Wire) -> None:
+    def _say(self, seat: int, wire: Wire) -> None:
         def received(message: Message, now: float) -> None:
             again(now)
             if isinstance(message, Refused):
@@ -101,7 +101,7 @@ class Calls:
 
         def again(now: float) -> None:
             self._wires.discard(wire)
-            self._due[replica] = now + _PAUSE_SECONDS
+            self._due[seat] = now + _PAUSE_SECONDS
 
         wire.received = received
         wire.closed = lambda reason, now: again(now)

@@ -22,6 +22,7 @@ from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,
+    Go,
     Hello,
     Message,
     Refused,
@@ -45,6 +46,11 @@ class Link:
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
+
+    @property
+    def linked(self) -> bool:
+        """Return whether a hub has admitted this launcher and hears it."""
+        return True
 
     def send(self, message: Message, now: float) -> None:
         """Send a message to the hub."""
@@ -109,6 +115,11 @@ class HubClient(Link):
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         selector.register(self._wake_r, selectors.EVENT_READ, self._take)
         self._seek(0.0)
+
+    @property
+    def linked(self) -> bool:
+        """See Link."""
+        return self._wire is not None
 
     def send(self, message: Message, now: float) -> None:
         """See Link."""
@@ -238,6 +249,8 @@ class HubClient(Link):
         elif wire is self._wire and isinstance(message, Beat):
             wire.send(message)
         elif wire is self._wire:
+            if isinstance(message, Go):
+                self._hello = replace(self._hello, held=message.replica)
             self.inbox.append(message)
         elif isinstance(message, Welcome):
             self._welcomed(wire, message)

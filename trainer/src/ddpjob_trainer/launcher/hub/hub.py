@@ -2,8 +2,9 @@
 
 The hub runs in launcher 0, without sockets: membership.py and server.py pass it the launchers'
 messages, and it posts answers. rounds.py decides what follows. Where a launcher is lost the others
-hold until its place is filled: by a new pod, or by the same one after a broken link. H1 to H3 are
-rules of the protocol for that.
+hold until its place is filled: by a standby, a new pod, or the same one after a broken
+link. A launcher has its pod's seat for life; the replica that it serves is said with each Go. H1 to
+H3 are rules of the protocol for that.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Hub:
         limits: Limits,
         post: _Post,
         modified: Callable[[], int] = lambda: -1,
-        drop: Callable[[int], None] = lambda replica: None,
+        drop: Callable[[int], None] = lambda seat: None,
     ) -> None:
         self.history = History(round=0 if own.running else -1)
         self.holds = False  # every launcher has come, and can wait for the place of a lost one
@@ -75,9 +76,13 @@ class Hub:
         self._drop = drop
         self._begun_at: float | None = None  # when the round began
         self._phase = _Phase.RUNNING if own.running else _Phase.HOLDING
-        self._members: dict[int, Hello] = {}  # by replica, the newest ever admitted
-        self._present: set[int] = set()  # replicas admitted and not lost
+        #: The seat that serves each replica in this round; empty before the first of a hub that
+        #: replaces one. _fill() chooses them; all sets here, and what is said, are of seats.
+        self._serving: tuple[int, ...] = tuple(range(own.replicas)) if own.running else ()
+        self._members: dict[int, Hello] = {}  # the newest ever admitted
+        self._present: set[int] = set()  # admitted and not lost
         self._leaving: set[int] = set()  # present, but about to end
+        self._stopped: set[int] = set()  # present, and nothing of the gang runs there
         self._out: set[str] = set()  # pods that others have replaced
         self._final: Message | None = None
         self._polled = 0.0
@@ -85,28 +90,46 @@ class Hub:
 
     def _begin(self) -> None:
         self._exits: dict[int, Exit] = {}  # by rank
-        self._running: dict[int, int] = {}  # by replica, of those that said so
-        self._stopped: set[int] = set()  # present, and nothing of the gang runs there
+        self._running: dict[int, int] = {}  # by seat, of those that said so
+        self._stopped.difference_update(self._serving)
         self._done: set[int] = set()
         self._snapshot_step = -1
         self._stop_at = 0.0
         self._barrier_at: float | None = None
-        self._lost: dict[int, str] = {}  # replicas lost in this round -> their pods
+        self._lost: dict[int, str] = {}  # replicas whose launchers were lost in this round -> pods
         self._lost_first = False  # a loss, and no worker's failure, ended the round
         self._hold_until: float | None = None
 
     @property
     def needed(self) -> bool:
         """Return whether another connected launcher, still running, needs the hub."""
-        return self._phase is not _Phase.FINISHED and bool(self._present - self._done - {0})
+        busy = self._present.intersection(self._serving) - self._done - {0}
+        return self._phase is not _Phase.FINISHED and bool(busy)
 
-    def is_present(self, replica: int) -> bool:
+    def is_present(self, seat: int) -> bool:
         """Return whether a launcher is linked to the hub."""
-        return replica in self._present
+        return seat in self._present
+
+    @property
+    def complete(self) -> bool:
+        """Return whether a round has begun and every pod of the job is linked."""
+        everybody = self._own.replicas + self._own.standby
+        return self.history.round >= 0 and len(self._present) == everybody
+
+    @property
+    def whole(self) -> bool:
+        """Return whether a round runs in all its launchers, from another thread, too."""
+        there = self._present | self._done
+        return self._phase is _Phase.RUNNING and there.issuperset(self._serving)
+
+    @property
+    def serving(self) -> str:
+        """Return replica:seat where the two differ, from another thread, too."""
+        return ",".join(f"{r}:{seat}" for r, seat in enumerate(self._serving) if r != seat)
 
     @property
     def away(self) -> list[int]:
-        """Return the replicas that were linked and are not now, from another thread, too."""
+        """Return the seats that were linked and are not now, from another thread, too."""
         if self._phase is _Phase.FINISHED:
             return []
         return sorted(self._members.keys() - self._present)[:STATE_MAX_AWAY]
@@ -117,14 +140,14 @@ class Hub:
         if self._phase is not _Phase.RUNNING or self._own.replicas == 1:
             return [], 0
         nproc, done = self._own.nproc, self._done - {0}
-        ends = [one for one in self._exits.values() if one.rank // nproc in done]
+        ends = [one for one in self._exits.values() if self._serving[one.rank // nproc] in done]
         return ends, (self._own.replicas - 1 - len(done)) * nproc
 
     # --- Who comes and goes --------------------------------------------------------------
 
     def refuses(self, hello: Hello) -> Refused | None:
         """Return why a launcher is not admitted, None if it can be (H1)."""
-        mine, replica = self._own, hello.replica
+        mine, seat = self._own, hello.seat
         if hello.uid != mine.uid:
             return Refused("this hub belongs to another job", final=False)
         if not is_of_the_job(hello, mine.token):
@@ -134,67 +157,71 @@ class Hub:
         if older or (hello.birth > mine.birth and hello.running):
             final = older and (mine.running or not hello.holds)
             return Refused(f"this hub belongs to attempt {mine.birth}", final)
-        if (hello.replicas, hello.nproc) != (mine.replicas, mine.nproc):
-            return Refused(
-                f"here are {mine.replicas} replicas of {mine.nproc} processes, there"
-                f" {hello.replicas} of {hello.nproc}",
-                final=True,
-            )
-        if not 0 <= replica < mine.replicas:
-            return Refused(f"replica {replica} is not one of {mine.replicas}", final=True)
-        known = self._members.get(replica)
+        if _sizes(hello) != _sizes(mine):
+            return Refused(f"here are {_sizes(mine)}, there {_sizes(hello)}", final=True)
+        seats = mine.replicas + (0 if hello.running else mine.standby)
+        if not 0 <= seat < seats:
+            return Refused(f"replica {seat} is not one of {seats}", final=True)
+        known = self._members.get(seat)
         if known is None:
             return None
         if hello.pod in self._out or hello.birth < known.birth:  # H3
-            return Refused(f"replica {replica} has been replaced by a newer pod", final=True)
-        back = hello.pod == known.pod and not hello.running and replica not in self._present
+            return Refused("this pod has been replaced by another one", final=True)
+        back = hello.pod == known.pod and not hello.running and seat not in self._present
         holds = self.holds or self._phase is _Phase.HOLDING
-        if replica > 0 and (hello.birth > known.birth or (back and holds)):
+        if seat > 0 and (hello.birth > known.birth or (back and holds)):
             return None
-        return Refused(f"replica {replica} has been admitted before", final=False)
+        return Refused(f"replica {seat} has been admitted before", final=False)
 
     def admit(self, hello: Hello, now: float) -> None:
-        """Give a launcher that is not refused the place of its replica."""
-        replica = hello.replica
-        if replica in self._present:  # of an older pod
-            self.lost(replica, now)
-        known = self._members.get(replica)
+        """Take in a launcher that is not refused: in the round that runs, or parked."""
+        seat = hello.seat
+        if seat in self._present:  # of an older pod
+            self.lost(seat, now)
+        known = self._members.get(seat)
         if known is not None and known.pod != hello.pod:
             self._out.add(known.pod)
-        self._members[replica] = hello
-        self._present.add(replica)
+        self._members[seat] = hello
+        self._present.add(seat)
         self.holds = (
             self._limits.budget > 0
-            and len(self._members) == self._own.replicas
+            and len(self._members) >= self._own.replicas
+            and self._members.keys() >= set(self._serving)
             and all(one.holds for one in self._members.values())
         )
-        self._post(replica, Welcome(self._own.birth, self._own.pod))
+        self._post(seat, Welcome(self._own.birth, self._own.pod))
         if self._final is not None:
-            self._post(replica, self._final)
+            self._post(seat, self._final)
         elif not hello.running:
-            if self._phase is _Phase.RUNNING:  # its predecessor never came, or was done
-                self._lost[replica] = known.pod if known is not None else ""
-                self._vacate(replica, now, f"replica {replica} has been replaced")
-            self._stopped.add(replica)
+            # Its predecessor never came, or was done.
+            if self._phase is _Phase.RUNNING and seat in self._serving:
+                self._lost[self._serving.index(seat)] = known.pod if known is not None else ""
+                self._vacate(seat, now, "has been replaced")
+            self._stopped.add(seat)
             self.tick(now)
         elif self._phase is _Phase.STOPPING:
-            self._post(replica, Stop(self.history.round))
+            self._post(seat, Stop(self.history.round))
 
-    def lost(self, replica: int, now: float) -> None:
+    def lost(self, seat: int, now: float) -> None:
         """Go on without a launcher whose connection is gone, or end."""
-        self._present.discard(replica)
-        self._leaving.discard(replica)
-        succeeded = self._phase is _Phase.RUNNING and replica in self._done
+        self._present.discard(seat)
+        self._leaving.discard(seat)
+        succeeded = self._phase is _Phase.RUNNING and seat in self._done
         if succeeded or self._phase is _Phase.FINISHED:
             return  # but no round can follow without it
-        self._vacate(replica, now, f"the launcher of replica {replica} was lost")
+        self._vacate(seat, now, "was lost")
 
-    def _vacate(self, replica: int, now: float, why: str, *, graceful: bool = False) -> None:
-        """Hold until the place of a replica is filled (H2); end if the gang cannot hold."""
-        self._lose(replica, now)
+    def _vacate(self, seat: int, now: float, how: str, *, graceful: bool = False) -> None:
+        """Hold until the place of a launcher is filled (H2); end if the gang cannot hold."""
+        self._stopped.discard(seat)
+        if seat not in self._serving:
+            return  # it stood by
+        self._lose(seat, now)
         if self._phase is _Phase.HOLDING:
             return
         if not self.holds:
+            replica = self._serving.index(seat)
+            why = f"the launcher of replica {replica} {how}"
             cause = root_cause.first_failure(self._exits.values())
             mine = cause is None or graceful or cause.rank // self._own.nproc == replica
             self._end(self._because(None if mine else cause, why, graceful=graceful))
@@ -203,59 +230,58 @@ class Hub:
         else:
             self.tick(now)
 
-    def _lose(self, replica: int, now: float) -> None:
-        self._lost.setdefault(replica, self._members[replica].pod)
-        self._stopped.discard(replica)
+    def _lose(self, seat: int, now: float) -> None:
+        self._lost.setdefault(self._serving.index(seat), self._members[seat].pod)
         if self._hold_until is None:
             self._hold_until = now + self._limits.hold
 
     # --- What launchers say --------------------------------------------------------------
 
-    def receive(self, replica: int, message: Message, now: float) -> None:
+    def receive(self, seat: int, message: Message, now: float) -> None:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
         self._allow_for_pause(now)
         if self._phase is _Phase.FINISHED:
             return
         if isinstance(message, Leaving):
-            self._leave(replica, now)
+            self._leave(seat, now)
             return
         if not isinstance(message, Failed | Exiting | Stopped | Done):
             raise ValueError(f"a launcher must not say {type(message).__name__}")
-        if message.round != self.history.round:
+        if message.round != self.history.round or seat not in self._serving:
             return
         if isinstance(message, Exiting):
             if self._barrier_at is not None:
                 self._barrier_at = now + BARRIER_SECONDS
             return
-        self._note(replica, message.exits, now)
+        self._note(seat, message.exits, now)
         if isinstance(message, Done):
-            self._done.add(replica)
+            self._done.add(seat)
         if self._has_succeeded():
             self._end(Finished())
         elif isinstance(message, Done):
             return
         elif isinstance(message, Failed):
-            self._running[replica] = message.running
-        elif self._phase is _Phase.STOPPING and replica not in self._leaving:
-            self._stopped.add(replica)
-            self._done.discard(replica)
+            self._running[seat] = message.running
+        elif self._phase is _Phase.STOPPING and seat not in self._leaving:
+            self._stopped.add(seat)
+            self._done.discard(seat)
             self._snapshot_step = max(self._snapshot_step, message.snapshot_step)
         self.tick(now)
 
-    def _leave(self, replica: int, now: float) -> None:
+    def _leave(self, seat: int, now: float) -> None:
         """Let the others save together with a launcher that got a signal to end."""
-        why = f"the launcher of replica {replica} was told to end"
-        if replica not in self._done:
-            self._leaving.add(replica)
-            self._vacate(replica, now, why, graceful=True)
-        elif replica != 0 and self._phase is _Phase.RUNNING:
-            self._present.discard(replica)  # it may go, but no round can follow without it
+        if seat not in self._done:
+            self._leaving.add(seat)
+            self._vacate(seat, now, "was told to end", graceful=True)
+        elif seat != 0 and self._phase is _Phase.RUNNING:
+            self._present.discard(seat)  # it may go, but no round can follow without it
         else:
+            why = f"the launcher of replica {self._serving.index(seat)} was told to end"
             self._end(self._because(None, why, graceful=True))
 
-    def _note(self, replica: int, exits: tuple[Exit, ...], now: float) -> None:
+    def _note(self, seat: int, exits: tuple[Exit, ...], now: float) -> None:
         """Record exits by the hub's clock: the launchers' clocks cannot be compared."""
-        nproc = self._own.nproc
+        nproc, replica = self._own.nproc, self._serving.index(seat)
         for exit_ in exits:
             # Without rounds the hub hears its own launcher only, whose ranks are the gang's.
             if self._own.replicas > 1 and exit_.rank // nproc != replica:
@@ -319,7 +345,7 @@ class Hub:
 
     def _wait_for_all(self, now: float) -> float | None:
         """Wait until every launcher has stopped (H2)."""
-        everybody = self._present - self._leaving if self.holds else set(range(self._own.replicas))
+        everybody = self._present - self._leaving if self.holds else set(self._serving)
         missing = everybody - self._stopped
         if not missing:
             self._decide(now)
@@ -328,10 +354,10 @@ class Hub:
         if now < self._barrier_at:
             return self._barrier_at
         if self.holds and 0 not in missing:
-            for replica in missing:
-                self._drop(replica)
-                self._present.discard(replica)
-                self._lose(replica, now)
+            for seat in missing:
+                self._drop(seat)
+                self._present.discard(seat)
+                self._lose(seat, now)
             self._decide(now)
             return None
         absent = missing - self._members.keys()
@@ -346,10 +372,10 @@ class Hub:
         """Wait until every place is filled by a launcher that has stopped."""
         if self._hold_until is None:  # the first look of a hub that replaces one
             self._hold_until = now + self._limits.hold
-        if len(self._stopped) == self._own.replicas:
+        missing = sorted(set(range(self._own.replicas)) - self._fill().keys())
+        if not missing:
             self._decide(now)
         elif now >= self._hold_until:
-            missing = sorted(set(range(self._own.replicas)) - self._stopped)
             which = ", ".join(map(str, missing[:8]))
             why = f"replica {which} was not replaced within {self._limits.hold:.0f} s"
             self._end(self._because(None, why))
@@ -375,14 +401,41 @@ class Hub:
                 self._end(self._because(decision.cause, decision.why))
                 return
             following = decision.next
-        if len(self._stopped) < self._own.replicas:
+        filled = self._fill()
+        if len(filled) < self._own.replicas:
             self._phase = _Phase.HOLDING
             return
+        self._out.update(set(self._lost.values()) - self._pods_here())
+        self._serving = tuple(filled[replica] for replica in range(self._own.replicas))
         self.history = following
         self._phase = _Phase.RUNNING
         self._begun_at = None
         self._begin()
-        self._tell_all(Go(self._own.birth, self.history.round, self.history.records))
+        for replica, seat in enumerate(self._serving):
+            self._post(seat, Go(self._own.birth, following.round, replica, following.records))
+
+    def _fill(self) -> dict[int, int]:
+        """Choose who serves next: a seat for each replica, of those where nothing runs (H2).
+
+        Replica 0 is the hub's own. Who serves one goes on with it; then comes who held it last,
+        then a new pod of its seat, then the lowest standby.
+        """
+        serving = {seat: replica for replica, seat in enumerate(self._serving)}
+        held = {seat: self._members[seat].held for seat in self._stopped}
+        own = {seat: seat for seat in self._stopped}
+        filled = {0: 0} if 0 in self._stopped else {}
+        free, idle = set(range(1, self._own.replicas)), self._stopped - {0}
+        for wish in (serving, held, own):
+            for seat in sorted(idle & wish.keys()):
+                if wish[seat] in free:
+                    free.remove(wish[seat])
+                    idle.remove(seat)
+                    filled[wish[seat]] = seat
+        return filled | dict(zip(sorted(free), sorted(idle), strict=False))
+
+    def _pods_here(self) -> set[str]:
+        """Return the pods of the launchers that are linked and where nothing runs."""
+        return {self._members[seat].pod for seat in self._stopped}
 
     def _loss(self) -> Loss | None:
         """Return the loss that ended the round, None if a worker's failure did."""
@@ -396,10 +449,7 @@ class Hub:
         )
         if not collateral and not self._lost_first:
             return None
-        back = all(
-            replica in self._stopped and self._members[replica].pod == pod
-            for replica, pod in self._lost.items()
-        )
+        back = self._pods_here().issuperset(self._lost.values())
         return Loss(next(iter(self._lost)), replaced=not back)
 
     def _because(self, cause: Exit | None, why: str, *, graceful: bool = False) -> End:
@@ -414,5 +464,11 @@ class Hub:
 
     def _tell_all(self, message: Message) -> None:
         # The hub's own launcher last: the others' messages must be on their way when it ends.
-        for replica in sorted(self._present, reverse=True):
-            self._post(replica, message)
+        for seat in sorted(self._present, reverse=True):
+            self._post(seat, message)
+
+
+def _sizes(hello: Hello) -> str:
+    """Word what must be the same at all launchers."""
+    standby = f" and {hello.standby} that stand by" if hello.standby else ""
+    return f"{hello.replicas} replicas of {hello.nproc} processes{standby}"

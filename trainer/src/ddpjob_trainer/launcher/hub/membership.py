@@ -38,7 +38,7 @@ class Membership:
 
     def tick(self, now: float) -> float | None:
         """Run the hub's due actions; return when to call next at the latest."""
-        if self.calls is not None and self.hub is not None and self.hub.history.round >= 0:
+        if self.calls is not None and self.hub is not None and self.hub.complete:
             self.calls.close()
             self.calls = None
         parts = (self.link, self.hub, self.server, self.calls, self.listener)
@@ -56,8 +56,18 @@ class Membership:
         return self.hub is not None and self.hub.holds
 
     @property
+    def whole(self) -> bool:
+        """Return whether the hub here has a round that runs at all its launchers."""
+        return self.server is not None and self.hub is not None and self.hub.whole
+
+    @property
+    def serving(self) -> str:
+        """Return the hub's replica:seat where the two differ."""
+        return self.hub.serving if self.hub is not None else ""
+
+    @property
     def away(self) -> list[int]:
-        """Return the replicas whose links to the hub here are lost."""
+        """Return the seats whose links to the hub here are lost."""
         return self.hub.away if self.hub is not None else []
 
     @property
@@ -93,6 +103,8 @@ def join(
         config.nproc,
         config.holds,
         running=not config.replacement,
+        standby=config.env.standby,
+        held=-1 if config.replacement else config.replica,
         token=config.env.token,
     )
     if config.hub_port is not None and config.replica > 0:
@@ -106,7 +118,7 @@ def join(
                 raise
             tell(f"no restart in place: port {config.hub_port} of the hub: {error.strerror}")
     if listening is None:  # this launcher waits for no other
-        hello = replace(hello, replica=0, replicas=1, holds=False)
+        hello = replace(hello, seat=0, replicas=1, holds=False)
     # Without its port the hub is unreachable.
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress
@@ -146,16 +158,16 @@ def _lead(
     link = LocalLink()
     server: HubServer | None = None
 
-    def post(replica: int, message: Message) -> None:
+    def post(seat: int, message: Message) -> None:
         """Deliver the hub's answer; the supervisor reads link.inbox."""
-        if replica == 0:
+        if seat == 0:
             link.inbox.append(message)
         elif server is not None:
-            server.post(replica, message)
+            server.post(seat, message)
 
-    def drop(replica: int) -> None:
+    def drop(seat: int) -> None:
         if server is not None:
-            server.drop(replica)
+            server.drop(seat)
 
     hub = link.hub = Hub(hello, limits, post, modified, drop)
     calls: Calls | None = None

@@ -19,21 +19,24 @@ MAX_LINE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a launcher. uid, replicas and nproc must equal the hub's own.
+    """First message of a launcher. uid, replicas, nproc and standby must equal the hub's own.
 
-    ``pod``: its uid. ``birth``: the attempt in which it was made. ``holds``: it waits while a lost
-    launcher is replaced. ``running``: round 0 of hub ``birth`` runs here; else nothing does.
-    ``token``: the job's secret.
+    ``pod``: its uid. ``seat``: its number in the job, the hub's is 0. ``birth``: the attempt in
+    which it was made. ``holds``: it waits while a lost launcher is replaced. ``running``: round 0
+    of hub ``birth`` runs here; else nothing does. ``standby``: so many stand by in the job.
+    ``held``: the replica that it served last, -1: none. ``token``: the job's secret.
     """
 
     uid: str
     pod: str
-    replica: int
+    seat: int
     birth: int
     replicas: int
     nproc: int
     holds: bool
     running: bool
+    standby: int = 0
+    held: int = -1
     token: str = field(default="", repr=False)
 
 
@@ -124,10 +127,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Start this round of the hub of this number. ``records``: of the rounds before."""
+    """Start this round of the hub of this number, as this replica.
+
+    ``records``: of the rounds before.
+    """
 
     number: int
     round: int
+    replica: int
     records: tuple[Round, ...]
 
     @property

@@ -18,19 +18,19 @@ class HubServer:
         self, listening: socket.socket, selector: selectors.BaseSelector, hub: Hub
     ) -> None:
         self._hub = hub
-        self._wires: dict[int, Wire] = {}  # by replica
+        self._wires: dict[int, Wire] = {}  # by seat
         self._beat_at = 0.0
         self._listener = Listener(listening, selector, self._admit)
 
-    def post(self, replica: int, message: Message) -> None:
+    def post(self, seat: int, message: Message) -> None:
         """Send to an admitted launcher; one that is gone gets nothing."""
-        wire = self._wires.get(replica)
+        wire = self._wires.get(seat)
         if wire is not None:
             wire.send(message)
 
-    def drop(self, replica: int) -> None:
+    def drop(self, seat: int) -> None:
         """Close a launcher's link; the hub knows."""
-        wire = self._wires.pop(replica, None)
+        wire = self._wires.pop(seat, None)
         if wire is not None:
             wire.close()
 
@@ -62,20 +62,20 @@ class HubServer:
         refused = self._hub.refuses(message)
         if refused is not None:
             return refused
-        replica = message.replica
-        older = self._wires.pop(replica, None)
+        seat = message.seat
+        older = self._wires.pop(seat, None)
         if older is not None:
             self._listener.refuse(older, Refused("a newer pod has its place", final=True), now)
-        self._wires[replica] = wire
-        wire.received = lambda message, now: self._received(replica, message, now)
-        wire.closed = lambda reason, now: self._closed(replica, now)
+        self._wires[seat] = wire
+        wire.received = lambda message, now: self._received(seat, message, now)
+        wire.closed = lambda reason, now: self._closed(seat, now)
         self._hub.admit(message, now)
         return None
 
-    def _received(self, replica: int, message: Message, now: float) -> None:
+    def _received(self, seat: int, message: Message, now: float) -> None:
         if not isinstance(message, Beat):
-            self._hub.receive(replica, message, now)
+            self._hub.receive(seat, message, now)
 
-    def _closed(self, replica: int, now: float) -> None:
-        del self._wires[replica]
-        self._hub.lost(replica, now)
+    def _closed(self, seat: int, now: float) -> None:
+        del self._wires[seat]
+        self._hub.lost(seat, now)

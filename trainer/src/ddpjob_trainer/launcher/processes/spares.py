@@ -129,6 +129,12 @@ class Spares:
         one.call = Call(call.env, os.dup(call.out), os.dup(call.err), call.fds)
         return None
 
+    def forget(self) -> None:
+        """Let the spares that wait end, since their environment is another rank's."""
+        for local_rank, one in list(self._spares.items()):
+            if one.called_at is None:
+                self._drop(local_rank)
+
     def recall(self) -> list[int]:
         """Cancel every call that no spare has received; return their local ranks.
 

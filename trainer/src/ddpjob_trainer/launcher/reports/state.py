@@ -72,6 +72,8 @@ def state_body(
     round_: int,
     holds: bool = False,
     away: Sequence[int] = (),
+    whole: bool = False,
+    serving: str = "",
     results: Results | None = None,
     stacks: str = "",
     pace: float | None = None,
@@ -79,9 +81,9 @@ def state_body(
     """Return the JSON object of GET /state for one rank's record.
 
     ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``holds``: all launchers
-    wait while a lost one is replaced. ``away``: replicas whose link is lost. ``results``: of
-    earlier rounds, shown while this one starts up. ``stacks``: of the last hang. ``pace``: steps
-    per second.
+    wait while a lost one is replaced. ``away``: seats whose link is lost. ``whole``: the round runs
+    everywhere. ``serving``: see the contract. ``results``: of earlier rounds, shown while this one
+    starts up. ``stacks``: of the last hang. ``pace``: steps per second.
     """
     results = results or Results()
     step, total = results.step, results.total_steps  # unknown before the resume
@@ -94,6 +96,8 @@ def state_body(
         "round": round_,
         "holds": holds or None,
         "away": list(away) or None,
+        "whole": whole or None,
+        "serving": serving or None,
         "phase": state.phase if state else "startup",
         "step": step if step >= 0 else None,
         "totalSteps": total or None,

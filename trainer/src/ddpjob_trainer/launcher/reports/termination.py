@@ -45,6 +45,7 @@ class Ended:
     signal: int = 0
     at_work: bool = False  # workers still ran when the signal came
     between_rounds: bool = False  # the signal came after the round's workers had been stopped
+    stood_by: bool = False  # the others succeeded while nothing ran here
     end: End | None = None
     lost: str = ""  # how the hub was lost
     before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
@@ -72,6 +73,7 @@ def finish(
     if failure and early:
         failure = replace(failure, exception=root_cause.told_of(early, failure))
     local_rank = failure.local_rank if failure else 0
+    idle = ended.stood_by or workers.key.round < 0
     content = make_report(
         failure,
         workers.state(local_rank),
@@ -80,6 +82,7 @@ def finish(
         terminated=ended.signal != 0,
         results=results,
         elsewhere=elsewhere,
+        replica=(-1 if idle else config.replica) if config.env.standby else None,
     )
     cut_short = _cut_short(config, workers, ended, failure)
     if cut_short:
@@ -156,7 +159,7 @@ def _save(config: LaunchConfig, report: TerminationReport, say: Callable[[str], 
 
 def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
     """Find the worker here that ended the attempt, or why another launcher's did."""
-    if ended.between_rounds:
+    if ended.between_rounds or ended.stood_by:
         return None, ""
     mine = root_cause.first_failure(workers.exits)
     if ended.signal or workers.succeeded:
@@ -188,11 +191,12 @@ def make_report(
     terminated: bool,
     results: Results,
     elsewhere: str = "",
+    replica: int | None = None,
 ) -> TerminationReport:
     """Build the report on the first failing rank, or on the first rank after success.
 
     ``terminated``: the launcher itself got a signal to end. ``elsewhere``: why the attempt ended,
-    when no process of this launcher was the cause.
+    when no process of this launcher was the cause. ``replica``: see the contract.
     """
     exception = failure.exception if failure else ""
     said = elsewhere or exception
@@ -200,6 +204,7 @@ def make_report(
         "version": REPORT_VERSION,
         "kind": kind(failure, exception=exception, terminated=terminated),
         "round": round_,
+        "replica": replica,
         "exception": _cut_middle(said, _MAX_EXCEPTION) if said else None,
         "step": state.step if state else None,
         "rounds": [_brief(record) for record in results.records] or None,
