@@ -138,8 +138,15 @@ class Bench:
         found = []
         for number in range(repeats):
             pods = [f"{name}-{number * size // repeats}" for name in names]
-            async with asyncio.timeout(_PATIENCE):
-                found.append(await self._lose(names, pods, size + number + 1))
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    found.append(await self._lose(names, pods, size + number + 1))
+            except TimeoutError:
+                jobs = (await self._client.call("GET", _JOBS.format(OURS)))["items"]
+                print(json.dumps([job["status"] for job in jobs[:3]]), file=sys.stderr)
+                raise
+            made = f"made {found[-1].all_made:.2f} s, run {found[-1].all_run:.2f} s"
+            print(f"{count} x {size}, replica {pods[0].rpartition('-')[2]}: {made}", flush=True)
         await self._clear(OURS)
         return found
 
