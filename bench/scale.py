@@ -5,6 +5,10 @@ A real API server, etcd and controllers, the operator as it ships, and a stand-i
 operator adds to them: creation is from the POST of the DDPJobs, a restart from the end of one
 pod's container, both until status.phase is Running. The script writes the same objects.
 `--idle` measures memory, processor time and calls of an operator that has nothing to do.
+`--losses`: pods of gangs that run are deleted by force, one of each gang, all at once, while
+launchers hold (a stand-in says so, harness/kubelets.py): from the deletion of a pod until there is
+another in its place, which is the operator's share alone, and all that the operator writes until
+its status tells that the newcomer trains.
 """
 
 from __future__ import annotations
@@ -57,6 +61,17 @@ class Sample:
     server_cpu: float
     writes: int  # of pods, jobs and network objects, by all parties
     own_writes: int
+
+
+@dataclass
+class Loss:
+    """Pods that were lost at once. ``seconds``: of each until its successor was created."""
+
+    seconds: list[float]
+    all_made: float  # from the first deletion
+    all_run: float  # and told so by status.phase
+    own_cpu: float
+    calls: dict[str, float]  # the operator's, Leases apart
 
 
 class Bench:
@@ -113,7 +128,87 @@ class Bench:
             return
         await self._running(jobs)
 
+    async def losses(self, count: int, size: int, repeats: int) -> list[Loss]:
+        """Lose one pod in each of these gangs, again and again; the first time that of the hub."""
+        jobs = [self._job(size) for _ in range(count)]
+        since = await self._client.version(_JOBS.format(OURS))
+        await self._running(jobs)
+        names = [job["metadata"]["name"] for job in jobs]
+        await self._until_told(names, since, size)
+        found = []
+        for number in range(repeats):
+            pods = [f"{name}-{number * size // repeats}" for name in names]
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    found.append(await self._lose(names, pods, size + number + 1))
+            except TimeoutError:
+                jobs = (await self._client.call("GET", _JOBS.format(OURS)))["items"]
+                print(json.dumps([job["status"] for job in jobs[:3]]), file=sys.stderr)
+                raise
+            made = f"made {found[-1].all_made:.2f} s, run {found[-1].all_run:.2f} s"
+            print(f"{count} x {size}, replica {pods[0].rpartition('-')[2]}: {made}", flush=True)
+        await self._clear(OURS)
+        return found
+
     # --- how ---
+
+    async def _lose(self, names: list[str], pods: list[str], made: int) -> Loss:
+        """``made``: pods of each gang from its beginning, with the one to come."""
+        await asyncio.sleep(1.0)  # what the one before has caused is over
+        pods_path, jobs_path = _PODS.format(OURS), _JOBS.format(OURS)
+        since = [await self._client.version(path) for path in (pods_path, jobs_path)]
+        spent, asked = fleet.cpu(self._operator), requests(self._operator)
+        deletions = asyncio.gather(
+            *(self._client.text("DELETE", f"{pods_path}/{p}?gracePeriodSeconds=0") for p in pods)
+        )
+        gone: dict[str, float] = {}
+        there: dict[str, float] = {}
+        running = asyncio.create_task(self._until_told(names, since[1], made))
+        async with aclosing(self._client.watch(pods_path, since[0], kubelets.METADATA)) as events:
+            async for event in events:
+                times = {"DELETED": gone, "ADDED": there}.get(event["type"])
+                if times is not None:
+                    times[event["object"]["metadata"]["name"]] = time.monotonic()
+                if len(there) == len(pods):
+                    break
+        assert gone.keys() == there.keys() == set(pods), "others are replaced, too"
+        await deletions
+        began, run = min(gone.values()), await running
+        calls = {
+            what: count - asked.get(what, 0.0)
+            for what, count in requests(self._operator).items()
+            if count > asked.get(what, 0.0) and "leases" not in what
+        }
+        return Loss(
+            [round(there[pod] - gone[pod], 3) for pod in pods],
+            round(max(there.values()) - began, 3),
+            round(run - began, 3),
+            round(fleet.cpu(self._operator) - spent, 2),
+            calls,
+        )
+
+    async def _until_told(self, names: list[str], since: str, made: int) -> float:
+        """Wait until each job's status tells that it holds, runs and has made so many pods.
+
+        Returns when the last one began to run.
+        """
+        runs: dict[str, float] = {}
+        told: set[str] = set()
+        async with aclosing(self._client.watch(_JOBS.format(OURS), since)) as events:
+            async for event in events:
+                name, status = (
+                    event["object"]["metadata"]["name"],
+                    event["object"].get("status", {}),
+                )
+                if status.get("phase") != "Running":
+                    runs.pop(name, None)
+                    continue
+                runs.setdefault(name, time.monotonic())
+                if status.get("holds") and status.get("progress", {}).get("step") == made:
+                    told.add(name)
+                if told >= set(names):
+                    break
+        return max(runs[name] for name in names)
 
     def _job(self, size: int) -> Object:
         self._number += 1
@@ -242,6 +337,13 @@ async def measure(args: Any, plane: cluster.Cluster, operator: OperatorProcess) 
     rest = Rest(plane.kubeconfig)
     async with Client(plane.kubeconfig) as client:
         bench = Bench(client, rest, operator)
+        if args.losses:
+            await bench.losses(1, 5, 2)  # imports, connections, caches
+            cases = ((case, case.rpartition("x")) for case in args.cases)
+            return {
+                case: await bench.losses(int(count or 1), int(size), args.repeats)
+                for case, (count, _, size) in cases
+            }
         if args.idle:
             return {"idle": await idle(bench, operator, args.sizes)}
         await bench.gang(OURS, 5)  # imports, connections, caches
@@ -285,10 +387,11 @@ def rows(found: dict[str, dict[str, list[Sample]]]) -> list[list[object]]:
 def options() -> Any:
     parser = report.options((__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--cases", default="100,1000,200x5", help="sizes of gangs; AxB: A gangs of B"
+        "--cases", help="sizes of gangs; AxB: A gangs of B (100,1000,200x5; losses: 1000,100x4)"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--idle", action="store_true", help="1,000 finished jobs and 200 that run")
+    parser.add_argument("--losses", action="store_true", help="one pod of each gang is replaced")
     parser.add_argument(
         "--source",
         type=Path,
@@ -297,6 +400,7 @@ def options() -> Any:
         help="measure the operator of another checkout",
     )
     args = parser.parse_args()
+    args.cases = args.cases or ("1000,100x4" if args.losses else "100,1000,200x5")
     args.sizes = {"running": 200, "gang": 5, "finished": 1000, "settle": 60, "seconds": 60}
     if args.quick:
         args.cases, args.repeats = "20,10x5", 1
@@ -317,7 +421,8 @@ def main() -> int:
         rest = Rest(plane.kubeconfig)
         make_namespaces(rest, OURS, SCRIPT)
         with tempfile.TemporaryDirectory() as folder:
-            children.append(stand_in(plane.kubeconfig, rest.url.hostname if args.idle else ""))
+            address = rest.url.hostname if args.idle or args.losses else ""
+            children.append(stand_in(plane.kubeconfig, address, *["--holds"] * args.losses))
             if args.idle:
                 finished(rest, args.sizes)
             operator = OperatorProcess(plane.kubeconfig, OURS, Path(folder))
@@ -360,6 +465,11 @@ def stand_in(kubeconfig: Path, address: str | None, *more: str) -> subprocess.Po
 
 
 def tell(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+    if args.losses:
+        tell_losses(facts, found)
+        kept = {case: [asdict(loss) for loss in losses] for case, losses in found.items()}
+        report.finish("losses", facts, {"cases": kept}, args.json)
+        return
     if args.idle:
         idle = found["idle"]
         print(json.dumps(idle, indent=1))
@@ -375,6 +485,31 @@ def tell(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
         c: {w: [asdict(s) for s in all_] for w, all_ in ways.items()} for c, ways in found.items()
     }
     report.finish("scale", facts, {"repeats": args.repeats, "cases": samples}, args.json)
+
+
+def tell_losses(facts: dict[str, Any], found: dict[str, list[Loss]]) -> None:
+    rows = []
+    for case, losses in found.items():
+        lost = len(losses[0].seconds)
+        columns = ([s for loss in losses for s in loss.seconds],)
+        columns += tuple(
+            [getattr(loss, f) for loss in losses] for f in ("all_made", "all_run", "own_cpu")
+        )
+        each = [sum(writes(loss.calls).values()) / lost for loss in losses]
+        rows.append(
+            [case, len(losses), *(report.spread(c, 2) for c in columns), report.spread(each, 1)]
+        )
+    header = ("case", "n", "s to each new pod", "all new pods", "all run", "own processor s")
+    print("\n" + report.table((*header, "own writes per job"), rows))
+    for case, losses in found.items():
+        for what in sorted({what for loss in losses for what in writes(loss.calls)}):
+            counts = [loss.calls.get(what, 0.0) / len(loss.seconds) for loss in losses]
+            print(f"{case}: {what}, per job: {report.spread(counts, 2)}")
+    print(f"\nload before {facts['load_before']}, after {facts['load_after']}")
+
+
+def writes(calls: dict[str, float]) -> dict[str, float]:
+    return {what: count for what, count in calls.items() if what.split()[0] in _WRITES}
 
 
 if __name__ == "__main__":

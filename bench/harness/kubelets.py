@@ -4,8 +4,11 @@ It binds each pod that appears to one made-up node, reports it Running, and remo
 deleted pod, all at once and each write with the pod's uid as precondition: a write that is late
 never meets the next pod of that name. What it leaves out is what takes a real node its time:
 scheduling, images, sandboxes, volumes, the end of processes. With `--state ADDRESS` it also
-answers GET /state there for all pods, as a launcher does. `--crashing NAMESPACE`: containers there
-end with exit code 1 as soon as they run.
+answers GET /state there for all pods, as a launcher does. With `--holds` it stands in for the
+launchers of gangs of which one pod is replaced while the others wait: the hub's number is the
+attempt of replica 0's newest pod, all hold, and the only steps are the pods that have been made, so
+that a newcomer is progress and nothing else is news. No launcher runs, holds or calls.
+`--crashing NAMESPACE`: containers there end with exit code 1 as soon as they run.
 """
 
 from __future__ import annotations
@@ -13,11 +16,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
+from ddpjob_contract import crd
 from harness.wire import METADATA, Client, Refused, Wire
 from support.rest import Object, Rest
 
@@ -40,6 +48,8 @@ class Kubelets:
         self._started: set[str] = set()
         self._ended: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hubs: dict[str, int] = {}  # the number of each job's hub, by uid
+        self._made: Counter[str] = Counter()  # pods of each job so far
 
     async def run(self) -> None:
         node: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}
@@ -66,7 +76,18 @@ class Kubelets:
                 self._keep(self._end(meta))
         elif uid not in self._started:
             self._started.add(uid)
+            labels = meta.get("labels", {})
+            job = labels.get(crd.LABEL_JOB_UID, "")
+            self._made[job] += 1
+            if labels.get(crd.LABEL_REPLICA) == "0":
+                self._hubs[job] = int(labels[crd.LABEL_ATTEMPT])
             self._keep(self._start(meta))
+
+    def waiting(self, head: str) -> Object:
+        """The launchers' /state where one of them may be replaced; ``head``: of the request."""
+        job = re.findall(r"uid=([\w-]+)", head)[0]
+        told: Object = {"uid": job, "attempt": self._hubs.get(job, 0), "holds": True}
+        return {**told, "step": self._made[job], "snapshotStep": self._made[job]}
 
     def _keep(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -148,12 +169,18 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def training(_: str) -> Object:
     """GET /state: training goes on."""
-    await reader.readuntil(b"\r\n\r\n")
     step = int(time.time() * _STEPS_PER_SECOND) % 10_000_000
     state = {"step": step, "totalSteps": 10**7, "loss": 1000 / step, "snapshotStep": step - 9}
-    body = json.dumps({**state, "samplesPerSecond": 96.0}).encode()
+    return {**state, "samplesPerSecond": 96.0}
+
+
+async def answer(
+    state: Callable[[str], Object], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    request = await reader.readuntil(b"\r\n\r\n")
+    body = json.dumps(state(request.decode())).encode()
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     writer.write(head.encode() + body)
     writer.close()
@@ -165,12 +192,14 @@ async def main() -> None:
     parser.add_argument("--namespaces", required=True)
     parser.add_argument("--state", default="", help="address at which all pods answer /state")
     parser.add_argument("--crashing", default="", help="namespace whose containers fail at once")
+    parser.add_argument("--holds", action="store_true", help="launchers wait for lost ones")
     args = parser.parse_args()
-    if args.state:
-        await asyncio.start_server(answer, args.state, METRICS_PORT)
     namespaces = set(args.namespaces.split(","))
     ip = args.state or "10.0.0.1"
     kubelets = Kubelets(args.kubeconfig, namespaces, ip, args.crashing)
+    if args.state:
+        state = kubelets.waiting if args.holds else training
+        await asyncio.start_server(partial(answer, state), args.state, METRICS_PORT)
     await kubelets.run()
 
 

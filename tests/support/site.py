@@ -316,7 +316,7 @@ def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
     # These tests count rounds; the drill has tests of its own.
     restart = spec.pop("restart", {})
     spec["restart"] = {**restart, "inPlace": {"drill": "Never", **restart.get("inPlace", {})}}
-    return ddpjob(name, nprocPerNode=1, template=template, **spec)
+    return ddpjob(name, template=template, **{"nprocPerNode": 1, **spec})
 
 
 def spread(body: dict[str, Any]) -> dict[str, Any]:
