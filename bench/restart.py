@@ -2,10 +2,10 @@
 
 A devcluster of two nodes, the chart as users install it, a gang of 3 replicas that trains the
 digits example: a process is killed (in place, and with new pods), a pod deleted (all pods new, or
-that one alone while the others wait), a launcher killed, a process stops without dying, a node is
-cut off under `nodeLost.policy: Fence`. Beside it a bare script that makes
-the same pods, and deletes them and makes them again as fast as it can when it sees one fail or go;
-of a hang or of a lost node it never hears. Stages are the wall clock's, by the watches of job and
+that one alone while the others wait, or a standby in its place), a launcher killed, a process
+stops without dying, a node is cut off under `nodeLost.policy: Fence`. Beside it a bare script that
+makes the same pods, and deletes them and makes them again as fast as it can when it sees one fail
+or go; of a hang or of a lost node it never hears. Stages are the wall clock's, by the watches of job and
 pods; "noticed" holds what kubectl takes to bring the fault about.
 """
 
@@ -45,11 +45,14 @@ FAULTS: dict[str, tuple[Object, bool]] = {
     "pod deleted by force, others kept": ({"restart": IN_PLACE}, False),
     "pod of the hub deleted, others kept": ({"restart": IN_PLACE}, False),
     "launcher killed, others kept": ({"restart": IN_PLACE}, False),
+    "pod deleted by force, with a standby": ({"restart": IN_PLACE, "standby": 1}, False),
+    "launcher killed, with a standby": ({"restart": IN_PLACE, "standby": 1}, False),
     "hang, in place": ({"restart": IN_PLACE, "hang": {"stepSeconds": STEP_SECONDS}}, False),
     "node lost": ({"nodeLost": {"policy": "Fence", "afterSeconds": AFTER_SECONDS}}, False),
 }
 STAGES = ("noticed", "old pods gone", "new pods run", "first step")
 _PATIENCE = 240.0
+_WARM_SECONDS = 10.0  # a standby has long imported torch when it is needed
 
 
 def state(site: Site, name: str) -> Object:
@@ -99,7 +102,11 @@ async def ours(site: Site, client: Client, fault: str, name: str, node: str) -> 
     job = _job(name, fault, node)
     site.apply(job)
     before = await asyncio.to_thread(snapshot_of, site, name)
-    if "others kept" in fault:
+    if "standby" in fault:
+        waits = lambda: "nothing runs here" in site.kubectl("logs", f"{name}-3").stdout  # noqa: E731
+        await asyncio.to_thread(wait_for, waits, f"a standby of {name}", _PATIENCE)
+        await asyncio.sleep(_WARM_SECONDS)
+    if "others kept" in fault or "standby" in fault:
         hold = lambda: site.status(name).get("holds")  # noqa: E731
         await asyncio.to_thread(wait_for, hold, f"launchers of {name} that hold", _PATIENCE)
     path = f"{JOBS}/namespaces/{site.namespace}/ddpjobs"
@@ -175,7 +182,7 @@ async def measure(site: Site, faults: list[str], repeats: int) -> dict[str, Any]
     async with Client(site.cluster.kubeconfig) as client:
         for fault in faults:
             for number in range(1 if fault == "node lost" else repeats):
-                node, label = "", f"{'abcdefghi'[list(FAULTS).index(fault)]}{number}"
+                node, label = "", f"{'abcdefghijk'[list(FAULTS).index(fault)]}{number}"
                 if fault == "node lost":
                     leads = (await asyncio.to_thread(site.leader))[1]
                     node = next(n for n in ("node1", "node2") if n != leads)
