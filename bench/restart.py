@@ -5,8 +5,8 @@ digits example: a process is killed (in place, and with new pods), a pod deleted
 that one alone while the others wait, or a standby in its place), a launcher killed, a process
 stops without dying, a node is cut off under `nodeLost.policy: Fence`. Beside it a bare script that
 makes the same pods, and deletes them and makes them again as fast as it can when it sees one fail
-or go; of a hang or of a lost node it never hears. Stages are the wall clock's, by the watches of job and
-pods; "noticed" holds what kubectl takes to bring the fault about.
+or go; of a hang or of a lost node it never hears. Stages are the wall clock's, by the watches of
+job and pods; "noticed" holds what kubectl takes to bring the fault about.
 """
 
 from __future__ import annotations
