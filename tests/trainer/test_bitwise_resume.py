@@ -178,6 +178,7 @@ def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path, undis
     ):
         disturbed.die, disturbed.staging = die, "inline" if die[1] % 2 else "thread"
         disturbed.seam = dies_in_commit if die[2].startswith("in") else None
+        disturbed.durable = 12 if die[1] > 12 else 0  # the last one resumes from there
         codes = gang.run(disturbed)
         killed = die[0]
         assert codes == {r: -9 if r == killed else 75 for r in range(3)}, gang.log(killed)
