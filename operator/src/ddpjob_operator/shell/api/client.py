@@ -305,13 +305,7 @@ class Api:
         )
 
 
-_METHODS = {
-    "get": "GET",
-    "list": "GET",
-    "create": "POST",
-    "update": "PUT",
-    "delete": "DELETE",
-}
+_METHODS = {"get": "GET", "list": "GET", "create": "POST", "update": "PUT", "delete": "DELETE"}
 
 
 def _describe(error: BaseException) -> str:

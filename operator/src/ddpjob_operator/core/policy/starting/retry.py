@@ -71,9 +71,7 @@ def refused(known: ApiFeedback, replica: int, refusal: Refusal) -> ApiFeedback:
     # Only a quorum list shows the outcome of an unanswered creation.
     unknown = refusal.code == 0 or refusal.code >= 500
     return replace(
-        known,
-        refusals={**kept, replica: refusal},
-        confirmed=None if unknown else known.confirmed,
+        known, refusals={**kept, replica: refusal}, confirmed=None if unknown else known.confirmed
     )
 
 
