@@ -138,17 +138,8 @@ class DeleteJob:
     uid: str
 
 
-Action = (
-    WriteStatus
-    | DeletePod
-    | ConfirmGone
-    | ReadNodes
-    | ReadLeases
-    | ReadEvents
-    | EnsureNetwork
-    | CreatePod
-    | DeleteJob
-)
+Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents
+Action = WriteStatus | DeletePod | Read | EnsureNetwork | CreatePod | DeleteJob
 
 
 @dataclass(frozen=True, slots=True)
