@@ -31,7 +31,6 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.objects import spec as spec_module
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
@@ -49,12 +48,7 @@ from ddpjob_operator.core.policy.restarting import (
     rounds,
 )
 from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import (
-    node_avoidance,
-    retry,
-    startup,
-    template_guard,
-)
+from ddpjob_operator.core.policy.starting import node_avoidance, retry, startup, template_guard
 from ddpjob_operator.core.view import Change, View, build_view
 
 #: Phases in which a gang is wanted.
@@ -81,9 +75,8 @@ def plan(
         now: the operator's clock, UTC.
         nodes: those that the pods are on; None before they could be read.
     """
-    status = st.from_dict(job.status)
-    spec = spec_module.read(job.spec, job.name)
-    view = build_view(job, spec, status, pods, feedback, now, nodes)
+    view = build_view(job, pods, feedback, now, nodes)
+    status = view.status
     if job.deleting:
         return _leave(view)
     if job.status.get("attempt", 0) != status.attempt:  # forged

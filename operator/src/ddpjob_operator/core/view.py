@@ -21,6 +21,7 @@ from ddpjob_operator.core.actions import (
     QuorumRead,
     Refusal,
 )
+from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod, Report, clean
@@ -212,18 +213,14 @@ class View:
 
 
 def build_view(
-    job: Job,
-    spec: Spec,
-    status: Status,
-    pods: Sequence[Pod],
-    feedback: ApiFeedback,
-    now: datetime,
-    nodes: Nodes | None = None,
+    job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None
 ) -> View:
-    """Sort the job's pods; ignore those that its uid does not own."""
+    """Parse the job and sort its pods; ignore those that its uid does not own."""
+    spec, status = spec_.read(job.spec, job.name), st.from_dict(job.status)
+    done = frozenset(replica for replica in status.succeeded if replica < spec.replicas)
+    status = replace(status, succeeded=done)
     members: dict[int, Pod] = {}
     others: list[Pod] = []
-    status = replace(status, succeeded=frozenset(n for n in status.succeeded if n < spec.replicas))
     for seen in pods:
         if seen.owner_uid != job.uid:
             continue
