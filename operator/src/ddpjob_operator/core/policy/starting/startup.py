@@ -153,18 +153,13 @@ def _too_slow(view: View) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
     on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
     replica = next(r for r in range(view.spec.replicas) if r not in on)
-    pod = view.members.get(replica)
     stalled = view.status.condition("Stalled")
     known = stalled.message if stalled and stalled.status == "True" else "no reason is known"
-    return Failure(
-        attempt=view.status.attempt,
-        replica=replica,
-        pod=pod.name if pod else "",
-        node=pod.node if pod else "",
+    return replace(
+        classify.removed(view.members[replica], view.now),
         cls="Startup",
         reason="StartupDeadlineExceeded",
         message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
-        detected_at=view.now,
     )
 
 
