@@ -35,6 +35,33 @@ _SLOW = (0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300, 600, 1800)
 #: Seconds without a job after which a namespace's series end: long past every alert's window.
 _FORGET_AFTER = 86_400.0
 _STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+_CLASSES = (*SEVERITY, "Unknown")
+#: Counters by namespace: the text, the other label, and its values that begin at 0.
+_COUNTERS = {
+    "restarts_total": (
+        "Restarts of gangs, by the class of the failure as it was known then",
+        "class",
+        _CLASSES,
+    ),
+    "rounds_total": (
+        "Restarts of processes in place, by the class of the failure",
+        "class",
+        _CLASSES,
+    ),
+    "finished_total": ("DDPJobs that have ended, by how", "result", crd.TERMINAL_PHASES),
+    "refused_creations_total": (
+        "Pods, Services and NetworkPolicies that the API server refused to create",
+        "code",
+        ("403",),
+    ),
+}
+#: Histograms of stored changes of jobs, each with its text and its buckets.
+_HISTOGRAMS = {
+    "detection_seconds": ("From a failure to the stored decision", _SLOW),
+    "recovery_seconds": ("From the last sign of progress to all running", _SLOW),
+    "time_to_running_seconds": ("From start or resume to all replicas running", _SLOW),
+    "lost_steps": ("Steps between the failure and the newest snapshot", _STEPS),
+}
 
 
 class Metrics:
@@ -48,36 +75,16 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        self.restarts = self._counter(
-            "ddpjob_restarts",
-            "Restarts of gangs, by the class of the failure as it was known then",
-            "class",
-        )
-        self.rounds = self._counter(
-            "ddpjob_rounds", "Restarts of processes in place, by the class of the failure", "class"
-        )
-        self.finished = self._counter(
-            "ddpjob_finished", "DDPJobs that have ended, by how", "result"
-        )
-        self.refused = self._counter(
-            "ddpjob_refused_creations",
-            "Pods, Services and NetworkPolicies that the API server refused to create",
-            "code",
-        )
+        self._counters = {
+            name: Counter(f"ddpjob_{name}", text, ["namespace", label], registry=self.registry)
+            for name, (text, label, _) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: self._histogram(f"ddpjob_{name}", text, buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         Info("ddpjob_build", "The operator's version", registry=self.registry).info(
             {"version": __version__, "python": platform.python_version()}
-        )
-        self.detection = self._histogram(
-            "ddpjob_detection_seconds", "From a failure to the stored decision", _SLOW
-        )
-        self.recovery = self._histogram(
-            "ddpjob_recovery_seconds", "From the last sign of progress to all running", _SLOW
-        )
-        self.time_to_running = self._histogram(
-            "ddpjob_time_to_running_seconds", "From start or resume to all replicas running", _SLOW
-        )
-        self.lost_steps = self._histogram(
-            "ddpjob_lost_steps", "Steps between the failure and the newest snapshot", _STEPS
         )
         self.reconcile = self._histogram(
             "ddpjob_reconcile_seconds", "Time to plan and act on one job once", _FAST
@@ -98,9 +105,6 @@ class Metrics:
             "ddpjob_leader", "1 if this operator holds the lease", registry=self.registry
         )
 
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, ["namespace", label], registry=self.registry)
-
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
@@ -110,29 +114,19 @@ class Metrics:
 
     def record(self, namespace: str, measurements: Iterable[Measurement]) -> None:
         """Record what a stored transition of a job in that namespace measured."""
-        histograms = {
-            "detection_seconds": self.detection,
-            "recovery_seconds": self.recovery,
-            "time_to_running_seconds": self.time_to_running,
-            "lost_steps": self.lost_steps,
-        }
-        counters = {
-            "restarts_total": self.restarts,
-            "rounds_total": self.rounds,
-            "finished_total": self.finished,
-        }
-        for measurement in measurements:
-            if measurement.name in counters:
-                self._counted.add(namespace)
-                counter = counters[measurement.name]
-                counter.labels(namespace, measurement.label or "Unknown").inc(measurement.value)
+        for one in measurements:
+            if one.name in self._histograms:
+                self._histograms[one.name].observe(one.value)
             else:
-                histograms[measurement.name].observe(measurement.value)
+                self._count(one.name, namespace, one.label or "Unknown", one.value)
 
     def count_refusal(self, namespace: str, code: int) -> None:
         """Count a creation that the API server refused."""
+        self._count("refused_creations_total", namespace, str(code))
+
+    def _count(self, name: str, namespace: str, label: str, value: float = 1) -> None:
         self._counted.add(namespace)
-        self.refused.labels(namespace, str(code)).inc()
+        self._counters[name].labels(namespace, label).inc(value)
 
     def expose_jobs(self, jobs: Callable[[], Iterable[observe.Job]]) -> None:
         """Expose ddpjob_jobs{namespace,phase} and ddpjob_stalled{namespace,reason}.
@@ -143,16 +137,13 @@ class Metrics:
 
     def _begin(self, namespace: str) -> None:
         """Begin a namespace's counters at 0: Prometheus sees no increase from nothing to 1."""
-        for kind in (*SEVERITY, "Unknown"):
-            self.restarts.labels(namespace, kind)
-            self.rounds.labels(namespace, kind)
-        for result in crd.TERMINAL_PHASES:
-            self.finished.labels(namespace, result)
-        self.refused.labels(namespace, "403")
+        for name, (_, _, labels) in _COUNTERS.items():
+            for label in labels:
+                self._counters[name].labels(namespace, label)
 
     def _forget(self, namespace: str) -> None:
         self._counted.discard(namespace)
-        for counter in (self.restarts, self.rounds, self.finished, self.refused):
+        for counter in self._counters.values():
             counter.remove_by_labels({"namespace": namespace})
 
     def expose_watch_ages(self, ages: Mapping[str, Callable[[], float]]) -> None:
