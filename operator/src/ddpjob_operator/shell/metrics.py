@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -64,13 +64,15 @@ _HISTOGRAMS = {
 }
 
 
-class Metrics:
-    """One registry and the instruments in it. ``clock`` is monotonic."""
+class Metrics(Collector):
+    """One registry, the instruments in it, and a collector of jobs. ``clock`` is monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._jobs: Callable[[], Iterable[observe.Job]] = list
         # Namespaces of counters; their jobs may be gone by a scrape.
         self._counted = set[str]()
+        self._seen: dict[str, float] = {}  # namespace -> when it had a job last
         disable_created_metrics()  # type: ignore[no-untyped-call]  # half as many series
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -133,18 +135,8 @@ class Metrics:
 
         ``jobs()``: the jobs that this operator reports, none while another one leads.
         """
-        self.registry.register(_Jobs(jobs, self._begin, self._forget, self._counted, self._clock))
-
-    def _begin(self, namespace: str) -> None:
-        """Begin a namespace's counters at 0: Prometheus sees no increase from nothing to 1."""
-        for name, (_, _, labels) in _COUNTERS.items():
-            for label in labels:
-                self._counters[name].labels(namespace, label)
-
-    def _forget(self, namespace: str) -> None:
-        self._counted.discard(namespace)
-        for counter in self._counters.values():
-            counter.remove_by_labels({"namespace": namespace})
+        self._jobs = jobs
+        self.registry.register(self)
 
     def expose_watch_ages(self, ages: Mapping[str, Callable[[], float]]) -> None:
         """Expose ddpjob_watch_age_seconds{resource}: since the API server's last sign of life."""
@@ -157,23 +149,8 @@ class Metrics:
         for resource, age in ages.items():
             gauge.labels(resource).set_function(age)
 
-
-class _Jobs(Collector):
-    """The current states of the jobs; calls ``begin`` and ``forget`` as namespaces come and go."""
-
-    def __init__(
-        self,
-        jobs: Callable[[], Iterable[observe.Job]],
-        begin: Callable[[str], None],
-        forget: Callable[[str], None],
-        counted: Set[str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._jobs, self._begin, self._forget, self._clock = jobs, begin, forget, clock
-        self._counted = counted
-        self._seen: dict[str, float] = {}  # namespace -> when it had a job last
-
     def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the empty metrics of jobs."""
         yield GaugeMetricFamily("ddpjob_jobs", "DDPJobs by phase", labels=["namespace", "phase"])
         yield GaugeMetricFamily(
             "ddpjob_stalled",
@@ -182,6 +159,7 @@ class _Jobs(Collector):
         )
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield them as the jobs are now."""
         phases: Counts[tuple[str, str]] = Counts()
         stalled: Counts[tuple[str, str]] = Counts()
         namespaces = set()
@@ -204,12 +182,17 @@ class _Jobs(Collector):
         yield reasons
 
     def _mind(self, namespaces: set[str]) -> None:
+        """Begin new namespaces' counters at 0: Prometheus sees no increase from nothing to 1."""
         now = self._clock()
         # Counted namespaces may have lost their jobs before the first scrape.
         new = (namespaces | self._counted) - self._seen.keys()
         for namespace in sorted(new):
-            self._begin(namespace)
+            for name, (_, _, labels) in _COUNTERS.items():
+                for label in labels:
+                    self._counters[name].labels(namespace, label)
         self._seen.update(dict.fromkeys(namespaces | new, now))
         for namespace in [n for n, at in self._seen.items() if now - at > _FORGET_AFTER]:
             del self._seen[namespace]
-            self._forget(namespace)
+            self._counted.discard(namespace)
+            for counter in self._counters.values():
+                counter.remove_by_labels({"namespace": namespace})
