@@ -14,7 +14,6 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Coroutine
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -79,7 +78,7 @@ class App:
             seconds=settings.lease_seconds,
             on_change=self._on_leadership,
         )
-        leads = self._elector.leads
+        leads, add = self._elector.leads, self._queue.add
         executor = Executor(
             self._api, self._store, self._recorder, self._metrics, leads=leads, now=self._clock.now
         )
@@ -99,21 +98,13 @@ class App:
         self._resyncs: dict[str | None, Resync] = {}
         self._informers: dict[str | None, PodInformer] = {}
         for namespace in settings.namespaces or (None,):
+            seen = partial(self._clock.received, namespace)
             self._resyncs[namespace] = Resync(
-                self._api,
-                self._store,
-                namespace,
-                self._queue.add,
-                settings.resync_seconds,
-                partial(self._clock.received, namespace),
+                self._api, self._store, namespace, add, settings.resync_seconds, seen
             )
-            self._informers[namespace] = PodInformer(
-                self._api, self._store, namespace, self._queue.add, relist
-            )
-        self._node_informer = NodeInformer(self._api, self._store, None, self._queue.add, relist)
-        self._progress = ProgressReader(
-            self._store, self._queue.add, leads, settings.progress_seconds
-        )
+            self._informers[namespace] = PodInformer(self._api, self._store, namespace, add, relist)
+        self._node_informer = NodeInformer(self._api, self._store, None, add, relist)
+        self._progress = ProgressReader(self._store, add, leads, settings.progress_seconds)
         self._probes = Probes(
             settings.probe_host,
             settings.probe_port,
@@ -152,8 +143,9 @@ class App:
             **{f"resync {where or ''}": part.run() for where, part in self._resyncs.items()},
             **{f"pods {where or ''}": part.run() for where, part in self._informers.items()},
         }
-        tasks = [_task(name, part) for name, part in parts.items()]
-        lease, asked = _task("lease", self._elector.run()), _task("signal", stop.wait())
+        tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+        lease = asyncio.create_task(self._elector.run(), name="lease")
+        asked = asyncio.create_task(stop.wait(), name="signal")
         try:
             done, _ = await asyncio.wait(
                 [*tasks, lease, asked], return_when=asyncio.FIRST_COMPLETED
@@ -195,7 +187,7 @@ class App:
             await self._resyncs[where].answered.wait()
             await self._informers[where].answered.wait()
         await self._node_informer.synced.wait()
-        listed = [_task(f"list {where or ''}", self._listed(where)) for where in self._resyncs]
+        listed = [asyncio.create_task(self._listed(where)) for where in self._resyncs]
         try:
             await asyncio.wait(listed, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -265,10 +257,6 @@ class App:
         self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])
         self._metrics.expose_watch_ages({"pods": self._age_of_pods, crd.PLURAL: self._age_of_jobs})
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
-
-
-def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    return asyncio.create_task(part, name=name)
 
 
 def _rewound(error: BaseException | None) -> BaseException | None:
