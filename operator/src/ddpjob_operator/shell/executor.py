@@ -208,14 +208,13 @@ class Executor:
         self._store.put_own_write(written)
         at, stored = self._now(), written.get("status")
         pruned = None if stored == action.status else (action.status, stored or {})
-        if pruned and not self._store.feedback(job.uid).pruned:
+        known = self._store.feedback(job.uid)
+        if pruned and not known.pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
-        self._learn(
-            job.uid,
-            lambda known: replace(known, status_written_at=at, pruned=pruned or known.pruned),
-        )
+        known = replace(known, status_written_at=at, pruned=pruned or known.pruned)
         if action.begins:
-            self._learn(job.uid, lambda known: known.begin(action.status.get("attempt")))
+            known = known.begin(action.status.get("attempt"))
+        self._store.set_feedback(job.uid, known)
         self._tell_of(job, action)
         return True
 
@@ -335,8 +334,8 @@ class Executor:
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
-        made = {"network_attempt": action.attempt, "network_refusal": None}
-        self._learn(job.uid, lambda known: replace(known, **made))  # type: ignore[arg-type]
+        made = partial(replace, network_attempt=action.attempt, network_refusal=None)
+        self._learn(job.uid, made)
         return True
 
     async def _ensure_secret(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
