@@ -340,7 +340,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
         return ()
     if feedback.network_attempt != attempt:
-        if retry.resting(view, feedback.network_refusal):
+        if retry.resting(view, view.network_refusal):
             return ()
         secret = feedback.network_attempt == 0 or _cannot_start(view)
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)

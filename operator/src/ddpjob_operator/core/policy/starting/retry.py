@@ -101,9 +101,7 @@ def resting(view: View, refusal: Refusal | None) -> bool:
     at = due(view)
     if at is not None and view.now < at:
         return True
-    if refusal is None or refusal.attempt != view.status.attempt:
-        return False
-    return view.now < rests_until(view, refusal)
+    return refusal is not None and view.now < rests_until(view, refusal)
 
 
 def ready(view: View) -> list[int]:
