@@ -39,20 +39,14 @@ _OUTGROWN: Final = re.compile(
 )
 #: Words of a runtime that could not start a container; the first match counts, since a hook of the
 #: node may miss a file, too. Mounts lie on the node, so only "not a directory" is of the template.
-_START: Final = tuple(
-    (cls, re.compile(words, re.IGNORECASE))
-    for cls, words in (
-        ("Hardware", r"error running (\w+ )?hook|nvidia-c(ontainer|tk|di)|\bCDI\b"),
-        ("OOM", r"init was OOM-killed|unable to set memory limit"),
-        (
-            "Permanent",
-            (
-                r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
-                r'exec: "[^"]*": .*(no such file|permission denied|is a directory)'
-            ),
-        ),
-    )
-)
+_START: Final = {
+    "Hardware": r"error running (\w+ )?hook|nvidia-c(ontainer|tk|di)|\bCDI\b",
+    "OOM": r"init was OOM-killed|unable to set memory limit",
+    "Permanent": (
+        r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
+        r'exec: "[^"]*": .*(no such file|permission denied|is a directory)'
+    ),
+}
 
 
 def succeeded(pod: Pod) -> bool:
@@ -253,7 +247,8 @@ def _not_started(pod: Pod) -> Verdict | None:
     ended = decisive(pod)
     if ended.reason != "StartError":
         return None
-    found = (cls for cls, words in _START if words.search(ended.message))
+    said = ended.message
+    found = (cls for cls, words in _START.items() if re.search(words, said, re.IGNORECASE))
     return next(found, "Infrastructure"), ended.reason
 
 
