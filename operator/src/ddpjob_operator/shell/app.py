@@ -173,11 +173,8 @@ class App:
     async def _work(self) -> None:
         """Wait until the caches are full, then work while this process leads."""
         await self._fill()
-        log.info(
-            "caches are full: %d jobs, %d pods",
-            len(self._store.keys_in(None)),
-            self._store.pod_count(),
-        )
+        jobs, pods = len(self._store.keys_in(None)), self._store.pod_count()
+        log.info("caches are full: %d jobs, %d pods", jobs, pods)
         gc.freeze()  # nearly all stay: later searches for cycles skip them
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
 

@@ -67,10 +67,7 @@ class RewoundError(Exception):
 
 
 class Store:
-    """Jobs by key and uid, pods by their owner, feedback by job uid.
-
-    ``now()`` is UTC of the operator's clock.
-    """
+    """Jobs by key and uid, pods by owner, feedback by job uid; ``now()`` is the operator's UTC."""
 
     def __init__(
         self,
