@@ -342,7 +342,9 @@ def _creations(view: View) -> tuple[Action, ...]:
     if feedback.network_attempt != attempt:
         if retry.resting(view, view.network_refusal):
             return ()
-        secret = feedback.network_attempt == 0 or _cannot_start(view)
+        # Where pods did not start somebody may have removed the Secret.
+        unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
+        secret = feedback.network_attempt == 0 or unstarted
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
         return (EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
@@ -359,11 +361,6 @@ def _creations(view: View) -> tuple[Action, ...]:
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
         *(CreatePod(r, attempt, body) for r, body in pods),
     )
-
-
-def _cannot_start(view: View) -> bool:
-    """Tell whether pods did not start last time, as where somebody has removed the Secret."""
-    return any(loss.cls == "Startup" for loss in view.status.failures[-1:])
 
 
 def _batch(view: View) -> int:
