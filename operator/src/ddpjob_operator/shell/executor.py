@@ -41,16 +41,7 @@ from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import (
-    JOBS,
-    NETWORK_POLICIES,
-    PODS,
-    SECRETS,
-    SERVICES,
-    Api,
-    Object,
-    Resource,
-)
+from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes
 from ddpjob_operator.shell.cache.pods import failed_probe, hidden_pods, slim_pod
 from ddpjob_operator.shell.cache.store import Store
@@ -61,7 +52,6 @@ log = logging.getLogger(__name__)
 
 _IN_PARALLEL = 32
 _TOKEN_BYTES = 32
-_NETWORK = {"Service": SERVICES, "NetworkPolicy": NETWORK_POLICIES}
 
 
 class NotLeadingError(Exception):
@@ -342,7 +332,7 @@ class Executor:
         """Make the job's Secret unless it is there; the operator may read none."""
         drawn = {**body, "stringData": {TOKEN_KEY: secrets.token_hex(_TOKEN_BYTES)}}
         try:
-            await self._api.create(SECRETS, job.namespace, drawn, strict=True)
+            await self._api.create(OF_KIND["Secret"], job.namespace, drawn, strict=True)
         except errors.ApiError as error:
             if error.code != 409:
                 return self._refusal(job, attempt, error, None)
@@ -350,7 +340,7 @@ class Executor:
 
     async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         kind, name = body["kind"], body["metadata"]["name"]
-        resource = _NETWORK[kind]
+        resource = OF_KIND[kind]
         error = errors.ApiError(409, "AlreadyExists", f"{kind} {name} already exists")
         found = await self._read_back(resource, job, name)
         if found is None:
@@ -375,7 +365,7 @@ class Executor:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
         try:
-            await self._api.replace(_NETWORK[kind], job.namespace, name, mended)
+            await self._api.replace(OF_KIND[kind], job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
         self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])

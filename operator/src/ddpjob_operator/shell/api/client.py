@@ -52,11 +52,14 @@ class Resource:
 JOBS = Resource(crd.GROUP, crd.VERSION, crd.PLURAL)
 PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes")
-SERVICES = Resource("", "v1", "services")
-SECRETS = Resource("", "v1", "secrets")
 EVENTS = Resource("", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
-NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
+#: What a gang has beside its pods.
+OF_KIND = {
+    "Secret": Resource("", "v1", "secrets"),
+    "Service": Resource("", "v1", "services"),
+    "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
+}
 
 
 @dataclass(frozen=True, slots=True)
