@@ -36,8 +36,7 @@ from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.ranges import counted
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.policy import finish
-from ddpjob_operator.core.policy.reporting import repeat, report
+from ddpjob_operator.core.policy import finish, report
 from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
@@ -122,7 +121,7 @@ def _decide(view: View) -> Change:
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
-        loops = repeat.reasons(view, change.status)
+        loops = report.loops(view, change.status)
         why = chain(root_cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
         change = report.stall(view, change, replacement.with_deadline(view, why))
     return change
@@ -383,7 +382,7 @@ def _wake(view: View) -> float | None:
     """Return the seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
-    times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
+    times += [report.lingers(view), report.quiet_at(status), template_guard.looks_again(view)]
     times.append(handover.due(view))
     if status.phase == "Starting" or view.replacing:
         times.append(startup.deadline(view))

@@ -20,7 +20,7 @@ from ddpjob_operator.core.actions import (
 )
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.policy.reporting import report
+from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
-from ddpjob_operator.core.policy.reporting import report
+from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.view import View
 
 #: For a taken name: its object is ours and about to go, or another's.

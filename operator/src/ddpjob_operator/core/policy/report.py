@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import KIND
+from ddpjob_contract.exits import FREE
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.objects import resumed
@@ -21,6 +22,7 @@ from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import (
     Condition,
+    Failure,
     Progress,
     Replicas,
     Status,
@@ -38,6 +40,12 @@ PATIENCE = timedelta(seconds=20)
 SCHEDULING_PATIENCE = timedelta(seconds=5)
 #: Ranks end together; a replica that still works so long after another one is reported.
 LINGERING = timedelta(minutes=10)
+CRASH_LOOPING: Final = "CrashLooping"
+#: A loop is so many failures within so short a time, and ends after so long without one. Both
+#: bounds are longer than the longest wait of restart.py between two attempts, or it would flap.
+_FAILURES: Final = 3
+_RATE: Final = timedelta(minutes=15)
+_QUIET: Final = timedelta(minutes=10)
 #: Characters of a list of replicas.
 _LISTED: Final = 400
 #: Words of a refusal, its author, and the cure.
@@ -359,3 +367,34 @@ def _unsupported(view: View, change: Change) -> Change:
         "install its chart with rbac.nodes=true"
     )
     return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)
+
+
+def loops(view: View, status: Status) -> Iterator[tuple[str, str]]:
+    """Explain that the program fails again and again, in whatever phase the gang is."""
+    until, counted = quiet_at(status), _of_program(status)
+    if until is None or view.now >= until:
+        return
+    newest = counted[-1]
+    counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
+    took = max(1.0, (newest.detected_at - counted[0].detected_at).total_seconds() / 60)
+    rounds = sum(one.in_place for one in counted)
+    often = f"{len(counted)} failures within {took:.0f} min, {rounds} of them restarted in place"
+    alike = {one.exception for one in counted} == {newest.exception}
+    said = f", each with {newest.exception}" if newest.exception and alike else ""
+    cure = "spec.suspend true stops it and keeps the snapshots"
+    yield CRASH_LOOPING, f"{often}{said}; last: {describe(newest)}; {cure}"
+
+
+def quiet_at(status: Status) -> datetime | None:
+    """Return when the loop ends if nothing fails any more; None without a loop."""
+    counted = _of_program(status)[-_FAILURES:]
+    if len(counted) < _FAILURES or counted[-1].detected_at - counted[0].detected_at > _RATE:
+        return None
+    return counted[-1].detected_at + _QUIET
+
+
+def _of_program(status: Status) -> list[Failure]:
+    """List the program's failures since the start or resume, which may have cured older ones."""
+    since = status.timings.started_at
+    charged = [one for one in status.failures if one.cls not in FREE]
+    return [one for one in charged if since is None or one.detected_at >= since]
