@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.objects import ranges
 from ddpjob_operator.core.objects.json_read import (
     counter,
     format_time,
@@ -23,12 +24,6 @@ from ddpjob_operator.core.objects.json_read import (
     parse_time,
     sequence,
     text,
-)
-from ddpjob_operator.core.objects.ranges import (
-    format_births,
-    format_ranges,
-    parse_births,
-    parse_ranges,
 )
 from ddpjob_operator.core.objects.resumed import Proof
 
@@ -230,16 +225,16 @@ def to_dict(status: Status) -> dict[str, Any]:
             "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
             "attempt": status.attempt,
             "membersSince": status.members_since,
-            "births": format_births(status.births),
+            "births": ranges.format_births(status.births),
             "holds": status.holds,
-            "serving": format_births(status.serving),
+            "serving": ranges.format_births(status.serving),
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
             "restarts": _written(restarts, _RESTARTS),
             "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
             "ready": ready,
             "replicas": asdict(replicas),
-            "succeededReplicas": format_ranges(status.succeeded),
+            "succeededReplicas": ranges.format_ranges(status.succeeded),
             "progress": _progress_to_dict(status.progress) or None,
             "lastFailure": _written(last, _FAILURE) if last else None,
             "failures": [_written(one, _FAILURE) for one in status.failures] or None,
@@ -253,7 +248,7 @@ def to_dict(status: Status) -> dict[str, Any]:
 def from_dict(body: object) -> Status:
     """Parse .status; whatever does not parse counts as absent."""
     raw = mapping(body)
-    replicas = mapping(raw.get("replicas"))
+    replicas, births = mapping(raw.get("replicas")), ranges.parse_births(raw.get("births"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     # Later than that, its pods would belong to no attempt.
@@ -268,14 +263,14 @@ def from_dict(body: object) -> Status:
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=attempt,
         members_since=since,
-        births={r: n for r, n in parse_births(raw.get("births")).items() if since < n <= attempt},
+        births={r: n for r, n in births.items() if since < n <= attempt},
         holds=raw.get("holds") is True,
-        serving=parse_births(raw.get("serving")),
+        serving=ranges.parse_births(raw.get("serving")),
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
         replicas=Replicas(**{f.name: integer(replicas.get(f.name)) for f in fields(Replicas)}),
-        succeeded=parse_ranges(raw.get("succeededReplicas")),
+        succeeded=ranges.parse_ranges(raw.get("succeededReplicas")),
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],

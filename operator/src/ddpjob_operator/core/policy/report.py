@@ -18,16 +18,10 @@ from ddpjob_contract.exits import FREE
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.objects import resumed
+from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
-from ddpjob_operator.core.objects.status import (
-    Condition,
-    Failure,
-    Progress,
-    Replicas,
-    Status,
-    with_condition,
-)
+from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.policy.restarting.replace import WAIT
 from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
@@ -103,11 +97,11 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"succeeded": view.succeeded}
     elif status.phase == "Suspended":
         active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
-        parts |= {"replicas": Replicas(desired=view.spec.replicas, active=active)}
+        parts |= {"replicas": st.Replicas(desired=view.spec.replicas, active=active)}
     elif status.members_since == view.status.members_since:
         parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
-        parts |= {"replicas": Replicas(desired=view.spec.replicas)}
+        parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
     reason, message = _why(status)
     parts |= {"reason": reason, "message": message, "conditions": status.conditions}
     change = change.with_status(**parts)
@@ -115,7 +109,7 @@ def fill(view: View, change: Change) -> Change:
     return change if status.terminal else _proven(view, change)
 
 
-def _by_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
+def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
     """Clear conditions of another phase (etcd was restored, a person wrote them) and set Ready.
 
     kstatus, by which Helm, Flux and others wait, takes a job without Ready for finished; it follows
@@ -125,9 +119,9 @@ def _by_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
     for type_, only in _PHASE_OF.items():
         told = status.condition(type_)
         if told and told.status == "True" and phase != only:
-            conditions = with_condition(conditions, type_, False, phase, f"phase {phase}", now)
+            conditions = st.with_condition(conditions, type_, False, phase, f"phase {phase}", now)
     ready = phase in ("Running", "Succeeded")
-    return with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
+    return st.with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
 def _why(status: Status) -> tuple[str, str]:
@@ -304,10 +298,10 @@ def explained(refusal: Refusal) -> str:
     return refusal.message
 
 
-def _replicas(view: View) -> Replicas:
+def _replicas(view: View) -> st.Replicas:
     members, most = view.members.values(), view.spec.replicas  # others stand by
     alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
-    return Replicas(
+    return st.Replicas(
         desired=most,
         active=min(most, len([p for p in alive if not classify.succeeded(p)])),
         ready=min(most, len([p for p in alive if p.trainer.ready and classify.running(p)])),
@@ -348,7 +342,7 @@ def _proven(view: View, change: Change) -> Change:
         return change
     reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
     old = change.status.condition("ResumeProven")
-    conditions = with_condition(  # False too where it never was true
+    conditions = st.with_condition(  # False too where it never was true
         change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
     )
     change = change.with_status(conditions=conditions)
