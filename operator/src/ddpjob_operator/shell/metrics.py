@@ -8,19 +8,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import Counter as Counts
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-)
+import prometheus_client as prom
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -73,42 +64,42 @@ class Metrics(Collector):
         # Namespaces of counters; their jobs may be gone by a scrape.
         self._counted = set[str]()
         self._seen: dict[str, float] = {}  # namespace -> when it had a job last
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # half as many series
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        prom.disable_created_metrics()  # type: ignore[no-untyped-call]  # half as many series
+        self.registry = prom.CollectorRegistry()
+        prom.ProcessCollector(registry=self.registry)
+        prom.GCCollector(registry=self.registry)
         self._counters = {
-            name: Counter(f"ddpjob_{name}", text, ["namespace", label], registry=self.registry)
+            name: prom.Counter(f"ddpjob_{name}", text, ["namespace", label], registry=self.registry)
             for name, (text, label, _) in _COUNTERS.items()
         }
         self._histograms = {
             name: self._histogram(f"ddpjob_{name}", text, buckets)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
-        Info("ddpjob_build", "The operator's version", registry=self.registry).info(
+        prom.Info("ddpjob_build", "The operator's version", registry=self.registry).info(
             {"version": __version__, "python": platform.python_version()}
         )
         self.reconcile = self._histogram(
             "ddpjob_reconcile_seconds", "Time to plan and act on one job once", _FAST
         )
-        self.api_requests = Counter(
+        self.api_requests = prom.Counter(
             "ddpjob_api_requests",
             "Calls to the API server; code 0 is no answer",
             ["verb", "resource", "code"],
             registry=self.registry,
         )
-        self.queue_depth = Gauge(
+        self.queue_depth = prom.Gauge(
             "ddpjob_workqueue_depth", "Jobs waiting for a worker", registry=self.registry
         )
         self.queue_latency = self._histogram(
             "ddpjob_workqueue_latency_seconds", "Time that jobs waited for a worker", _FAST
         )
-        self.leader = Gauge(
+        self.leader = prom.Gauge(
             "ddpjob_leader", "1 if this operator holds the lease", registry=self.registry
         )
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> prom.Histogram:
+        return prom.Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def count_call(self, verb: str, resource: str, code: int) -> None:
         """Count one finished call to the API server."""
@@ -140,7 +131,7 @@ class Metrics(Collector):
 
     def expose_watch_ages(self, ages: Mapping[str, Callable[[], float]]) -> None:
         """Expose ddpjob_watch_age_seconds{resource}: since the API server's last sign of life."""
-        gauge = Gauge(
+        gauge = prom.Gauge(
             "ddpjob_watch_age_seconds",
             "Time since the API server last said anything about this resource",
             ["resource"],
@@ -160,8 +151,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield them as the jobs are now."""
-        phases: Counts[tuple[str, str]] = Counts()
-        stalled: Counts[tuple[str, str]] = Counts()
+        phases: Counter[tuple[str, str]] = Counter()
+        stalled: Counter[tuple[str, str]] = Counter()
         namespaces = set()
         for job in self._jobs():
             namespaces.add(job.namespace)
