@@ -18,19 +18,8 @@ from itertools import chain
 from typing import Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
-from ddpjob_operator.core import render, told
-from ddpjob_operator.core.actions import (
-    Action,
-    ApiFeedback,
-    ConfirmGone,
-    CreatePod,
-    DeleteJob,
-    DeletePod,
-    EnsureNetwork,
-    Plan,
-    Refusal,
-    WriteStatus,
-)
+from ddpjob_operator.core import actions, render, told
+from ddpjob_operator.core.actions import Action, ApiFeedback, ConfirmGone, DeletePod, Plan
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
@@ -79,7 +68,7 @@ def plan(
     if job.deleting:
         return _leave(view)
     if job.status.get("attempt", 0) != status.attempt:  # forged
-        return Plan((WriteStatus(st.to_dict(status)),))
+        return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
         seen = Change(replace(status, observed_generation=job.generation))
         return _write(view, seen) or finish.clean_up(view)
@@ -241,7 +230,7 @@ def _write(view: View, change: Change) -> Plan | None:
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
-    return Plan((WriteStatus(new, change.events, change.measurements, begins),))
+    return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
 
 
 def _seldom(view: View) -> timedelta:
@@ -293,8 +282,8 @@ def _leave(view: View) -> Plan:
     """
     wake = _wake(view)
     if view.status.terminal:
-        actions = finish.clean_up(view).actions
-        return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
+        todo = finish.clean_up(view).actions
+        return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)), wake)
     if view.in_doubt:
         return Plan((ConfirmGone(view.status.attempt),), wake)
     over = (
@@ -313,7 +302,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
     """
     ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
-    actions: list[Action] = []
+    todo: list[Action] = []
     for pod in view.others:
         replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
         late = (pod.attempt or 0) < max(dead + 1, replaced)
@@ -322,8 +311,8 @@ def _deletions(view: View) -> tuple[Action, ...]:
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:
-            actions.append(DeletePod(pod.name, pod.uid, grace))
-    return tuple(actions)
+            todo.append(DeletePod(pod.name, pod.uid, grace))
+    return tuple(todo)
 
 
 def _creations(view: View) -> tuple[Action, ...]:
@@ -345,7 +334,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
         secret = feedback.network_attempt == 0 or unstarted
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
-        return (EnsureNetwork(attempt, bodies),)
+        return (actions.EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     make = partial(
@@ -358,7 +347,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
-        *(CreatePod(r, attempt, body) for r, body in pods),
+        *(actions.CreatePod(r, attempt, body) for r, body in pods),
     )
 
 
@@ -368,7 +357,7 @@ def _batch(view: View) -> int:
     return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
 
 
-def _unlabelled(view: View, refusal: Refusal | None) -> tuple[DeletePod, ...]:
+def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod, ...]:
     """Delete a pod of ours that lost its labels and keeps the name."""
     found = refusal.existing if refusal else None
     if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:

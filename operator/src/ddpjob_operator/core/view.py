@@ -12,15 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from ddpjob_operator.core import classify
-from ddpjob_operator.core.actions import (
-    ApiFeedback,
-    Event,
-    Existing,
-    Measurement,
-    QuorumRead,
-    Refusal,
-)
+from ddpjob_operator.core import actions, classify
+from ddpjob_operator.core.actions import ApiFeedback, Event, Measurement, QuorumRead, Refusal
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
@@ -115,7 +108,7 @@ class View:
         return seen if since and seen and since > self.now else since
 
     @property
-    def hidden(self) -> tuple[Existing, ...] | None:
+    def hidden(self) -> tuple[actions.Existing, ...] | None:
         """Return pods that no watch shows and that have not ended; None: not asked."""
         return self.confirmed.hidden if self.confirmed else None
 

@@ -17,24 +17,8 @@ from itertools import groupby
 from typing import Any
 
 from ddpjob_contract import TOKEN_KEY, crd
-from ddpjob_operator.core import ownership
-from ddpjob_operator.core.actions import (
-    Action,
-    ApiFeedback,
-    Body,
-    ConfirmGone,
-    CreatePod,
-    DeleteJob,
-    DeletePod,
-    EnsureNetwork,
-    Existing,
-    QuorumRead,
-    ReadEvents,
-    ReadLeases,
-    ReadNodes,
-    Refusal,
-    WriteStatus,
-)
+from ddpjob_operator.core import actions, ownership
+from ddpjob_operator.core.actions import Body, CreatePod, DeletePod, Existing, Refusal, WriteStatus
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
@@ -79,13 +63,13 @@ class Executor:
         self._recorder, self._metrics = recorder, metrics
         self._leads, self._now = leads, now
 
-    async def carry_out(self, job: observe.Job, actions: Iterable[Action]) -> None:
+    async def carry_out(self, job: observe.Job, todo: Iterable[actions.Action]) -> None:
         """Do all actions, or as many as still make sense.
 
         Raises ApiError for what only time can cure, JobGoneError, NotLeadingError, and RewoundError
         when etcd was restored from a backup.
         """
-        for kind, run in groupby(actions, key=type):
+        for kind, run in groupby(todo, key=type):
             if kind in (DeletePod, CreatePod):
                 goes_on = await self._do_pods(job, list(run))
             else:
@@ -101,33 +85,33 @@ class Executor:
             raise JobGoneError from error
         self._store.put_read_job(found, {job.uid: job.resource_version})
 
-    async def _do(self, job: observe.Job, action: Action) -> bool:
+    async def _do(self, job: observe.Job, action: actions.Action) -> bool:
         """Do one action; return False if the rest of the plan is out of date."""
         self._check_leading()
         match action:
             case WriteStatus():
                 return await self._write_status(job, action)
-            case ConfirmGone():
+            case actions.ConfirmGone():
                 return await self._confirm_gone(job, action)
-            case ReadNodes():
+            case actions.ReadNodes():
                 await nodes.read(self._api, self._store.nodes, action.names)
-            case ReadLeases():
+            case actions.ReadLeases():
                 await self._store.nodes.read_leases(self._api)
-            case ReadEvents(uid):
+            case actions.ReadEvents(uid):
                 found = await failed_probe(self._api, job, action)
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))
-            case EnsureNetwork():
+            case actions.EnsureNetwork():
                 return await self._ensure_network(job, action)
-            case DeleteJob():
+            case actions.DeleteJob():
                 await self._delete_job(job, action)
         return True
 
-    async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
+    async def _do_pods(self, job: observe.Job, todo: list[Any]) -> bool:
         """Delete side by side; create one first, then each time one more at once.
 
         After a refusal no more are begun: most would meet every later pod.
         """
-        creating = isinstance(actions[0], CreatePod)
+        creating = isinstance(todo[0], CreatePod)
         gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
         narrow = _IN_PARALLEL - 1 if creating else 0  # so much wider may the gate become
         refused: list[Refusal] = []
@@ -149,7 +133,7 @@ class Executor:
                         narrow -= 1
                         gate.release()
 
-        await _all(one(action) for action in actions)
+        await _all(one(action) for action in todo)
         if refused and not refused[0].existing:
             self._back_off(job, refused[0])
         elif creating and not refused:
@@ -214,7 +198,7 @@ class Executor:
         for event in action.events:
             log.info("%s/%s: %s: %s (uid %s)", *job.key, event.reason, event.message, job.uid)
 
-    async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
+    async def _delete_job(self, job: observe.Job, action: actions.DeleteJob) -> None:
         try:
             left = await self._api.delete(
                 JOBS, job.namespace, job.name, uid=action.uid, version=job.resource_version
@@ -249,7 +233,7 @@ class Executor:
         else:
             self._store.remove_pod(action.uid)
 
-    async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
+    async def _confirm_gone(self, job: observe.Job, action: actions.ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)
         selector = f"{crd.LABEL_JOB_UID}={job.uid}"
         newest = self._store.newest(PODS.plural)
@@ -263,7 +247,7 @@ class Executor:
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
         status, before = status_.from_dict(now.job.status), self._store.feedback(job.uid).confirmed
-        found = QuorumRead(
+        found = actions.QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
@@ -312,7 +296,7 @@ class Executor:
 
     # --- network ---
 
-    async def _ensure_network(self, job: observe.Job, action: EnsureNetwork) -> bool:
+    async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
         for body in action.bodies:
             ensure = self._ensure_secret if body["kind"] == "Secret" else self._ensure
             refusal = await ensure(job, action.attempt, body)
@@ -397,7 +381,9 @@ class Executor:
         what = f"{refusal.code} {refusal.reason}: {refusal.message}"
         log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
 
-    def _learn(self, uid: str, change: Callable[[ApiFeedback], ApiFeedback]) -> None:
+    def _learn(
+        self, uid: str, change: Callable[[actions.ApiFeedback], actions.ApiFeedback]
+    ) -> None:
         self._store.set_feedback(uid, change(self._store.feedback(uid)))
 
 
