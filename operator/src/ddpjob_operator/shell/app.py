@@ -78,19 +78,11 @@ class App:
             seconds=settings.lease_seconds,
             on_change=self._on_leadership,
         )
-        leads, add = self._elector.leads, self._queue.add
-        executor = Executor(
-            self._api, self._store, self._recorder, self._metrics, leads=leads, now=self._clock.now
-        )
+        store, queue, metrics, clock = self._store, self._queue, self._metrics, self._clock
+        leads, add = self._elector.leads, queue.add
+        executor = Executor(self._api, store, self._recorder, metrics, leads=leads, now=clock.now)
         self._reconciler = Reconciler(
-            self._store,
-            self._queue,
-            executor,
-            self._metrics,
-            leads,
-            self._clock,
-            settings.metrics_from,
-            self._known,
+            store, queue, executor, metrics, leads, clock, settings.metrics_from, self._known
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR
@@ -98,20 +90,15 @@ class App:
         self._resyncs: dict[str | None, Resync] = {}
         self._informers: dict[str | None, PodInformer] = {}
         for namespace in settings.namespaces or (None,):
-            seen = partial(self._clock.received, namespace)
+            seen = partial(clock.received, namespace)
             self._resyncs[namespace] = Resync(
-                self._api, self._store, namespace, add, settings.resync_seconds, seen
+                self._api, store, namespace, add, settings.resync_seconds, seen
             )
-            self._informers[namespace] = PodInformer(self._api, self._store, namespace, add, relist)
-        self._node_informer = NodeInformer(self._api, self._store, None, add, relist)
-        self._progress = ProgressReader(self._store, add, leads, settings.progress_seconds)
-        self._probes = Probes(
-            settings.probe_host,
-            settings.probe_port,
-            self._metrics.registry,
-            self._idle_times,
-            self._unready,
-        )
+            self._informers[namespace] = PodInformer(self._api, store, namespace, add, relist)
+        self._node_informer = NodeInformer(self._api, store, None, add, relist)
+        self._progress = ProgressReader(store, add, leads, settings.progress_seconds)
+        host, port = settings.probe_host, settings.probe_port
+        self._probes = Probes(host, port, metrics.registry, self._idle_times, self._unready)
         self._expose()
 
     async def run(self) -> int:
@@ -122,12 +109,9 @@ class App:
             loop.add_signal_handler(number, stop.set)
         async with self._api, self._lease_api:
             await self._probes.start()
-            log.info(
-                "ddpjob-operator %s serves %s, probes on port %d",
-                __version__,
-                ", ".join(self._settings.namespaces) or "all namespaces",
-                self._probes.port,
-            )
+            where = ", ".join(self._settings.namespaces) or "all namespaces"
+            what = "ddpjob-operator %s serves %s, probes on port %d"
+            log.info(what, __version__, where, self._probes.port)
             try:
                 return await self._run_parts(stop)
             finally:

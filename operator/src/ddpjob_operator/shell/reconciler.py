@@ -89,11 +89,9 @@ class Reconciler:
         began = time.thread_time()
         job = snapshot.job
         seen = self._store.seen(job.uid, job.status.get("attempt"))
+        since = self._clock.seen_since(job.namespace)
         feedback = replace(
-            snapshot.feedback,
-            seen=seen,
-            seen_since=self._clock.seen_since(job.namespace),
-            metrics_from=self._metrics_from,
+            snapshot.feedback, seen=seen, seen_since=since, metrics_from=self._metrics_from
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
