@@ -144,8 +144,6 @@ class Executor:
         if not self._leads():
             raise NotLeadingError
 
-    # --- the job itself ---
-
     async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
         body = {
             "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
@@ -211,8 +209,6 @@ class Executor:
         if left.get("kind") != crd.KIND or "deletionTimestamp" not in left["metadata"]:
             raise JobGoneError
         self._store.put_own_write(left)  # a finalizer keeps it: not ours to delete again
-
-    # --- pods ---
 
     async def _delete_pod(self, job: observe.Job, action: DeletePod) -> None:
         try:
@@ -294,8 +290,6 @@ class Executor:
         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
         return None
 
-    # --- network ---
-
     async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
         for body in action.bodies:
             ensure = self._ensure_secret if body["kind"] == "Secret" else self._ensure
@@ -353,8 +347,6 @@ class Executor:
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
         self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
-
-    # --- what was learnt ---
 
     async def _read_back(self, resource: Resource, job: observe.Job, name: str) -> Object | None:
         try:
