@@ -39,7 +39,6 @@ from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import node_avoidance, retry, startup, template_guard
 from ddpjob_operator.core.view import Change, View, build_view
 
-#: Phases in which a gang is wanted.
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
