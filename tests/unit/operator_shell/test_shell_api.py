@@ -123,14 +123,17 @@ async def test_an_error_without_an_end_is_one(api: Api, server: Server) -> None:
         await api.get(PODS, "ns", "x")
 
 
-async def test_no_answer_may_mean_done(api: Api, server: Server, calls: Counter[Any]) -> None:
+async def test_no_answer_may_mean_done(
+    api: Api, server: Server, calls: Counter[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def hang(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(30)
         return web.json_response({})
 
     server.handle = hang
+    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
     with pytest.raises(errors.Unavailable) as caught:
-        await api.replace(PODS, "ns", "x", {}, within=0.2)
+        await api.replace(PODS, "ns", "x", {})
     assert caught.value.maybe_done
     assert calls == {("update", "pods", 0): 1}
 

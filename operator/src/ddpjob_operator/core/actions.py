@@ -138,17 +138,8 @@ class DeleteJob:
     uid: str
 
 
-Action = (
-    WriteStatus
-    | DeletePod
-    | ConfirmGone
-    | ReadNodes
-    | ReadLeases
-    | ReadEvents
-    | EnsureNetwork
-    | CreatePod
-    | DeleteJob
-)
+Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents
+Action = WriteStatus | DeletePod | Read | EnsureNetwork | CreatePod | DeleteJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +152,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The API's refusal of a creation.
-
-    ``existing``: on 409 AlreadyExists the object that has the name, as it was read back.
-    """
+    """The API's refusal of a creation; ``existing``: the object that has the name, if one has."""
 
     attempt: int
     code: int  # HTTP status; 0: no answer

@@ -15,16 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-import ddpjob_contract as contract
-from ddpjob_contract.exits import (
-    CLASSES,
-    SEVERITY,
-    class_of,
-    final_class,
-    reason_of,
-    settled,
-    signal_of,
-)  # fmt: skip
+from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode, exits
 from ddpjob_operator.core import told
 from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.objects.status import Failure
@@ -35,9 +26,9 @@ NODE_SILENT: Final = "NodeSilent"
 INIT_FAILED: Final = "InitContainerFailed"
 PROBE_FAILED: Final = "ProbeFailed"
 #: These codes mean the same in any container.
-_OF_ANY: Final = (contract.ExitCode.SIGTERM, 128 + signal.SIGKILL)
+_OF_ANY: Final = (ExitCode.SIGTERM, 128 + signal.SIGKILL)
 #: Codes with which no program ends for lack of memory, though some child of it may have.
-_MEANT: Final = (CLASSES.keys() | contract.PERMANENT_EXIT_CODES | {0}) - {contract.ExitCode.UNKNOWN}
+_MEANT: Final = (exits.CLASSES.keys() | PERMANENT_EXIT_CODES | {0}) - {ExitCode.UNKNOWN}
 _OOM: Final = "OOMKilled"
 #: The kubelet's words for the end of a container that add nothing to its exit code.
 _PLAIN: Final = ("", "Error", "Completed", _OOM)
@@ -48,20 +39,14 @@ _OUTGROWN: Final = re.compile(
 )
 #: Words of a runtime that could not start a container; the first match counts, since a hook of the
 #: node may miss a file, too. Mounts lie on the node, so only "not a directory" is of the template.
-_START: Final = tuple(
-    (cls, re.compile(words, re.IGNORECASE))
-    for cls, words in (
-        ("Hardware", r"error running (\w+ )?hook|nvidia-c(ontainer|tk|di)|\bCDI\b"),
-        ("OOM", r"init was OOM-killed|unable to set memory limit"),
-        (
-            "Permanent",
-            (
-                r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
-                r'exec: "[^"]*": .*(no such file|permission denied|is a directory)'
-            ),
-        ),
-    )
-)
+_START: Final = {
+    "Hardware": r"error running (\w+ )?hook|nvidia-c(ontainer|tk|di)|\bCDI\b",
+    "OOM": r"init was OOM-killed|unable to set memory limit",
+    "Permanent": (
+        r"executable file .*not found|not a directory|chdir to cwd .*permission denied|"
+        r'exec: "[^"]*": .*(no such file|permission denied|is a directory)'
+    ),
+}
 
 
 def succeeded(pod: Pod) -> bool:
@@ -123,16 +108,16 @@ def ended_round(
     if rank is None and nproc_per_node == 1:
         rank = replica
     cls = {"hang": "Hang", "oom": "OOM", "lost": "Infrastructure"}.get(found.kind, "User")
-    number = found.signal or signal_of(code)
+    number = found.signal or exits.signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
     said = found.exception or told.KINDS.get(found.kind, "")
-    reason = "Unknown" if code is number is None else reason_of(code, number)
+    reason = "Unknown" if code is number is None else exits.reason_of(code, number)
     loss = Failure(
         attempt=attempt,
         round=found.number,
         replica=replica,
         rank=rank,
-        cls=class_of(code, number, cls),
+        cls=exits.class_of(code, number, cls),
         reason=_OOM if found.kind == "oom" else reason,
         exit_code=code,
         signal=number,
@@ -180,7 +165,7 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
 
     def order(found: Failure) -> tuple[int, bool, float, int]:
         at, proved = finished.get(found.replica), found.reason == PROBE_FAILED
-        severity = SEVERITY.index("Killed" if proved else found.cls)
+        severity = exits.SEVERITY.index("Killed" if proved else found.cls)
         return (severity, not proved, at.timestamp() if at else 0.0, found.replica)
 
     return min(failures, key=order, default=None)
@@ -188,7 +173,7 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
 
 def settle(found: Failure) -> Failure:
     """Give a collateral loss the class of its likely cause when no other explains it."""
-    return replace(found, cls=settled(found.exit_code))
+    return replace(found, cls=exits.settled(found.exit_code))
 
 
 def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
@@ -214,7 +199,7 @@ def perhaps_probed(pod: Pod) -> bool:
     A launcher reports by itself whether it got SIGTERM.
     """
     code, report = pod.trainer.exit_code, pod.trainer.report
-    unclear = code == contract.ExitCode.SIGTERM or code not in _MEANT
+    unclear = code == ExitCode.SIGTERM or code not in _MEANT
     may = report.kind == "sigterm" if report else unclear
     return may and not any(look(pod) for look in _EVIDENCE)
 
@@ -262,7 +247,8 @@ def _not_started(pod: Pod) -> Verdict | None:
     ended = decisive(pod)
     if ended.reason != "StartError":
         return None
-    found = (cls for cls, words in _START if words.search(ended.message))
+    said = ended.message
+    found = (cls for cls, words in _START.items() if re.search(words, said, re.IGNORECASE))
     return next(found, "Infrastructure"), ended.reason
 
 
@@ -279,8 +265,8 @@ def _out_of_memory(pod: Pod) -> Verdict | None:
     if ended.reason != _OOM:
         return None
     if ended.report:
-        killed = code == contract.ExitCode.SIGKILL or _signal(pod) == signal.SIGKILL
-        return ("OOM", ended.reason) if killed and code != contract.ExitCode.SIGTERM else None
+        killed = code == ExitCode.SIGKILL or _signal(pod) == signal.SIGKILL
+        return ("OOM", ended.reason) if killed and code != ExitCode.SIGTERM else None
     meant = _MEANT if ended is pod.trainer else _OF_ANY[:1]
     return None if code in meant else ("OOM", ended.reason)
 
@@ -291,7 +277,7 @@ def _of_init(pod: Pod) -> Verdict | None:
     if ended is pod.trainer:
         return None
     code = ended.exit_code
-    cls = class_of(code, _signal(pod)) if code in _OF_ANY else "User"
+    cls = exits.class_of(code, _signal(pod)) if code in _OF_ANY else "User"
     return cls, INIT_FAILED if ended.reason in _PLAIN else ended.reason
 
 
@@ -311,13 +297,13 @@ _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
 
 def _verdict(pod: Pod) -> Verdict:
     found = (look(pod) for look in _EVIDENCE)
-    by_code = final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
+    by_code = exits.final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
     return next((one for one in found if one), by_code)
 
 
 def _reason(pod: Pod) -> str:
     ended = decisive(pod)
-    plain = reason_of(ended.exit_code, _signal(pod))
+    plain = exits.reason_of(ended.exit_code, _signal(pod))
     return pod.reason or (plain if ended.reason in _PLAIN else ended.reason)
 
 
@@ -327,7 +313,7 @@ def _signal(pod: Pod) -> int | None:
         return trainer.signal
     if trainer.report and trainer.report.signal:
         return trainer.report.signal
-    return signal_of(trainer.exit_code)
+    return exits.signal_of(trainer.exit_code)
 
 
 def _rank(pod: Pod, nproc_per_node: int) -> int | None:

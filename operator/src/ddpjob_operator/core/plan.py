@@ -18,27 +18,14 @@ from itertools import chain
 from typing import Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
-from ddpjob_operator.core import render, told
-from ddpjob_operator.core.actions import (
-    Action,
-    ApiFeedback,
-    ConfirmGone,
-    CreatePod,
-    DeleteJob,
-    DeletePod,
-    EnsureNetwork,
-    Plan,
-    Refusal,
-    WriteStatus,
-)
-from ddpjob_operator.core.objects import spec as spec_module
+from ddpjob_operator.core import actions, render, told
+from ddpjob_operator.core.actions import Action, ApiFeedback, ConfirmGone, DeletePod, Plan
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.ranges import counted
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.policy import finish
-from ddpjob_operator.core.policy.reporting import repeat, report
+from ddpjob_operator.core.policy import finish, report
 from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
@@ -49,15 +36,9 @@ from ddpjob_operator.core.policy.restarting import (
     rounds,
 )
 from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import (
-    node_avoidance,
-    retry,
-    startup,
-    template_guard,
-)
+from ddpjob_operator.core.policy.starting import node_avoidance, retry, startup, template_guard
 from ddpjob_operator.core.view import Change, View, build_view
 
-#: Phases in which a gang is wanted.
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
@@ -81,13 +62,12 @@ def plan(
         now: the operator's clock, UTC.
         nodes: those that the pods are on; None before they could be read.
     """
-    status = st.from_dict(job.status)
-    spec = spec_module.read(job.spec, job.name)
-    view = build_view(job, spec, status, pods, feedback, now, nodes)
+    view = build_view(job, pods, feedback, now, nodes)
+    status = view.status
     if job.deleting:
         return _leave(view)
     if job.status.get("attempt", 0) != status.attempt:  # forged
-        return Plan((WriteStatus(st.to_dict(status)),))
+        return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
         seen = Change(replace(status, observed_generation=job.generation))
         return _write(view, seen) or finish.clean_up(view)
@@ -129,7 +109,7 @@ def _decide(view: View) -> Change:
     elif _barrier_passed(view):
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
-        loops = repeat.reasons(view, change.status)
+        loops = report.loops(view, change.status)
         why = chain(root_cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
         change = report.stall(view, change, replacement.with_deadline(view, why))
     return change
@@ -249,7 +229,7 @@ def _write(view: View, change: Change) -> Plan | None:
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
-    return Plan((WriteStatus(new, change.events, change.measurements, begins),))
+    return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
 
 
 def _seldom(view: View) -> timedelta:
@@ -301,8 +281,8 @@ def _leave(view: View) -> Plan:
     """
     wake = _wake(view)
     if view.status.terminal:
-        actions = finish.clean_up(view).actions
-        return Plan(tuple(a for a in actions if not isinstance(a, DeleteJob)), wake)
+        todo = finish.clean_up(view).actions
+        return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)), wake)
     if view.in_doubt:
         return Plan((ConfirmGone(view.status.attempt),), wake)
     over = (
@@ -321,7 +301,7 @@ def _deletions(view: View) -> tuple[Action, ...]:
     """
     ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
-    actions: list[Action] = []
+    todo: list[Action] = []
     for pod in view.others:
         replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
         late = (pod.attempt or 0) < max(dead + 1, replaced)
@@ -330,8 +310,8 @@ def _deletions(view: View) -> tuple[Action, ...]:
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:
-            actions.append(DeletePod(pod.name, pod.uid, grace))
-    return tuple(actions)
+            todo.append(DeletePod(pod.name, pod.uid, grace))
+    return tuple(todo)
 
 
 def _creations(view: View) -> tuple[Action, ...]:
@@ -347,11 +327,13 @@ def _creations(view: View) -> tuple[Action, ...]:
     if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
         return ()
     if feedback.network_attempt != attempt:
-        if retry.resting(view, feedback.network_refusal):
+        if retry.resting(view, view.network_refusal):
             return ()
-        secret = feedback.network_attempt == 0 or _cannot_start(view)
+        # Where pods did not start somebody may have removed the Secret.
+        unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
+        secret = feedback.network_attempt == 0 or unstarted
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
-        return (EnsureNetwork(attempt, bodies),)
+        return (actions.EnsureNetwork(attempt, bodies),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     make = partial(
@@ -364,13 +346,8 @@ def _creations(view: View) -> tuple[Action, ...]:
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (
         *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
-        *(CreatePod(r, attempt, body) for r, body in pods),
+        *(actions.CreatePod(r, attempt, body) for r, body in pods),
     )
-
-
-def _cannot_start(view: View) -> bool:
-    """Tell whether pods did not start last time, as where somebody has removed the Secret."""
-    return any(loss.cls == "Startup" for loss in view.status.failures[-1:])
 
 
 def _batch(view: View) -> int:
@@ -379,7 +356,7 @@ def _batch(view: View) -> int:
     return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
 
 
-def _unlabelled(view: View, refusal: Refusal | None) -> tuple[DeletePod, ...]:
+def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod, ...]:
     """Delete a pod of ours that lost its labels and keeps the name."""
     found = refusal.existing if refusal else None
     if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
@@ -393,7 +370,7 @@ def _wake(view: View) -> float | None:
     """Return the seconds until time alone may change the answer."""
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
-    times += [report.lingers(view), repeat.quiet_at(status), template_guard.looks_again(view)]
+    times += [report.lingers(view), report.quiet_at(status), template_guard.looks_again(view)]
     times.append(handover.due(view))
     if status.phase == "Starting" or view.replacing:
         times.append(startup.deadline(view))

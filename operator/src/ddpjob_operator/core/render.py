@@ -204,10 +204,7 @@ def _network_policy(
         "spec": {
             "podSelector": selector,
             "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [{"podSelector": selector}]},
-                metrics,
-            ],
+            "ingress": [{"from": [{"podSelector": selector}]}, metrics],
         },
     }
 

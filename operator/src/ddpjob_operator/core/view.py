@@ -12,15 +12,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from ddpjob_operator.core import classify
-from ddpjob_operator.core.actions import (
-    ApiFeedback,
-    Event,
-    Existing,
-    Measurement,
-    QuorumRead,
-    Refusal,
-)
+from ddpjob_operator.core import actions, classify
+from ddpjob_operator.core.actions import ApiFeedback, Event, Measurement, QuorumRead, Refusal
+from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod, Report, clean
@@ -114,7 +108,7 @@ class View:
         return seen if since and seen and since > self.now else since
 
     @property
-    def hidden(self) -> tuple[Existing, ...] | None:
+    def hidden(self) -> tuple[actions.Existing, ...] | None:
         """Return pods that no watch shows and that have not ended; None: not asked."""
         return self.confirmed.hidden if self.confirmed else None
 
@@ -212,18 +206,14 @@ class View:
 
 
 def build_view(
-    job: Job,
-    spec: Spec,
-    status: Status,
-    pods: Sequence[Pod],
-    feedback: ApiFeedback,
-    now: datetime,
-    nodes: Nodes | None = None,
+    job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None
 ) -> View:
-    """Sort the job's pods; ignore those that its uid does not own."""
+    """Parse the job and sort its pods; ignore those that its uid does not own."""
+    spec, status = spec_.read(job.spec, job.name), st.from_dict(job.status)
+    done = frozenset(replica for replica in status.succeeded if replica < spec.replicas)
+    status = replace(status, succeeded=done)
     members: dict[int, Pod] = {}
     others: list[Pod] = []
-    status = replace(status, succeeded=frozenset(n for n in status.succeeded if n < spec.replicas))
     for seen in pods:
         if seen.owner_uid != job.uid:
             continue

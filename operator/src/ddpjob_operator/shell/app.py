@@ -14,7 +14,6 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Coroutine
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -79,19 +78,11 @@ class App:
             seconds=settings.lease_seconds,
             on_change=self._on_leadership,
         )
-        leads = self._elector.leads
-        executor = Executor(
-            self._api, self._store, self._recorder, self._metrics, leads=leads, now=self._clock.now
-        )
+        store, queue, metrics, clock = self._store, self._queue, self._metrics, self._clock
+        leads, add = self._elector.leads, queue.add
+        executor = Executor(self._api, store, self._recorder, metrics, leads=leads, now=clock.now)
         self._reconciler = Reconciler(
-            self._store,
-            self._queue,
-            executor,
-            self._metrics,
-            leads,
-            self._clock,
-            settings.metrics_from,
-            self._known,
+            store, queue, executor, metrics, leads, clock, settings.metrics_from, self._known
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR
@@ -99,28 +90,15 @@ class App:
         self._resyncs: dict[str | None, Resync] = {}
         self._informers: dict[str | None, PodInformer] = {}
         for namespace in settings.namespaces or (None,):
+            seen = partial(clock.received, namespace)
             self._resyncs[namespace] = Resync(
-                self._api,
-                self._store,
-                namespace,
-                self._queue.add,
-                settings.resync_seconds,
-                partial(self._clock.received, namespace),
+                self._api, store, namespace, add, settings.resync_seconds, seen
             )
-            self._informers[namespace] = PodInformer(
-                self._api, self._store, namespace, self._queue.add, relist
-            )
-        self._node_informer = NodeInformer(self._api, self._store, None, self._queue.add, relist)
-        self._progress = ProgressReader(
-            self._store, self._queue.add, leads, settings.progress_seconds
-        )
-        self._probes = Probes(
-            settings.probe_host,
-            settings.probe_port,
-            self._metrics.registry,
-            self._idle_times,
-            self._unready,
-        )
+            self._informers[namespace] = PodInformer(self._api, store, namespace, add, relist)
+        self._node_informer = NodeInformer(self._api, store, None, add, relist)
+        self._progress = ProgressReader(store, add, leads, settings.progress_seconds)
+        host, port = settings.probe_host, settings.probe_port
+        self._probes = Probes(host, port, metrics.registry, self._idle_times, self._unready)
         self._expose()
 
     async def run(self) -> int:
@@ -131,12 +109,9 @@ class App:
             loop.add_signal_handler(number, stop.set)
         async with self._api, self._lease_api:
             await self._probes.start()
-            log.info(
-                "ddpjob-operator %s serves %s, probes on port %d",
-                __version__,
-                ", ".join(self._settings.namespaces) or "all namespaces",
-                self._probes.port,
-            )
+            where = ", ".join(self._settings.namespaces) or "all namespaces"
+            what = "ddpjob-operator %s serves %s, probes on port %d"
+            log.info(what, __version__, where, self._probes.port)
             try:
                 return await self._run_parts(stop)
             finally:
@@ -152,8 +127,9 @@ class App:
             **{f"resync {where or ''}": part.run() for where, part in self._resyncs.items()},
             **{f"pods {where or ''}": part.run() for where, part in self._informers.items()},
         }
-        tasks = [_task(name, part) for name, part in parts.items()]
-        lease, asked = _task("lease", self._elector.run()), _task("signal", stop.wait())
+        tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+        lease = asyncio.create_task(self._elector.run(), name="lease")
+        asked = asyncio.create_task(stop.wait(), name="signal")
         try:
             done, _ = await asyncio.wait(
                 [*tasks, lease, asked], return_when=asyncio.FIRST_COMPLETED
@@ -181,11 +157,8 @@ class App:
     async def _work(self) -> None:
         """Wait until the caches are full, then work while this process leads."""
         await self._fill()
-        log.info(
-            "caches are full: %d jobs, %d pods",
-            len(self._store.keys_in(None)),
-            self._store.pod_count(),
-        )
+        jobs, pods = len(self._store.keys_in(None)), self._store.pod_count()
+        log.info("caches are full: %d jobs, %d pods", jobs, pods)
         gc.freeze()  # nearly all stay: later searches for cycles skip them
         await self._queue.run(self._settings.workers, self._reconciler.reconcile)
 
@@ -195,7 +168,7 @@ class App:
             await self._resyncs[where].answered.wait()
             await self._informers[where].answered.wait()
         await self._node_informer.synced.wait()
-        listed = [_task(f"list {where or ''}", self._listed(where)) for where in self._resyncs]
+        listed = [asyncio.create_task(self._listed(where)) for where in self._resyncs]
         try:
             await asyncio.wait(listed, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -265,10 +238,6 @@ class App:
         self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])
         self._metrics.expose_watch_ages({"pods": self._age_of_pods, crd.PLURAL: self._age_of_jobs})
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
-
-
-def _task(name: str, part: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    return asyncio.create_task(part, name=name)
 
 
 def _rewound(error: BaseException | None) -> BaseException | None:

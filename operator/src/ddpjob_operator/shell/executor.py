@@ -17,40 +17,15 @@ from itertools import groupby
 from typing import Any
 
 from ddpjob_contract import TOKEN_KEY, crd
-from ddpjob_operator.core import ownership
-from ddpjob_operator.core.actions import (
-    Action,
-    ApiFeedback,
-    Body,
-    ConfirmGone,
-    CreatePod,
-    DeleteJob,
-    DeletePod,
-    EnsureNetwork,
-    Existing,
-    QuorumRead,
-    ReadEvents,
-    ReadLeases,
-    ReadNodes,
-    Refusal,
-    WriteStatus,
-)
+from ddpjob_operator.core import actions, ownership
+from ddpjob_operator.core.actions import Body, CreatePod, DeletePod, Existing, Refusal, WriteStatus
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import (
-    JOBS,
-    NETWORK_POLICIES,
-    PODS,
-    SECRETS,
-    SERVICES,
-    Api,
-    Object,
-    Resource,
-)
+from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes
 from ddpjob_operator.shell.cache.pods import failed_probe, hidden_pods, slim_pod
 from ddpjob_operator.shell.cache.store import Store
@@ -61,7 +36,6 @@ log = logging.getLogger(__name__)
 
 _IN_PARALLEL = 32
 _TOKEN_BYTES = 32
-_NETWORK = {"Service": SERVICES, "NetworkPolicy": NETWORK_POLICIES}
 
 
 class NotLeadingError(Exception):
@@ -89,13 +63,13 @@ class Executor:
         self._recorder, self._metrics = recorder, metrics
         self._leads, self._now = leads, now
 
-    async def carry_out(self, job: observe.Job, actions: Iterable[Action]) -> None:
+    async def carry_out(self, job: observe.Job, todo: Iterable[actions.Action]) -> None:
         """Do all actions, or as many as still make sense.
 
         Raises ApiError for what only time can cure, JobGoneError, NotLeadingError, and RewoundError
         when etcd was restored from a backup.
         """
-        for kind, run in groupby(actions, key=type):
+        for kind, run in groupby(todo, key=type):
             if kind in (DeletePod, CreatePod):
                 goes_on = await self._do_pods(job, list(run))
             else:
@@ -111,33 +85,33 @@ class Executor:
             raise JobGoneError from error
         self._store.put_read_job(found, {job.uid: job.resource_version})
 
-    async def _do(self, job: observe.Job, action: Action) -> bool:
+    async def _do(self, job: observe.Job, action: actions.Action) -> bool:
         """Do one action; return False if the rest of the plan is out of date."""
         self._check_leading()
         match action:
             case WriteStatus():
                 return await self._write_status(job, action)
-            case ConfirmGone():
+            case actions.ConfirmGone():
                 return await self._confirm_gone(job, action)
-            case ReadNodes():
+            case actions.ReadNodes():
                 await nodes.read(self._api, self._store.nodes, action.names)
-            case ReadLeases():
+            case actions.ReadLeases():
                 await self._store.nodes.read_leases(self._api)
-            case ReadEvents(uid):
+            case actions.ReadEvents(uid):
                 found = await failed_probe(self._api, job, action)
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))
-            case EnsureNetwork():
+            case actions.EnsureNetwork():
                 return await self._ensure_network(job, action)
-            case DeleteJob():
+            case actions.DeleteJob():
                 await self._delete_job(job, action)
         return True
 
-    async def _do_pods(self, job: observe.Job, actions: list[Any]) -> bool:
+    async def _do_pods(self, job: observe.Job, todo: list[Any]) -> bool:
         """Delete side by side; create one first, then each time one more at once.
 
         After a refusal no more are begun: most would meet every later pod.
         """
-        creating = isinstance(actions[0], CreatePod)
+        creating = isinstance(todo[0], CreatePod)
         gate = asyncio.Semaphore(1 if creating else _IN_PARALLEL)
         narrow = _IN_PARALLEL - 1 if creating else 0  # so much wider may the gate become
         refused: list[Refusal] = []
@@ -159,7 +133,7 @@ class Executor:
                         narrow -= 1
                         gate.release()
 
-        await _all(one(action) for action in actions)
+        await _all(one(action) for action in todo)
         if refused and not refused[0].existing:
             self._back_off(job, refused[0])
         elif creating and not refused:
@@ -169,8 +143,6 @@ class Executor:
     def _check_leading(self) -> None:
         if not self._leads():
             raise NotLeadingError
-
-    # --- the job itself ---
 
     async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
         body = {
@@ -208,14 +180,13 @@ class Executor:
         self._store.put_own_write(written)
         at, stored = self._now(), written.get("status")
         pruned = None if stored == action.status else (action.status, stored or {})
-        if pruned and not self._store.feedback(job.uid).pruned:
+        known = self._store.feedback(job.uid)
+        if pruned and not known.pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
-        self._learn(
-            job.uid,
-            lambda known: replace(known, status_written_at=at, pruned=pruned or known.pruned),
-        )
+        known = replace(known, status_written_at=at, pruned=pruned or known.pruned)
         if action.begins:
-            self._learn(job.uid, lambda known: known.begin(action.status.get("attempt")))
+            known = known.begin(action.status.get("attempt"))
+        self._store.set_feedback(job.uid, known)
         self._tell_of(job, action)
         return True
 
@@ -225,7 +196,7 @@ class Executor:
         for event in action.events:
             log.info("%s/%s: %s: %s (uid %s)", *job.key, event.reason, event.message, job.uid)
 
-    async def _delete_job(self, job: observe.Job, action: DeleteJob) -> None:
+    async def _delete_job(self, job: observe.Job, action: actions.DeleteJob) -> None:
         try:
             left = await self._api.delete(
                 JOBS, job.namespace, job.name, uid=action.uid, version=job.resource_version
@@ -238,8 +209,6 @@ class Executor:
         if left.get("kind") != crd.KIND or "deletionTimestamp" not in left["metadata"]:
             raise JobGoneError
         self._store.put_own_write(left)  # a finalizer keeps it: not ours to delete again
-
-    # --- pods ---
 
     async def _delete_pod(self, job: observe.Job, action: DeletePod) -> None:
         try:
@@ -260,7 +229,7 @@ class Executor:
         else:
             self._store.remove_pod(action.uid)
 
-    async def _confirm_gone(self, job: observe.Job, action: ConfirmGone) -> bool:
+    async def _confirm_gone(self, job: observe.Job, action: actions.ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)
         selector = f"{crd.LABEL_JOB_UID}={job.uid}"
         newest = self._store.newest(PODS.plural)
@@ -274,7 +243,7 @@ class Executor:
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
         status, before = status_.from_dict(now.job.status), self._store.feedback(job.uid).confirmed
-        found = QuorumRead(
+        found = actions.QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
@@ -321,9 +290,7 @@ class Executor:
         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
         return None
 
-    # --- network ---
-
-    async def _ensure_network(self, job: observe.Job, action: EnsureNetwork) -> bool:
+    async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
         for body in action.bodies:
             ensure = self._ensure_secret if body["kind"] == "Secret" else self._ensure
             refusal = await ensure(job, action.attempt, body)
@@ -335,15 +302,15 @@ class Executor:
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
-        made = {"network_attempt": action.attempt, "network_refusal": None}
-        self._learn(job.uid, lambda known: replace(known, **made))  # type: ignore[arg-type]
+        made = partial(replace, network_attempt=action.attempt, network_refusal=None)
+        self._learn(job.uid, made)
         return True
 
     async def _ensure_secret(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         """Make the job's Secret unless it is there; the operator may read none."""
         drawn = {**body, "stringData": {TOKEN_KEY: secrets.token_hex(_TOKEN_BYTES)}}
         try:
-            await self._api.create(SECRETS, job.namespace, drawn, strict=True)
+            await self._api.create(OF_KIND["Secret"], job.namespace, drawn, strict=True)
         except errors.ApiError as error:
             if error.code != 409:
                 return self._refusal(job, attempt, error, None)
@@ -351,7 +318,7 @@ class Executor:
 
     async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         kind, name = body["kind"], body["metadata"]["name"]
-        resource = _NETWORK[kind]
+        resource = OF_KIND[kind]
         error = errors.ApiError(409, "AlreadyExists", f"{kind} {name} already exists")
         found = await self._read_back(resource, job, name)
         if found is None:
@@ -376,12 +343,10 @@ class Executor:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
         try:
-            await self._api.replace(_NETWORK[kind], job.namespace, name, mended)
+            await self._api.replace(OF_KIND[kind], job.namespace, name, mended)
         except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
         self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
-
-    # --- what was learnt ---
 
     async def _read_back(self, resource: Resource, job: observe.Job, name: str) -> Object | None:
         try:
@@ -408,7 +373,9 @@ class Executor:
         what = f"{refusal.code} {refusal.reason}: {refusal.message}"
         log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
 
-    def _learn(self, uid: str, change: Callable[[ApiFeedback], ApiFeedback]) -> None:
+    def _learn(
+        self, uid: str, change: Callable[[actions.ApiFeedback], actions.ApiFeedback]
+    ) -> None:
         self._store.set_feedback(uid, change(self._store.feedback(uid)))
 
 

@@ -8,19 +8,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-)
+import prometheus_client as prom
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -35,74 +26,80 @@ _SLOW = (0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300, 600, 1800)
 #: Seconds without a job after which a namespace's series end: long past every alert's window.
 _FORGET_AFTER = 86_400.0
 _STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+_CLASSES = (*SEVERITY, "Unknown")
+#: Counters by namespace: the text, the other label, and its values that begin at 0.
+_COUNTERS = {
+    "restarts_total": (
+        "Restarts of gangs, by the class of the failure as it was known then",
+        "class",
+        _CLASSES,
+    ),
+    "rounds_total": (
+        "Restarts of processes in place, by the class of the failure",
+        "class",
+        _CLASSES,
+    ),
+    "finished_total": ("DDPJobs that have ended, by how", "result", crd.TERMINAL_PHASES),
+    "refused_creations_total": (
+        "Pods, Services and NetworkPolicies that the API server refused to create",
+        "code",
+        ("403",),
+    ),
+}
+#: Histograms of stored changes of jobs, each with its text and its buckets.
+_HISTOGRAMS = {
+    "detection_seconds": ("From a failure to the stored decision", _SLOW),
+    "recovery_seconds": ("From the last sign of progress to all running", _SLOW),
+    "time_to_running_seconds": ("From start or resume to all replicas running", _SLOW),
+    "lost_steps": ("Steps between the failure and the newest snapshot", _STEPS),
+}
 
 
-class Metrics:
-    """One registry and the instruments in it. ``clock`` is monotonic."""
+class Metrics(Collector):
+    """One registry, the instruments in it, and a collector of jobs. ``clock`` is monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._jobs: Callable[[], Iterable[observe.Job]] = list
         # Namespaces of counters; their jobs may be gone by a scrape.
         self._counted = set[str]()
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # half as many series
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
-        self.restarts = self._counter(
-            "ddpjob_restarts",
-            "Restarts of gangs, by the class of the failure as it was known then",
-            "class",
-        )
-        self.rounds = self._counter(
-            "ddpjob_rounds", "Restarts of processes in place, by the class of the failure", "class"
-        )
-        self.finished = self._counter(
-            "ddpjob_finished", "DDPJobs that have ended, by how", "result"
-        )
-        self.refused = self._counter(
-            "ddpjob_refused_creations",
-            "Pods, Services and NetworkPolicies that the API server refused to create",
-            "code",
-        )
-        Info("ddpjob_build", "The operator's version", registry=self.registry).info(
+        self._seen: dict[str, float] = {}  # namespace -> when it had a job last
+        prom.disable_created_metrics()  # type: ignore[no-untyped-call]  # half as many series
+        self.registry = prom.CollectorRegistry()
+        prom.ProcessCollector(registry=self.registry)
+        prom.GCCollector(registry=self.registry)
+        self._counters = {
+            name: prom.Counter(f"ddpjob_{name}", text, ["namespace", label], registry=self.registry)
+            for name, (text, label, _) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: self._histogram(f"ddpjob_{name}", text, buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        prom.Info("ddpjob_build", "The operator's version", registry=self.registry).info(
             {"version": __version__, "python": platform.python_version()}
-        )
-        self.detection = self._histogram(
-            "ddpjob_detection_seconds", "From a failure to the stored decision", _SLOW
-        )
-        self.recovery = self._histogram(
-            "ddpjob_recovery_seconds", "From the last sign of progress to all running", _SLOW
-        )
-        self.time_to_running = self._histogram(
-            "ddpjob_time_to_running_seconds", "From start or resume to all replicas running", _SLOW
-        )
-        self.lost_steps = self._histogram(
-            "ddpjob_lost_steps", "Steps between the failure and the newest snapshot", _STEPS
         )
         self.reconcile = self._histogram(
             "ddpjob_reconcile_seconds", "Time to plan and act on one job once", _FAST
         )
-        self.api_requests = Counter(
+        self.api_requests = prom.Counter(
             "ddpjob_api_requests",
             "Calls to the API server; code 0 is no answer",
             ["verb", "resource", "code"],
             registry=self.registry,
         )
-        self.queue_depth = Gauge(
+        self.queue_depth = prom.Gauge(
             "ddpjob_workqueue_depth", "Jobs waiting for a worker", registry=self.registry
         )
         self.queue_latency = self._histogram(
             "ddpjob_workqueue_latency_seconds", "Time that jobs waited for a worker", _FAST
         )
-        self.leader = Gauge(
+        self.leader = prom.Gauge(
             "ddpjob_leader", "1 if this operator holds the lease", registry=self.registry
         )
 
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, ["namespace", label], registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> prom.Histogram:
+        return prom.Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def count_call(self, verb: str, resource: str, code: int) -> None:
         """Count one finished call to the API server."""
@@ -110,54 +107,31 @@ class Metrics:
 
     def record(self, namespace: str, measurements: Iterable[Measurement]) -> None:
         """Record what a stored transition of a job in that namespace measured."""
-        histograms = {
-            "detection_seconds": self.detection,
-            "recovery_seconds": self.recovery,
-            "time_to_running_seconds": self.time_to_running,
-            "lost_steps": self.lost_steps,
-        }
-        counters = {
-            "restarts_total": self.restarts,
-            "rounds_total": self.rounds,
-            "finished_total": self.finished,
-        }
-        for measurement in measurements:
-            if measurement.name in counters:
-                self._counted.add(namespace)
-                counter = counters[measurement.name]
-                counter.labels(namespace, measurement.label or "Unknown").inc(measurement.value)
+        for one in measurements:
+            if one.name in self._histograms:
+                self._histograms[one.name].observe(one.value)
             else:
-                histograms[measurement.name].observe(measurement.value)
+                self._count(one.name, namespace, one.label or "Unknown", one.value)
 
     def count_refusal(self, namespace: str, code: int) -> None:
         """Count a creation that the API server refused."""
+        self._count("refused_creations_total", namespace, str(code))
+
+    def _count(self, name: str, namespace: str, label: str, value: float = 1) -> None:
         self._counted.add(namespace)
-        self.refused.labels(namespace, str(code)).inc()
+        self._counters[name].labels(namespace, label).inc(value)
 
     def expose_jobs(self, jobs: Callable[[], Iterable[observe.Job]]) -> None:
         """Expose ddpjob_jobs{namespace,phase} and ddpjob_stalled{namespace,reason}.
 
         ``jobs()``: the jobs that this operator reports, none while another one leads.
         """
-        self.registry.register(_Jobs(jobs, self._begin, self._forget, self._counted, self._clock))
-
-    def _begin(self, namespace: str) -> None:
-        """Begin a namespace's counters at 0: Prometheus sees no increase from nothing to 1."""
-        for kind in (*SEVERITY, "Unknown"):
-            self.restarts.labels(namespace, kind)
-            self.rounds.labels(namespace, kind)
-        for result in crd.TERMINAL_PHASES:
-            self.finished.labels(namespace, result)
-        self.refused.labels(namespace, "403")
-
-    def _forget(self, namespace: str) -> None:
-        self._counted.discard(namespace)
-        for counter in (self.restarts, self.rounds, self.finished, self.refused):
-            counter.remove_by_labels({"namespace": namespace})
+        self._jobs = jobs
+        self.registry.register(self)
 
     def expose_watch_ages(self, ages: Mapping[str, Callable[[], float]]) -> None:
         """Expose ddpjob_watch_age_seconds{resource}: since the API server's last sign of life."""
-        gauge = Gauge(
+        gauge = prom.Gauge(
             "ddpjob_watch_age_seconds",
             "Time since the API server last said anything about this resource",
             ["resource"],
@@ -166,23 +140,8 @@ class Metrics:
         for resource, age in ages.items():
             gauge.labels(resource).set_function(age)
 
-
-class _Jobs(Collector):
-    """The current states of the jobs; calls ``begin`` and ``forget`` as namespaces come and go."""
-
-    def __init__(
-        self,
-        jobs: Callable[[], Iterable[observe.Job]],
-        begin: Callable[[str], None],
-        forget: Callable[[str], None],
-        counted: Set[str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._jobs, self._begin, self._forget, self._clock = jobs, begin, forget, clock
-        self._counted = counted
-        self._seen: dict[str, float] = {}  # namespace -> when it had a job last
-
     def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the empty metrics of jobs."""
         yield GaugeMetricFamily("ddpjob_jobs", "DDPJobs by phase", labels=["namespace", "phase"])
         yield GaugeMetricFamily(
             "ddpjob_stalled",
@@ -191,8 +150,9 @@ class _Jobs(Collector):
         )
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        phases: Counts[tuple[str, str]] = Counts()
-        stalled: Counts[tuple[str, str]] = Counts()
+        """Yield them as the jobs are now."""
+        phases: Counter[tuple[str, str]] = Counter()
+        stalled: Counter[tuple[str, str]] = Counter()
         namespaces = set()
         for job in self._jobs():
             namespaces.add(job.namespace)
@@ -213,12 +173,17 @@ class _Jobs(Collector):
         yield reasons
 
     def _mind(self, namespaces: set[str]) -> None:
+        """Begin new namespaces' counters at 0: Prometheus sees no increase from nothing to 1."""
         now = self._clock()
         # Counted namespaces may have lost their jobs before the first scrape.
         new = (namespaces | self._counted) - self._seen.keys()
         for namespace in sorted(new):
-            self._begin(namespace)
+            for name, (_, _, labels) in _COUNTERS.items():
+                for label in labels:
+                    self._counters[name].labels(namespace, label)
         self._seen.update(dict.fromkeys(namespaces | new, now))
         for namespace in [n for n, at in self._seen.items() if now - at > _FORGET_AFTER]:
             del self._seen[namespace]
-            self._forget(namespace)
+            self._counted.discard(namespace)
+            for counter in self._counters.values():
+                counter.remove_by_labels({"namespace": namespace})

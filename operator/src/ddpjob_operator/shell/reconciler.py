@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 
 from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
+from ddpjob_operator.shell.cache.store import JobState, Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
 from ddpjob_operator.shell.metrics import Metrics
@@ -56,15 +57,16 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> None:
         """Bring one job a step nearer to its spec; raise nothing but RewoundError."""
-        started = time.perf_counter()
-        uid = ""
+        started, uid = time.perf_counter(), ""
         try:
+            now = self._clock.now()  # first: a clock that was set makes the store forget
             snapshot = self._store.snapshot(key)
             if snapshot is None:
                 self._forget(key)
                 return
             uid = snapshot.job.uid
-            await self._step(key)
+            if self._leads() and self._known(key[0]):
+                await self._step(key, snapshot, now)
             self._queue.forgive(key)
         except NotLeadingError:
             log.debug("%s/%s: not leading, left alone (uid %s)", *key, uid)
@@ -83,19 +85,13 @@ class Reconciler:
         finally:
             self._metrics.reconcile.observe(time.perf_counter() - started)
 
-    async def _step(self, key: Key) -> None:
-        now = self._clock.now()  # first: a clock that was set makes the store forget
-        snapshot = self._store.snapshot(key)
-        if snapshot is None or not self._leads() or not self._known(key[0]):
-            return
+    async def _step(self, key: Key, snapshot: JobState, now: datetime) -> None:
         began = time.thread_time()
         job = snapshot.job
         seen = self._store.seen(job.uid, job.status.get("attempt"))
+        since = self._clock.seen_since(job.namespace)
         feedback = replace(
-            snapshot.feedback,
-            seen=seen,
-            seen_since=self._clock.seen_since(job.namespace),
-            metrics_from=self._metrics_from,
+            snapshot.feedback, seen=seen, seen_since=since, metrics_from=self._metrics_from
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:

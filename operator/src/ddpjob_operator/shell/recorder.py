@@ -34,10 +34,7 @@ class Recorder:
     """The sender of Events: ``send`` only puts them in line; ``run`` sends them."""
 
     def __init__(
-        self,
-        api: Api,
-        instance: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, api: Api, instance: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._api, self._instance, self._clock = api, instance, clock
         self._line: asyncio.Queue[tuple[observe.Job, Event]] = asyncio.Queue(_QUEUE)
@@ -85,10 +82,7 @@ def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {
-            "name": f"{job.name}.{secrets.token_hex(8)}",
-            "namespace": job.namespace,
-        },
+        "metadata": {"name": f"{job.name}.{secrets.token_hex(8)}", "namespace": job.namespace},
         "involvedObject": {
             "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
             "kind": crd.KIND,

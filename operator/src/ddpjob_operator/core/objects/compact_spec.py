@@ -14,12 +14,17 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.objects import quantity
 from ddpjob_operator.core.objects.json_read import mapping, sequence
 
+_QUANTITY: Final = re.compile(
+    r"\+?(\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]))?"
+)
+_DECIMAL: Final = dict(zip("num kMGTPE", range(-9, 19, 3), strict=True))
+_BINARY: Final = {f"{letter}i": 1 << 10 * n for n, letter in enumerate(" KMGTPE") if n}
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: With less of either, importing torch takes minutes, or is killed.
@@ -114,15 +119,26 @@ def template(raw: object) -> Template:
 def _scarce(resources: Mapping[str, Any]) -> str:
     """Name limits, or else requests, too small for any program that imports torch."""
     found = []
-    for name, (least, number) in _LEAST.items():
+    for name, (least, few) in _LEAST.items():
         for kind in ("limits", "requests"):
             given = mapping(resources.get(kind)).get(name)
-            size = quantity.number(given)
-            if size is not None and size < number:
+            size = _number(given)
+            if size is not None and size < few:
                 found.append(f"{kind}.{name} {given} (at least {least})")
             if size is not None:
                 break
     return ", ".join(found)
+
+
+def _number(quantity: object) -> Decimal | None:
+    """Read a quantity, such as 100m, 1.5Gi or 2e3; None if it is none."""
+    found = _QUANTITY.fullmatch(str(quantity)[:32])
+    if found is None:
+        return None
+    value, exponent, unit = Decimal(found[1]), found[2], found[3] or " "
+    if exponent:
+        return value.scaleb(int(exponent))
+    return value * _BINARY[unit] if unit in _BINARY else value.scaleb(_DECIMAL[unit])
 
 
 def volume(raw: object) -> Packed:

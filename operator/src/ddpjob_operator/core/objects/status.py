@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.objects import ranges
 from ddpjob_operator.core.objects.json_read import (
     counter,
     format_time,
@@ -23,12 +24,6 @@ from ddpjob_operator.core.objects.json_read import (
     parse_time,
     sequence,
     text,
-)
-from ddpjob_operator.core.objects.ranges import (
-    format_births,
-    format_ranges,
-    parse_births,
-    parse_ranges,
 )
 from ddpjob_operator.core.objects.resumed import Proof
 
@@ -230,16 +225,16 @@ def to_dict(status: Status) -> dict[str, Any]:
             "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
             "attempt": status.attempt,
             "membersSince": status.members_since,
-            "births": format_births(status.births),
+            "births": ranges.format_births(status.births),
             "holds": status.holds,
-            "serving": format_births(status.serving),
+            "serving": ranges.format_births(status.serving),
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
             "restarts": _written(restarts, _RESTARTS),
             "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
             "ready": ready,
             "replicas": asdict(replicas),
-            "succeededReplicas": format_ranges(status.succeeded),
+            "succeededReplicas": ranges.format_ranges(status.succeeded),
             "progress": _progress_to_dict(status.progress) or None,
             "lastFailure": _written(last, _FAILURE) if last else None,
             "failures": [_written(one, _FAILURE) for one in status.failures] or None,
@@ -253,7 +248,7 @@ def to_dict(status: Status) -> dict[str, Any]:
 def from_dict(body: object) -> Status:
     """Parse .status; whatever does not parse counts as absent."""
     raw = mapping(body)
-    replicas = mapping(raw.get("replicas"))
+    replicas, births = mapping(raw.get("replicas")), ranges.parse_births(raw.get("births"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     # Later than that, its pods would belong to no attempt.
@@ -268,14 +263,14 @@ def from_dict(body: object) -> Status:
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=attempt,
         members_since=since,
-        births={r: n for r, n in parse_births(raw.get("births")).items() if since < n <= attempt},
+        births={r: n for r, n in births.items() if since < n <= attempt},
         holds=raw.get("holds") is True,
-        serving=parse_births(raw.get("serving")),
+        serving=ranges.parse_births(raw.get("serving")),
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
         replicas=Replicas(**{f.name: integer(replicas.get(f.name)) for f in fields(Replicas)}),
-        succeeded=parse_ranges(raw.get("succeededReplicas")),
+        succeeded=ranges.parse_ranges(raw.get("succeededReplicas")),
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
@@ -285,12 +280,7 @@ def from_dict(body: object) -> Status:
 
 
 def with_condition(
-    told: Sequence[Condition],
-    type_: str,
-    value: bool,
-    reason: str,
-    message: str,
-    now: datetime,
+    told: Sequence[Condition], type_: str, value: bool, reason: str, message: str, now: datetime
 ) -> tuple[Condition, ...]:
     """Set one condition; its transition time moves only when its status changes."""
     status: Literal["True", "False"] = "True" if value else "False"
@@ -325,59 +315,38 @@ def _progress_to_dict(progress: Progress) -> dict[str, Any]:
     return found
 
 
-#: Records in the API: a field's name there, its name here, and its reader.
+#: Of a record: a field's name in the API, its name here, and its reader.
 Fields = Mapping[str, tuple[str, Callable[[object], Any]]]
 
-_FAILURE: Final[Fields] = {
-    "attempt": ("attempt", integer),
-    "round": ("round", opt_integer),
-    "replica": ("replica", integer),
-    "rank": ("rank", opt_integer),
-    "pod": ("pod", text),
-    "node": ("node", text),
-    "class": ("cls", text),
-    "reason": ("reason", text),
-    "exitCode": ("exit_code", opt_integer),
-    "signal": ("signal", opt_integer),
-    "message": ("message", text),
-    "detectedAt": ("detected_at", parse_time),
-    "inPlace": ("in_place", lambda value: value is True),
-    "replaced": ("replaced", lambda value: value is True),
-    "step": ("step", opt_integer),
-    "exception": ("exception", text),
+#: By the type of the field. One of another type is not stored.
+_READERS: Final[Mapping[str, Callable[[object], Any]]] = {
+    "int": counter,
+    "int | None": opt_integer,
+    "float | None": opt_number,
+    "str": text,
+    "bool": lambda value: value is True,
+    "datetime": parse_time,
+    "datetime | None": parse_time,
 }
-_RESTARTS: Final[Fields] = {
-    "total": ("total", counter),
-    "charged": ("charged", counter),
-    "disruptions": ("disruptions", counter),
-    "consecutive": ("consecutive", counter),
-    "released": ("released", counter),
-    "replaced": ("replaced", counter),
-    "inPlace": ("in_place", counter),
-    "round": ("round", counter),
-    "snapshotStep": ("snapshot_step", lambda value: max(0, integer(value))),
-    "fileModifiedAt": ("file_at", parse_time),
-}
-_PROGRESS: Final[Fields] = {
-    "step": ("step", opt_integer),
-    "totalSteps": ("total_steps", opt_integer),
-    "loss": ("loss", opt_number),
-    "samplesPerSecond": ("samples_per_second", opt_number),
-    "snapshotStep": ("snapshot_step", opt_integer),
-    "fileModifiedAt": ("file_at", parse_time),
-    "resumed": ("resumed", text),
-    "updatedAt": ("updated_at", parse_time),
-}
-_TIMINGS: Final[Fields] = {
-    "startedAt": ("started_at", parse_time),
-    "attemptStartedAt": ("attempt_started_at", parse_time),
-    "runningAt": ("running_at", parse_time),
-    "lastRoundAt": ("last_round_at", parse_time),
-    "nextRestartAt": ("next_restart_at", parse_time),
-    "replacingSince": ("replacing_since", parse_time),
-    "completedAt": ("completed_at", parse_time),
-    "lastRecoverySeconds": ("last_recovery_seconds", opt_number),
-}
+#: The API's names that are not just ours in camelCase.
+_SPELT: Final = {"cls": "class", "file_at": "fileModifiedAt"}
+
+
+def _table(record: type[Any], **readers: Callable[[object], Any]) -> Fields:
+    """Derive a record's table from its fields; ``readers``: in place of those of their types."""
+    found = {}
+    for one in fields(record):
+        first, *rest = one.name.split("_")
+        name = _SPELT.get(one.name, first + "".join(map(str.capitalize, rest)))
+        if read := readers.get(one.name, _READERS.get(str(one.type))):
+            found[name] = (one.name, read)
+    return found
+
+
+_FAILURE: Final = _table(Failure)
+_RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: max(0, integer(value)))
+_PROGRESS: Final = _table(Progress)
+_TIMINGS: Final = _table(Timings)
 
 
 def _read(body: object, table: Fields) -> dict[str, Any]:

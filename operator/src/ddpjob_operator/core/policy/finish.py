@@ -9,18 +9,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
-from ddpjob_operator.core import classify
-from ddpjob_operator.core.actions import (
-    Action,
-    ConfirmGone,
-    DeleteJob,
-    DeletePod,
-    Measurement,
-    Plan,
-)
+from ddpjob_operator.core import actions, classify
+from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.policy.reporting import report
+from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
@@ -74,32 +67,32 @@ def active_deadline(view: View) -> datetime | None:
 
 def clean_up(view: View) -> Plan:
     """Delete pods that still run after the end; keep finished ones for their logs."""
-    actions: list[Action] = []
+    todo: list[actions.Action] = []
     loss = view.status.last_loss
     dead = loss is not None and loss.attempt == view.status.attempt
     grace = DEAD_GANG_SECONDS if dead else None
     for pod in view.pods:
         keep = view.spec.clean_pod_policy == "Running" and pod.ended
         if fence.lost(view, pod):
-            actions.append(DeletePod(pod.name, pod.uid, 0))
+            todo.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:
-            actions.append(DeletePod(pod.name, pod.uid, grace))
-    actions += hidden(view, grace)
+            todo.append(DeletePod(pod.name, pod.uid, grace))
+    todo += hidden(view, grace)
     since = view.status.timings.completed_at
     if view.hidden is None and since is not None and view.now - since < _JUST_ENDED:
-        actions.append(ConfirmGone(view.status.attempt, by_name=True))
-    actions += fence.reads(view)
+        todo.append(ConfirmGone(view.status.attempt, by_name=True))
+    todo += fence.reads(view)
     waits = fence.waits(view)
     completed, ttl = view.status.timings.completed_at, view.spec.ttl
     if ttl is not None and completed is not None:
         left = (completed + timedelta(seconds=ttl) - view.now).total_seconds()
         if left <= 0:
-            return Plan((*actions, DeleteJob(view.job.uid)))
+            return Plan((*todo, DeleteJob(view.job.uid)))
         waits.append(left)
-    return Plan(tuple(actions), min(waits, default=None))
+    return Plan(tuple(todo), min(waits, default=None))
 
 
-def hidden(view: View, grace: int | None) -> tuple[Action, ...]:
+def hidden(view: View, grace: int | None) -> tuple[actions.Action, ...]:
     """Delete pods that lost our label, and look again for proof."""
     left = [pod for pod in view.hidden or () if not pod.deleting]
     if not left:

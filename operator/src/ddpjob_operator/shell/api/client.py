@@ -52,11 +52,14 @@ class Resource:
 JOBS = Resource(crd.GROUP, crd.VERSION, crd.PLURAL)
 PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes")
-SERVICES = Resource("", "v1", "services")
-SECRETS = Resource("", "v1", "secrets")
 EVENTS = Resource("", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
-NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
+#: What a gang has beside its pods.
+OF_KIND = {
+    "Secret": Resource("", "v1", "secrets"),
+    "Service": Resource("", "v1", "services"),
+    "NetworkPolicy": Resource("networking.k8s.io", "v1", "networkpolicies"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +111,10 @@ class Api:
         return await self._call("create", resource, resource.path(namespace), body, params)
 
     async def replace(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        body: Mapping[str, Any],
-        *,
-        sub: str = "",
-        within: float = _TIMEOUT,
+        self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any], sub: str = ""
     ) -> Object:
         """PUT the object; raise Conflict if metadata.resourceVersion is not the newest."""
-        path = resource.path(namespace, name, sub)
-        return await self._call("update", resource, path, body, within=within)
+        return await self._call("update", resource, resource.path(namespace, name, sub), body)
 
     async def delete(
         self,
@@ -176,7 +171,7 @@ class Api:
             return rest
 
         while True:
-            page = await self._call("list", resource, path, None, params, _TIMEOUT, read)
+            page = await self._call("list", resource, path, None, params, read)
             meta = page["metadata"]
             if not meta.get("continue"):
                 break
@@ -226,11 +221,10 @@ class Api:
         path: str,
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
-        within: float = _TIMEOUT,
         read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None = None,
     ) -> Object:
         """Make one call; repeat a 429, which changed nothing, if the server's delay is short."""
-        call = partial(self._call_once, verb, resource, path, body, params, within, read)
+        call = partial(self._call_once, verb, resource, path, body, params, read)
         for _ in range(_THROTTLE_RETRIES):
             try:
                 return await call()
@@ -248,18 +242,15 @@ class Api:
         path: str,
         body: Mapping[str, Any] | None,
         params: Mapping[str, str] | None,
-        within: float,
         read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None,
     ) -> Object:
         what = f"{verb} {path}"
         code = 0
         try:
+            # For a list only the server's silence counts; our decoding takes its time.
+            total = None if read else _TIMEOUT
             limits = aiohttp.ClientTimeout(
-                # For a list only the server's silence counts; our decoding takes its time.
-                total=None if read else within,
-                connect=within,
-                sock_connect=min(within, 10),
-                sock_read=within,
+                total=total, connect=_TIMEOUT, sock_connect=10, sock_read=_TIMEOUT
             )
             async with self._send(_METHODS[verb], path, body, params, limits) as response:
                 if response.status >= 300:
@@ -269,7 +260,7 @@ class Api:
                 code = response.status
                 return found
         except TimeoutError as error:
-            message = f"no answer within {within:g} s"
+            message = f"no answer within {_TIMEOUT:g} s"
             raise errors.from_status(0, {"message": message}, what=what) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise errors.from_status(0, {"message": _describe(error)}, what=what) from error
@@ -305,13 +296,7 @@ class Api:
         )
 
 
-_METHODS = {
-    "get": "GET",
-    "list": "GET",
-    "create": "POST",
-    "update": "PUT",
-    "delete": "DELETE",
-}
+_METHODS = {"get": "GET", "list": "GET", "create": "POST", "update": "PUT", "delete": "DELETE"}
 
 
 def _describe(error: BaseException) -> str:

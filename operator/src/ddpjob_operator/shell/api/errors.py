@@ -20,13 +20,7 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self,
-        code: int,
-        reason: str,
-        message: str,
-        *,
-        retry_after: float | None = None,
-        what: str = "",
+        self, code: int, reason: str, message: str, retry_after: float | None = None, what: str = ""
     ) -> None:
         answer = f"{code} {reason}".rstrip() if code else "no answer"
         super().__init__(": ".join(part for part in (what, answer, message) if part))

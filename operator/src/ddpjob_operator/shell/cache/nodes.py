@@ -15,18 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddpjob_operator.core.objects import nodes
 from ddpjob_operator.core.objects.json_read import mapping
-from ddpjob_operator.core.objects.nodes import (
-    FORBIDDEN,
-    NO_SIGNALS,
-    Lease,
-    Node,
-    NodeRecord,
-    Nodes,
-    Signals,
-    disrupted,
-    record,
-)
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import LEASES, NODES, Api
 from ddpjob_operator.shell.cache.pods import number
@@ -34,7 +24,7 @@ from ddpjob_operator.shell.cache.pods import number
 _LEASES = "kube-node-lease"  # their namespace
 _REMEMBERED = 1000  # nodes that are gone
 
-Slim = tuple[NodeRecord, int | None]  # with its resourceVersion
+Slim = tuple[nodes.NodeRecord, int | None]  # with its resourceVersion
 
 
 @dataclass(slots=True)
@@ -44,7 +34,7 @@ class _Seen:
     ``read_at``: when a quorum read showed it in this state; None after news from a watch.
     """
 
-    record: NodeRecord | None
+    record: nodes.NodeRecord | None
     version: int | None
     down_since: float | None
     read_at: float | None = None
@@ -64,7 +54,7 @@ class NodeCache:
     """The known nodes; ``clock`` is monotonic, ``signals`` say that one is about to go."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, signals: Signals = NO_SIGNALS
+        self, clock: Callable[[], float] = time.monotonic, signals: nodes.Signals = nodes.NO_SIGNALS
     ) -> None:
         self._clock, self._signals = clock, signals
         self._nodes: dict[str, _Seen] = {}
@@ -76,11 +66,11 @@ class NodeCache:
         self._leases: dict[str, _Lease] = {}
         self._leases_at = -math.inf  # when they were asked for
 
-    def of(self, names: Iterable[str]) -> Nodes | None:
+    def of(self, names: Iterable[str]) -> nodes.Nodes | None:
         """Return these nodes for the planner; None before they could be read."""
         if not self._known:
-            return FORBIDDEN if self._forbidden else None
-        return Nodes(
+            return nodes.FORBIDDEN if self._forbidden else None
+        return nodes.Nodes(
             workers=len(self._workers),
             unready=self._unready,
             calm_seconds=self._clock() - self._calm_since,
@@ -90,7 +80,7 @@ class NodeCache:
 
     def slim(self, obj: Mapping[str, Any]) -> Slim:
         """Keep the needed part of a Node object."""
-        return record(obj, self._signals), number(obj["metadata"].get("resourceVersion"))
+        return nodes.record(obj, self._signals), number(obj["metadata"].get("resourceVersion"))
 
     def put(self, slim: Slim, *, quorum: bool = False) -> bool:
         """Take a node; return True if it is news. A quorum read is always the newest."""
@@ -149,11 +139,11 @@ class NodeCache:
         self._known = self._disrupted = False
         self._forbidden = True
 
-    def _one(self, name: str) -> Node:
+    def _one(self, name: str) -> nodes.Node:
         # A pod may be reported before its new node: the node counts as missing from now.
         seen = self._nodes.setdefault(name, _Seen(None, None, self._clock(), guessed=True))
         now, found = self._clock(), seen.record
-        return Node(
+        return nodes.Node(
             name=name,
             exists=found is not None,
             ready=found is not None and found.ready,
@@ -165,9 +155,11 @@ class NodeCache:
             lease=self._lease(name),
         )
 
-    def _lease(self, name: str) -> Lease:
+    def _lease(self, name: str) -> nodes.Lease:
         known, at = self._leases.get(name), self._leases_at
-        return Lease(max(0.0, at - known.since), max(0.0, at - known.behind)) if known else Lease()
+        if known is None:
+            return nodes.Lease()
+        return nodes.Lease(max(0.0, at - known.since), max(0.0, at - known.behind))
 
     def _keep(self, name: str, seen: _Seen) -> None:
         self._nodes[name] = seen
@@ -180,12 +172,12 @@ class NodeCache:
 
     def _mind_calm(self) -> None:
         """Start the calm again: the first of a group to return have only been faster."""
-        before, now = self._disrupted, disrupted(len(self._workers), self._unready)
+        before, now = self._disrupted, nodes.disrupted(len(self._workers), self._unready)
         self._disrupted = self._known and now
         if before or self._disrupted:
             self._calm_since = self._clock()
 
-    def _silent_since(self, found: NodeRecord, old: _Seen | None) -> float:
+    def _silent_since(self, found: nodes.NodeRecord, old: _Seen | None) -> float:
         """Go on counting only if the node itself was not ready all the time."""
         same = old is not None and old.record is not None and old.record.since == found.since
         goes_on = old.down_since if old and same else None
@@ -205,7 +197,7 @@ def _renewal(obj: Mapping[str, Any]) -> tuple[str, object]:
     return obj["metadata"]["name"], mapping(obj.get("spec")).get("renewTime")
 
 
-def _shown(found: NodeRecord | None) -> NodeRecord | None:
+def _shown(found: nodes.NodeRecord | None) -> nodes.NodeRecord | None:
     return None if found is None else replace(found, since=None)
 
 

@@ -67,10 +67,7 @@ class RewoundError(Exception):
 
 
 class Store:
-    """Jobs by key and uid, pods by their owner, feedback by job uid.
-
-    ``now()`` is UTC of the operator's clock.
-    """
+    """Jobs by key and uid, pods by owner, feedback by job uid; ``now()`` is the operator's UTC."""
 
     def __init__(
         self,
@@ -87,8 +84,6 @@ class Store:
         self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
         self._newest: dict[str, int] = {}  # the newest version seen, by plural
 
-    # --- the order of things ---
-
     def newest(self, plural: str) -> int:
         """Return the newest version that the API server reported; ask before a list."""
         return self._newest.get(plural, 0)
@@ -103,8 +98,6 @@ class Store:
 
     def _saw(self, plural: str, version: int | None) -> None:
         self._newest[plural] = max(version or 0, self._newest.get(plural, 0))
-
-    # --- jobs ---
 
     def put_job(self, offered: Object | observe.Job) -> bool:
         """Take a job from a watch or a list; return False without news."""
@@ -184,8 +177,6 @@ class Store:
         nodes = self.nodes.of({pod.node for pod in pods if pod.node})
         return JobState(job, pods, self.feedback(job.uid), nodes)
 
-    # --- feedback ---
-
     def feedback(self, uid: str) -> ApiFeedback:
         """Return what the API's answers showed about that job."""
         return self._outcomes.get(uid, ApiFeedback())
@@ -203,8 +194,6 @@ class Store:
         """Void all confirmations, since another operator may have led meanwhile."""
         for uid, known in self._outcomes.items():
             self._outcomes[uid] = replace(known, confirmed=None)
-
-    # --- pods ---
 
     def put_pod(self, offered: Object | SlimPod, *, from_watch: bool = True) -> set[Key]:
         """Take a pod; return the keys of its jobs, two if it changed its owner."""

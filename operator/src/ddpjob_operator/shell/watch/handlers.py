@@ -30,10 +30,7 @@ _BACKOFFS = (1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 1000)
 
 
 def run_kopf(
-    credentials: Credentials,
-    namespaces: tuple[str, ...],
-    deliver: Deliver,
-    stop: threading.Event,
+    credentials: Credentials, namespaces: tuple[str, ...], deliver: Deliver, stop: threading.Event
 ) -> None:
     """Run until ``stop`` is set, or until kopf gives up and raises.
 

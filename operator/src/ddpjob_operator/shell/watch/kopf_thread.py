@@ -55,10 +55,7 @@ class JobWatcher:
             self._stop.set()
 
     def _thread(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        ended: asyncio.Queue[str],
-        stop: threading.Event,
+        self, loop: asyncio.AbstractEventLoop, ended: asyncio.Queue[str], stop: threading.Event
     ) -> None:
         def deliver(kind: str | None, job: observe.Job) -> None:
             if not stop.is_set():

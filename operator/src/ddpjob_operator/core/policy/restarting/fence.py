@@ -84,10 +84,8 @@ def failure(view: View, pod: Pod) -> Failure:
     """Describe a loss with the machine, which is charged to nobody."""
     reason, state = "NodeLost", _state(_node(view, pod))
     if _deserted(view, pod):
-        reason, state = (
-            classify.NODE_SILENT,
-            "does not renew its Lease, and the pod's launcher is silent",
-        )
+        reason = classify.NODE_SILENT
+        state = "does not renew its Lease, and the pod's launcher is silent"
     return replace(
         classify.removed(pod, view.now),
         cls="Infrastructure",

@@ -1,9 +1,9 @@
 """Turn a member's loss into a new attempt or the job's end, by budgets.
 
 plan() calls after() with the loss that root_cause.py found; replace.py says whether the new attempt
-keeps the pods that were not lost. A charged restart is the user's doing
-and counts against maxRestarts; a free one (disruption, infrastructure, hardware) counts against
-maxDisruptions. budget_reset.py gives both back.
+keeps the pods that were not lost. A charged restart is the user's doing and counts
+against maxRestarts; a free one (disruption, infrastructure, hardware) against maxDisruptions.
+budget_reset.py gives both back.
 """
 
 from __future__ import annotations

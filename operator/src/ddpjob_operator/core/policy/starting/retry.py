@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
-from ddpjob_operator.core.policy.reporting import report
+from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.view import View
 
 #: For a taken name: its object is ours and about to go, or another's.
@@ -71,9 +71,7 @@ def refused(known: ApiFeedback, replica: int, refusal: Refusal) -> ApiFeedback:
     # Only a quorum list shows the outcome of an unanswered creation.
     unknown = refusal.code == 0 or refusal.code >= 500
     return replace(
-        known,
-        refusals={**kept, replica: refusal},
-        confirmed=None if unknown else known.confirmed,
+        known, refusals={**kept, replica: refusal}, confirmed=None if unknown else known.confirmed
     )
 
 
@@ -103,9 +101,7 @@ def resting(view: View, refusal: Refusal | None) -> bool:
     at = due(view)
     if at is not None and view.now < at:
         return True
-    if refusal is None or refusal.attempt != view.status.attempt:
-        return False
-    return view.now < rests_until(view, refusal)
+    return refusal is not None and view.now < rests_until(view, refusal)
 
 
 def ready(view: View) -> list[int]:

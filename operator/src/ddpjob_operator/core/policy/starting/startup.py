@@ -16,7 +16,7 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.policy.reporting import repeat, report
+from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.restarting import fence, handover, restart
 from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import node_avoidance, retry, template_guard
@@ -120,7 +120,7 @@ def _run(view: View, change: Change) -> Change:
     who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
     message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
     stalled = view.status.condition("Stalled")
-    if stalled and stalled.reason != repeat.CRASH_LOOPING:  # running again does not end it
+    if stalled and stalled.reason != report.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
     change = change.tell("Normal", "Running", message)
@@ -153,18 +153,13 @@ def _too_slow(view: View) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
     on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
     replica = next(r for r in range(view.spec.replicas) if r not in on)
-    pod = view.members.get(replica)
     stalled = view.status.condition("Stalled")
     known = stalled.message if stalled and stalled.status == "True" else "no reason is known"
-    return Failure(
-        attempt=view.status.attempt,
-        replica=replica,
-        pod=pod.name if pod else "",
-        node=pod.node if pod else "",
+    return replace(
+        classify.removed(view.members[replica], view.now),
         cls="Startup",
         reason="StartupDeadlineExceeded",
         message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
-        detected_at=view.now,
     )
 
 

@@ -16,9 +16,6 @@ from ddpjob_operator.core.objects.status import with_condition
 from ddpjob_operator.core.view import Change, View
 
 SUSPENDING: Final = "Suspending"
-SPEC_INVALID: Final = "SpecInvalid"
-TEMPLATE_CHANGED: Final = "TemplateChanged"
-SNAPSHOT_CHANGED: Final = "SnapshotChanged"
 #: A pod without our label ends within its grace period, unseen by any watch.
 _HIDDEN_AGAIN: Final = timedelta(seconds=15)
 #: Prefix of a suspension's message while pods end.
@@ -30,16 +27,16 @@ POD_REFUSED: Final = "PodRefused"
 def why(view: View) -> tuple[str, str] | None:
     """Return reason and message of the condition Invalid; None if pods may be created."""
     if view.spec.flaw:
-        return SPEC_INVALID, view.spec.flaw
+        return "SpecInvalid", view.spec.flaw
     # CEL refuses most of it, but overlooks one untyped field in place of another.
     if view.status.snapshot_hash not in ("", view.spec.snapshot_hash):
-        return SNAPSHOT_CHANGED, (
+        return "SnapshotChanged", (
             "spec.snapshot.volume changed, which is immutable: pods that run go on, new ones, "
             "whose snapshots lie elsewhere, are not made; change it back, or create a new DDPJob"
         )
     if not _changed(view) or suspends(view) or view.status.phase in (None, "Suspended"):
         return None
-    return TEMPLATE_CHANGED, (
+    return "TemplateChanged", (
         "spec.template changed while the job was not suspended: pods that run go on, new ones are "
         "not made; change it back, or set spec.suspend to true and to false again to take it"
     )

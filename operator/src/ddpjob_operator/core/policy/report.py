@@ -14,18 +14,14 @@ from typing import Any, Final
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import KIND
+from ddpjob_contract.exits import FREE
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
 from ddpjob_operator.core.objects import resumed
+from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
-from ddpjob_operator.core.objects.status import (
-    Condition,
-    Progress,
-    Replicas,
-    Status,
-    with_condition,
-)
+from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.policy.restarting.replace import WAIT
 from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
@@ -38,6 +34,12 @@ PATIENCE = timedelta(seconds=20)
 SCHEDULING_PATIENCE = timedelta(seconds=5)
 #: Ranks end together; a replica that still works so long after another one is reported.
 LINGERING = timedelta(minutes=10)
+CRASH_LOOPING: Final = "CrashLooping"
+#: A loop is so many failures within so short a time, and ends after so long without one. Both
+#: bounds are longer than the longest wait of restart.py between two attempts, or it would flap.
+_FAILURES: Final = 3
+_RATE: Final = timedelta(minutes=15)
+_QUIET: Final = timedelta(minutes=10)
 #: Characters of a list of replicas.
 _LISTED: Final = 400
 #: Words of a refusal, its author, and the cure.
@@ -95,11 +97,11 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"succeeded": view.succeeded}
     elif status.phase == "Suspended":
         active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
-        parts |= {"replicas": Replicas(desired=view.spec.replicas, active=active)}
+        parts |= {"replicas": st.Replicas(desired=view.spec.replicas, active=active)}
     elif status.members_since == view.status.members_since:
         parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
-        parts |= {"replicas": Replicas(desired=view.spec.replicas)}
+        parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
     reason, message = _why(status)
     parts |= {"reason": reason, "message": message, "conditions": status.conditions}
     change = change.with_status(**parts)
@@ -107,7 +109,7 @@ def fill(view: View, change: Change) -> Change:
     return change if status.terminal else _proven(view, change)
 
 
-def _by_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
+def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
     """Clear conditions of another phase (etcd was restored, a person wrote them) and set Ready.
 
     kstatus, by which Helm, Flux and others wait, takes a job without Ready for finished; it follows
@@ -117,9 +119,9 @@ def _by_phase(status: Status, now: datetime) -> tuple[Condition, ...]:
     for type_, only in _PHASE_OF.items():
         told = status.condition(type_)
         if told and told.status == "True" and phase != only:
-            conditions = with_condition(conditions, type_, False, phase, f"phase {phase}", now)
+            conditions = st.with_condition(conditions, type_, False, phase, f"phase {phase}", now)
     ready = phase in ("Running", "Succeeded")
-    return with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
+    return st.with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
 def _why(status: Status) -> tuple[str, str]:
@@ -296,10 +298,10 @@ def explained(refusal: Refusal) -> str:
     return refusal.message
 
 
-def _replicas(view: View) -> Replicas:
+def _replicas(view: View) -> st.Replicas:
     members, most = view.members.values(), view.spec.replicas  # others stand by
     alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
-    return Replicas(
+    return st.Replicas(
         desired=most,
         active=min(most, len([p for p in alive if not classify.succeeded(p)])),
         ready=min(most, len([p for p in alive if p.trainer.ready and classify.running(p)])),
@@ -340,7 +342,7 @@ def _proven(view: View, change: Change) -> Change:
         return change
     reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
     old = change.status.condition("ResumeProven")
-    conditions = with_condition(  # False too where it never was true
+    conditions = st.with_condition(  # False too where it never was true
         change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
     )
     change = change.with_status(conditions=conditions)
@@ -359,3 +361,34 @@ def _unsupported(view: View, change: Change) -> Change:
         "install its chart with rbac.nodes=true"
     )
     return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)
+
+
+def loops(view: View, status: Status) -> Iterator[tuple[str, str]]:
+    """Explain that the program fails again and again, in whatever phase the gang is."""
+    until, counted = quiet_at(status), _of_program(status)
+    if until is None or view.now >= until:
+        return
+    newest = counted[-1]
+    counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
+    took = max(1.0, (newest.detected_at - counted[0].detected_at).total_seconds() / 60)
+    rounds = sum(one.in_place for one in counted)
+    often = f"{len(counted)} failures within {took:.0f} min, {rounds} of them restarted in place"
+    alike = {one.exception for one in counted} == {newest.exception}
+    said = f", each with {newest.exception}" if newest.exception and alike else ""
+    cure = "spec.suspend true stops it and keeps the snapshots"
+    yield CRASH_LOOPING, f"{often}{said}; last: {describe(newest)}; {cure}"
+
+
+def quiet_at(status: Status) -> datetime | None:
+    """Return when the loop ends if nothing fails any more; None without a loop."""
+    counted = _of_program(status)[-_FAILURES:]
+    if len(counted) < _FAILURES or counted[-1].detected_at - counted[0].detected_at > _RATE:
+        return None
+    return counted[-1].detected_at + _QUIET
+
+
+def _of_program(status: Status) -> list[Failure]:
+    """List the program's failures since the start or resume, which may have cured older ones."""
+    since = status.timings.started_at
+    charged = [one for one in status.failures if one.cls not in FREE]
+    return [one for one in charged if since is None or one.detected_at >= since]

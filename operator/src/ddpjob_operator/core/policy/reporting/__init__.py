@@ -1,1 +1,0 @@
-"""Fill the status besides decisions."""
