@@ -30,7 +30,6 @@ from model.cluster import Object
 from model.network import Line, ModelCalls, ModelClient, Network, Silent
 
 _PROGRAM = Program("json", (), module=True)
-_FIRST_SECONDS = 5.0  # until a stranger must have said something
 _NOWHERE = Path("/nowhere")
 _SILENT: Any = Silent()
 
@@ -217,15 +216,8 @@ class Launcher(Supervisor):
     @property
     def door(self) -> Callable[[Line, float], None] | None:
         member = self._member
-        listener = member.server._listener if member.server else member.listener
-        if listener is None:
-            return None
-
-        def take(line: Any, now: float) -> None:
-            listener._meet(line)
-            listener._strangers[line] = now + _FIRST_SECONDS
-
-        return take
+        listener: Any = member.server._listener if member.server else member.listener
+        return listener.meet if listener is not None else None
 
     @property
     def link_line(self) -> Line | None:

@@ -298,7 +298,7 @@ class Scene:
         self.supervisor = supervisor = object.__new__(Supervisor)
         bare: Any = supervisor
         bare._config, bare._workers, bare._ended = config, self.workers, Ended()
-        bare._member = SimpleNamespace(link=self.link, rounds=True)
+        bare._member = SimpleNamespace(link=self.link, rounds=True, hub=None)
         bare._log = SimpleNamespace(say=lambda text: None)
         bare._phase, bare._since, bare._finished = phase, 100.0, False
         bare._linked_at = 0.0

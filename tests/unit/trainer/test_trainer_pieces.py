@@ -111,7 +111,9 @@ def test_the_last_time_of_the_progress_path_is_in_report_and_state():
     assert body["uid"] == "u"
     assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
     assert not {"whole", "serving"} & body.keys()
-    body = state_body(None, attempt=1, round_=0, results=KNOWN, whole=True, serving="2:3")
+    body = state_body(
+        None, attempt=1, round_=0, results=KNOWN, gang={"whole": True, "serving": "2:3"}
+    )
     assert (body["whole"], body["serving"]) == (True, "2:3")
     assert (body["uid"], "fileModifiedAt" in body) == ("", False)
 

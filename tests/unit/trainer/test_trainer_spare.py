@@ -80,7 +80,7 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
     spares = made(told=told.append)
     theirs = served(spares, warm=True)
     for death in (1, 2, 3):
-        spares.refill(lambda _: {}, 0.0)
+        spares.refill(lambda _: {})
         spares._spares[0].pid = 2**22 + 1  # known, but it was never ready
         os.close(heard(theirs)[1])  # it dies
         if death == 3:
@@ -154,7 +154,7 @@ def test_without_spares_nothing_is_preloaded_which_is_told():
 def test_spares_of_another_rank_end_and_are_not_called():
     spares = made()
     theirs = served(spares, warm=True)
-    spares.refill(lambda local_rank: {"RANK": "1"}, 1.0)
+    spares.refill(lambda local_rank: {"RANK": "1"})
     _, line = heard(theirs)
     os.set_blocking(line, False)
     spares.forget()
@@ -177,7 +177,7 @@ def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, fo
     starter._begun = 0.0
     starter.spares = SimpleNamespace(
         tick=lambda now: None, full=False, start=lambda: did.append("server"),
-        refill=lambda env, now: did.append("spares"),
+        refill=lambda env: did.append("spares"),
     )  # fmt: skip
     starter.refill(5.0, parked=True)
     assert did == (["spares"] if forked else ["server"])

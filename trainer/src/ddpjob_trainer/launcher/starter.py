@@ -138,5 +138,5 @@ class Starter:
         if parked or started:
             number, round_ = self._workers.key
             following = Key(number, round_ + 1)
-            self.spares.refill(lambda local_rank: self._environment_of(local_rank, following), now)
+            self.spares.refill(lambda local_rank: self._environment_of(local_rank, following))
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)

@@ -190,10 +190,7 @@ class Supervisor:
             uid="" if self._config.standalone else self._config.uid,
             attempt=workers.key.number,
             round_=workers.round,
-            holds=self._member.gang_holds,
-            away=self._member.away,
-            whole=self._member.whole,
-            serving=self._member.serving,
+            gang=self._member.gang,
             results=replace(self._results.after(workers), modified=self._progress.newest),
             stacks=self._hangs.stacks,
             pace=self._pace.per_second(time.monotonic()),
@@ -311,7 +308,8 @@ class Supervisor:
 
     def _warn_of_early_ends(self, now: float) -> None:
         """Warn of ranks here or elsewhere that ended with 0 long ago, once a round."""
-        exits, running = self._member.others
+        hub = self._member.hub
+        exits, running = hub.others if hub is not None else ([], 0)
         if not self._warned and not self._workers.stopping:
             warning = root_cause.ended_long_ago(
                 [*self._workers.exits, *exits],
@@ -492,7 +490,9 @@ class Supervisor:
         if self._workers.running:
             return False
         if self._phase is _Phase.SUCCEEDED:
-            waited = now - self._since > _SUCCESS_SECONDS and not self._member.needed
+            hub = self._member.hub
+            needed = hub is not None and hub.needed
+            waited = now - self._since > _SUCCESS_SECONDS and not needed
             return bool(self._finished or ended.end or ended.lost or ended.signal or waited)
         return bool(self._finished or ended.signal or ended.end is not None or ended.lost)
 

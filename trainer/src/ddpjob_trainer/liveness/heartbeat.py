@@ -121,11 +121,6 @@ class RankStateWriter:
         assert found is not None
         return found
 
-    @property
-    def snapshot_step(self) -> int:
-        """Return the step of the newest committed snapshot, -1: none yet."""
-        return self._body["snapshot_step"]
-
     def mark(self, activity: Activity, now: float | None = None) -> None:
         """Give a sign of life, several times per step and at almost no cost.
 

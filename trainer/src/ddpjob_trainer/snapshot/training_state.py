@@ -25,14 +25,7 @@ from ddpjob_trainer.state.codec import (
     tensor_names,
     unflatten,
 )
-from ddpjob_trainer.state.stateful import (
-    DictState,
-    Divided,
-    Keepable,
-    Stateful,
-    give,
-    stateful,
-)
+from ddpjob_trainer.state.stateful import DictState, Divided, Keepable, Stateful, give, stateful
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
 #: and what keeps its structure need not be divided and laid out again.

@@ -214,7 +214,7 @@ class Progress:
         self._publish(force=step == self._total)
 
     def _show(self, step: int, loss: float, rate: float) -> None:
-        newest = self._writer.snapshot_step
+        newest = self._writer.state.snapshot_step
         tail = f" snapshot {newest}" if newest >= 0 else ""
         text = f"step {step}/{self._total} loss {loss:.4f} {rate:,.0f} samples/s{tail}"
         print(f"{text}\n", end="", flush=True)  # in one write: another thread may print, too

@@ -168,11 +168,7 @@ def start(
     shutdown.watch_exceptions()
     _seed_all(options.seed)
     progress = _make_progress(
-        env,
-        writer,
-        options,
-        reporting,
-        rendezvous_seconds=time.monotonic() - joining,
+        env, writer, options, reporting, rendezvous_seconds=time.monotonic() - joining
     )
     snapshots = Snapshots(settings, world, progress)
     averaging: Averaging = DdpAveraging(options, world)

@@ -61,6 +61,19 @@ class Listener:
         for wire in self._strangers:
             wire.close()
 
+    def meet(self, wire: Wire, now: float) -> None:
+        """Wait for a stranger's first message."""
+        wire.received = lambda message, now: self.take(wire, message, now)
+        wire.closed = lambda reason, now: self._forget(wire)
+        self._strangers[wire] = now + _FIRST_SECONDS
+
+    def take(self, wire: Wire, message: Message, now: float) -> None:
+        """Have the first message over a connection accepted, or refuse it."""
+        self._forget(wire)
+        refused = self._accept(wire, message, now)
+        if refused is not None:
+            self.refuse(wire, refused, now)
+
     def refuse(self, wire: Wire, refused: Refused, now: float) -> None:
         """Send a refusal; the peer closes once it has read this, else at its deadline."""
         wire.received = _say_no_more
@@ -72,23 +85,11 @@ class Listener:
         try:
             for _ in range(_BATCH):
                 connection, _ = self._listening.accept()
-                wire = Wire(connection, self._selector)
-                self._meet(wire)
-                self._strangers[wire] = now + _FIRST_SECONDS
+                self.meet(Wire(connection, self._selector), now)
         except OSError as error:
             if error.errno in sockets.FULL:
                 self._selector.unregister(self._listening)
                 self._deaf_until = now + sockets.FULL_SECONDS
-
-    def _meet(self, wire: Wire) -> None:
-        def first(message: Message, now: float) -> None:
-            self._forget(wire)
-            refused = self._accept(wire, message, now)
-            if refused is not None:
-                self.refuse(wire, refused, now)
-
-        wire.received = first
-        wire.closed = lambda reason, now: self._forget(wire)
 
     def _forget(self, wire: Wire) -> None:
         self._strangers.pop(wire, None)

@@ -9,6 +9,7 @@ import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.calls import Calls
@@ -16,7 +17,6 @@ from ddpjob_trainer.launcher.hub.client import HubClient, Link, LocalLink
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.listener import Listener
 from ddpjob_trainer.launcher.hub.messages import Call, Hello, Message
-from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -46,34 +46,12 @@ class Membership:
         return min((due for due in dues if due is not None), default=None)
 
     @property
-    def needed(self) -> bool:
-        """Return whether other launchers depend on the hub here."""
-        return self.server is not None and self.hub is not None and self.hub.needed
-
-    @property
-    def gang_holds(self) -> bool:
-        """Return whether the hub here knows that every launcher holds."""
-        return self.hub is not None and self.hub.holds
-
-    @property
-    def whole(self) -> bool:
-        """Return whether the hub here has a round that runs at all its launchers."""
-        return self.server is not None and self.hub is not None and self.hub.whole
-
-    @property
-    def serving(self) -> str:
-        """Return the hub's replica:seat where the two differ."""
-        return self.hub.serving if self.hub is not None else ""
-
-    @property
-    def away(self) -> list[int]:
-        """Return the seats whose links to the hub here are lost."""
-        return self.hub.away if self.hub is not None else []
-
-    @property
-    def others(self) -> tuple[list[Exit], int]:
-        """Return the hub's count of other launchers' ranks: ends with 0, and how many run."""
-        return self.hub.others if self.hub is not None else ([], 0)
+    def gang(self) -> dict[str, Any]:
+        """Return what /state says of the whole gang, beside the hub; from another thread, too."""
+        hub = self.hub
+        if hub is None or self.server is None:
+            return {}
+        return {"holds": hub.holds, "away": hub.away, "whole": hub.whole, "serving": hub.serving}
 
     def close(self) -> None:
         """Close all links; connected launchers notice."""

@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
 from ddpjob_contract.exits import SAME_EXCEPTION
-from ddpjob_trainer.launcher.hub.root_cause import (
-    Exit,
-    ended_early,
-    first_failure,
-    kind,
-    told_of,
-)
+from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, first_failure, kind, told_of
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}

@@ -21,6 +21,7 @@ class HubServer:
         self._wires: dict[int, Wire] = {}  # by seat
         self._beat_at = 0.0
         self._listener = Listener(listening, selector, self._admit)
+        self.answered = self._listener.take  # over a connection that the hub has made
 
     def post(self, seat: int, message: Message) -> None:
         """Send to an admitted launcher; one that is gone gets nothing."""
@@ -49,12 +50,6 @@ class HubServer:
         self._listener.close()
         for wire in self._wires.values():
             wire.close()
-
-    def answered(self, wire: Wire, message: Message, now: float) -> None:
-        """Take the first message over a connection that the hub has made."""
-        refused = self._admit(wire, message, now)
-        if refused is not None:
-            self._listener.refuse(wire, refused, now)
 
     def _admit(self, wire: Wire, message: Message, now: float) -> Refused | None:
         if not isinstance(message, Hello):

@@ -19,10 +19,14 @@ _READ = 64 * 1024
 BEAT_SECONDS = 1.0
 #: Seconds of silence after which a link between launcher and hub is lost (L3).
 _SILENT_SECONDS = 5
-#: Before there is a link, a peer whose machine is gone is lost after about half a minute.
-_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
-
-OnEvent = Callable[[float], None]
+#: Before there is a link, a peer whose machine is gone is lost after half a minute.
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),  # ms; it also ends keepalive's probes
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
 
 
 class Wire:
@@ -42,7 +46,8 @@ class Wire:
         self._open = True
         self._silent = 0  # calls of count_silence since the last input
         connection.setblocking(False)
-        _watch_for_silence(connection)
+        for option in _OPTIONS:
+            connection.setsockopt(*option)
         selector.register(connection, selectors.EVENT_READ, self._ready)
 
     def send(self, message: Message) -> None:
@@ -111,14 +116,3 @@ class Wire:
         if self._open:
             self.close()
             self.closed(reason, now)
-
-
-def _watch_for_silence(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    tcp = socket.IPPROTO_TCP
-    connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
-    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
-    connection.setsockopt(tcp, socket.TCP_KEEPCNT, _PROBES)
-    patience = 1000 * (_IDLE_SECONDS + _PROBE_SECONDS * _PROBES)
-    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, patience)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from pathlib import Path
@@ -21,13 +20,9 @@ def uses_our_library(program: Program) -> bool:
     """
     if program.module and program.name.split(".")[0] == _PACKAGE:
         return True
-    names = [name.split(".") for name in imported(_tree(program))]
-    return any(parts[0] == _PACKAGE and parts[1:2] != ["adapters"] for parts in names)
-
-
-def _tree(program: Program) -> ast.Module | None:
     path = _module_path(program.name) if program.module else Path(program.name)
-    return None if path is None else parsed(path)
+    names = [name.split(".") for name in imported(parsed(path) if path is not None else None)]
+    return any(parts[0] == _PACKAGE and parts[1:2] != ["adapters"] for parts in names)
 
 
 def _module_path(name: str) -> Path | None:

@@ -92,13 +92,10 @@ class Spares:
             except OSError as error:
                 self._off(f"cannot start the fork server: {error.strerror}")
 
-    def refill(self, env: Callable[[int], Mapping[str, str]], now: float) -> None:
+    def refill(self, env: Callable[[int], Mapping[str, str]]) -> None:
         """Start the fork server, or ask it for the missing spares."""
-        if not self._count:
-            return
-        if self._server is None:
-            self.start()
-        elif self._warm:
+        self.start()
+        if self._warm:
             for local_rank in range(self._count):
                 if self._server is not None and local_rank not in self._spares:
                     self._fork(local_rank, env(local_rank), called=False)

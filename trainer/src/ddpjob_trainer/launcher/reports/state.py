@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, cast
@@ -70,20 +70,16 @@ def state_body(
     uid: str = "",
     attempt: int,
     round_: int,
-    holds: bool = False,
-    away: Sequence[int] = (),
-    whole: bool = False,
-    serving: str = "",
+    gang: Mapping[str, Any] = {},
     results: Results | None = None,
     stacks: str = "",
     pace: float | None = None,
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
-    ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``holds``: all launchers
-    wait while a lost one is replaced. ``away``: seats whose link is lost. ``whole``: the round runs
-    everywhere. ``serving``: see the contract. ``results``: of earlier rounds, shown while this one
-    starts up. ``stacks``: of the last hang. ``pace``: steps per second.
+    ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``gang``: the hub's facts.
+    ``results``: of earlier rounds, shown while this one starts up. ``stacks``: of the last hang.
+    ``pace``: steps per second.
     """
     results = results or Results()
     step, total = results.step, results.total_steps  # unknown before the resume
@@ -94,10 +90,7 @@ def state_body(
         "uid": uid,
         "attempt": attempt,
         "round": round_,
-        "holds": holds or None,
-        "away": list(away) or None,
-        "whole": whole or None,
-        "serving": serving or None,
+        **{name: fact or None for name, fact in gang.items()},
         "phase": state.phase if state else "startup",
         "step": step if step >= 0 else None,
         "totalSteps": total or None,

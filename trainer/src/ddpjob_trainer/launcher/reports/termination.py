@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ddpjob_contract as contract
-from ddpjob_contract import (
-    REPORT_MAX_BYTES,
-    REPORT_VERSION,
-    ExitCode,
-    Round,
-    TerminationReport,
-)
+from ddpjob_contract import REPORT_MAX_BYTES, REPORT_VERSION, ExitCode, Round, TerminationReport
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind

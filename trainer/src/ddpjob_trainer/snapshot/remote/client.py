@@ -82,13 +82,8 @@ class RemoteProcess:
 
     def close(self) -> None:
         """End it now, whatever it is doing."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.kill()
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
+        with contextlib.suppress(OSError), self._process:  # closes its pipes and waits
+            self._process.kill()
 
 
 def fetch_if_newer(

@@ -14,11 +14,7 @@ from pathlib import Path
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.manifest import (
-    DataFile,
-    InvalidSnapshotError,
-    NewerFormatError,
-)
+from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotError, NewerFormatError
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import read
 
