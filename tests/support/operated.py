@@ -7,10 +7,8 @@ import os
 from typing import Any
 
 from support.launching import PATHS, free_ports, launch, page
-from support.rounds import Training, kill
+from support.rounds import COLD, Training, kill
 
-#: Spares are not the point: each launcher would import torch once more for them.
-COLD = ("--spares", "0")
 #: On one machine each launcher has an address, to which its name leads, as a pod has.
 ADDRESSES = """
 import os

@@ -26,6 +26,8 @@ from support.patience import PATIENCE
 
 STEPS = 16
 EVERY = 4  # steps between snapshots
+#: Where spares are not the point: each launcher would import torch once more for them.
+COLD = ("--spares", "0")
 
 #: Three ranks, three buckets, dropout, buffers.
 SCRIPT = f"""

@@ -21,6 +21,7 @@ import pytest
 
 from support.launching import free_ports
 from support.patience import PATIENCE, wait_for
+from support.rounds import COLD, Outcome, Training
 
 Program = Callable[[int], None]
 _LAST_WORDS = 8000  # characters: the stacks of all threads, when a rank hung
@@ -133,6 +134,15 @@ def gang(tmp_path: Path) -> Iterator[Gang]:
     yield found
     found.end()
     print(found.last_words())  # pytest shows it below a failure
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What the training of support.rounds ends with when nobody is killed."""
+    training = Training(tmp_path_factory.mktemp("undisturbed"))
+    training.launch(*COLD)
+    assert training.codes() == [0], training.errors
+    return training.outcome()
 
 
 @pytest.fixture

@@ -12,17 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from support.operated import COLD, HUB, Operated
+from support.operated import HUB, Operated
 from support.patience import PATIENCE
-from support.rounds import Forwarder, Outcome, Training, alive, children
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    training = Training(tmp_path_factory.mktemp("undisturbed"))
-    training.launch(*COLD)
-    assert training.codes() == [0], training.errors
-    return training.outcome()
+from support.rounds import Forwarder, alive, children
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from devcluster import process
 from support.launching import HANDLES, launched
 from support.patience import PATIENCE
 from support.rounds import (
+    COLD,
     UNHURRIED,
     Forwarder,
-    Outcome,
     Training,
     alive,
     children,
@@ -32,16 +32,6 @@ from support.rounds import (
 )
 
 SPARE = "ddpjob_trainer.launcher.processes.fork_server"
-#: Where spares are not the point: each launcher would import torch once more for them.
-COLD = ("--spares", "0")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    training = Training(tmp_path_factory.mktemp("undisturbed"))
-    training.launch(*COLD)
-    assert training.codes() == [0], training.errors
-    return training.outcome()
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from support.operated import COLD, Operated
+from support.operated import Operated
 from support.patience import PATIENCE
-from support.rounds import Outcome, Training, alive
+from support.rounds import Outcome, alive
 
 
 class Waited(Operated):
@@ -27,14 +27,6 @@ class Waited(Operated):
 
     def replicas(self) -> list[int]:
         return sorted(self.report(seat)["replica"] for seat in range(4))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    training = Training(tmp_path_factory.mktemp("undisturbed"))
-    training.launch(*COLD)
-    assert training.codes() == [0], training.errors
-    return training.outcome()
 
 
 @pytest.fixture
