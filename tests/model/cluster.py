@@ -367,9 +367,13 @@ def controller(obj: Object) -> str | None:
 
 
 def selects(selector: str, obj: Object) -> bool:
-    """``key``, ``key=value`` or nothing."""
-    key, _, value = selector.partition("=")
-    return not key or (label(obj, key) is not None and value in ("", label(obj, key)))
+    """``key``, ``key=value``, both also with ``,key in (value,value)``; or nothing."""
+    first, _, few = selector.partition(",")
+    key, _, value = first.partition("=")
+    if key and (label(obj, key) is None or value not in ("", label(obj, key))):
+        return False
+    key, _, values = few.partition(" in ")
+    return not key or label(obj, key) in values.strip("()").split(",")
 
 
 def deadline(pod: Object) -> datetime | None:

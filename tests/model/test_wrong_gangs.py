@@ -25,7 +25,7 @@ from support.invariants import Violation
     ("launcher", "seed", "name"),
     [
         (wrong_gangs.TakesTheNewcomersNumber, 2, "k2_number_of_one_hub"),
-        (wrong_gangs.KeepsTheNumber, 6, "k2_number_of_one_hub"),
+        (wrong_gangs.KeepsTheNumber, 24, "k2_number_of_one_hub"),
         (wrong_gangs.GoesBeforeAllHaveStopped, 11, "k3_all_stand_still"),
         (wrong_gangs.SaysHelloBeforeWorkersAreGone, 0, "k3_all_stand_still"),
     ],

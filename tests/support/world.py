@@ -221,6 +221,7 @@ class World:
                 shown = [observe.pod(pod) for pod in self.pods.values()]
                 status, before = status_.from_dict(self.job.get("status")), self.feedback.confirmed
                 mine = {pod.replica for pod in shown if belongs(status, pod)}
+                mine &= action.seats or mine  # of other seats it says nothing
                 found = act.QuorumRead(
                     action.attempt,
                     self.now,
@@ -231,6 +232,7 @@ class World:
                     hidden=tuple(self.hidden.values()) if action.by_name else None,
                     replicas=frozenset(replica for replica in mine if replica is not None),
                     begun=bool(before and before.attempt == action.attempt and before.begun),
+                    seats=action.seats,
                 )
                 self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -368,6 +369,32 @@ def test_another_process_that_finds_the_intent_goes_on_with_it():
     assert (intent(world), world.counts) == ((2, 1, "1:2"), (1, 1, 0))
     world = until(holding().end(1, 137, settle=False), act.ConfirmGone).restart_operator().settle()
     assert (intent(world), world.attempts()) == ((2, 1, "1:2"), {1, 2})
+
+
+def test_lost_pods_alone_are_read_but_for_a_final_decision_all():
+    """One lost meanwhile is not taken for read."""
+
+    def reads(world: World, replica: int) -> act.Action:
+        del world.pods[f"job-{replica}"]
+        (read,) = until(world, act.ConfirmGone).plan().actions
+        world.carry_out(read)
+        return read
+
+    world = holding(replicas=100)
+    assert reads(world, 7) == act.ConfirmGone(1, seats=frozenset({7}))
+    (barrier,) = until(world, act.ConfirmGone).plan().actions
+    assert barrier == act.ConfirmGone(2, seats=frozenset({7})), "is the seat free"
+    world.carry_out(barrier)
+    assert reads(world, 8) == act.ConfirmGone(2, seats=frozenset({7, 8}))
+    world = until(world, act.ConfirmGone)
+    world.carry_out(act.ConfirmGone(3, seats=frozenset({7})))
+    assert world.plan().actions == (act.ConfirmGone(3, seats=frozenset({7, 8})),)
+    assert intent(world.settle()) == (3, 1, "7:3,8:3")
+    world = holding(activeDeadlineSeconds=60)
+    world.now += timedelta(seconds=61)
+    assert reads(world, 0) == act.ConfirmGone(1, seats=frozenset({0}))
+    assert until(world, act.ConfirmGone).plan().actions == (act.ConfirmGone(2),)
+    assert world.settle().status["reason"] == "DeadlineExceeded"
 
 
 def test_a_suspension_ends_it():

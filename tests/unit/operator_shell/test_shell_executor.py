@@ -308,6 +308,18 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
+async def test_of_few_seats_alone_pods_are_asked_for(stage: Stage) -> None:
+    for replica in range(3):
+        stage.store.put_pod(pod(replica, attempt=2))
+    stage.api.script["list pods"] = [Listing([], "30")]
+    stage.api.script["get ddpjobs"] = [job(6, attempt=2, phase="Running")]
+    await stage.do(ConfirmGone(2, seats=frozenset({1, 2})))
+    assert stage.api.bodies[0] == "ddpjob.dev/job-uid=u1,ddpjob.dev/replica in (1,2)"
+    assert stage.pods == ["p0-2"]
+    assert (read := stage.feedback.confirmed) is not None
+    assert [read.asked(seat) for seat in range(3)] == [False, True, True]
+
+
 async def test_of_a_replacement_each_pod_has_its_own_floor(stage: Stage) -> None:
     found = job(6, attempt=3, membersSince=1, births="1:3", phase="Starting")
     kept, lost, made = pod(0, 1), pod(1, 1), pod(1, 3, version=21)

@@ -215,6 +215,22 @@ def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     assert store.feedback("u1") == ApiFeedback(network_attempt=3)
 
 
+def test_a_list_of_few_seats_removes_and_outdates_their_pods_alone() -> None:
+    def of(seat: int, version: int) -> Object:
+        return stored.pod(f"p{seat}-{version}", seat, version=version)
+
+    store = store_with_a_job()
+    for seat in range(3):
+        store.put_pod(of(seat, 6))
+    store.replace_pods("u1", [slim_pod(of(2, 9))], "20", frozenset({1, 2}))
+    assert sorted(phases(store)) == ["p0-6", "p2-9"]
+    for seat in range(3):  # of a watch that is behind
+        store.put_pod(of(seat, 15))
+    assert sorted(phases(store)) == ["p0-15", "p0-6", "p2-9"]
+    store.put_pod(of(1, 21))
+    assert "p1-21" in phases(store)
+
+
 def test_when_an_end_was_first_seen_is_kept() -> None:
     times = iter([datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)])
     store = Store(lambda: next(times))

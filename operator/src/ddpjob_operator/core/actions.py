@@ -77,10 +77,12 @@ class ConfirmGone:
     creations, and before any decision that is final.
 
     ``by_name``: a second LIST, by the job's name, finds pods without the label of its uid.
+    ``seats``: of the pods of these alone, since 1,000 take long to read; empty: of all.
     """
 
     attempt: int
     by_name: bool = False
+    seats: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,9 @@ class QuorumRead:
     ``running`` with it. A deadline needs a read after the deadline, a suspension one of the job at
     that ``generation``. A POST of a deposed leader can still arrive after it: such a pod is of an
     older attempt, and is removed like any other.
+
+    A read of a few ``seats`` guarantees this of their pods alone; a deadline or a suspension needs
+    one of all.
     """
 
     attempt: int
@@ -201,6 +206,11 @@ class QuorumRead:
     replicas: frozenset[int] = frozenset()
     hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: not asked
     begun: bool = False  # this process has stored that phase Starting begins (rule O5)
+    seats: frozenset[int] = frozenset()  # empty: all
+
+    def asked(self, seat: int) -> bool:
+        """Tell whether it read that seat's pods."""
+        return not self.seats or seat in self.seats
 
 
 @dataclass(frozen=True, slots=True)

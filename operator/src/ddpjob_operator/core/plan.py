@@ -44,6 +44,8 @@ _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 REPORT_INTERVAL: Final = timedelta(seconds=2)
 #: The same for a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
 PROGRESS_INTERVAL: Final = timedelta(seconds=60)
+#: Missing seats whose pods alone are asked for: a label selector names each.
+_FEW_SEATS: Final = 20
 #: Pods rendered and created in one round, so that a gang of 10,000 leaves time to others.
 _BATCH: Final = 500
 #: Bytes of templates in one round: as objects they take up to 20 times as much.
@@ -197,20 +199,26 @@ def _due(view: View) -> bool:
 
 def _confirmed(view: View) -> bool:
     """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
-    return view.confirmed is not None and view.confirmed.alone
+    read = view.confirmed
+    return read is not None and read.alone and all(map(read.asked, view.missing))
+
+
+def _read(view: View) -> ConfirmGone:
+    """Ask for the pods of missing seats alone where the other pods stay."""
+    stay = view.replacing or view.status.phase == "Running"
+    few = view.missing if stay and len(view.missing) <= _FEW_SEATS else ()
+    return ConfirmGone(view.status.attempt, seats=frozenset(few))
 
 
 def _may_be_done(view: View) -> bool:
     """Tell whether pods to be suspended may have succeeded, unseen by a watch."""
     read = view.confirmed
-    asked = read is not None and read.generation == view.job.generation
+    asked = read and read.generation == view.job.generation and not read.seats
     return view.status.phase in ("Starting", "Running") and not asked
 
 
 def _in_doubt(view: View) -> bool:
-    """Tell whether a final decision is due that needs a quorum read first."""
-    if view.in_doubt:
-        return True
+    """Tell whether a final decision is due that needs a quorum read of all pods first."""
     if finish.past_active_deadline(view) and not view.read_since(finish.active_deadline(view)):
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
@@ -264,6 +272,8 @@ def _act(view: View) -> Plan:
     leaving = (*_deletions(view), *finish.hidden(view, None))
     if leaving:
         return Plan(leaving, wake)
+    if view.in_doubt:
+        return Plan((_read(view),), wake)
     if _in_doubt(view):
         return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
     if asked := probe.reads(view):
@@ -321,7 +331,7 @@ def _creations(view: View) -> tuple[Action, ...]:
     if template_guard.why(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
-        return (ConfirmGone(attempt),) if _due(view) else ()
+        return (_read(view),) if _due(view) else ()
     if waiting or not view.unborn or replacement.unmade(view):
         return ()
     if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):

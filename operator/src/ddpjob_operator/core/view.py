@@ -135,7 +135,8 @@ class View:
 
     def read_since(self, at: datetime | None) -> bool:
         """Tell whether this view was read from the API server itself after that time."""
-        return at is not None and self.confirmed is not None and self.confirmed.at >= at
+        read = self.confirmed
+        return at is not None and read is not None and not read.seats and read.at >= at
 
     @property
     def gone(self) -> list[int]:
@@ -144,7 +145,7 @@ class View:
         if read is None:
             return []
         known = [r for r in self.were_there if r in read.seen or self._had_one(r, read.running)]
-        return [r for r in known if r not in read.replicas]
+        return [r for r in known if r not in read.replicas and read.asked(r)]
 
     @property
     def were_there(self) -> list[int]:

@@ -232,10 +232,12 @@ class Executor:
     async def _confirm_gone(self, job: observe.Job, action: actions.ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)
         selector = f"{crd.LABEL_JOB_UID}={job.uid}"
+        if action.seats:
+            selector += f",{crd.LABEL_REPLICA} in ({','.join(map(str, sorted(action.seats)))})"
         newest = self._store.newest(PODS.plural)
         listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
         self._store.check_list(PODS.plural, listing.resource_version, newest)
-        self._store.replace_pods(job.uid, listing.items, listing.resource_version)
+        self._store.replace_pods(job.uid, listing.items, listing.resource_version, action.seats)
         hidden = await hidden_pods(self._api, job) if action.by_name else None
         # After the pods: a leader that began a newer attempt since then shows here.
         await self.refresh(job)
@@ -258,6 +260,7 @@ class Executor:
                 p.replica for p in now.pods if p.replica is not None and belongs(status, p)
             ),
             begun=before is not None and before.attempt == action.attempt and before.begun,
+            seats=action.seats,
         )
         self._learn(job.uid, lambda known: replace(known, confirmed=found))
         return found.alone

@@ -43,12 +43,13 @@ class JobState:
 class _Gang:
     """The pods that name one job as their owner.
 
-    ``floor``: watch events up to this version are history. ``seen``: by attempt, the replicas that
-    had a pod; only of the newest few attempts.
+    ``floor``: watch events up to this version are history; ``floors``: those of one seat's pods.
+    ``seen``: by attempt, the replicas that had a pod; only of the newest few attempts.
     """
 
     pods: dict[str, SlimPod] = field(default_factory=dict)  # by uid
     floor: int = 0
+    floors: dict[int | None, int] = field(default_factory=dict)
     seen: dict[int, set[int]] = field(default_factory=dict)
 
     def note(self, pod: observe.Pod) -> None:
@@ -205,7 +206,7 @@ class Store:
         owner = (pod.namespace, pod.owner_uid) if pod.owner_uid else None
         former = self._owners.get(pod.uid)
         concerned = {one for one in (owner, former) if one is not None}
-        if any(self._outdated(one, pod.uid, version, from_watch) for one in concerned):
+        if any(self._outdated(one, pod, version, from_watch) for one in concerned):
             return set()
         if former not in (None, owner):
             self._disown(pod.uid)
@@ -228,16 +229,31 @@ class Store:
         owner = self._disown(uid)
         return next(iter(self._keys_of([owner] if owner else [])), None)
 
-    def replace_pods(self, job_uid: str, items: Iterable[SlimPod], version: str) -> None:
-        """Replace a job's cached pods by a quorum list, read at ``version``."""
+    def replace_pods(
+        self,
+        job_uid: str,
+        items: Iterable[SlimPod],
+        version: str,
+        seats: frozenset[int] = frozenset(),
+    ) -> None:
+        """Replace a job's cached pods by a quorum list, read at ``version``.
+
+        ``seats``: it is of their pods alone; empty: of all.
+        """
         if job_uid not in self._keys:
             return  # deleted meanwhile
         gang = self._gangs.setdefault((self._keys[job_uid][0], job_uid), _Gang())
-        self._retain(gang, {item.pod.uid for item in items}, version)
+        asked = {item.pod.uid for item in items}
+        if seats:
+            asked |= {uid for uid, known in gang.pods.items() if known.pod.replica not in seats}
+        self._retain(gang, asked, version)
         for item in items:
             self._buried.pop(item.pod.uid, None)
             self.put_pod(item, from_watch=False)
-        gang.floor = max(gang.floor, number(version) or 0)
+        if seats:
+            gang.floors |= dict.fromkeys(seats, number(version) or 0)
+        else:
+            gang.floor = max(gang.floor, number(version) or 0)
 
     def drop_vanished_pods(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
@@ -281,14 +297,17 @@ class Store:
         namespace, _ = self._keys.get(job_uid, ("", ""))
         return self._gangs.get((namespace, job_uid), _Gang())
 
-    def _outdated(self, owner: Owner, uid: str, version: int | None, from_watch: bool) -> bool:
+    def _outdated(
+        self, owner: Owner, pod: observe.Pod, version: int | None, from_watch: bool
+    ) -> bool:
         """Tell whether that job's pods include a version of the pod as new or newer."""
         gang = self._gangs.get(owner)
         if gang is None or version is None:
             return False
-        known = gang.pods.get(uid)
+        known = gang.pods.get(pod.uid)
         seen = known.version if known and known.version is not None else -1
-        return version <= max(seen, gang.floor if from_watch else -1)
+        floor = max(gang.floor, gang.floors.get(pod.replica, 0))
+        return version <= max(seen, floor if from_watch else -1)
 
     def _disown(self, uid: str) -> Owner | None:
         owner = self._owners.pop(uid, None)

@@ -121,7 +121,8 @@ def unmade(view: View) -> frozenset[int]:
     runs = phase == "Running" and view.status.holds
     if not (runs or (view.replacing and phase == "Starting")) or read is None or read.begun:
         return frozenset()
-    return frozenset(r for r in (view.unborn if runs else view.missing) if r not in read.replicas)
+    absent = (r for r in (view.unborn if runs else view.missing) if r not in read.replicas)
+    return frozenset(filter(read.asked, absent))
 
 
 def deadline(view: View) -> datetime:
