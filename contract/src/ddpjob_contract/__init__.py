@@ -217,7 +217,6 @@ class State(TypedDict, total=False):
     attempt: int  # the hub's number: the attempt in which its pod was made
     away: list[int]  # replicas whose launcher was linked to the hub and is not now
     holds: bool  # all launchers hold while a lost one is replaced; absent: they do not
-    whole: bool  # a round runs, so every replica is served; absent: not, or an older launcher
     serving: str  # "2:4": replica 2 is served by the pod of seat 4; absent: each by its own
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]

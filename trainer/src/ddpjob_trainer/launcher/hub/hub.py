@@ -117,12 +117,6 @@ class Hub:
         return self.history.round >= 0 and len(self._present) == everybody
 
     @property
-    def whole(self) -> bool:
-        """Return whether a round runs in all its launchers, from another thread, too."""
-        there = self._present | self._done
-        return self._phase is _Phase.RUNNING and there.issuperset(self._serving)
-
-    @property
     def serving(self) -> str:
         """Return replica:seat where the two differ, from another thread, too."""
         return ",".join(f"{r}:{seat}" for r, seat in enumerate(self._serving) if r != seat)

@@ -51,7 +51,7 @@ class Membership:
         hub = self.hub
         if hub is None or self.server is None:
             return {}
-        return {"holds": hub.holds, "away": hub.away, "whole": hub.whole, "serving": hub.serving}
+        return {"holds": hub.holds, "away": hub.away, "serving": hub.serving}
 
     def close(self) -> None:
         """Close all links; connected launchers notice."""
