@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from datetime import UTC, datetime
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
 from ddpjob_operator.shell.cache.pods import slim_pod
 from ddpjob_operator.shell.cache.store import RewoundError, Store
+from ddpjob_operator.shell.watch.informer import PodInformer
 from support import stored
 from support.stored import Object, job
 
@@ -213,6 +215,18 @@ def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
     store.set_feedback("u1", ApiFeedback(confirmed=read, network_attempt=3))
     store.doubt_all()
     assert store.feedback("u1") == ApiFeedback(network_attempt=3)
+
+
+@pytest.mark.parametrize("seats", [frozenset[int](), frozenset({0})], ids=["all", "few"])
+def test_a_pod_whose_deletion_overtakes_a_list_stays_gone(seats: frozenset[int]) -> None:
+    store = store_with_a_job()
+    store.put_pod(pod(6))
+    store.put_pod(pod(19))  # being deleted: a list at 20 shows it so
+    PodInformer(Mock(), store, None, Mock())._apply("DELETED", pod(21))
+    store.replace_pods("u1", [slim_pod(pod(19))], "20", seats)
+    assert phases(store) == {}
+    store.replace_pods("u1", [slim_pod(pod(22))], "23", seats)
+    assert phases(store) == {"p0": "Pending"}, "it only had no label for a while"
 
 
 def test_a_list_of_few_seats_removes_and_outdates_their_pods_alone() -> None:

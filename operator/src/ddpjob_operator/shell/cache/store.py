@@ -82,7 +82,8 @@ class Store:
         self._owners: dict[str, Owner] = {}  # by pod uid
         self._outcomes: dict[str, ApiFeedback] = {}
         self.nodes = nodes or NodeCache()
-        self._buried: OrderedDict[str, None] = OrderedDict()  # uids of pods that are gone
+        #: Uids of pods that are gone, and in which version; 0: unknown.
+        self._buried: OrderedDict[str, int] = OrderedDict()
         self._newest: dict[str, int] = {}  # the newest version seen, by plural
 
     def newest(self, plural: str) -> int:
@@ -220,9 +221,9 @@ class Store:
             self._owners[pod.uid] = owner
         return self._keys_of(concerned)
 
-    def remove_pod(self, uid: str) -> Key | None:
+    def remove_pod(self, uid: str, version: int | None = None) -> Key | None:
         """Forget the pod with that uid for good; return the key of its job."""
-        self._buried[uid] = None
+        self._buried[uid] = version or 0
         self._buried.move_to_end(uid)
         if len(self._buried) > _TOMBSTONES:
             self._buried.popitem(last=False)
@@ -248,8 +249,9 @@ class Store:
             asked |= {uid for uid, known in gang.pods.items() if known.pod.replica not in seats}
         self._retain(gang, asked, version)
         for item in items:
-            self._buried.pop(item.pod.uid, None)
-            self.put_pod(item, from_watch=False)
+            if self._buried.get(item.pod.uid, 0) <= (number(version) or 0):
+                self._buried.pop(item.pod.uid, None)
+                self.put_pod(item, from_watch=False)  # else it was deleted while the list came
         if seats:
             gang.floors |= dict.fromkeys(seats, number(version) or 0)
         else:
@@ -330,7 +332,7 @@ class Store:
             if uid not in listed and (at is None or known.version is None or known.version <= at)
         ]
         for uid in gone:
-            self.remove_pod(uid)
+            self.remove_pod(uid, at)
         return bool(gone)
 
 

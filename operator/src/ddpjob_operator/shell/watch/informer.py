@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob_contract import crd
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import NODES, PODS, Api, Listing, Object, Resource
-from ddpjob_operator.shell.cache import nodes
+from ddpjob_operator.shell.cache import nodes, pods
 from ddpjob_operator.shell.cache.store import Key, Store
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,8 @@ class PodInformer(Informer):
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         if kind != "DELETED":
             return self._store.put_pod(obj)
-        key = self._store.remove_pod(obj["metadata"]["uid"])
+        meta = obj["metadata"]
+        key = self._store.remove_pod(meta["uid"], pods.number(meta.get("resourceVersion")))
         return () if key is None else (key,)
 
 
