@@ -42,6 +42,7 @@ class Cluster:
     states: list[dict[Key, Object]] = field(default_factory=list)  # before each write
     processes: dict[str, Object] = field(default_factory=dict)  # pods that run, by uid
     exits: dict[str, int] = field(default_factory=dict)  # what kubelets know, by uid of the pod
+    last_words: dict[str, str] = field(default_factory=dict)  # termination messages, by uid
     forced: set[str] = field(default_factory=set)  # uids whose objects went before their processes
     era: int = 0  # how often the store was set back
     _version: int = 1000
@@ -241,7 +242,8 @@ class Cluster:
     def finish(self, pod: Object, code: int) -> None:
         """The trainer container ends with that code."""
         reason = "Completed" if code == 0 else "Error"
-        state = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": stamp(self.now)}}
+        end = {"exitCode": code, "reason": reason, "finishedAt": stamp(self.now)}
+        state = {"terminated": {**end, "message": self.last_words.get(pod["metadata"]["uid"], "")}}
         phase = "Succeeded" if code == 0 else "Failed"
         status = self._pod_status(pod, phase, state)
         self.update("pods", pod["metadata"]["name"], status=status)

@@ -7,6 +7,7 @@ says so. step() is one turn of the supervisor's loop, in the order of Supervisor
 from __future__ import annotations
 
 import functools
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
 
-from ddpjob_contract import POD_UID, State
+from ddpjob_contract import POD_UID, State, TerminationReport
 from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.launcher.hub import hub as hub_module
 from ddpjob_trainer.launcher.hub import membership
 from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
@@ -26,7 +28,7 @@ from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_conf
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
-from model.cluster import Object
+from model.cluster import Cluster, Object
 from model.network import Line, ModelCalls, ModelClient, Network, Silent
 
 _PROGRAM = Program("json", (), module=True)
@@ -38,6 +40,7 @@ class Watched(Protocol):
     """Who holds the beginnings of rounds against the invariants."""
 
     network: Network
+    cluster: Cluster
 
     def begins(self, launcher: Launcher, key: Key) -> None:
         """A round's workers start."""
@@ -180,11 +183,17 @@ class Launcher(Supervisor):
         # A beat is always due within a second; only other dues are worth a look.
         self.due = due if due is not None and due > now + BEAT_SECONDS else None
         if self._is_finished(now):
-            self.code = termination.finish(
-                self._config, self._workers, self._pump, self._results, self._ended, [], _hush
-            )
+            with mock.patch.object(termination, "_save", self._write):
+                self.code = termination.finish(
+                    self._config, self._workers, self._pump, self._results, self._ended, [], _hush
+                )
             member.close()
             network.kill(self)
+
+    def _write(self, config: LaunchConfig, report: TerminationReport, say: object) -> None:
+        """Leave the kubelet a report where one is needed to know which replica has succeeded."""
+        if config.env.standby:
+            self.world.cluster.last_words[self.uid] = json.dumps(report)
 
     # --- What others see ------------------------------------------------------------------
 
@@ -251,15 +260,23 @@ class Launcher(Supervisor):
     @property
     def settled(self) -> bool:
         """In a round, with its hub, and nothing waits; or done."""
-        if self._phase is _Phase.SUCCEEDED:
+        if self._phase is _Phase.SUCCEEDED or self.stands_by:
             return True
         linked = self.hub is not None or self.link_line is not None
         calm = self._phase is _Phase.RUNNING and not self._ended.waiting_since
         return linked and calm and self.workers.running == 1 and self.due is None
 
     @property
+    def stands_by(self) -> bool:
+        """It waits for the loss of another while a round runs."""
+        hub = self.hub_of.hub if self._phase is _Phase.PARKED and self.hub_of else None
+        return hub is not None and hub._phase is hub_module._Phase.RUNNING and self.due is None
+
+    @property
     def there(self) -> bool:
         """It trains, or has ended well."""
+        if self.stands_by:
+            return False
         return self.settled if self.alive and not self.stopped else self.code == 0
 
     def said(self) -> State:

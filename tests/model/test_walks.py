@@ -24,12 +24,12 @@ PLACES = 40  # moves in which a replacement is done, and some
 SAMPLED = {tiers.CHECK: 48, tiers.GATE: 6, tiers.ALL: 1}  # one of so many single faults
 
 
-def broken(loop: asyncio.AbstractEventLoop, seeds: Iterable[int]) -> list[str]:
+def broken(loop: asyncio.AbstractEventLoop, seeds: Iterable[int], standby: int = 0) -> list[str]:
     """Every walk that breaks an invariant, or after which the gang is not whole again."""
     found = []
     for seed in seeds:
         try:
-            walk(loop, seed, MOVES)
+            walk(loop, seed, MOVES, standby=standby)
         except Violation as violation:
             found.append(f"seed {seed}: {violation}")
             print(found[-1], flush=True)  # a soak may be cut short
@@ -51,6 +51,14 @@ def test_more_walks(loop: asyncio.AbstractEventLoop) -> None:
 @pytest.mark.tier("all")
 def test_many_walks(loop: asyncio.AbstractEventLoop) -> None:
     assert broken(loop, range(70, 600)) == []
+
+
+@pytest.mark.parametrize("standby", [1, 2])
+def test_walks_where_pods_stand_by(
+    loop: asyncio.AbstractEventLoop, standby: int, pytestconfig: pytest.Config
+) -> None:
+    seeds = {tiers.CHECK: 8, tiers.GATE: 40, tiers.ALL: 400}[pytestconfig.getoption("--tier")]
+    assert broken(loop, range(seeds), standby) == []
 
 
 def replaced(

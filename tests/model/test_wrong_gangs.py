@@ -38,6 +38,14 @@ def test_a_walk_finds_a_wrong_hub_or_launcher(
     assert found.value.name == name
 
 
+def test_a_walk_finds_a_hub_that_gives_away_the_place_of_one_that_runs(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    with pytest.raises(Violation) as found:
+        walk(loop, 2, 150, standby=1, launcher_class=wrong_gangs.FillsPlacesOfThoseThatLeave)
+    assert found.value.name == "k3_all_stand_still"
+
+
 def cut_off_and_replaced(loop: asyncio.AbstractEventLoop, launcher: type[Launcher]) -> GangWorld:
     """Nobody hears of replica 1's node; Fence gives it up, and its processes run on."""
     world = begun(loop, launcher_class=launcher)

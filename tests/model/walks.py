@@ -133,12 +133,17 @@ EVENTS: dict[str, tuple[int, Fault]] = {
 
 
 def begun(
-    loop: asyncio.AbstractEventLoop, replicas: int = 3, *, fence: bool = True, **more: Any
+    loop: asyncio.AbstractEventLoop,
+    replicas: int = 3,
+    *,
+    fence: bool = True,
+    standby: int = 0,
+    **more: Any,
 ) -> GangWorld:
     """A gang that trains and is known to hold."""
     world = GangWorld(loop, **more)
     restart = {**RESTART}
-    spec = FENCE if fence else {}
+    spec = {"standby": standby, **(FENCE if fence else {})}
     world.cluster.create(crd.PLURAL, job_body(replicas=replicas, restart=restart, **spec))
     assert world.run(lambda: bool(world.cluster.status("job").get("holds")))
     assert world.whole() == Key(1, 0)

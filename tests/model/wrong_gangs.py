@@ -45,6 +45,19 @@ class GoesBeforeAllHaveStopped(Launcher):
     hub_class = _Hub
 
 
+class FillsPlacesOfThoseThatLeave(Launcher):
+    """Its hub lets one that stood by begin while the workers of a pod that is deleted still run."""
+
+    class _Hub(Hub):
+        def _fill(self) -> dict[int, int]:
+            leaving, self._leaving = self._leaving, set()
+            filled = super()._fill()
+            self._leaving = leaving
+            return filled
+
+    hub_class = _Hub
+
+
 class _FollowsAny(ModelClient):
     def _may_follow(self, hub: tuple[int, str]) -> bool:
         return hub[0] >= self._followed[0]

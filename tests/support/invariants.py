@@ -10,6 +10,7 @@ What holds only when nothing moves any more (counts, explanations, no orphans) i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -177,12 +178,14 @@ class State:
     def _notice_success(self, job: str, write: Write) -> None:
         known = self.jobs.get(job)
         if succeeded(write.obj) and write.kind != "DELETED":
-            self.proven.setdefault(job, set()).add(_seat(write.obj))
+            done, now = _served(write.obj), status(known or {}).get("attempt", 0)
+            seat = _seat(write.obj) if done == replica(write.obj) else (now, done)
+            self.proven.setdefault(job, set()).add(seat)
         if known is None:
             return
         now, wanted = status(known).get("attempt", 0), known["spec"].get("replicas", 1)
         mine = [p for p in self.gang(job) if _belongs(p, status(known)) and succeeded(p)]
-        if {replica(p) for p in mine} >= set(range(wanted)):
+        if {_served(p) for p in mine} >= set(range(wanted)):
             self.done.setdefault(job, now)
         elif self.done.get(job) == now:
             del self.done[job]  # somebody removed a pod before the success was stored
@@ -490,13 +493,20 @@ def check(history: Iterable[Write], state: State | None = None) -> State:
 
 
 def untimely(state: State, write: Write) -> bool:
-    """A pod that an operator creates for an attempt that is not the one being created."""
+    """A pod that an operator creates for an attempt that is not the one being created.
+
+    Where pods stand by, they and those that follow a lost one are made in a running gang.
+    """
     if not _created(write):
         return False
     now = _asked(state, write.obj)
-    if now is None:
+    if now is None or now.get("attempt") != attempt(write.obj):
         return True
-    return (now.get("phase"), now.get("attempt")) != ("Starting", attempt(write.obj))
+    spec = (state.jobs.get(owner(write.obj) or "") or {}).get("spec") or {}
+    begins = _floor(replica(write.obj), now) == attempt(write.obj)
+    later = begins or (replica(write.obj) or 0) >= spec.get("replicas", 1)
+    joins = now.get("phase") == "Running" and spec.get("standby") and later
+    return now.get("phase") != "Starting" and not joins
 
 
 def relabels(state: State, write: Write) -> bool:
@@ -529,6 +539,14 @@ def _floor(number: int | None, now: Mapping[str, Any]) -> int:
     """The lowest attempt whose pod is that replica's member, as the stored status has it."""
     births = parse_births(now.get("births"))
     return max(births.get(-1 if number is None else number, 0), int(now.get("membersSince", 0)))
+
+
+def _served(pod: Object) -> int:
+    """The replica that a pod served in the end, by its report where pods stand by, else its own."""
+    end = trainer_state(pod).get("terminated") or {}
+    words = end.get("message") or ""
+    told = json.loads(words).get("replica") if words.startswith("{") else None
+    return (replica(pod) or 0) if told is None else int(told)
 
 
 def _seat(pod: Object) -> Seat:
@@ -639,7 +657,8 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
     done = _done(found) - on  # and their pods are gone
     began = parse_time((found.get("timings") or {}).get("runningAt"))
     new = began is not None and now - began < LINGERING
-    if phase == "Running" and len(on | done) == wanted and (new or not done):
+    more = job["spec"].get("standby", 0)
+    if phase == "Running" and wanted <= len(on | done) <= wanted + more and (new or not done):
         return None
     conditions = found.get("conditions") or ()
     told = [c for c in conditions if c["type"] in ("Stalled", "Invalid") and c["status"] == "True"]

@@ -429,7 +429,7 @@ class Waited(Gang):
             if isinstance(said[-1], Go) and said[-1].round == round_
         }
         assert went == {seat: replica for replica, seat in enumerate(seats)}
-        assert self.hub.whole
+        assert self.hub._phase.value == "running"
 
     def ends(self, *seats: int, round_: int) -> None:
         """These stop, by the replicas that they serve."""
@@ -441,9 +441,8 @@ class Waited(Gang):
 
 def test_a_standby_takes_the_place_as_soon_as_all_have_stopped() -> None:
     gang = Waited()
-    assert (gang.hub.holds, gang.hub.whole, gang.hub.serving) == (True, True, "")
+    assert (gang.hub.holds, gang.hub.serving) == (True, "")
     gang.hub.lost(2, 1.0)
-    assert not gang.hub.whole
     gang.ends(0, round_=0)
     assert not any(isinstance(said[-1], Go) for said in gang.told().values())
     gang.ends(1, round_=0)
@@ -484,12 +483,23 @@ def test_who_is_back_in_time_keeps_its_place_and_no_more_are_lost_than_wait() ->
     gang.serve(1, 0, 3, 2)
 
 
+def test_the_place_of_one_that_leaves_is_taken_when_it_has_left() -> None:
+    """Till then its workers save, or run on while those of another that failed do not."""
+    gang = Waited()
+    gang.says(2, Leaving(15), 1.0)
+    gang.ends(0, 1, round_=0)
+    assert gang.hub._phase.value == "holding"
+    gang.hub.lost(2, 2.0)
+    gang.hub.tick(2.0)
+    gang.serve(1, 0, 1, 3)
+
+
 def test_a_lost_standby_is_nobodys_business() -> None:
     gang = Waited()
     gang.hub.lost(3, 1.0)
     gang.says(4, Leaving(15))
     assert gang.told() == {}
-    assert gang.hub.whole
+    assert gang.hub._phase.value == "running"
     gang.hub.lost(2, 1.0)
     gang.ends(0, 1, round_=0)
     assert gang.hub._phase.value == "holding", "one that leaves takes no place"

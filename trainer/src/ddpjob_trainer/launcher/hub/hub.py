@@ -412,13 +412,16 @@ class Hub:
         """Choose who serves next: a seat for each replica, of those where nothing runs (H2).
 
         Replica 0 is the hub's own. Who serves one goes on with it; then comes who held it last,
-        then a new pod of its seat, then the lowest standby.
+        then a new pod of its seat, then the lowest standby. The place of one that leaves is free
+        when it has left, for till then its workers may run.
         """
         serving = {seat: replica for replica, seat in enumerate(self._serving)}
         held = {seat: self._members[seat].held for seat in self._stopped}
         own = {seat: seat for seat in self._stopped}
         filled = {0: 0} if 0 in self._stopped else {}
-        free, idle = set(range(1, self._own.replicas)), self._stopped - {0}
+        idle = self._stopped - {0}
+        busy = {replica for seat, replica in serving.items() if seat in self._leaving}
+        free = set(range(1, self._own.replicas)) - busy
         for wish in (serving, held, own):
             for seat in sorted(idle & wish.keys()):
                 if wish[seat] in free:
