@@ -101,9 +101,11 @@ class GangWorld(World):
         if job is None:
             return None
         found = [self.launchers.get(uid) for uid in self._members(job).values()]
-        there = [one for one in found if one and one.there]
-        keys = {one.workers.key for one in there}
-        if len(there) == job["spec"]["replicas"] and len(keys) == 1:
+        # One that has ended with 0 unheard may have a successor among those that stood by.
+        there = sorted((one for one in found if one and one.there), key=lambda one: one.alive)
+        serving = {one.replica: one.workers.key for one in there}
+        keys = set(serving.values())
+        if len(serving) == job["spec"]["replicas"] and len(keys) == 1:
             return keys.pop()
         return None
 
