@@ -113,14 +113,17 @@ def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb() -> 
 
 
 def test_where_pods_stand_by_each_row_says_who_serves() -> None:
-    found = job(phase="Running", serving="1:3")
+    # In place, of rank 1, which the pod of seat 3 serves.
+    failed = {"replica": 1, "rank": 1, "pod": "d-3", "class": "OOM", "inPlace": True}
+    found = job(phase="Running", serving="1:3", failures=[failed])
     found.obj["spec"] |= {"replicas": 3, "standby": 2}
     members = {n: Member(pod(n, state={"running": {}})) for n in (0, 2, 3, 4)}
     lines = status.gang_table(found, members, {3: Told({"step": 7})}, NOW)[1:]
     assert [line.split("   ")[0] for line in lines] == [
         "0", "1 (pod 3)", "2", "standby (pod 1)", "standby (pod 4)"
     ]  # fmt: skip
-    assert lines[1].split()[-4] == "7"
+    assert ["OOM" in line for line in lines] == [False, True, False, False, False]
+    assert "  7  " in lines[1]
     facts = status.facts(found, members, {})["replicas"]
     assert [one.get("replica") for one in facts] == [0, 1, 2, None, None]
     assert [one.get("pod") for one in facts] == ["d-0", "d-3", "d-2", None, "d-4"]

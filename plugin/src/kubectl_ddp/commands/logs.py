@@ -14,7 +14,7 @@ from typing import IO
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA, TERMINAL_PHASES
 from kubectl_ddp import following, gang
-from kubectl_ddp.commands.status import failure_line
+from kubectl_ddp.commands.status import failure_line, seat_of
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Kubectl, judge
@@ -153,7 +153,7 @@ def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much:
         print(f"{job.name} has had no failure")
         return 0
     told = clean(failure_line(failure, datetime.now(UTC)))
-    member = members.get(int(failure.get("replica", -1)))
+    member = members.get(seat_of(failure))
     there = member is not None and member.attempt <= failure.get("attempt", 0)
     if member is not None and there and not member.started and member.failed_init:
         print(told.partition("\n")[0])

@@ -185,7 +185,7 @@ def gang_table(
 ) -> list[str]:
     """Make a row for each replica, and for each standby pod."""
     head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "SNAPSHOT")
-    last = {int(one["replica"]): one for one in job.failures if "replica" in one}
+    last = {seat_of(one): one for one in job.failures}
     rows: list[Sequence[str]] = []
     for replica, seat in job.places:
         member, say = members.get(seat), told.get(seat, Told())
@@ -207,6 +207,15 @@ def gang_table(
             ]
         )
     return table((*head, "LAST FAILURE"), rows)
+
+
+def seat_of(failure: Object) -> int:
+    """Return the number at the end of its pod's name; -1: of the whole gang.
+
+    The replica is another one where the pod has taken a lost one's place.
+    """
+    number = str(failure.get("pod", "")).rpartition("-")[2]
+    return int(number) if number.isdecimal() else int(failure.get("replica", -1))
 
 
 def failure_line(failure: Object, now: datetime) -> str:
