@@ -40,11 +40,11 @@ def test_the_api_server_is_away_while_a_gang_trains(site: Site, finished: Finish
     site.delete(name)
 
 
-def gangs_of(site: Site, name: str) -> list[int]:
-    """Attempts of which a launcher runs, as the machine has it."""
+def launchers_of(site: Site, name: str) -> list[int]:
+    """How many launchers of each replica run, as the machine has it."""
     here = {"DDPJOB_NAMESPACE": site.namespace, "DDPJOB_NAME": name}
-    numbers = range(1, 10)
-    return [n for n in numbers if any(map(is_first, processes_with(**here, DDPJOB_ATTEMPT=str(n))))]
+    pids = (processes_with(**here, DDPJOB_REPLICA=str(replica)) for replica in range(3))
+    return [len(list(filter(is_first, found))) for found in pids]
 
 
 @pytest.mark.fault("A7")
@@ -69,10 +69,10 @@ def test_a_restored_etcd_loses_no_gang_and_doubles_none(
     plane.repair()
     chronicle.begin_anew()
 
-    wait_for(lambda: not gangs_of(site, later), "pods that nobody knows to go")
+    wait_for(lambda: not any(launchers_of(site, later)), "pods that nobody knows to go")
     after = site.wait_running(again, 2, snapshot_after=reached)
     assert after["attempt"] > 1
-    wait_for(lambda: len(gangs_of(site, again)) == 1, "one gang")
+    wait_for(lambda: launchers_of(site, again) == [1, 1, 1], "one gang")
     assert site.status(over) == ended
     site.apply(unknown)  # as its user would
     for name in (again, later):

@@ -60,7 +60,7 @@ def test_a_preempted_gang_gives_all_back_and_comes_again(
     The deadline is short only while there is no room: a start that is slow would be charged.
     """
     name = "preempted"
-    body = digits(name, steps=STEPS, slow=1, every=5)
+    body = digits(name, steps=STEPS, slow=1, every=5, restart={"replaceSeconds": 10})
     request_cpu(site, body["spec"]["template"]["spec"]["containers"][0], 0.4)
     site.apply(body)
     site.wait_running(name, 1, snapshot_after=0)
