@@ -229,7 +229,7 @@ properties:
         description: >-
           When a pod is lost, the others keep their pods and wait so many seconds while it is
           replaced; then all pods restart. Needs our launcher (ddpjob-trainer run) and inPlace. 0
-          means that all pods restart at once.
+          means that all pods restart at once. Pods that run wait as long as it was when they were made.
         type: integer
         format: int32
         minimum: 0
@@ -251,7 +251,7 @@ properties:
           example its directory of checkpoints; * in the last part stands for any characters. A
           newer time of modification, in a directory of any file down to three levels, is
           progress: name nothing that every start writes too, such as logs. Our launcher reads
-          it (ddpjob-trainer run), that of replica 0. A change holds from the next attempt on.
+          it (ddpjob-trainer run), that of replica 0. A change holds for pods that are made later.
         type: string
         minLength: 2
         maxLength: 512
@@ -434,7 +434,7 @@ properties:
     description: >-
       Time without progress after which the trainer's watchdog ends a process (exit code 76)
       and a restart follows, in place where that is on. Needs our training library. A change
-      holds from the next attempt on.
+      holds for pods that are made later.
     type: object
     default: {}
     properties:

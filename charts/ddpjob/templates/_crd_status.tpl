@@ -90,14 +90,14 @@ properties:
   phase:
     description: >-
       Pending (nothing created yet), Starting (pods are being created), Running (all
-      replicas run), Restarting (a member was lost, the gang is being replaced), Suspended,
-      Succeeded or Failed. The last two are final.
+      replicas run), Restarting (pods were lost and they, or all, are about to be made again),
+      Suspended, Succeeded or Failed. The last two are final.
     type: string
     enum: [Pending, Starting, Running, Restarting, Suspended, Succeeded, Failed]
   reason:
     description: >-
       Why the job is not as it should be now, in one word: the reason of a true condition Failed,
-      Invalid or Stalled, or of the failure for which the gang is being replaced. Absent when
+      Invalid or Stalled, or of the failure after which pods are made again. Absent when
       nothing is wrong.
     type: string
     maxLength: 1024
