@@ -14,6 +14,7 @@ import pytest
 
 from model.faults import UNSEEN
 from model.gang import GangWorld
+from model.launchers import Launcher
 from model.walks import BOUND, EVENTS, begun, walk
 from support import tiers
 from support.invariants import Violation
@@ -59,6 +60,36 @@ def test_walks_where_pods_stand_by(
 ) -> None:
     seeds = {tiers.CHECK: 8, tiers.GATE: 40, tiers.ALL: 400}[pytestconfig.getoption("--tier")]
     assert broken(loop, range(seeds), standby) == []
+
+
+@pytest.mark.fault("T16")
+def test_the_success_of_a_round_that_was_stopped_is_none(loop: asyncio.AbstractEventLoop) -> None:
+    """Replica 2 ended with 0 too early; then its hub is lost, and a standby trains it again."""
+    world = begun(loop, standby=1)
+    assert world.run(lambda: len(world.launchers) == 4 and all(map(_settled, _there(world))))
+    seats = {replica(one.pod): one for one in world.launchers.values()}
+    for seat, code in ((2, 0), (1, 1)):
+        seats[seat].workers.end(code, world.seconds())
+        for one in (seat, 0, 2, 0):
+            world.step(seats[one])
+    world.kill(seats[0])
+    seats[2].stopped = True  # for so long that it comes too late
+    assert world.run(lambda: seats[3].workers.running == 1, 200)
+    seats[2].stopped = False
+    (hub,) = (one for one in _there(world) if one.hub is not None)
+    assert world.run(lambda: hub.hub.is_present(2), 60)
+    for seat, code in ((hub, 0), (seats[1], 0), (seats[3], 2)):
+        seat.workers.end(code, world.seconds())
+    assert world.run(lambda: world.over() or world.cluster.status("job")["attempt"] > 2, 60)
+    assert world.phase() != "Succeeded"
+
+
+def _there(world: GangWorld) -> list[Launcher]:
+    return [one for one in world.launchers.values() if one.alive]
+
+
+def _settled(one: Launcher) -> bool:
+    return one.settled
 
 
 def replaced(

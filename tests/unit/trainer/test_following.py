@@ -294,7 +294,7 @@ class Scene:
             is_gone=lambda spared: True, snapshot_step=lambda: 7, state=lambda rank: None,
         )  # fmt: skip
         config = SimpleNamespace(holds=holds, hold_seconds=330.0, exit_seconds=10.0, env=None)
-        config.env = SimpleNamespace(grace_seconds=30.0)
+        config.env = SimpleNamespace(grace_seconds=30.0, standby=0)
         self.supervisor = supervisor = object.__new__(Supervisor)
         bare: Any = supervisor
         bare._config, bare._workers, bare._ended = config, self.workers, Ended()

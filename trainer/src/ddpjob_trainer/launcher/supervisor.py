@@ -209,6 +209,7 @@ class Supervisor:
 
     def _begin(self, key: Key, now: float) -> None:
         self._enter(_Phase.RUNNING, now)
+        self._ended.abandoned = False
         self._reported = 0
         trace.configure(self._config.env.trace, -1, key.round)
         self._hangs.begin()
@@ -370,6 +371,7 @@ class Supervisor:
         if self._config.holds and link.met and in_time and not over:
             self._leave_hub(lost, now)
             return
+        self._abandon()
         ended.lost = lost
         ended.before_loss = root_cause.first_failure(self._workers.exits)
         self._end_attempt(now)
@@ -398,6 +400,12 @@ class Supervisor:
             self._workers.stop(now, last_words=0)
         elif self._phase is _Phase.PARKED:
             link.join()
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Count no success of a round that was stopped: a standby may serve the replica by now."""
+        stopped = self._phase in (_Phase.STOPPING, _Phase.PARKED)
+        self._ended.abandoned |= self._config.env.standby > 0 and stopped
 
     def _handle(self, message: Message, now: float) -> None:
         workers = self._workers
@@ -416,6 +424,7 @@ class Supervisor:
                 self._next_round(message, now)
         elif isinstance(message, End):
             self._ended.end = message
+            self._abandon()
             if message.graceful:
                 self._end_by_grace(now)
             else:
@@ -423,7 +432,7 @@ class Supervisor:
         elif isinstance(message, Finished):
             self._finished = True
             parked = self._phase is _Phase.PARKED
-            self._ended.stood_by = parked and not workers.succeeded
+            self._ended.stood_by = parked and (not workers.succeeded or self._ended.abandoned)
 
     def _end_attempt(self, now: float) -> None:
         """Stop the workers after short last words: no round follows."""

@@ -40,6 +40,7 @@ class Ended:
     at_work: bool = False  # workers still ran when the signal came
     between_rounds: bool = False  # the signal came after the round's workers had been stopped
     stood_by: bool = False  # the others succeeded while nothing ran here
+    abandoned: bool = False  # the last round here was stopped, and none followed: no success
     end: End | None = None
     lost: str = ""  # how the hub was lost
     before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
@@ -156,14 +157,14 @@ def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
     if ended.between_rounds or ended.stood_by:
         return None, ""
     mine = root_cause.first_failure(workers.exits)
-    if ended.signal or workers.succeeded:
+    if ended.signal or (workers.succeeded and not ended.abandoned):
         # Also an exit by our SIGKILL at the end of the grace period.
         return mine or min(
             (exit_ for exit_ in workers.exits if exit_.status), key=lambda e: e.at, default=None
         ), ""
     collateral = mine if mine and mine.code == ExitCode.PEER_LOST else None
     if ended.end is not None:
-        here = [exit_ for exit_ in workers.exits if exit_.rank == ended.end.rank]
+        here = [e for e in workers.exits if e.rank == ended.end.rank and e.status]
         if here:
             return here[0], ""
         first = f"rank {ended.end.rank} ended first" if ended.end.rank >= 0 else ended.end.why
