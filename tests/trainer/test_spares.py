@@ -268,11 +268,18 @@ until_spares(2)  # those of the round that does not come, so that none is at its
 
 
 def test_a_module_that_leaves_threads_behind_is_not_preloaded(bare, tmp_path):  # type: ignore[no-untyped-def]
-    thread = (
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
+    thread = """
+import os, pathlib, threading
+pathlib.Path(__file__).with_name("server").write_text(str(os.getpid()))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
     (tmp_path / "threaded.py").write_text(thread)
-    code, _, err = bare(BARE, "--preload", "json,threaded")
+    given_up = """
+server = here / "server"
+while not server.exists() or Path("/proc", server.read_text()).exists():
+    time.sleep(0.01)
+"""
+    code, _, err = bare(BARE + given_up, "--preload", "json,threaded")
     assert code == 0, err
     words = "no warm spares: the import of threaded has left threads behind: leave it out of --prel"
     assert err.count(words) == 1

@@ -193,6 +193,19 @@ def test_an_old_pod_that_stays_ends_no_gang_that_runs():
     assert world.attempts() == {1, 3}
 
 
+def test_a_loss_in_another_attempt_for_unknown_pods_is_of_no_earlier_incident():
+    world = standing_by(graceful=True)
+    world.refuse = lambda _: refusal(world, 403, QUOTA)
+    world.end(1, 137).finish_deletions().wait(400)  # seat 3 serves, and no new pod may be made
+    counts = world.counts
+    world.restart_operator().refuse = lambda _: None
+    while world.status["attempt"] == 2:
+        for action in world.plan().actions:
+            world.carry_out(action)
+    world.end(2, 137)
+    assert world.counts == tuple(more + one for more, one in zip(counts, (1, 1, 0), strict=True))
+
+
 def test_a_creation_without_an_answer_takes_another_attempt():
     world = standing_by()
     world.refuse = lambda _: refusal(world, 500)

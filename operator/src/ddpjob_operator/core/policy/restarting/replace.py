@@ -105,7 +105,7 @@ def joins(view: View, loss: Failure) -> bool:
 
     A launcher waited no longer, or ended with the first, as its kubelet reports only now.
     """
-    if not waited(view, loss):
+    if not waited(view, loss) or not _incident(view):
         return False
     told_late = (view.now - _since(view)).total_seconds() <= CAUSE_SECONDS
     return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
@@ -168,11 +168,16 @@ def _kind(loss: Failure | None) -> tuple[object, ...]:
 
 def _ended_attempt(view: View) -> int:
     """Return the attempt that the incident ended: pods of later ones have waited for nobody."""
-    attempt, since = view.status.attempt, view.status.timings.replacing_since
+    attempt = view.status.attempt
     if not view.replacing:
         return attempt
-    ends = (f for f in view.status.failures if f.replaced and since and f.detected_at >= since)
-    return min((loss.attempt for loss in ends), default=attempt - 1)
+    return min((loss.attempt for loss in _incident(view)), default=attempt - 1)
+
+
+def _incident(view: View) -> list[Failure]:
+    """List the losses that are being made good; again() begins without one."""
+    since = view.status.timings.replacing_since
+    return [f for f in view.status.failures if f.replaced and since and f.detected_at >= since]
 
 
 def _hub_ended(view: View, loss: Failure) -> bool:
