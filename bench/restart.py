@@ -108,7 +108,7 @@ async def ours(site: Site, client: Client, fault: str, name: str, node: str) -> 
         waits = lambda: "nothing runs here" in site.kubectl("logs", f"{name}-3").stdout  # noqa: E731
         await asyncio.to_thread(wait_for, waits, f"a standby of {name}", _PATIENCE)
         await asyncio.sleep(_WARM_SECONDS)
-    if node or "others kept" in fault or "standby" in fault:
+    if "others kept" in fault or "standby" in fault:
         hold = lambda: site.status(name).get("holds")  # noqa: E731
         await asyncio.to_thread(wait_for, hold, f"launchers of {name} that hold", _PATIENCE)
     path = f"{JOBS}/namespaces/{site.namespace}/ddpjobs"

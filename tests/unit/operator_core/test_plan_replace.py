@@ -391,10 +391,18 @@ def test_lost_pods_alone_are_read_but_for_a_final_decision_all():
     assert world.plan().actions == (act.ConfirmGone(3, seats=frozenset({7, 8})),)
     assert intent(world.settle()) == (3, 1, "7:3,8:3")
     world = holding(activeDeadlineSeconds=60)
-    world.now += timedelta(seconds=61)
-    assert reads(world, 0) == act.ConfirmGone(1, seats=frozenset({0}))
+    del world.pods["job-0"]
+    (read,) = until(world, act.ConfirmGone).plan().actions
+    assert read == act.ConfirmGone(1, seats=frozenset({0}))
+    world.now += timedelta(seconds=61)  # before it is carried out
+    world.carry_out(read)
     assert until(world, act.ConfirmGone).plan().actions == (act.ConfirmGone(2),)
     assert world.settle().status["reason"] == "DeadlineExceeded"
+    world = holding(activeDeadlineSeconds=60)
+    world.now += timedelta(seconds=61)
+    assert reads(world, 0) == act.ConfirmGone(1), "one read for both"
+    assert world.settle().status["reason"] == "DeadlineExceeded"
+    assert (intent(world), world.told("Replacing")) == ((1, 1, ""), [])
 
 
 def test_a_suspension_ends_it():

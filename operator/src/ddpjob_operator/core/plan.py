@@ -217,7 +217,7 @@ def _may_be_done(view: View) -> bool:
     return view.status.phase in ("Starting", "Running") and not asked
 
 
-def _in_doubt(view: View) -> bool:
+def _needs_all(view: View) -> bool:
     """Tell whether a final decision is due that needs a quorum read of all pods first."""
     if finish.past_active_deadline(view) and not view.read_since(finish.active_deadline(view)):
         return True
@@ -272,10 +272,10 @@ def _act(view: View) -> Plan:
     leaving = (*_deletions(view), *finish.hidden(view, None))
     if leaving:
         return Plan(leaving, wake)
+    if _needs_all(view):
+        return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
     if view.in_doubt:
         return Plan((_read(view),), wake)
-    if _in_doubt(view):
-        return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
     if asked := probe.reads(view):
         return Plan(asked, wake)
     if view.status.phase not in _WANTED or view.others:

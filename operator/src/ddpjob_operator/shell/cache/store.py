@@ -244,18 +244,19 @@ class Store:
         if job_uid not in self._keys:
             return  # deleted meanwhile
         gang = self._gangs.setdefault((self._keys[job_uid][0], job_uid), _Gang())
-        asked = {item.pod.uid for item in items}
+        at, kept = number(version) or 0, {item.pod.uid for item in items}
         if seats:
-            asked |= {uid for uid, known in gang.pods.items() if known.pod.replica not in seats}
-        self._retain(gang, asked, version)
+            kept |= {uid for uid, known in gang.pods.items() if known.pod.replica not in seats}
+        self._retain(gang, kept, version)
         for item in items:
-            if self._buried.get(item.pod.uid, 0) <= (number(version) or 0):
-                self._buried.pop(item.pod.uid, None)
-                self.put_pod(item, from_watch=False)  # else it was deleted while the list came
+            if self._buried.get(item.pod.uid, 0) > at:
+                continue  # it was deleted while the list came
+            self._buried.pop(item.pod.uid, None)
+            self.put_pod(item, from_watch=False)
         if seats:
-            gang.floors |= dict.fromkeys(seats, number(version) or 0)
+            gang.floors |= dict.fromkeys(seats, at)
         else:
-            gang.floor = max(gang.floor, number(version) or 0)
+            gang.floor = max(gang.floor, at)
 
     def drop_vanished_pods(
         self, namespace: str | None, listed_uids: Iterable[str], version: str
