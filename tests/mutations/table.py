@@ -125,7 +125,7 @@ MUTATIONS = (
     Mutation("a pod is made twice in one attempt (O5)", RESTARTING + "replace.py",
              "or read is None or read.begun:", "or True:", CORE_TESTS + "test_plan_replace.py"),
     Mutation("who holds no longer is counted again (O2)", RESTARTING + "replace.py",
-             "    if not waited(view, loss):\n", "    if True:\n",
+             "    if not waited(view, loss) or not _incident(view):\n", "    if True:\n",
              CORE_TESTS + "test_plan_replace.py"),
     Mutation("each further loss lets the others hold longer (O4)", RESTARTING + "replace.py",
              "since = view.status.timings.replacing_since if view.replacing else None",
