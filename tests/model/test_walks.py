@@ -84,6 +84,26 @@ def test_the_success_of_a_round_that_was_stopped_is_none(loop: asyncio.AbstractE
     assert world.phase() != "Succeeded"
 
 
+@pytest.mark.parametrize("leaver", [1, 2], ids=["another", "it"])
+@pytest.mark.fault("T16")
+def test_who_saves_as_the_hub_is_lost_has_stopped_before_one_that_stood_by_begins(
+    loop: asyncio.AbstractEventLoop, leaver: int
+) -> None:
+    """Its node shuts down, so nobody deletes the pod; workers save until they are killed."""
+    world = begun(loop, standby=1)
+    assert world.run(lambda: len(world.launchers) == 4 and all(map(_settled, _there(world))))
+    seats = {replica(one.pod): one for one in world.launchers.values()}
+    seats[leaver].terminate()
+    for seat in (leaver, 0, 1, 2):
+        world.step(seats[seat])
+    saving, moves = seats[2], world.worker_moves
+    world.worker_moves = lambda one: (one is not saving or one.workers.killed) and moves(one)  # type: ignore[method-assign]
+    world.kill(seats[0])
+    assert world.run(lambda: seats[3].workers.running == 1, 200)
+    assert seats[3].replica != 2 or not saving.workers.running
+    assert not saving.workers.running or saving.workers.key == seats[3].workers.key
+
+
 def _there(world: GangWorld) -> list[Launcher]:
     return [one for one in world.launchers.values() if one.alive]
 
