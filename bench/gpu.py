@@ -1,36 +1,30 @@
-"""GPT-2 124M on this machine's GPUs: tokens per second, MFU, a snapshot's stall, levels, recovery.
+"""GPT-2 124M on this machine's GPUs: recovery by stage, speed and kernels of levels, stall.
 
-The program is examples/ladder/5_gpt/train.py as users have it. Recovery is from the SIGKILL of a
-process to the first new step that rank 0 tells of: in place, and by a new launcher, which is what
-new pods cost without Kubernetes' own time. With --quick a tiny model, on the CPU where there is no
-GPU: then the figures only show that it works.
+Recovery is that of examples/ladder/5_gpt/train.py as users have it, from the SIGKILL of a process
+until every rank has finished a new step: in place, and by a new launcher, which is what new pods
+cost without Kubernetes' own time. The parts come in the order of --parts; each is told as soon as
+it is there, and stands in the JSON if the run is cut off. With --quick a tiny model, on the CPU
+where there is no GPU: then the figures only show that it works.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
-import signal
 import statistics
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import programs, report
+from harness import programs, report, restarts
 from mfu import flop_per_token, peak
 
-from ddpjob_trainer import trace
-from ddpjob_trainer.environment import TRACE
 from ddpjob_trainer.launcher.processes import children
 
 PROGRAM = str(programs.GPT / "train.py")
 WARM = 10  # steps before the clock
+KERNELS = 25  # rows of a table
 LIMIT_SECONDS = 900.0
 
 
@@ -69,139 +63,138 @@ class Size:
 TINY = Size(layers=2, heads=2, width=32, context=16, vocabulary=256, sequences=4)
 
 
-class Training:
-    """One training of the program, in a directory of its own, launched once or more."""
-
-    def __init__(
-        self, size: Size, nproc: int, directory: Path, *words: str, every: int = 0
-    ) -> None:
-        self._events = directory / "events.jsonl"
-        self._log = directory / "log"
-        self.trace = directory / "trace"
-        self._env = programs.environment({TRACE: str(self.trace)})
+def steps_of(
+    size: Size, nproc: int, steps: int, words: list[str], every: int = 0
+) -> dict[str, Any]:
+    """Seconds of each step after the warm-up, kernels of a few more; see programs/gpt_steps.py."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "out"
+        extra = {}
         if every:
-            self._env |= {
-                "DDPJOB_SNAPSHOT_DIR": str(directory / "snapshots"),
-                "DDPJOB_SNAPSHOT_EVERY_STEPS": str(every),
-            }
-        options = ("--events", str(self._events))
-        self._command = [*programs.launcher(nproc, *options), PROGRAM, *size.words(nproc), *words]
-
-    def launch(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            return subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
-
-    def complete(self) -> None:
-        """Raise RuntimeError with the last output if it fails."""
-        with self.launch() as process:
-            try:
-                code = process.wait(LIMIT_SECONDS)
-            finally:
-                process.kill()
-        if code:
-            raise RuntimeError(f"exit code {code}\n{self._log.read_text()[-3000:]}")
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        if not self._events.exists():
-            return []
-        lines = self._events.read_text().splitlines()
-        return [
-            e for line in lines if line.endswith("}") and (e := json.loads(line))["event"] == name
-        ]
-
-    def wait(self, process: subprocess.Popen[bytes], done: Callable[[], bool]) -> None:
-        until = time.monotonic() + LIMIT_SECONDS
-        while not done():
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"it did not get on\n{self._log.read_text()[-3000:]}")
-            time.sleep(0.005)
+            extra["DDPJOB_SNAPSHOT_DIR"] = str(Path(directory) / "snapshots")
+            extra["DDPJOB_SNAPSHOT_EVERY_STEPS"] = str(every)
+        command = [*programs.launcher(nproc), programs.program("gpt_steps.py")]
+        command += ["--steps", str(WARM + steps), "--out", str(out), *size.words(nproc), *words]
+        programs.complete(command, extra)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return {**found, "seconds": found["seconds"][WARM:]}
 
 
-def seconds_of(size: Size, nproc: int, steps: int, words: list[str], every: int = 0) -> list[float]:
-    """Of each step after the warm-up."""
-    with tempfile.TemporaryDirectory() as directory:
-        training = Training(
-            size, nproc, Path(directory), "--total-steps", str(steps), *words, every=every
-        )
-        training.complete()
-        return [event["seconds"] for event in training.events("step")][WARM:]
-
-
-def stall(seconds: list[float], every: int) -> float:
-    """Share of the time that snapshots take, seen in the two steps after each."""
+def stall(seconds: list[float], every: int) -> list[float]:
+    """Seconds by which each snapshot holds up training, seen in the two steps after it."""
     usual = statistics.median(seconds)
-    first = WARM + 1
-    after = [s for n, s in enumerate(seconds, first) if n > every and (n - 1) % every < 2]
-    return sum(max(0.0, s - usual) for s in after) / sum(seconds)
+    after = range(-WARM % every, len(seconds) - 1, every)
+    return [sum(max(0.0, s - usual) for s in seconds[n : n + 2]) for n in after]
 
 
-def recoveries(size: Size, nproc: int, kills: int, words: list[str], way: str) -> list[float]:
-    """Seconds from a SIGKILL to the first new step that is told."""
+def recoveries(
+    size: Size, nproc: int, kills: int, words: list[str], way: str
+) -> list[restarts.Recovery]:
+    """Kill a process again and again, with a snapshot every restarts.EVERY steps."""
     found = []
+    steps = ("--total-steps", str(restarts.FOR_EVER))
     with tempfile.TemporaryDirectory() as directory:
-        training = Training(
-            size, nproc, Path(directory), "--total-steps", "1000000", *words, every=20
-        )
-        process = training.launch()
+        subject = restarts.Subject(
+            way, nproc, (PROGRAM, *size.words(nproc), *steps, *words), Path(directory) / "run",
+            rounds=way == "in place",
+        )  # fmt: skip
         try:
+            subject.start()
             for number in range(kills):
-                steps = len(training.events("step"))
-                known = len(training.events("snapshot"))
-                training.wait(process, lambda n=steps: len(training.events("step")) > n + 40)  # type: ignore[misc]
-                training.wait(process, lambda n=known: len(training.events("snapshot")) > n)  # type: ignore[misc]
-                resumed = len(training.events("resume"))
-                at = time.time()
-                if way == "in place":
-                    os.kill(trace.workers(training.trace)[number % nproc], signal.SIGKILL)
-                else:
-                    process.kill()
-                    process.wait()
-                    process = training.launch()
-
-                def stepped(since: int = resumed) -> list[float]:
-                    """Return when steps of the new life ended: the old one may report late."""
-                    resumes = training.events("resume")[since:]
-                    first = resumes[-1]["time"] if resumes else math.inf
-                    return [e["time"] for e in training.events("step") if e["time"] > first]
-
-                training.wait(process, lambda told=stepped: bool(told()))  # type: ignore[misc]
-                found.append(stepped()[0] - at)
-                print(f"{way}: {number + 1}/{kills} {found[-1]:.2f} s", flush=True)
+                subject.settle(warm=True)
+                found.append(subject.kill(number % nproc, LIMIT_SECONDS))
+                one = found[-1]
+                print(f"{way}: {number + 1}/{kills} {one.seconds:.2f} s", flush=True)
+                print("  " + ", ".join(f"{n} {s:.2f}" for n, s in one.stages.items()), flush=True)
         finally:
-            process.kill()
-            process.wait()
+            subject.end()
     return found
 
 
-def measure(size: Size, nproc: int, args: Any, gpu: str) -> Mapping[str, Any]:
-    common = [] if args.quick else ["--compile"]
-    steps = 40 if args.quick else args.steps
-    tokens = size.sequences * size.micro_batches * nproc * size.context
-    speeds: dict[str, float] = {}
-    for level in ("off", "resume"):
-        seconds = seconds_of(size, nproc, steps, [*common, "--level", level])
-        speeds[level] = tokens / statistics.median(seconds)
-        print(f"level {level}: {speeds[level]:,.0f} tokens/s", flush=True)
-    every = 10 if args.quick else 50
-    share = stall(seconds_of(size, nproc, steps, [*common, "--level", "off"], every), every)
-    most = peak(gpu)
-    return {
-        "parameters": size.parameters,
-        "tokens_per_second": speeds,
-        "mfu": most and speeds["off"] * size.flop_per_token / most / nproc,
-        "level_resume": speeds["resume"] / speeds["off"],
-        "snapshot_every": every,
-        "stall": share,
-        "recovery_seconds": {
-            way: recoveries(size, nproc, args.kills, common, way)
-            for way in ("in place", "new launch")
-        },
-    }
+@dataclass
+class Bench:
+    """What is measured, on what. ``words``: more for the program. ``found``: for the JSON."""
+
+    size: Size
+    nproc: int
+    gpu: str
+    words: list[str]
+    args: Any
+    found: dict[str, Any]
+
+    def restart(self) -> None:
+        """Recovery in place, by stage."""
+        self._recover("in place")
+
+    def launch(self) -> None:
+        """Recovery by a new launcher, by stage."""
+        self._recover("new launch")
+
+    def _recover(self, way: str) -> None:
+        found = recoveries(self.size, self.nproc, self.args.kills, self.words, way)
+        seconds, repeated = [one.seconds for one in found], [one.repeated for one in found]
+        print(
+            f"\n{way}: {report.spread(seconds, 2)} s, {report.spread(repeated, 0)} steps repeated"
+        )
+        stages = {n: [one.stages[n] for one in found if n in one.stages] for n in restarts.STAGES}
+        rows = [[name, report.spread(values, 2)] for name, values in stages.items()]
+        print(report.table(("stage", "seconds"), rows), flush=True)
+        self.found[f"recovery {way}"] = [asdict(one) for one in found]
+
+    def speed(self) -> None:
+        """Tokens per second at levels off and resume, and which kernels make the difference."""
+        size, nproc = self.size, self.nproc
+        tokens = size.sequences * size.micro_batches * nproc * size.context
+        most, rows, kernels = peak(self.gpu), [], {}
+        for level in ("off", "resume"):
+            one = steps_of(size, nproc, self.args.steps, [*self.words, "--level", level])
+            rate = tokens / statistics.median(one["seconds"])
+            mfu = f"{rate * size.flop_per_token / most / nproc:.1%}" if most else "-"
+            rows.append([level, f"{rate / nproc:,.0f}", mfu])
+            kernels[level] = one["kernels"]
+            self.found[f"speed {level}"] = {"tokens_per_second": rate, "kernels": one["kernels"]}
+        print("\n" + report.table(("level", "tokens/s per process", "MFU"), rows))
+        print("\nmilliseconds of a step by kernel, where the levels differ most\n")
+        print(
+            report.table(("off", "resume", "more", "kernel"), side_by_side(**kernels)), flush=True
+        )
+
+    def stall(self) -> None:
+        """What a snapshot holds up, beside what the copy takes at the card's own speed."""
+        words, every = [*self.words, "--level", "off"], 10 if self.args.quick else 20
+        one = steps_of(self.size, self.nproc, self.args.steps, words, every)
+        held, usual = stall(one["seconds"], every), statistics.median(one["seconds"])
+        self.found["stall"] = {"every": every, "seconds": held, "step": usual, "copy": one["copy"]}
+        share = statistics.median(held) / every / usual
+        print(f"\na snapshot every {every} steps of {usual * 1000:.0f} ms holds up training by")
+        print(f"{report.spread([s * 1000 for s in held], 1)} ms, {share:.2%} (goal 1 %)")
+        if copy := one["copy"]:
+            rate = copy["bytes"] / copy["seconds"] / 1e9
+            took = f"{copy['bytes'] / 2**20:,.0f} MiB in {copy['seconds'] * 1000:.1f} ms"
+            print(f"the card copies that state to page-locked memory: {took}, {rate:.1f} GB/s")
+
+
+def side_by_side(off: dict[str, float], resume: dict[str, float]) -> list[list[str]]:
+    """Rows of the kernels that differ most in milliseconds, and of the sum of all."""
+    rows = [("all", sum(off.values()), sum(resume.values()))]
+    both = [(n, off.get(n, 0.0), resume.get(n, 0.0)) for n in off.keys() | resume.keys()]
+    rows += sorted(both, key=lambda row: -abs(row[2] - row[1]))[:KERNELS]
+    return [[f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}", name[:80]] for name, a, b in rows]
+
+
+PARTS = {
+    "restart": Bench.restart,
+    "speed": Bench.speed,
+    "stall": Bench.stall,
+    "launch": Bench.launch,
+}
 
 
 def main() -> None:
     parser = report.options(__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--parts", default=",".join(PARTS), help="in this order (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="--parts speed")
+    parser.add_argument("--steps", type=int, default=100, help="of each measurement (100)")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--sequences", type=int, default=64, help="per process and micro batch")
     parser.add_argument("--micro-batches", type=int, default=1)
@@ -214,26 +207,17 @@ def main() -> None:
     gpu = torch.cuda.get_device_name(0) if gpus else "none"
     facts = {**report.machine(), "gpu": gpu, "gpus": gpus}
     size = TINY if args.quick else Size(sequences=args.sequences, micro_batches=args.micro_batches)
+    if args.quick:
+        args.steps = min(args.steps, 40)
     nproc = args.nproc or gpus or 2
-    found = measure(size, nproc, args, gpu)
-    each = found["tokens_per_second"]["off"] / nproc
-    rows = [
-        ["tokens/s per process, level off", f"{each:,.0f}", "500,000 per H200"],
-        ["MFU", f"{found['mfu']:.1%}" if found["mfu"] else "-", ""],
-        ["level resume, of off", f"{found['level_resume']:.3f}", ""],
-        [
-            f"stall, a snapshot every {found['snapshot_every']} steps",
-            f"{found['stall']:.2%}",
-            "1 %",
-        ],
-    ]
-    for way, seconds in found["recovery_seconds"].items():
-        rows.append([f"recovery {way}, s", report.spread(seconds, 2), ""])
-    print("\n" + report.table(("", "measured", "goal"), rows))
-    print(f"\n{nproc} processes, {gpu}, {found['parameters']:,} parameters")
+    found = {"nproc": nproc, "parameters": size.parameters}
+    bench = Bench(size, nproc, gpu, [] if args.quick else ["--compile"], args, found)
+    print(f"{nproc} processes, {gpu}, {size.parameters:,} parameters")
+    for part in ["speed"] if args.profile else args.parts.split(","):
+        PARTS[part](bench)
+        report.finish("gpu", facts, found, args.json)
     if args.quick:
         print("--quick: these figures show that it works, and nothing else")
-    report.finish("gpu", facts, {"nproc": nproc, **found}, args.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Ours in place, ours with a new launcher, and torchrun restarting a hand-written loop of the same
 model that checkpoints as often. "New launch" is what new pods cost without Kubernetes' own time,
 which `status.timings.lastRecoverySeconds` of a DDPJob shows. "Preload" is in place again, of a
-script that first imports a module of 3 s, which --preload names.
+script that first imports a module of 3 s, which --preload names; "compiled", of the small GPT of
+the examples with --compile and torch's caches warm.
 """
 
 from __future__ import annotations
@@ -14,18 +15,32 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import report
-from harness.restarts import IN_PLACE, MAX_RESTARTS, STAGES, Recovery, Subject
+from harness import programs, report
+from harness.restarts import FOR_EVER, MAX_RESTARTS, STAGES, Recovery, Subject
 
-WAYS = ("in place", "preload", "new launch", "torchrun")
+GPT = (str(programs.GPT / "train.py"), "--total-steps", str(FOR_EVER), "--sample", "0", "--compile")
+#: Each with its script.
+WAYS: dict[str, tuple[str, ...]] = {
+    "in place": (programs.program("ours.py"),),
+    "preload": ("--preload", "heavy", programs.program("imports.py")),
+    "new launch": (programs.program("ours.py"),),
+    "torchrun": (programs.program("plain.py"),),
+    "compiled": GPT,
+    "compiled, new launch": GPT,
+}
+IN_PLACE = ("in place", "preload", "compiled")
 
 
 def measure(
     way: str, nproc: int, workload: str, kills: int, cold: int, patience: float
 ) -> list[Recovery]:
     """``cold``: so many more kills in place at once after the one before."""
+    sizes = () if WAYS[way] is GPT else ("--workload", workload, "--steps", str(FOR_EVER))
     with tempfile.TemporaryDirectory() as directory:
-        subject = Subject(way, nproc, workload, Path(directory) / "run")
+        subject = Subject(
+            way, nproc, (*WAYS[way], *sizes), Path(directory) / "run",
+            rounds=way in IN_PLACE, torchrun=way == "torchrun",
+        )  # fmt: skip
         found = []
         try:
             subject.start()
@@ -48,11 +63,13 @@ def row(name: str, found: Sequence[Recovery]) -> list[str]:
     lost = sum(one.lost_rounds for one in found)
     never = len(found) - len(seconds)
     if not seconds:
-        return [name, str(len(found)), "-", "-", "-", "-", str(never)]
+        return [name, str(len(found)), *"-----", str(never)]
     p95 = report.percentile(seconds, 0.95)
     return [
         *(name, str(len(found)), f"{statistics.median(seconds):.3f}", f"{p95:.3f}"),
-        *(f"{min(seconds):.3f}..{max(seconds):.3f}", str(lost), str(never)),
+        f"{min(seconds):.3f}..{max(seconds):.3f}",
+        report.spread([one.repeated for one in found if one.came_back], 0),
+        *(str(lost), str(never)),
     ]
 
 
@@ -75,12 +92,12 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=90.0, help="seconds to come back (90)")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--workload", default="cnn")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=";".join(WAYS), help="(%(default)s)")
     args = parser.parse_args()
     kills, cold = (2, 1) if args.quick else (args.kills, args.cold)
     facts = report.machine()
     groups: dict[str, list[Recovery]] = {}
-    for way in args.ways.split(","):
+    for way in args.ways.split(";"):
         again = cold if way in IN_PLACE else 0
         count = min(kills, args.torchrun_kills) if way == "torchrun" else kills
         found = measure(way, args.ranks, args.workload, count, again, args.patience)
@@ -95,6 +112,7 @@ def main() -> None:
         "median s",
         "p95 s",
         "range s",
+        "steps repeated",
         "lost rounds",
         f"not back in {args.patience:g} s",
     )

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,21 +26,22 @@ from harness import programs
 FOR_EVER = 10_000_000
 EVERY = 25  # steps between snapshots, on all sides
 MAX_RESTARTS = 30
-IN_PLACE = ("in place", "preload")  # the ways with rounds
 #: Events of the trace in their order, each the end of a stage.
 STAGES = {
-    "seen": "failed",
-    "others dead": "stopped",
-    "go": "go",
-    "process": "start",
-    "rendezvous": "joined",
-    "build": "built",
-    "load": "loaded",
-    "warm-up, step": "step",
+    "noticed": "failed",
+    "others ended": "stopped",
+    "called": "go",
+    "process, imports": "start",
+    "GPU context": "device",
+    "joined": "joined",
+    "model built": "built",
+    "restored": "loaded",
+    "compiled, warm-up": "backward",
+    "first step": "step",
 }
 _LOOK_SECONDS = 0.002
 _MARK_SECONDS = 1.0  # a rank marks its step a moment after it recorded it
-_START_SECONDS = 180.0
+_START_SECONDS = 600.0
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Recovery:
     seconds: float
     came_back: bool = True
     stages: dict[str, float] = field(default_factory=dict)
+    repeated: int = 0  # steps made before the kill and once more
     warm: bool = True  # spares were there when the kill came
     lost_rounds: int = 0  # restarts that died of themselves
 
@@ -71,38 +73,48 @@ class Torchrun(Job):
 
 
 class Subject:
-    """One way to come back, on a training of its own."""
+    """One way to come back, on a training of its own.
 
-    def __init__(self, way: str, nproc: int, workload: str, directory: Path) -> None:
+    ``program``: a script and its arguments, behind options of the launcher. ``rounds``: failures
+    restart in place; else by a new launcher, or, by ``torchrun``, as that does.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        nproc: int,
+        program: Sequence[str],
+        directory: Path,
+        *,
+        rounds: bool = False,
+        torchrun: bool = False,
+    ) -> None:
         self.way = way
+        self.rounds = rounds
         self._nproc = nproc
         self._directory = directory
         directory.mkdir(parents=True)
         self._trace = directory / "trace"
         open_gate(directory / GATE, OPEN)
         self.records = Records(directory, nproc)
-        self.job = self._make(workload)
+        self._torchrun = torchrun
+        self.job = self._make(program)
         self.launches = 0
 
-    def _make(self, workload: str) -> Job:
+    def _make(self, program: Sequence[str]) -> Job:
         base = programs.environment()
-        sizes = ["--workload", workload, "--steps", str(FOR_EVER)]
-        if self.way == "torchrun":
+        if self._torchrun:
             file = str(self._directory / "checkpoint.pt")
             command = [
                 *programs.torchrun(self._nproc, "--max-restarts", str(MAX_RESTARTS)),
-                *(programs.program("plain.py"), *sizes),
-                *("--checkpoint", file, "--every", str(EVERY)),
+                *(*program, "--checkpoint", file, "--every", str(EVERY)),
             ]
             base["BENCH_RECORD"] = str(self._directory)
             return Torchrun(command, base, self._directory / "log")
         environment = environment_of_job(base, self._directory, "bench", EVERY, None)
         environment |= {CHAOS: str(self._directory), TRACE: str(self._trace)}
-        if self.way == "new launch":
+        if not self.rounds:
             environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
-        program = (programs.program("ours.py"), *sizes)
-        if self.way == "preload":
-            program = ("--preload", "heavy", programs.program("imports.py"), *sizes)
         return Job(program, self._nproc, environment, self._directory / "log")
 
     def _until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
@@ -136,7 +148,7 @@ class Subject:
         """Before the next kill: a newer snapshot than the last resume, and spares if wanted."""
         story = self.records.stories[0]
         self._until(lambda: story.progress > EVERY + 5, "a new snapshot", _START_SECONDS)
-        if warm and self.way in IN_PLACE:
+        if warm and self.rounds:
             self._until(self._spares, "spares", _START_SECONDS)
 
     def _events(self) -> list[dict]:
@@ -158,6 +170,7 @@ class Subject:
         """
         warm = self._spares()
         before, launches, attempt = self.records.incarnation, self.launches, self.job.attempt
+        made = self.records.step
         at = time.monotonic()
         os.kill(self.records.stories[rank].pid, signal.SIGKILL)
         try:
@@ -170,11 +183,12 @@ class Subject:
             return Recovery(patience, came_back=False)
         back = max(story.progress_at for story in self.records.stories)
         lost = 0
-        if self.launches != launches and self.way == "torchrun":
+        if self.launches != launches and self._torchrun:
             lost = MAX_RESTARTS - before[1]  # all that it had left
         elif self.job.attempt == attempt:
             lost = self.records.incarnation[1] - before[1] - 1
-        return Recovery(back - at, True, self._stages(at), warm, lost)
+        resumed = self.records.stories[0].began[self.records.incarnation] or 0
+        return Recovery(back - at, True, self._stages(at), made - resumed, warm, lost)
 
     def _lives(self, before: Incarnation, at: float) -> bool:
         """Whether it is another life: a new torchrun counts its rounds from 0 again."""

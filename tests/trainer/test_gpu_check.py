@@ -72,9 +72,14 @@ def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
     code, out = finished(ROOT / "bench/gpu.py", *words, CUDA_VISIBLE_DEVICES="")
     assert code == 0, out
     found = json.loads(report.read_text())
-    assert set(found["tokens_per_second"]) == {"off", "resume"}
-    assert min(found["tokens_per_second"].values()) > 0
-    times = {way: len(times) for way, times in found["recovery_seconds"].items()}
-    assert times == {"in place": 1, "new launch": 1}
-    for row in ("tokens/s per process, level off ", "MFU ", "stall, a snapshot every 10 steps "):
+    for level in ("off", "resume"):
+        assert found[f"speed {level}"]["tokens_per_second"] > 0
+        assert found[f"speed {level}"]["kernels"]
+    for way in ("in place", "new launch"):
+        (one,) = found[f"recovery {way}"]
+        assert one["came_back"]
+        assert one["repeated"] > 0
+        assert {"process, imports", "model built", "restored", "first step"} <= set(one["stages"])
+    assert len(found["stall"]["seconds"]) == 3
+    for row in ("off    resume", "a snapshot every 10 steps ", "first step"):
         assert f"\n{row}" in out

@@ -14,6 +14,7 @@ from pathlib import Path
 _fd = -1
 _rank = -1
 _round = 0
+_seen: set[str] = set()  # by first()
 
 
 def configure(path: Path | None, rank: int, round_: int) -> None:
@@ -29,6 +30,13 @@ def mark(event: str, **more: int) -> None:
     if _fd >= 0:
         line = {"t": time.monotonic(), "event": event, "rank": _rank, "round": _round, **more}
         os.write(_fd, json.dumps(line).encode() + b"\n")
+
+
+def first(event: str) -> None:
+    """Mark what a process does again and again when it happens for the first time."""
+    if event not in _seen:
+        _seen.add(event)
+        mark(event)
 
 
 def workers(path: Path) -> dict[int, int]:

@@ -154,8 +154,7 @@ class Loop:
             finished = self._is_last()
             self.kept.step_ended(done, last=self.exchange.stop or finished, finished=finished)
             process.replay.conclude(end=finished)
-        if first:
-            trace.mark("step")
+        trace.first("step")
         if not finished:
             process.recorder.wait(done)
             self._stop_if_asked(done)

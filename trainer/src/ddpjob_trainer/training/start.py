@@ -141,6 +141,7 @@ def start(
         }
     )
     place = accelerator.choose(options.device, env.local_rank, os.environ)
+    trace.mark("device")
     if level is None:
         options = replace(options, level=determinism.LEVELS[place.type])
     options.check(env.world_size)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ddpjob_trainer import failpoints
+from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.data import generators
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Wrapped
@@ -83,6 +83,7 @@ class Updates:
         with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
+        trace.first("backward")
         self._device_watch.queued("backward")
         self._touched.after_backward(weighted=weight is not None)
         progress.at("body")
