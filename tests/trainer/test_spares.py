@@ -285,6 +285,41 @@ while not server.exists() or Path("/proc", server.read_text()).exists():
     assert err.count(words) == 1
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_spares_have_the_compiler_once_a_worker_has_compiled(bare, tmp_path, threaded):  # type: ignore[no-untyped-def]
+    """Unless its import leaves a thread: then they are spares without it."""
+    (tmp_path / "torch.py").unlink()
+    compiler = tmp_path / "torch/_inductor/compile_fx.py"
+    compiler.parent.mkdir(parents=True)
+    (tmp_path / "torch/_inductor/__init__.py").touch()
+    seed = "import types\ndefault_generator = types.SimpleNamespace(seed=lambda: 0)\n"
+    (tmp_path / "torch/__init__.py").write_text(seed)
+    wait = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    compiler.write_text(COUNTED + (wait if threaded else ""))
+    text = """
+round_ = os.environ["DDPJOB_ROUND"]
+print("has", "torch._inductor.compile_fx" in sys.modules, flush=True)
+if round_ == "0":
+    from pathlib import Path
+    from ddpjob_trainer.liveness.heartbeat import COMPILES, RankStateWriter
+    writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+    writer.tell(COMPILES, {})
+    writer.update(phase="step", step=1)
+    trace = Path(__file__).resolve().parent / "trace"
+    while '"spares"' not in trace.read_text():
+        time.sleep(0.01)
+    os._exit(9)
+"""
+    code, out, err = bare(text, "--nproc", "2")
+    assert code == 0, err
+    for rank in (0, 1):
+        said = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert said == [f"[rank {rank}] has False", f"[rank {rank}] has {not threaded}"]
+    assert "no warm spares" not in err
+
+
 # --- With torch ------------------------------------------------------------------------------
 
 TRAINING = """

@@ -138,5 +138,8 @@ class Starter:
         if parked or started:
             number, round_ = self._workers.key
             following = Key(number, round_ + 1)
-            self.spares.refill(lambda local_rank: self._environment_of(local_rank, following))
+            self.spares.refill(
+                lambda local_rank: self._environment_of(local_rank, following),
+                compiler=self._workers.compiles(),
+            )
         return min(due or now + _REFILL_SECONDS, now + _REFILL_SECONDS)

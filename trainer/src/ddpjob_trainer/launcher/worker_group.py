@@ -21,7 +21,7 @@ from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
-from ddpjob_trainer.liveness.heartbeat import RankState, read_state
+from ddpjob_trainer.liveness.heartbeat import COMPILES, RankState, read_state, read_told
 from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
@@ -192,6 +192,10 @@ class WorkerGroup:
             states = map(self.state, range(self._config.nproc))
             self._training = all(state and state.phase != "startup" for state in states)
         return self._training
+
+    def compiles(self) -> bool:
+        """Return whether a worker has loaded torch's compiler by its first step."""
+        return read_told(self.state_dir, COMPILES) is not None
 
     # --- Stop ----------------------------------------------------------------------------
 

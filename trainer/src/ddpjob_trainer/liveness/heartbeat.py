@@ -50,6 +50,8 @@ BLOCK: Final = 512
 #: What training resumes from; whether the steps repeated after a restart were equal.
 RESUMED: Final = "resumed.json"
 PROOF: Final = "proof.json"
+#: A worker has compiled its model.
+COMPILES: Final = "compiles.json"
 _MAX_EXCEPTION: Final = 400
 _MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
 _HEAD = Struct("<II")
@@ -153,8 +155,8 @@ class RankStateWriter:
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()
 
-    def tell(self, name: str, facts: Resumed | Proof) -> None:
-        """Report to the launcher, under RESUMED or PROOF, unless the disk is full."""
+    def tell(self, name: str, facts: Resumed | Proof | dict[str, str]) -> None:
+        """Report to the launcher, under RESUMED, PROOF or COMPILES, unless the disk is full."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 (self._directory / name).write_text(json.dumps(facts))
@@ -204,7 +206,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
 
 
 def read_told(directory: Path, name: str) -> Any:
-    """Return what rank 0 has reported under RESUMED or PROOF, None before."""
+    """Return what has been reported under RESUMED, PROOF or COMPILES, None before."""
     try:
         found = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):

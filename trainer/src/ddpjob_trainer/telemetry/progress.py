@@ -7,12 +7,14 @@ rank's record with its signs of life, metrics, the event log and lines for peopl
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.liveness.heartbeat import (
     ACTIVITIES,
+    COMPILES,
     PROOF,
     RESUMED,
     Activity,
@@ -199,6 +201,8 @@ class Progress:
             self._rated = (step, now)
             rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
             metrics.set("samples_per_second", rate)
+        if self._first and "torch._inductor.compile_fx" in sys.modules:
+            self._writer.tell(COMPILES, {})
         phase: Phase | None = "step" if self._first else None
         if rate is not None:
             self._writer.update(samples_per_second=rate)

@@ -42,6 +42,8 @@ MODULES = (
     "prometheus_client.multiprocess",
     "ddpjob_trainer.training.start",
 )
+#: What torch.compile imports besides; for spares once a worker has compiled.
+COMPILER = ("torch._inductor.compile_fx",)
 _MAX_MESSAGE = 64 * 1024
 _MOST_WORDS = 200  # characters about one module
 _ADOPTION_SECONDS = 5.0
@@ -86,8 +88,8 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 # --- The fork server --------------------------------------------------------------------------
 
 
-def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
-    """Fork a spare for every request.
+def _serve(control: socket.socket, launcher: int, threads: int) -> tuple[socket.socket, bool]:
+    """Fork a spare for every request, after the imports that it names.
 
     Returns in the spare: the socket of its call, and whether the call is on its way.
     """
@@ -96,6 +98,7 @@ def _serve(control: socket.socket, launcher: int) -> tuple[socket.socket, bool]:
         if request is None:
             os._exit(0)
         body, fds = request
+        _add(body["modules"], threads)
         pid = os.fork()
         if pid == 0:
             # The spare must be the launcher's child, as orphans are: so its parent ends at once.
@@ -143,13 +146,34 @@ def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
     return "; ".join(warnings)
 
 
+def _add(names: Sequence[str], threads: int) -> None:
+    """Import modules for later spares if an import of them in a child leaves nothing behind."""
+    if all(name in sys.modules for name in names):
+        return
+    pid = os.fork()
+    if pid == 0:
+        for name in names:
+            _import(name)
+        os._exit(1 if _left_behind(threads) else 0)
+    if os.waitpid(pid, 0)[1] == 0:
+        for name in names:
+            _import(name)
+        gc.collect()
+        gc.freeze()
+
+
 def _end_if_unfit(control: socket.socket, threads: int, who: str, cure: str = "") -> None:
     """End the server if an import left more threads or an open GPU. No fork survives them."""
-    opened = devices.driver_opened()
-    if opened or _threads_forked() > threads:
-        left = f"has opened {opened}" if opened else "has left threads behind"
+    if left := _left_behind(threads):
         send(control, {"unfit": f"{who} {left}{cure}"}, [])
         os._exit(1)
+
+
+def _left_behind(threads: int) -> str:
+    """Return what an import has left that no fork survives, "" for nothing."""
+    if opened := devices.driver_opened():
+        return f"has opened {opened}"
+    return "has left threads behind" if _threads_forked() > threads else ""
 
 
 def _threads_forked() -> int:
@@ -286,7 +310,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a spare would only copy pages
     send(control, {"warm": True, "warnings": warnings}, [])
-    line, called = _serve(control, launcher)
+    line, called = _serve(control, launcher, threads)
     _reseed()
     _wait(line, program, called=called)
     try:

@@ -73,6 +73,7 @@ class Spares:
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
+        self._modules: Sequence[str] = ()  # for the spares to come
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
@@ -92,8 +93,9 @@ class Spares:
             except OSError as error:
                 self._off(f"cannot start the fork server: {error.strerror}")
 
-    def refill(self, env: Callable[[int], Mapping[str, str]]) -> None:
-        """Start the fork server, or ask it for the missing spares."""
+    def refill(self, env: Callable[[int], Mapping[str, str]], *, compiler: bool = False) -> None:
+        """Start the fork server, or ask it for the missing spares, with torch's compiler or not."""
+        self._modules = fork_server.COMPILER if compiler else self._modules
         self.start()
         if self._warm:
             for local_rank in range(self._count):
@@ -243,7 +245,9 @@ class Spares:
         except OSError:  # no descriptors left: a round does not need it
             return False
         try:
-            body = {"env": dict(env), "called": called}
+            # One that is called at once must not wait for imports.
+            modules = () if called else self._modules
+            body = {"env": dict(env), "called": called, "modules": modules}
             fork_server.send(self._server, body, [theirs.fileno()])
         except BlockingIOError:  # too many requests: this one is dropped
             mine.close()
