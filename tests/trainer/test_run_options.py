@@ -228,6 +228,10 @@ CASES: dict[str, dict[str, Any]] = {
         "start": {"micro_batches": 2}, "prepare": {"compile": "aot_eager"},
         "net": wide, "bucket_cap_mb": 1.0,
     },
+    "compile by inductor": {
+        "start": {"micro_batches": 2}, "prepare": {"compile": True},
+        "net": wide, "bucket_cap_mb": 1.0,
+    },
 }  # fmt: skip
 
 

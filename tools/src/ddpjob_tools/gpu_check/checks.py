@@ -28,7 +28,13 @@ _CASES = (
     ("both", "resume", "fp32"), ("both", "resume", "bf16"), ("both", "resume", "fp16"),
     ("transformer", "elastic", "fp16"),
 )  # fmt: skip
-_SHOWN = {"both": "CNN and transformer", "transformer": "transformer"}
+#: Undisturbed with torch's caches empty, then killed with what that has left in them.
+_COMPILED = ("compiled", "resume", "bf16")
+_SHOWN = {
+    "both": "CNN and transformer",
+    "transformer": "transformer",
+    "compiled": "transformer by torch.compile",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +155,12 @@ def _killed(setup: Setup, case: tuple[str, str, str]) -> Launch:
 
 
 def _bits(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
+    # The CPU's compiler is in our own tests: it takes longer than all else here.
+    cases = (*_CASES, _COMPILED) if setup.cuda else _CASES
     # Nearly all of a case is starting processes, on one core each: side by side they take a third.
     with ThreadPoolExecutor(_side_by_side(setup.nproc)) as pool:
-        killed = pool.map(lambda case: _killed(setup, case), _CASES)
-        for (model, level, precision), launch in zip(_CASES, killed, strict=True):
+        killed = pool.map(lambda case: _killed(setup, case), cases)
+        for (model, level, precision), launch in zip(cases, killed, strict=True):
             said = "equal bits" if launch.code == 0 else launch.why()
             yield (
                 "PASS" if launch.code == 0 else "FAIL",

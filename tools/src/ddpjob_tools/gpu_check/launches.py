@@ -83,7 +83,8 @@ def chaos(setup: Setup, name: str, *arguments: str, kills: int) -> Launch:
         *("--json", str(place / "rank-0.json"), "-m", f"{__package__}.workload", *arguments),
         *("--out", str(place)),
     )
-    return _once(setup, name, ("chaos", *words), {})
+    # Only what is compiled here: another run's choice of kernels would be in the user's own.
+    return _once(setup, name, ("chaos", *words), {"TORCHINDUCTOR_CACHE_DIR": str(place / "torch")})
 
 
 def _once(setup: Setup, name: str, words: Sequence[str], more: Mapping[str, str]) -> Launch:

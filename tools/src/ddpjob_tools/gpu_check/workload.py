@@ -79,7 +79,9 @@ class Both(nn.Module):
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", choices=("both", "transformer"), default="transformer")
+    parser.add_argument(
+        "--model", choices=("both", "transformer", "compiled"), default="transformer"
+    )
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--level", default="resume")
     parser.add_argument("--steps", type=int, default=18)
@@ -126,7 +128,8 @@ def main() -> None:
     )  # fmt: skip
     torch.manual_seed(7)
     net = Both() if options.model == "both" else transformer()
-    model, _ = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    model, _ = run.prepare(net, optimizer, compile=options.model == "compiled")
     for step in run.steps(_data()):
         if options.spares and rank == 0 and step.index == _STEP:
             (options.out / "rank-0.json").write_text(json.dumps(_spares()))
