@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import check_parameters, match_schedulers
+from ddpjob_trainer.training.models.compiled import keep_bits
 from ddpjob_trainer.training.models.prepare import (
-    keep_bits,
     named,
     place,
     place_state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -33,6 +32,7 @@ from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
 from ddpjob_trainer.training.models import incompatible
+from ddpjob_trainer.training.models.compiled import compile_in_place, keep_bits
 
 T = TypeVar("T")
 
@@ -319,36 +319,3 @@ def _kinds(kind: type) -> str:
 def _name(what: str, name: str, base: str) -> str:
     """Name a part of the model or optimizer ``name``; ``base`` is the first one's name."""
     return what if name == base else f"{what}.{name}"
-
-
-# --- torch.compile, by the script or by prepare(compile=...) ---
-
-
-def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
-    """Compile a module in place. Parameters keep their names, the module stays the user's."""
-    if not options.compile:
-        return
-    backend = "inductor" if options.compile is True else options.compile
-    from torch._dynamo import config, trace_rules
-
-    # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
-    # would be compiled, silently.
-    with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):
-        module.compile(backend=backend)
-
-
-def keep_bits(level: str, device: torch.device) -> None:
-    """Set the compilers, before anything runs, to keep the bits of all that they compile."""
-    if level == "off" or "torch._dynamo" not in sys.modules:  # else there is nothing to compile
-        return
-    # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
-    import torch._functorch.config as functorch
-
-    setattr(functorch, "donated_buffer", False)  # noqa: B010
-    if device.type == "cpu":
-        return
-    # It would choose kernels by how long they take, and with them the order of additions.
-    import torch._inductor.config as inductor
-
-    if hasattr(inductor, "deterministic"):
-        setattr(inductor, "deterministic", True)  # noqa: B010
