@@ -540,13 +540,23 @@ async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(
     assert drawn not in caplog.text
 
 
-async def test_a_secret_that_is_refused_stops_the_plan(stage: Stage) -> None:
-    stage.api.script = {"create secrets": [errors.Forbidden(403, "Forbidden", "no secrets")]}
+@pytest.mark.parametrize(
+    "refused",
+    [
+        errors.Forbidden(403, "Forbidden", "no secrets"),
+        errors.Conflict(409, "Conflict", "Operation cannot be fulfilled on resourcequotas"),
+    ],
+)
+async def test_a_secret_that_is_refused_stops_the_plan(
+    stage: Stage, refused: errors.ApiError
+) -> None:
+    """A 409 is not always that it is there."""
+    stage.api.script = {"create secrets": [refused]}
     await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
     assert stage.api.calls == ["create secrets"]
     refusal = stage.feedback.network_refusal
     assert refusal is not None
-    assert (refusal.code, stage.feedback.network_attempt) == (403, 0)
+    assert (refusal.code, stage.feedback.network_attempt) == (refused.code, 0)
 
 
 async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage) -> None:

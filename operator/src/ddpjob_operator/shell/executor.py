@@ -315,7 +315,7 @@ class Executor:
         try:
             await self._api.create(OF_KIND["Secret"], job.namespace, drawn, strict=True)
         except errors.ApiError as error:
-            if error.code != 409:
+            if error.reason != "AlreadyExists":  # a quota that is written at the time is a 409 too
                 return self._refusal(job, attempt, error, None)
         return None
 
