@@ -17,6 +17,7 @@ from unittest import mock
 
 from ddpjob_contract import POD_UID, State, TerminationReport
 from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.launcher import supervisor
 from ddpjob_trainer.launcher.hub import hub as hub_module
 from ddpjob_trainer.launcher.hub import membership
 from ddpjob_trainer.launcher.hub.client import HubClient
@@ -120,13 +121,11 @@ class Launcher(Supervisor):
         self.code = 137  # as long as nobody knows better: it was killed
         self.due: float | None = None
         config = _config(tuple(sorted(self.environment(pod).items())))
-        quiet = mock.patch("ddpjob_trainer.launcher.supervisor.Names", return_value=_SILENT)
-        with mock.patch("time.monotonic", return_value=now), quiet:
+        with mock.patch("time.monotonic", return_value=now), _no_threads():
             super().__init__(config)
         self._selector.close()
         self._pump: Any = SimpleNamespace(tail=lambda rank: [])
         self._counted = SimpleNamespace(workers=0, round=0, teardown_seconds=0.0, rounds=_Counts())  # type: ignore[assignment]
-        self._log: Any = SimpleNamespace(say=_hush)
         self._runtime_dir = SimpleNamespace(path=_NOWHERE, metrics=_NOWHERE)  # type: ignore[assignment]
         self._starter: Any = SimpleNamespace(
             begin=self._start, prepare=_hush, serve=_hush, spares=SimpleNamespace(pids=tuple)
@@ -295,6 +294,13 @@ class Launcher(Supervisor):
 
 def _hush(what: object) -> None:
     """Nobody reads it, and there are no spares."""
+
+
+def _no_threads() -> Any:
+    """A day of walks has more launchers than a machine has threads."""
+    said = SimpleNamespace(say=_hush, write=lambda *args, **facts: None)
+    made = {name: lambda *args: said for name in ("Log", "Events")}
+    return mock.patch.multiple(supervisor, Names=lambda *args: _SILENT, **made)
 
 
 class _Counts(dict[str, int]):
