@@ -105,7 +105,7 @@ def test_a_fork_server_that_imports_keeps_no_launcher_with_many_workers_waiting(
     assert 8 < len(taken) < 1000
     while True:  # there is room again
         body, line = heard(theirs)
-        assert body == {"env": {"RANK": "0"}, "called": True}
+        assert body == {"env": {"RANK": "0"}, "called": True, "compiler": False}
         os.close(line)
         with contextlib.suppress(LookupError):
             assert spares.call(len(taken), call, 0.0) is None
@@ -125,7 +125,7 @@ def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
     assert [spares.call(local_rank, call, 0.0) for local_rank in range(3)] == [None] * 3
     assert spares.tick(60.0) == 120.0
     body, fd = heard(theirs)
-    assert (body, came) == ({"env": {"RANK": "0"}, "called": True}, [])
+    assert (body, came) == ({"env": {"RANK": "0"}, "called": True, "compiler": False}, [])
     fork_server.send(theirs, {"warm": True, "warnings": ""}, [])
     spares._server_spoke(100.0)
     assert spares.tick(100.0) == 110.0  # from now on it answers at once
@@ -162,7 +162,7 @@ def test_spares_of_another_rank_end_and_are_not_called():
     out = os.open(os.devnull, os.O_WRONLY)
     assert spares.call(0, Call({"RANK": "2"}, out, out, {}), 2.0) is None
     body, again = heard(theirs)
-    assert body == {"env": {"RANK": "2"}, "called": True}
+    assert body == {"env": {"RANK": "2"}, "called": True, "compiler": False}
     for fd in (out, line, again):
         os.close(fd)
     spares.recall()
@@ -173,11 +173,13 @@ def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, fo
     did: list[str] = []
     starter: Any = object.__new__(Starter)
     starter._config = SimpleNamespace(replica=replica, replicas=3, uses_our_library=True)
-    starter._workers = SimpleNamespace(key=(1, -1), stopping=False, is_training=lambda: False)
+    starter._workers = SimpleNamespace(
+        key=(1, -1), stopping=False, is_training=lambda: False, compiles=lambda: False
+    )
     starter._begun = 0.0
     starter.spares = SimpleNamespace(
         tick=lambda now: None, full=False, start=lambda: did.append("server"),
-        refill=lambda env: did.append("spares"),
+        refill=lambda env, compiler: did.append("spares"),
     )  # fmt: skip
     starter.refill(5.0, parked=True)
     assert did == (["spares"] if forked else ["server"])

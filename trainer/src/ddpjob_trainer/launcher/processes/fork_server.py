@@ -42,8 +42,14 @@ MODULES = (
     "prometheus_client.multiprocess",
     "ddpjob_trainer.training.start",
 )
-#: What torch.compile imports besides; for spares once a worker has compiled.
-COMPILER = ("torch._inductor.compile_fx",)
+#: What torch.compile imports besides, and finds out once in each process (after the colon): which
+#: instructions the CPU has, and hashes of torch and triton. What a version lacks is left out.
+COMPILER = (
+    "torch._inductor.compile_fx",
+    "torch._inductor.cpu_vec_isa:pick_vec_isa",
+    "torch._inductor.codecache:torch_key",
+    "torch._inductor.codecache:triton_key",
+)
 _MAX_MESSAGE = 64 * 1024
 _MOST_WORDS = 200  # characters about one module
 _ADOPTION_SECONDS = 5.0
@@ -89,16 +95,19 @@ def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _serve(control: socket.socket, launcher: int, threads: int) -> tuple[socket.socket, bool]:
-    """Fork a spare for every request, after the imports that it names.
+    """Fork a spare for every request, from the first that asks for it on with torch's compiler.
 
     Returns in the spare: the socket of its call, and whether the call is on its way.
     """
+    learned = False
     while True:
         request = receive(control)
         if request is None:
             os._exit(0)
         body, fds = request
-        _add(body["modules"], threads)
+        if body["compiler"] and not learned:
+            learned = True
+            _learn(COMPILER, threads)
         pid = os.fork()
         if pid == 0:
             # The spare must be the launcher's child, as orphans are: so its parent ends at once.
@@ -146,20 +155,28 @@ def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
     return "; ".join(warnings)
 
 
-def _add(names: Sequence[str], threads: int) -> None:
-    """Import modules for later spares if an import of them in a child leaves nothing behind."""
-    if all(name in sys.modules for name in names):
-        return
+def _learn(names: Sequence[str], threads: int) -> None:
+    """Import modules, and call functions of theirs, for later spares.
+
+    Only if the same in a child leaves nothing behind.
+    """
     pid = os.fork()
     if pid == 0:
-        for name in names:
-            _import(name)
+        _know(names)
         os._exit(1 if _left_behind(threads) else 0)
     if os.waitpid(pid, 0)[1] == 0:
-        for name in names:
-            _import(name)
+        _know(names)
         gc.collect()
         gc.freeze()
+
+
+def _know(names: Sequence[str]) -> None:
+    for name in names:
+        module, _, function = name.partition(":")
+        _import(module)
+        if function:
+            with contextlib.suppress(BaseException):
+                getattr(sys.modules[module], function)()
 
 
 def _end_if_unfit(control: socket.socket, threads: int, who: str, cure: str = "") -> None:

@@ -73,7 +73,7 @@ class Spares:
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
-        self._modules: Sequence[str] = ()  # for the spares to come
+        self._compiler = False  # torch's, in the spares to come
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
@@ -95,7 +95,7 @@ class Spares:
 
     def refill(self, env: Callable[[int], Mapping[str, str]], *, compiler: bool = False) -> None:
         """Start the fork server, or ask it for the missing spares, with torch's compiler or not."""
-        self._modules = fork_server.COMPILER if compiler else self._modules
+        self._compiler |= compiler
         self.start()
         if self._warm:
             for local_rank in range(self._count):
@@ -246,8 +246,8 @@ class Spares:
             return False
         try:
             # One that is called at once must not wait for imports.
-            modules = () if called else self._modules
-            body = {"env": dict(env), "called": called, "modules": modules}
+            compiler = self._compiler and not called
+            body = {"env": dict(env), "called": called, "compiler": compiler}
             fork_server.send(self._server, body, [theirs.fileno()])
         except BlockingIOError:  # too many requests: this one is dropped
             mine.close()
