@@ -4,7 +4,7 @@
 #
 #   PYTHON=python3 SECONDS_MOST=480 bench/gpu.sh [DIRECTORY]
 #
-# That Python needs torch with CUDA, safetensors, numpy and prometheus-client, as the image has them.
+# QUICK=1 measures a tiny model, also without a GPU, only to show that it works. The Python needs torch with CUDA, safetensors, numpy and prometheus-client, as the image has them.
 set -u
 cd "$(dirname "$0")/.."
 to=$(realpath -m "${1:-bench/results}")
@@ -24,7 +24,7 @@ part() { # name, command
 }
 
 bench() { # part of bench/gpu.py, more options
-    part "gpu-$1" "$python" bench/gpu.py --parts "$1" --json "$to/gpu-$1.json" "${@:2}"
+    part "gpu-$1" "$python" bench/gpu.py --parts "$1" --json "$to/gpu-$1.json" ${QUICK:+--quick} "${@:2}"
 }
 
 bench restart --kills "${KILLS:-2}"

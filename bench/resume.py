@@ -4,7 +4,7 @@ Ours in place, ours with a new launcher, and torchrun restarting a hand-written 
 model that checkpoints as often. "New launch" is what new pods cost without Kubernetes' own time,
 which `status.timings.lastRecoverySeconds` of a DDPJob shows. "Preload" is in place again, of a
 script that first imports a module of 3 s, which --preload names; "compiled", of the small GPT of
-the examples with --compile and torch's caches warm.
+the examples with --compile and torch's caches warm, "one graph": not cut at DDP's buckets.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ WAYS: dict[str, tuple[str, ...]] = {
     "new launch": (programs.program("ours.py"),),
     "torchrun": (programs.program("plain.py"),),
     "compiled": GPT,
+    "compiled, one graph": (programs.program("one_graph.py"), *GPT),
     "compiled, new launch": GPT,
 }
-IN_PLACE = ("in place", "preload", "compiled")
+IN_PLACE = ("in place", "preload", "compiled", "compiled, one graph")
 
 
 def measure(
     way: str, nproc: int, workload: str, kills: int, cold: int, patience: float
 ) -> list[Recovery]:
     """``cold``: so many more kills in place at once after the one before."""
-    sizes = () if WAYS[way] is GPT else ("--workload", workload, "--steps", str(FOR_EVER))
+    sizes = () if GPT[0] in WAYS[way] else ("--workload", workload, "--steps", str(FOR_EVER))
     with tempfile.TemporaryDirectory() as directory:
         subject = Subject(
             way, nproc, (*WAYS[way], *sizes), Path(directory) / "run",
