@@ -4,7 +4,8 @@
 #
 #   PYTHON=python3 SECONDS_MOST=480 bench/gpu.sh [DIRECTORY]
 #
-# QUICK=1 measures a tiny model, also without a GPU, only to show that it works. The Python needs torch with CUDA, safetensors, numpy and prometheus-client, as the image has them.
+# QUICK=1 measures a tiny model, also without a GPU, only to show that it works. That Python needs
+# torch with CUDA, safetensors, numpy and prometheus-client, as the image has them.
 set -u
 cd "$(dirname "$0")/.."
 to=$(realpath -m "${1:-bench/results}")

@@ -80,6 +80,6 @@ def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
         assert one["came_back"]
         assert one["repeated"] > 0
         assert {"process, imports", "model built", "restored", "first step"} <= set(one["stages"])
-    assert len(found["stall"]["seconds"]) == 3
+    assert len(found["stall"]["seconds"]) == 4
     for row in ("off    resume", "a snapshot every 10 steps ", "first step"):
         assert f"\n{row}" in out
