@@ -144,6 +144,17 @@ def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
     assert came == [(0, os.getpid())]
 
 
+def test_the_last_words_of_who_ended_with_messages_unread_are_heard():
+    """The kernel reports the reset first."""
+    mine, theirs = fork_server.pair()
+    fork_server.send(mine, {"called": True}, [])
+    fork_server.send(theirs, {"unfit": "why"}, [])
+    theirs.close()
+    assert fork_server.receive(mine) == ({"unfit": "why"}, [])
+    assert fork_server.receive(mine) is None
+    mine.close()
+
+
 def test_without_spares_nothing_is_preloaded_which_is_told():
     told: list[str] = []
     program = Program("x.py", (), False)

@@ -85,7 +85,10 @@ def send(to: socket.socket, body: dict[str, Any], fds: list[int]) -> None:
 def receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return a message and its descriptors, None when the other end is gone."""
     try:
-        data, fds, _, _ = socket.recv_fds(source, _MAX_MESSAGE, 8)
+        try:
+            data, fds, _, _ = socket.recv_fds(source, _MAX_MESSAGE, 8)
+        except ConnectionResetError:  # it ended with our messages unread: its own may be here still
+            data, fds, _, _ = socket.recv_fds(source, _MAX_MESSAGE, 8)
     except OSError:
         return None
     return (json.loads(data), list(fds)) if data else None
