@@ -80,10 +80,12 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
     """Name ranks that ended with 0 while the rest still trained, "" if none did.
 
     A success is no failure, but where no rank failed by itself the others lost their peer by it.
+    They lose it at once when its interpreter shuts down, a moment before the process has ended.
     """
     if cause is None or not _lost_a_peer(cause):
         return ""
-    early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= cause.at]
+    until = cause.at + (0.0 if cause.code == ExitCode.HANG else CAUSE_WAIT_SECONDS)
+    early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= until]
     if not early:
         return ""
     what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"
