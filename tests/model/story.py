@@ -223,7 +223,10 @@ class World:
         quiet = last is not None and self.cluster.now - last > PATIENCE
         if any(o.skew for o in self.operators):
             self._skewed_at = self.cluster.now
+        now = self.cluster.now
         sane = all(not (o.blind or o.task) for o in self.operators)
+        # One that has just started, after a long sleep, has had no turn yet.
+        sane &= all(at > now for o in self.operators for at in o.queue.due.values())
         # Times that were written by another clock are wrong for as long as a wait may last.
         sane &= self.cluster.now - self._skewed_at > LONGEST_WAIT
         if quiet and sane and self.operators and not self.frozen:
