@@ -156,7 +156,8 @@ def main() -> int:
                 job.end()
     ok = compare(results[0], results[1], rounds[0])
     print("Next: make demo (a real cluster; root and Go), or a script of yours:")
-    print("  ddpjob-trainer init train.py | ddpjob-trainer local -    # docs/start/your-script.md")
+    print("  ddpjob-trainer init train.py | ddpjob-trainer local -")
+    print("  (docs/start/your-script.md: `make wheel` and pip install that command)")
     return 0 if ok else 1
 
 

@@ -306,8 +306,8 @@ class TestStatus:
     def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self) -> None:
         found = job(phase="Running")
         plain = {0: Told({"phase": "startup"})}
-        words = "running, tells no steps: a plain script, without ddp.start() or an adapter"
-        assert f"Progress:  {words}" in head(found, plain)
+        words = "running, no steps yet: it starts, or is a plain script, without ddp.start() or an"
+        assert f"Progress:  {words} adapter" in head(found, plain)
         ours = {0: Told({"phase": "startup", "updatedAt": at(5)})}
         assert "Progress:  starting up" in head(found, ours)
         assert [row(found, told)[5] for told in (plain, ours)] == ["-", "startup"]

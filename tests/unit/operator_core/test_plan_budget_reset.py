@@ -58,7 +58,8 @@ def test_an_hour_without_a_failure_heals_both_budgets_and_the_backoff_in_one_wri
     (event,) = world.events
     assert (event.type, event.reason) == ("Normal", "BudgetHealed")
     assert event.message == (
-        "3600 s without a failure: the budget is whole again (restarts charged: 1, disruptions: 1)"
+        "3600 s without a failure: the budget is whole again;"
+        " spent until now: 1 restarts charged, 1 disruptions"
     )
     # And never again: there is nothing to heal, so nothing to write and nothing to wake for.
     world.wait(9 * HOUR)

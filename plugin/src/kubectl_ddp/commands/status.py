@@ -301,7 +301,7 @@ def _progress(progress: Mapping[str, Any], phase: str, first: Told, now: datetim
         parts.append(f"last told {duration(age)} ago")
     if not parts and say.text("phase") == "startup":
         silent = phase == "Running" and first.silent
-        return f"running, tells no steps: {_PLAIN}" if silent else "starting up"
+        return f"running, no steps yet: it starts, or is {_PLAIN}" if silent else "starting up"
     started = "" if phase in TERMINAL_PHASES else "not started yet, or "
     return ", ".join(parts) or f"not told: {started}{_PLAIN}"
 
