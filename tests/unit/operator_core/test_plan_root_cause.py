@@ -5,6 +5,7 @@ Replicas 0 and 2 run on node1, replica 1 on node2. Pods go as kubelets let them 
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_a_read_that_fails_holds_up_a_restart_for_a_minute_at_most():
             world.now += timedelta(seconds=plan.requeue_after)
     assert world.now - began == timedelta(seconds=60)
     assert world.loss["class"] == "User"
+
+
+@pytest.mark.fault("T13")
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_rank_that_its_program_has_ended_early_is_charged(deleted: bool):
+    """By sys.exit(0) on one rank, say: it would do so a hundred times, were nobody charged."""
+    said = "rank 1 after step 12 ended with exit code 0 while others trained: then rank 0: 75"
+    facts = {"version": 1, "kind": "peerLost", "round": 3, "step": 12, "exception": said}
+    world = on_nodes(restart={"maxRestarts": 3})
+    if deleted:
+        world.terminate(1)
+    world.end(0, 75, message=json.dumps(facts), settle=False).end(2, 75).wait(60)
+    assert world.loss["class"] == ("Disruption" if deleted else "User")
+    assert world.status["restarts"]["charged"] == int(not deleted)
 
 
 @pytest.mark.fault("T13")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode, exits
+from ddpjob_contract import LEFT_EARLY, PERMANENT_EXIT_CODES, ExitCode, exits
 from ddpjob_operator.core import told
 from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.objects.status import Failure
@@ -172,8 +172,12 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
 
 
 def settle(found: Failure) -> Failure:
-    """Give a collateral loss the class of its likely cause when no other explains it."""
-    return replace(found, cls=exits.settled(found.exit_code))
+    """Give a collateral loss the class of its likely cause when no other explains it.
+
+    Where a rank has ended with 0 while others trained, its program has made it so.
+    """
+    left = found.exit_code == ExitCode.PEER_LOST and LEFT_EARLY in found.exception
+    return replace(found, cls="User" if left else exits.settled(found.exit_code))
 
 
 def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
