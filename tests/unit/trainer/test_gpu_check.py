@@ -167,12 +167,13 @@ def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):
     monkeypatch.setattr(launches, "complete", complete)
     given = setup(tmp_path)
     found = list(CHECKS[4].run(given))
-    assert [f.verdict for f in found] == ["PASS", "PASS", "PASS", "FAIL"]
+    assert [f.verdict for f in found] == ["PASS", "PASS", "PASS", "FAIL", "PASS"]
     assert "DIFFERENT" in found[3].measured
+    assert "torch.compile" in found[4].measured
     words = {word for command in asked for word in command}
     assert words >= {"fp32", "bf16", "fp16", "resume", "elastic", "both", "transformer"}
     list(CHECKS[4].run(given))
-    assert len(asked) == 4, "each once"
+    assert len(asked) == 5, "each once"
 
 
 def test_what_is_started_belongs_to_no_job(monkeypatch):  # type: ignore[no-untyped-def]

@@ -84,8 +84,10 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
     """
     if cause is None or not _lost_a_peer(cause):
         return ""
-    until = cause.at + (0.0 if cause.code == ExitCode.HANG else CAUSE_WAIT_SECONDS)
-    early = [exit_ for exit_ in exits if exit_.status == 0 and exit_.at <= until]
+    ends = [exit_ for exit_ in exits if exit_.status == 0]
+    early = [exit_ for exit_ in ends if exit_.at <= cause.at]
+    if not early and cause.code != ExitCode.HANG:
+        early = [exit_ for exit_ in ends if exit_.at <= cause.at + CAUSE_WAIT_SECONDS]
     if not early:
         return ""
     what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"

@@ -23,6 +23,7 @@ from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.view import Change, View
 
+_NAMED: Final = 10  # takeovers in one Event
 #: In the message of a stall: until when the others wait.
 WAIT: Final = "; the other pods wait until"
 
@@ -32,7 +33,10 @@ def hear(view: View, change: Change) -> Change:
     heard = view.feedback.rounds
     if view.status.phase != "Running" or heard is None or heard.attempt != view.status.hub:
         return change
-    return change.with_status(holds=view.status.holds or heard.holds, serving=heard.serving)
+    change = change.with_status(holds=view.status.holds or heard.holds, serving=heard.serving)
+    took = sorted(heard.serving.items() - view.status.serving.items())
+    names = ", ".join(f"{view.job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
+    return change.tell("Normal", "TookOver", f"pods that stood by: {names}") if took else change
 
 
 def lost(
