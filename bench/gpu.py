@@ -87,30 +87,6 @@ def stall(seconds: list[float], every: int) -> list[float]:
     return [sum(max(0.0, s - usual) for s in seconds[n : n + 2]) for n in after]
 
 
-def recoveries(
-    size: Size, nproc: int, kills: int, words: list[str], way: str
-) -> list[restarts.Recovery]:
-    """Kill a process again and again, with a snapshot every restarts.EVERY steps."""
-    found = []
-    steps = ("--total-steps", str(restarts.FOR_EVER))
-    with tempfile.TemporaryDirectory() as directory:
-        subject = restarts.Subject(
-            way, nproc, (PROGRAM, *size.words(nproc), *steps, *words), Path(directory) / "run",
-            rounds=way == "in place",
-        )  # fmt: skip
-        try:
-            subject.start()
-            for number in range(kills):
-                subject.settle(warm=True)
-                found.append(subject.kill(number % nproc, LIMIT_SECONDS))
-                one = found[-1]
-                print(f"{way}: {number + 1}/{kills} {one.seconds:.2f} s", flush=True)
-                print("  " + ", ".join(f"{n} {s:.2f}" for n, s in one.stages.items()), flush=True)
-        finally:
-            subject.end()
-    return found
-
-
 @dataclass
 class Bench:
     """What is measured, on what. ``words``: more for the program. ``found``: for the JSON."""
@@ -131,14 +107,18 @@ class Bench:
         self._recover("new launch")
 
     def _recover(self, way: str) -> None:
-        found = recoveries(self.size, self.nproc, self.args.kills, self.words, way)
-        seconds, repeated = [one.seconds for one in found], [one.repeated for one in found]
-        print(
-            f"\n{way}: {report.spread(seconds, 2)} s, {report.spread(repeated, 0)} steps repeated"
-        )
-        stages = {n: [one.stages[n] for one in found if n in one.stages] for n in restarts.STAGES}
-        rows = [[name, report.spread(values, 2)] for name, values in stages.items()]
-        print(report.table(("stage", "seconds"), rows), flush=True)
+        found = []
+        steps = ("--total-steps", str(restarts.FOR_EVER))
+        program = (PROGRAM, *self.size.words(self.nproc), *steps, *self.words)
+        rounds = way == "in place"
+        for one in restarts.recoveries(
+            way, self.nproc, program, self.args.kills, LIMIT_SECONDS, rounds=rounds
+        ):
+            found.append(one)
+            print("  " + ", ".join(f"{n} {s:.2f}" for n, s in one.stages.items()), flush=True)
+        print(f"\n{way}: {report.spread([one.seconds for one in found], 2)} s;", end=" ")
+        print(f"{report.spread([one.repeated for one in found], 0)} steps repeated")
+        print(report.table(("stage", "median s"), restarts.stage_rows({way: found})), flush=True)
         self.found[f"recovery {way}"] = [asdict(one) for one in found]
 
     def speed(self) -> None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness import programs, report
-from harness.restarts import FOR_EVER, MAX_RESTARTS, STAGES, Recovery, Subject
+from harness.restarts import FOR_EVER, MAX_RESTARTS, Recovery, recoveries, stage_rows
 
 GPT = (str(programs.GPT / "train.py"), "--total-steps", str(FOR_EVER), "--sample", "0", "--compile")
 #: Each with its script.
@@ -35,28 +33,10 @@ IN_PLACE = ("in place", "preload", "compiled", "compiled, one graph")
 def measure(
     way: str, nproc: int, workload: str, kills: int, cold: int, patience: float
 ) -> list[Recovery]:
-    """``cold``: so many more kills in place at once after the one before."""
     sizes = () if GPT[0] in WAYS[way] else ("--workload", workload, "--steps", str(FOR_EVER))
-    with tempfile.TemporaryDirectory() as directory:
-        subject = Subject(
-            way, nproc, (*WAYS[way], *sizes), Path(directory) / "run",
-            rounds=way in IN_PLACE, torchrun=way == "torchrun",
-        )  # fmt: skip
-        found = []
-        try:
-            subject.start()
-            for number in range(kills):
-                subject.settle(warm=True)
-                found.append(subject.kill(number % nproc, patience))
-                print(f"{way}: {number + 1}/{kills} {found[-1].seconds:.3f} s", flush=True)
-            for number in range(cold):
-                subject.settle(warm=False)
-                subject.kill(number % nproc, patience)
-                found.append(subject.kill((number + 1) % nproc, patience))
-                print(f"{way}, again: {number + 1}/{cold} {found[-1].seconds:.3f} s", flush=True)
-        finally:
-            subject.end()
-        return found
+    more = {"rounds": way in IN_PLACE, "torchrun": way == "torchrun"}
+    program = (*WAYS[way], *sizes)
+    return list(recoveries(way, nproc, program, kills, patience, cold=cold, **more))
 
 
 def row(name: str, found: Sequence[Recovery]) -> list[str]:
@@ -72,17 +52,6 @@ def row(name: str, found: Sequence[Recovery]) -> list[str]:
         report.spread([one.repeated for one in found if one.came_back], 0),
         *(str(lost), str(never)),
     ]
-
-
-def stage_rows(groups: dict[str, list[Recovery]]) -> list[list[str]]:
-    rows = []
-    for stage in STAGES:
-        cells = []
-        for found in groups.values():
-            times = [one.stages[stage] for one in found if stage in one.stages]
-            cells.append(f"{statistics.median(times):.3f}" if times else "-")
-        rows.append([stage, *cells])
-    return rows
 
 
 def main() -> None:

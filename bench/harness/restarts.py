@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import signal
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -216,3 +218,47 @@ class Subject:
         """Whether it is of this recovery: workers tell the round that they begin."""
         ours = event["rank"] < 0 or event["round"] == self.records.incarnation[1]
         return bool(ours and event["t"] > at)
+
+
+def recoveries(
+    way: str,
+    nproc: int,
+    program: Sequence[str],
+    kills: int,
+    patience: float,
+    *,
+    rounds: bool = False,
+    torchrun: bool = False,
+    cold: int = 0,
+) -> Iterator[Recovery]:
+    """Kill each rank in turn. ``cold``: so many more kills at once after the one before."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory) / "run"
+        subject = Subject(way, nproc, program, place, rounds=rounds, torchrun=torchrun)
+        try:
+            subject.start()
+            for number in range(kills):
+                subject.settle(warm=True)
+                found = subject.kill(number % nproc, patience)
+                print(f"{way}: {number + 1}/{kills} {found.seconds:.3f} s", flush=True)
+                yield found
+            for number in range(cold):
+                subject.settle(warm=False)
+                subject.kill(number % nproc, patience)
+                found = subject.kill((number + 1) % nproc, patience)
+                print(f"{way}, again: {number + 1}/{cold} {found.seconds:.3f} s", flush=True)
+                yield found
+        finally:
+            subject.end()
+
+
+def stage_rows(groups: Mapping[str, Sequence[Recovery]]) -> list[list[str]]:
+    """The median seconds of each stage, a column for each group."""
+    rows = []
+    for stage in STAGES:
+        cells = []
+        for found in groups.values():
+            times = [one.stages[stage] for one in found if stage in one.stages]
+            cells.append(f"{statistics.median(times):.3f}" if times else "-")
+        rows.append([stage, *cells])
+    return rows
