@@ -110,7 +110,7 @@ def _serve(control: socket.socket, launcher: int, threads: int) -> tuple[socket.
         body, fds = request
         if body["compiler"] and not learned:
             learned = True
-            _learn(COMPILER, threads)
+            _learn_compiler(threads)
         pid = os.fork()
         if pid == 0:
             # The spare must be the launcher's child, as orphans are: so its parent ends at once.
@@ -158,23 +158,20 @@ def _preload(control: socket.socket, names: Sequence[str], threads: int) -> str:
     return "; ".join(warnings)
 
 
-def _learn(names: Sequence[str], threads: int) -> None:
-    """Import modules, and call functions of theirs, for later spares.
-
-    Only if the same in a child leaves nothing behind.
-    """
+def _learn_compiler(threads: int) -> None:
+    """Have later spares know COMPILER, if that leaves nothing behind in a child."""
     pid = os.fork()
     if pid == 0:
-        _know(names)
+        _know_compiler()
         os._exit(1 if _left_behind(threads) else 0)
     if os.waitpid(pid, 0)[1] == 0:
-        _know(names)
+        _know_compiler()
         gc.collect()
         gc.freeze()
 
 
-def _know(names: Sequence[str]) -> None:
-    for name in names:
+def _know_compiler() -> None:
+    for name in COMPILER:
         module, _, function = name.partition(":")
         _import(module)
         if function:
