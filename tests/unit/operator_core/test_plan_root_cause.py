@@ -206,6 +206,21 @@ def test_a_rank_that_its_program_has_ended_early_is_charged(deleted: bool):
     assert world.status["restarts"]["charged"] == int(not deleted)
 
 
+def test_a_rank_that_ended_early_ends_no_job_while_a_machine_is_in_doubt():
+    """It may have ended as its machine went: the charge would be final."""
+    said = "rank 0 after step 12 ended with exit code 0 while others trained: then rank 2: 75"
+    facts = {"version": 1, "kind": "peerLost", "round": 3, "step": 12, "exception": said}
+    world = on_nodes(restart={"maxRestarts": 0}).end(0, 75, message=json.dumps(facts), settle=False)
+    world.end(2, 75).wait(50)
+    assert world.phase == "Running"
+    world.fall_silent("node2")
+    assert (world.phase, world.loss["reason"], world.counts) == (
+        "Restarting",
+        "NodeLost",
+        (1, 0, 1),
+    )
+
+
 @pytest.mark.fault("T13")
 @pytest.mark.parametrize("code", [75, 76])
 @pytest.mark.parametrize("report", [True, False])

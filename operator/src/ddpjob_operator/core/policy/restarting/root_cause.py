@@ -44,8 +44,8 @@ def loss(view: View, status: Status) -> Failure | None:
         return None
     if replacement.joins(view, found):
         return found
-    if found.cls == "Collateral":
-        return classify.settle(found)
+    if found.cls == "Collateral" and (found := classify.settle(found)).cls not in _BY_PEERS:
+        return found
     # A node deleted while no operator watched is unreported, as a new one is.
     unknown = view.in_doubt or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
     return None if unknown or _doubted(view, status, found) else found
