@@ -366,7 +366,7 @@ class Supervisor:
             lost = lost or "it does not answer"
         if not lost or ended.lost or self._finished:
             return
-        if self._config.env.standby:  # another may serve this replica soon: do not save
+        if self._config.env.standby and not ended.end:  # another may serve it soon: do not save
             self._workers.stop(now, last_words=0)
         in_time = not overdue or self._phase is _Phase.RUNNING
         over = ended.signal or ended.end or self._phase is _Phase.SUCCEEDED
