@@ -159,7 +159,7 @@ class Launcher(Supervisor):
     def _group(self, key: Key) -> Any:
         return Workers(self._config, key)
 
-    def _start(self, workers: Workers, now: float, drill: str) -> None:
+    def _start(self, workers: Workers, now: float, drill: str, reached: int) -> None:
         self.world.begins(self, workers.key)
         workers.running = 1
 

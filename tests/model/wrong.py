@@ -21,6 +21,7 @@ from ddpjob_operator.core.actions import (
 )
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
+from ddpjob_operator.core.objects.status import decided
 from ddpjob_operator.core.plan import plan
 
 
@@ -137,12 +138,16 @@ def deletes_without_grace(*args: Any) -> Plan:
 
 def says_nothing(*args: Any) -> Plan:
     """Never tells why a job does not run."""
-    found = Question(*args).answer()
+    asked = Question(*args)
+    found = asked.answer()
     status = _status(found)
     if status is None:
         return found
     told = [c for c in status.get("conditions") or () if c["type"] != "Stalled"]
-    return _changed(found, WriteStatus, status={**status, "conditions": told})
+    status["conditions"] = told
+    if decided(status) == decided(asked.job.status):
+        return Plan()  # the ledger alone is no news
+    return _changed(found, WriteStatus, status=status)
 
 
 def gives_up_waiting(*args: Any) -> Plan:

@@ -104,8 +104,9 @@ def check_status(status: object) -> None:
 def _check_fields(value: object, schema: dict[str, Any], path: str) -> None:
     if isinstance(value, dict):
         for key, part in value.items():
-            assert key in schema["properties"], f"the CRD does not know {path}.{key}"
-            _check_fields(part, schema["properties"][key], f"{path}.{key}")
+            known = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+            assert known, f"the CRD does not know {path}.{key}"
+            _check_fields(part, known, f"{path}.{key}")
     elif isinstance(value, list):
         for part in value:
             _check_fields(part, schema["items"], path)
@@ -170,6 +171,7 @@ class World:
     log: list[str] = field(default_factory=list)
     events: list[act.Event] = field(default_factory=list)
     measurements: list[act.Measurement] = field(default_factory=list)
+    booked: list[act.Measurement] = field(default_factory=list)  # those of the ledger
     refuse: Callable[[act.CreatePod], act.Refusal | None] = lambda _: None
     refuse_network: Callable[[act.EnsureNetwork], act.Refusal | None] = lambda _: None
     prunes: frozenset[str] = frozenset()  # fields of the status that an older CRD does not know
@@ -213,7 +215,9 @@ class World:
                 if action.begins:
                     self.feedback = self.feedback.begin(action.status["attempt"])
                 self.events += action.events
-                self.measurements += action.measurements
+                for one in action.measurements:
+                    ledger = one.name in ("pod_seconds_total", "gpu_seconds_total")
+                    (self.booked if ledger else self.measurements).append(one)
                 self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")
             case act.DeletePod():
                 self._delete(action)

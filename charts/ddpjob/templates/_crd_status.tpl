@@ -300,6 +300,9 @@ properties:
       samplesPerSecond:
         description: Samples per second of the whole gang.
         type: number
+      stepsPerSecond:
+        description: Steps per second of the last minute.
+        type: number
       snapshotStep:
         description: Step of the newest committed snapshot.
         type: integer
@@ -352,6 +355,76 @@ properties:
     items:
       type: string
       maxLength: 640
+  goodput:
+    description: >-
+      Productive share of the time in which the job had its pods, 0 to 1: of all podSeconds but
+      those of waiting.
+    type: number
+  eta:
+    description: >-
+      Estimate of the end of training, from the present rate and from what failures have cost so
+      far. Absent while it does not run, and for programs that report no number of steps.
+    type: object
+    properties:
+      at:
+        description: When training is expected to end, UTC.
+        type: string
+        format: date-time
+      earliest:
+        description: The same if nothing fails any more.
+        type: string
+        format: date-time
+      latest:
+        description: The same with twice the standard deviation of as many failures as before.
+        type: string
+        format: date-time
+      remaining:
+        description: Time until then, for example "1h20m", from the last write of the status.
+        type: string
+        maxLength: 32
+  ledger:
+    description: >-
+      Where the time of the job's pods went, as sums in pod-seconds from since to until. The time
+      in which it was suspended, without pods, is not in them.
+    type: object
+    properties:
+      since:
+        description: When the ledger began, UTC.
+        type: string
+        format: date-time
+      until:
+        description: What came later is not in it yet, UTC.
+        type: string
+        format: date-time
+      podSeconds:
+        description: >-
+          By state: productive, repeated (steps done again after a resume), data (waiting for input),
+          snapshot (training stands still for it), warmup (processes, up to the end of their first
+          step), recovering (after a failure), held (ready, while another pod is replaced), starting
+          (image, volumes, containers), waiting (for a node or a quota), idle (after its own end, or
+          standing by), unknown.
+        type: object
+        additionalProperties: {type: number}
+      recovering:
+        description: Those of recovering, by the class of the failure; Drill is a planned round.
+        type: object
+        additionalProperties: {type: number}
+      hub:
+        description: The account of replica 0's launcher as far as it is in the sums.
+        type: object
+        properties:
+          attempt:
+            description: Attempt in which that pod was made.
+            type: integer
+            format: int32
+          startedAt:
+            description: When that launcher started, by the operator's clock.
+            type: string
+            format: date-time
+          seconds:
+            description: Its seconds by state, and up, all of them.
+            type: object
+            additionalProperties: {type: number}
   timings:
     description: Points in time (UTC, of the operator's clock) and durations.
     type: object

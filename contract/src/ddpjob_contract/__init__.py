@@ -64,6 +64,8 @@ REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
 #: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
 REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"
 POD_UID: Final = "DDPJOB_POD_UID"
+#: The last step that is known to have ended, of any incarnation: those up to it are repeated.
+REACHED_STEP: Final = "DDPJOB_REACHED_STEP"
 #: Launchers tell one another by it that they are of the job: key TOKEN_KEY of the job's Secret.
 TOKEN: Final = "DDPJOB_TOKEN"
 TOKEN_KEY: Final = "token"
@@ -175,6 +177,40 @@ class Proof(TypedDict, total=False):
     unchecked: str  # alone: why nothing was compared, or no drill is made
 
 
+class Spent(TypedDict, total=False):
+    """Seconds of a launcher's life by what its gang did, as rank 0's clock has them.
+
+    What is left of ``up`` belongs to a step that has not ended yet. Names: see LEDGER_STATES.
+    """
+
+    up: float
+    warmup: float
+    recovering: float
+    held: float
+    repeated: float
+    data: float
+    snapshot: float
+    productive: float
+    idle: float
+    unknown: float  # of a program that reports no steps
+
+
+#: Where a pod-second goes: status.ledger and ddpjob_pod_seconds_total name it so.
+LEDGER_STATES: Final = (
+    "productive",
+    "repeated",  # steps done again after a resume
+    "data",  # waiting for input
+    "snapshot",  # training pauses for it
+    "warmup",  # from the start of the processes to the end of their first step
+    "recovering",  # after a failure; by its class
+    "held",  # ready, while another pod is replaced
+    "starting",  # image, volumes, containers
+    "waiting",  # for a node, a quota
+    "idle",  # after its own end, or standing by
+    "unknown",
+)
+
+
 class TerminationReport(TypedDict, total=False):
     """One JSON object that the launcher writes to the termination log when it ends.
 
@@ -196,6 +232,7 @@ class TerminationReport(TypedDict, total=False):
     snapshotStep: int  # step of the newest committed snapshot
     fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     rounds: list[Round]  # the newest, oldest first, as many as fit
+    spent: Spent  # of the launcher of replica 0
     resumed: Resumed
 
 
@@ -231,4 +268,5 @@ class State(TypedDict, total=False):
     rounds: list[Round]  # the last ones that ended, oldest first
     resumed: Resumed
     proof: Proof
+    spent: Spent  # of the launcher of replica 0
     stacks: str  # of all threads of a process that hung

@@ -36,6 +36,7 @@ from ddpjob_trainer.launcher.hub.messages import (
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from ddpjob_trainer.launcher.hub.wire import Wire
+from ddpjob_trainer.launcher.reports.account import Account
 from ddpjob_trainer.launcher.reports.termination import Ended
 from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
 from support.launching import free_ports
@@ -302,6 +303,7 @@ class Scene:
         bare._log = SimpleNamespace(say=lambda text: None)
         bare._phase, bare._since, bare._finished = phase, 100.0, False
         bare._linked_at = 0.0
+        bare._account = Account(100.0)
         bare._next_round = lambda go, now: self.did.append(f"round {go.round}")
 
     def take(self, *messages: Message, lost: str = "", now: float = 101.0) -> _Phase:

@@ -104,6 +104,7 @@ class WorkerEnvironment:
     replay_dir: Path | None
     drill: DrillSettings
     store_fd: int | None
+    reached: int  # the last step finished before, by any incarnation; 0: none is known
     trace: Path | None
     chaos: Path | None
     events: Path | None
@@ -141,6 +142,7 @@ class LauncherEnvironment:
     progress_path: Path | None
     final_exit_codes: frozenset[int]  # no round follows these
     drill: str  # Auto, Always or Never
+    reached: int  # the last step that the operator knows to have been finished
     trace: Path | None
     deadlines: Deadlines
     events: Path | None
@@ -291,6 +293,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         replay_dir=_path(env, REPLAY_DIR),
         drill=_drill(env),
         store_fd=_integer(env, STORE_FD, 0) if env.get(STORE_FD) else None,
+        reached=_integer(env, contract.REACHED_STEP, 0),
         trace=_path(env, TRACE),
         chaos=_path(env, CHAOS),
         events=_path(env, EVENTS),
@@ -335,6 +338,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         progress_path=_path(env, contract.PROGRESS_PATH),
         final_exit_codes=frozenset(map(int, final.split(","))) if final else frozenset(),
         drill=drill,
+        reached=_integer(env, contract.REACHED_STEP, 0),
         trace=_path(env, TRACE),
         deadlines=_deadlines(env),
         events=_path(env, EVENTS),

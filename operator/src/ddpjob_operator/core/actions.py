@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
+from ddpjob_operator.core.objects.ledger import Heard
 from ddpjob_operator.core.objects.observe import Rounds
 from ddpjob_operator.core.objects.status import Progress
 
@@ -42,6 +43,8 @@ class Measurement:
         "recovery_seconds",
         "time_to_running_seconds",
         "lost_steps",
+        "pod_seconds_total",
+        "gpu_seconds_total",
     ]
     value: float
     label: str | None = None
@@ -234,6 +237,7 @@ class ApiFeedback:
     create_backoff: CreateBackoff | None = None
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
+    spent: Heard | None = None  # the newest account of a hub's launcher
     away: frozenset[str] = frozenset()  # uids of members whose link to the hub is lost, by
     away_at: datetime | None = None  # the newest answer
     probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few

@@ -25,7 +25,7 @@ from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.ranges import counted
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.policy import finish, report
+from ddpjob_operator.core.policy import finish, ledger, report
 from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
@@ -229,7 +229,8 @@ def _needs_all(view: View) -> bool:
 def _write(view: View, change: Change) -> Plan | None:
     """Plan to store the status; None if there is nothing to store right now."""
     new, old = st.to_dict(change.status), st.to_dict(view.status)
-    if new == old or view.feedback.pruned == (new, view.job.status):
+    sent, stored = view.feedback.pruned or ({}, None)
+    if new == old or (st.decided(new) == st.decided(sent) and stored == view.job.status):
         return None  # what an older CRD drops would be written for ever
     if _reports_only(change.status, view.status):
         last = view.feedback.status_written_at
@@ -237,6 +238,8 @@ def _write(view: View, change: Change) -> Plan | None:
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
+    change = ledger.book(view, change)  # with what is written anyway
+    new = st.to_dict(change.status)
     return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
 
 
@@ -352,6 +355,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         suspected=node_avoidance.suspected(view),
         since=view.status.members_since,
         hub=view.status.hub,
+        reached=view.reached_step,
     )
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (

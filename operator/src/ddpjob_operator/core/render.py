@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import POD_UID, TOKEN, TOKEN_KEY, crd, exits
+from ddpjob_contract import POD_UID, REACHED_STEP, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
@@ -51,12 +51,13 @@ def pod(
     suspected: Sequence[str] = (),
     since: int = 0,
     hub: int = 0,
+    reached: int = 0,
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
     ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
     only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
-    hub's number, where they are others.
+    hub's number, where they are others. ``reached``: the last step that is known to have ended.
     """
     template = spec.template.packed.unpack()
     meta, body = mapping(template.get("metadata")), template["spec"]
@@ -82,6 +83,8 @@ def pod(
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
     ours = _env(job, spec, attempt, replica, grace, since or attempt, hub or attempt)
+    if reached:
+        ours[REACHED_STEP] = str(reached)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
         {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},

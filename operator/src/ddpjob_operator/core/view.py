@@ -194,6 +194,12 @@ class View:
         return max(told.snapshot_step or 0 for told in self._told)
 
     @property
+    def reached_step(self) -> int:
+        """Return the last step that any source reports as finished."""
+        told = (self.status.progress, self.feedback.progress, *self.status.failures)
+        return max((one.step or 0 for one in told if one), default=0)
+
+    @property
     def file_at(self) -> datetime | None:
         """Return the newest mtime at the progress path that any source reports."""
         return max((told.file_at for told in self._told if told.file_at), default=None)

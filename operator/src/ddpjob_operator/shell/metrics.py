@@ -15,7 +15,7 @@ import prometheus_client as prom
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ddpjob_contract import crd
+from ddpjob_contract import LEDGER_STATES, crd
 from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator import __version__
 from ddpjob_operator.core.actions import Measurement
@@ -38,6 +38,16 @@ _COUNTERS = {
         "Restarts of processes in place, by the class of the failure",
         "class",
         _CLASSES,
+    ),
+    "pod_seconds_total": (
+        "Time of pods by where it went, as status.ledger has it",
+        "state",
+        LEDGER_STATES,
+    ),
+    "gpu_seconds_total": (
+        "The same times the GPUs of each pod, where GPUs were asked for",
+        "state",
+        (),
     ),
     "finished_total": ("DDPJobs that have ended, by how", "result", crd.TERMINAL_PHASES),
     "refused_creations_total": (

@@ -15,6 +15,7 @@ from typing import Any, Final, SupportsFloat
 from ddpjob_trainer.environment import read_worker
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import Activity, RankStateWriter
+from ddpjob_trainer.liveness.step_account import StepAccount
 from ddpjob_trainer.liveness.watchdog import watch
 
 #: Reading a loss makes the host wait for a GPU.
@@ -37,6 +38,9 @@ class Record:
         self._pid = os.getpid()
         self._loss_at = 0.0
         self._first = True
+        self._account = StepAccount(env.reached)
+        self._last = self._since = time.monotonic()
+        self._activity: Activity = "data"
         stacks.enable(env.state_dir, env.rank)  # before the record, whose existence announces it
         self._writer = RankStateWriter(env.state_dir, env.rank)
         self._writer.update(step=step, total_steps=total_steps)
@@ -52,14 +56,20 @@ class Record:
         """Mark this rank's activity from now on; this is a sign of life."""
         # A data loader's worker is no rank.
         if self._writer is not None and os.getpid() == self._pid:
-            self._writer.mark(activity)
+            now = time.monotonic()
+            self._account.passed(self._activity, now - self._since)
+            self._activity, self._since = activity, now
+            self._writer.mark(activity, now)
 
     def stepped(self, step: int, loss: SupportsFloat | None = None) -> None:
         """Record ``step`` finished optimizer steps; read a loss now and then."""
-        if not self.begun:
+        if self._writer is None:
             return
         self._first = False
-        now = time.monotonic()
+        self.at(self._activity)
+        now = self._since
+        self._writer.spent(self._account.stepped(step, now - self._last, now))
+        self._last = now
         if loss is not None and now - self._loss_at >= _LOSS_SECONDS:
             self._loss_at = now
             self.told(loss)

@@ -12,6 +12,7 @@ import selectors
 import socket
 from collections.abc import Callable
 
+import ddpjob_contract as contract
 from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD, Key
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
@@ -62,11 +63,19 @@ class Starter:
         self._config = config
         self.spares.forget()
 
-    def begin(self, workers: WorkerGroup, now: float, drill: str = "Never") -> None:
-        """Start all workers of a round. ``drill``: whether they may make one."""
+    def begin(
+        self, workers: WorkerGroup, now: float, drill: str = "Never", reached: int = 0
+    ) -> None:
+        """Start all workers of a round. ``drill``: whether they may make one.
+
+        ``reached``: the last step that was finished before: they repeat those up to it.
+        """
         self._workers = workers
         self._rounds += 1
-        self._drill = f"{drill} {os.getpid()} {now}"
+        self._of_round = {
+            ROUND_DRILL: f"{drill} {os.getpid()} {now}",
+            contract.REACHED_STEP: str(reached),
+        }
         self._begun = now
         try:
             workers.state_dir = self._runtime_dir.begin(workers.key)
@@ -95,7 +104,7 @@ class Starter:
         fds = {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
-        env = self._environment_of(local_rank, self._workers.key) | {ROUND_DRILL: self._drill}
+        env = self._environment_of(local_rank, self._workers.key) | self._of_round
         call = Call(env, out, err, fds)
         if self._rounds > 1 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
-from ddpjob_contract import Round, State
+from ddpjob_contract import Round, Spent, State
 from ddpjob_trainer import trace
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
@@ -40,6 +40,7 @@ from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, termination
+from ddpjob_trainer.launcher.reports.account import Account
 from ddpjob_trainer.launcher.reports.events import Events
 from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
@@ -98,6 +99,9 @@ class Supervisor:
         self._reported = 0  # exits that the hub knows of
         self._exiting_reported = 0.0  # when the hub last heard that killed processes have not ended
         self._results = Results()
+        self._account = Account(
+            self._tick, config.env.reached, reports_steps=config.uses_our_library
+        )
         # Beside the hub, which asks for it.
         self._progress = ProgressPath(config.env.progress_path if config.replica == 0 else None)
         self._ended = termination.Ended()
@@ -154,7 +158,9 @@ class Supervisor:
                 for local_rank in range(config.nproc):
                     self._pump.collect(self._config.rank(local_rank))
                 self._progress.poll(_POLL_SECONDS)
-                results = replace(self._results, modified=self._progress.newest)
+                results = replace(
+                    self._results, modified=self._progress.newest, spent=self._spent()
+                )
                 code = termination.finish(
                     self._config, self._workers, self._pump, results, self._ended, left,
                     self._log.say,
@@ -165,6 +171,14 @@ class Supervisor:
                 return code
         finally:
             self._runtime_dir.close()
+
+    def _spent(self) -> Spent | None:
+        """Close the account; its last stretch went to saving where a signal has ended it."""
+        if self._config.replica != 0:
+            return None
+        now, state = time.monotonic(), self._workers.state(0)
+        self._account.begin("idle", now, state, rest="snapshot" if self._ended.signal else None)
+        return self._account.read(now, None)
 
     # --- Start ---------------------------------------------------------------------------
 
@@ -185,15 +199,20 @@ class Supervisor:
             return None
 
     def _state(self) -> State:
+        now = time.monotonic()
         return state_body(
-            (workers := self._workers).state(0),
+            state := (workers := self._workers).state(0),
             uid="" if self._config.standalone else self._config.uid,
             attempt=workers.key.number,
             round_=workers.round,
             gang=self._member.gang,
-            results=replace(self._results.after(workers), modified=self._progress.newest),
+            results=replace(
+                self._results.after(workers),
+                modified=self._progress.newest,
+                spent=self._account.read(now, state) if self._config.replica == 0 else None,
+            ),
             stacks=self._hangs.stacks,
-            pace=self._pace.per_second(time.monotonic()),
+            pace=self._pace.per_second(now),
         )
 
     def _group(self, key: Key) -> WorkerGroup:
@@ -219,8 +238,10 @@ class Supervisor:
         if self._refill and self._began:
             self._restore(self._refill)
         self._began = True
-        drill = self._member.rounds and rounds.drills_left(self._results.records)
-        self._starter.begin(self._workers, now, self._config.env.drill if drill else "Never")
+        drills = self._member.rounds and rounds.drills_left(self._results.records)
+        drill = self._config.env.drill if drills else "Never"
+        self._starter.begin(self._workers, now, drill, self._account.reached)
+        self._account.begin("round", now, None)
         trace.mark("started")
 
     def _restore(self, refill: Callable[[Path], None]) -> None:
@@ -255,6 +276,7 @@ class Supervisor:
             member_due = self._member.tick(now)
             self._take_messages(now)
             self._stop_the_rest(now)
+            self._book(now)
             kill_due = self._workers.kill_when_due(now)
             self._report_stopped(now)
             if self._is_finished(now):
@@ -268,6 +290,14 @@ class Supervisor:
                     now + _TICK_SECONDS,
                 )
                 self._sleep(min(due for due in dues if due is not None) - now)
+
+    def _book(self, now: float) -> None:
+        """Note where the time goes from now on."""
+        hub = self._member.hub
+        if self._phase in (_Phase.RUNNING, _Phase.SUCCEEDED):
+            return  # its workers' records say it
+        waits = self._phase is _Phase.PARKED and (hub is None or hub.waits)
+        self._account.begin("held" if waits else "recovering", now, self._workers.state(0))
 
     def _sleep(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct, error
-from typing import Any, Final, Literal, TypedDict, Unpack, get_args
+from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, get_args
 
 from ddpjob_contract import Proof, Resumed
 from ddpjob_trainer.tracebacks import words
@@ -52,15 +52,36 @@ RESUMED: Final = "resumed.json"
 PROOF: Final = "proof.json"
 #: A worker has compiled its model.
 COMPILES: Final = "compiles.json"
-_MAX_EXCEPTION: Final = 400
-_MAGIC: Final = 0x32504444  # "DDP2": written last, so a half-made file is none
+_MAX_EXCEPTION: Final = 376
+_MAGIC: Final = 0x33504444  # "DDP3": written last, so a half-made file is none
 _HEAD = Struct("<II")
 _MARK = Struct("<QdBB6x")
 _BODY = Struct("<qqddqd")
+_SPENT = Struct("<6d")
 _TEXT = Struct("<H")
 _MARK_AT: Final = _HEAD.size
 _BODY_AT: Final = _MARK_AT + _MARK.size
-_TEXT_AT: Final = _BODY_AT + _BODY.size
+_SPENT_AT: Final = _BODY_AT + _BODY.size
+_TEXT_AT: Final = _SPENT_AT + _SPENT.size
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of a rank's ended steps but the first, which is part of its start.
+
+    ``repeated`` are those up to the step that was reached before; ``data`` and ``snapshot`` are
+    parts of the others. ``work``: without waiting for other ranks. ``last``: when the newest step
+    ended, by this machine's monotonic clock; 0: none has.
+    """
+
+    trained: float = 0.0
+    repeated: float = 0.0
+    data: float = 0.0
+    snapshot: float = 0.0
+    work: float = 0.0
+    last: float = 0.0
+
+
+NO_STEPS: Final = StepSeconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,7 @@ class RankState:
     pid: int = 0
     marks: int = 0  # grows with every sign of life
     marked_at: float = 0.0  # monotonic seconds of the last mark, this machine's clock
+    seconds: StepSeconds = NO_STEPS
 
 
 class _Body(TypedDict, total=False):
@@ -142,8 +164,12 @@ class RankStateWriter:
         """Change the given fields and publish the record; this is a sign of life too."""
         self._phase = phase or self._phase
         self._body.update(changes)
-        self._block[_BODY_AT:_TEXT_AT] = _BODY.pack(*self._body.values(), time.time())
+        self._block[_BODY_AT:_SPENT_AT] = _BODY.pack(*self._body.values(), time.time())
         self.mark(self._activity)
+
+    def spent(self, seconds: StepSeconds) -> None:
+        """Publish the seconds of the steps so far."""
+        self._block[_SPENT_AT:_TEXT_AT] = _SPENT.pack(*seconds)
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends."""
@@ -200,6 +226,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
             pid=pid,
             marks=marks,
             marked_at=marked_at,
+            seconds=StepSeconds(*_SPENT.unpack_from(data, _SPENT_AT)),
         )
     except (error, IndexError):
         return None

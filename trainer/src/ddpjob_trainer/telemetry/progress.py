@@ -21,6 +21,7 @@ from ddpjob_trainer.liveness.heartbeat import (
     Phase,
     RankStateWriter,
 )
+from ddpjob_trainer.liveness.step_account import StepAccount
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
@@ -45,6 +46,7 @@ class Progress:
         log_every: int,
         samples_per_step: int,
         rendezvous_seconds: float = 0.0,
+        reached: int = 0,
         events: EventLog | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -63,6 +65,7 @@ class Progress:
         self._last = 0.0  # when the last step ended
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
+        self._account = StepAccount(reached)
         self._of_device: Mapping[Activity, float] = {}  # grows in another thread
         self._published: dict[Activity, float] = {}  # of these
         self._activity: Activity = "build"
@@ -78,6 +81,7 @@ class Progress:
         """Report this rank's activity from now on; this is a sign of life."""
         now = time.monotonic()
         self._seconds[self._activity] += now - self._since
+        self._account.passed(self._activity, now - self._since)
         self._activity = activity
         self._since = now
         self._writer.mark(activity, now)
@@ -207,6 +211,7 @@ class Progress:
         if rate is not None:
             self._writer.update(samples_per_second=rate)
         self._writer.update(phase=phase, step=step, loss=loss)
+        self._writer.spent(self._account.stepped(step, seconds, now))
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)

@@ -267,6 +267,7 @@ def _make_progress(
         samples_per_step=_samples_per_step(options, env),
         log_every=given.log_every or 0,
         rendezvous_seconds=rendezvous_seconds,
+        reached=env.reached,
         events=EventLog(events) if main and events is not None else None,
         sinks=_sinks(given, env) if main else (),
     )

@@ -69,6 +69,11 @@ class Template:
     scarce: str
     probed: str
 
+    @property
+    def gpu_count(self) -> int:
+        """Return how many GPUs a pod asks for, 0 where that is no plain number."""
+        return int(self.gpus) if self.gpus.isascii() and self.gpus.isdecimal() else 0
+
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
     """Pack an object of at most ``limit`` bytes of JSON; longer is a flaw."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
-from ddpjob_operator.core.objects import compact_spec, resumed
+from ddpjob_operator.core.objects import compact_spec, ledger, resumed
 from ddpjob_operator.core.objects.json_read import (
     mapping,
     opt_count,
@@ -22,6 +22,7 @@ from ddpjob_operator.core.objects.json_read import (
     parse_time,
     sequence,
 )
+from ddpjob_operator.core.objects.ledger import Heard
 from ddpjob_operator.core.objects.ranges import parse_births
 from ddpjob_operator.core.objects.status import MAX_BIRTHS, Progress
 
@@ -80,6 +81,7 @@ class Report(Round):
     loss: float | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
+    spent: Heard | None = None
     resumed: str = ""
 
 
@@ -92,6 +94,7 @@ class Container:
     message: str = ""
     exit_code: int | None = None
     signal: int | None = None
+    started_at: datetime | None = None
     finished_at: datetime | None = None
     ready: bool = False
     restart_count: int = 0
@@ -217,6 +220,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         total_steps=opt_count(raw.get("totalSteps")),
         loss=_rounded(raw.get("loss"), 6),
         samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
+        steps_per_second=_rounded(raw.get("stepsPerSecond"), 4),
         snapshot_step=opt_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         resumed=resumed.words(raw.get("resumed")),
@@ -285,6 +289,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         message=_tail(detail.get("message")) if report is None else "",
         exit_code=exit_code if isinstance(exit_code, int) else None,
         signal=detail.get("signal") or None,
+        started_at=parse_time(detail.get("startedAt")),
         finished_at=parse_time(detail.get("finishedAt")),
         ready=bool(found.get("ready")),
         restart_count=int(found.get("restartCount") or 0),
@@ -338,6 +343,7 @@ def _report(text: object) -> Report | None:
         loss=_rounded(raw.get("loss"), 6),
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
+        spent=ledger.heard(raw.get("spent"), 0),
         resumed=resumed.words(raw.get("resumed"), raw.get("step")),
     )
 

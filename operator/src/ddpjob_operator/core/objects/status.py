@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
-from ddpjob_operator.core.objects import ranges
+from ddpjob_operator.core.objects import ledger, ranges
 from ddpjob_operator.core.objects.json_read import (
     counter,
     format_time,
@@ -25,6 +25,7 @@ from ddpjob_operator.core.objects.json_read import (
     sequence,
     text,
 )
+from ddpjob_operator.core.objects.ledger import Ledger
 from ddpjob_operator.core.objects.resumed import Proof
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
@@ -36,6 +37,8 @@ MAX_AVOIDED: Final = 16
 MAX_HANDED_OVER: Final = 32
 #: status.births names so many replicas.
 MAX_BIRTHS: Final = 256
+#: What is booked with each write, and is no reason for one.
+_BOOKED: Final = frozenset({"ledger", "goodput", "eta"})
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
 MOST_ATTEMPTS: Final = 10**9 - 1
 
@@ -119,6 +122,7 @@ class Progress:
     total_steps: int | None = None
     loss: float | None = None
     samples_per_second: float | None = None
+    steps_per_second: float | None = None
     snapshot_step: int | None = None
     file_at: datetime | None = None
     resumed: str = ""  # whose snapshot it began from, if not this job's with this program
@@ -138,6 +142,16 @@ class Timings:
     replacing_since: datetime | None = None  # the first loss of a replacement under way
     completed_at: datetime | None = None
     last_recovery_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Eta:
+    """An estimate of when training ends; ``remaining``: in words, from when it was made."""
+
+    at: datetime
+    earliest: datetime  # if nothing fails any more
+    latest: datetime
+    remaining: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,9 @@ class Status:
     avoided_nodes: tuple[str, ...] = ()  # failed or about to go: new pods go elsewhere
     handed_over: tuple[str, ...] = ()  # node and signal, each acted on once
     timings: Timings = field(default_factory=Timings)
+    ledger: Ledger = field(default_factory=Ledger)
+    goodput: float | None = None
+    eta: Eta | None = None
 
     @property
     def terminal(self) -> bool:
@@ -241,8 +258,16 @@ def to_dict(status: Status) -> dict[str, Any]:
             "avoidedNodes": list(status.avoided_nodes) or None,
             "handedOver": list(status.handed_over) or None,
             "timings": _written(status.timings, _TIMINGS) or None,
+            "ledger": ledger.to_dict(status.ledger),
+            "goodput": status.goodput,
+            "eta": _written(status.eta, _ETA) if status.eta else None,
         }
     )
+
+
+def decided(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a status without what changes with every write."""
+    return {name: value for name, value in body.items() if name not in _BOOKED}
 
 
 def from_dict(body: object) -> Status:
@@ -276,6 +301,9 @@ def from_dict(body: object) -> Status:
         avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
         handed_over=tuple(map(text, sequence(raw.get("handedOver"))))[:MAX_HANDED_OVER],
         timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
+        ledger=ledger.from_dict(raw.get("ledger")),
+        goodput=opt_number(raw.get("goodput")),
+        eta=_eta(raw.get("eta")),
     )
 
 
@@ -305,6 +333,11 @@ def _conditions(items: object) -> list[Condition]:
 def _failures(items: object) -> list[Failure]:
     found = [_read(one, _FAILURE) for one in sequence(items)]
     return [Failure(**one) for one in found if one["detected_at"]][-MAX_FAILURES:]
+
+
+def _eta(item: object) -> Eta | None:
+    found = _read(item, _ETA)
+    return Eta(**found) if found["at"] and found["earliest"] and found["latest"] else None
 
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
@@ -347,6 +380,7 @@ _FAILURE: Final = _table(Failure)
 _RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: max(0, integer(value)))
 _PROGRESS: Final = _table(Progress)
 _TIMINGS: Final = _table(Timings)
+_ETA: Final = _table(Eta)
 
 
 def _read(body: object, table: Fields) -> dict[str, Any]:

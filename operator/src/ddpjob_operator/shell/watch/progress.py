@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import ddpjob_contract as contract
-from ddpjob_operator.core.objects import compact_spec, observe, ports, status
+from ddpjob_operator.core.objects import compact_spec, ledger, observe, ports, status
 from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.view import belongs
@@ -63,7 +63,7 @@ class ProgressReader:
 
     def _take_due(self) -> list[observe.Job]:
         now = time.monotonic()
-        running = [job for job in self._store.jobs() if job.status.get("phase") == "Running"]
+        running = [job for job in self._store.jobs() if _has_hub(job)]
         due = [
             job
             for job in running
@@ -105,15 +105,17 @@ class ProgressReader:
             (raw.get("uid") or job.uid, raw.get("attempt", ours[1])) != ours
         ):
             return  # the address or the port is another's now, or the gang was replaced meanwhile
-        found, rounds = observe.progress(raw, datetime.now(UTC)), observe.rounds(raw)
+        now = datetime.now(UTC)
+        found, rounds = observe.progress(raw, now), observe.rounds(raw)
         known, away = self._store.feedback(job.uid), self._away(job, raw)
         if found is None:
             return
-        at = found.updated_at
-        news = replace(known, progress=found, rounds=rounds, away=away, away_at=at)
+        spent = ledger.heard(mapping(raw).get("spent"), ours[1], now)
         # Who is away is asked about until that is decided.
         if _same(found, known.progress) and rounds == known.rounds and not away | known.away:
+            self._store.set_feedback(job.uid, replace(known, spent=spent))
             return
+        news = replace(known, progress=found, rounds=rounds, spent=spent, away=away, away_at=now)
         self._store.set_feedback(job.uid, news)
         self._changed(job.key)
 
@@ -133,6 +135,13 @@ class ProgressReader:
                 found = ports.of(template, master, metrics, job.uid, known.members_since, 0)
                 return (pod.ip, found.metrics) if _is_of_a_pod(pod.ip) else None
         return None
+
+
+def _has_hub(job: observe.Job) -> bool:
+    """Tell whether the hub may answer: it runs, and lives on while another pod is replaced."""
+    known = job.status
+    kept = known.get("phase") in ("Starting", "Restarting") and "births" in known
+    return known.get("phase") == "Running" or kept
 
 
 def _is_of_a_pod(ip: str) -> bool:

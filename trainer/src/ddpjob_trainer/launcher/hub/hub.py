@@ -111,6 +111,11 @@ class Hub:
         return seat in self._present
 
     @property
+    def waits(self) -> bool:
+        """Return whether it waits for launchers that are missing."""
+        return self._phase is _Phase.HOLDING
+
+    @property
     def complete(self) -> bool:
         """Return whether a round has begun and every pod of the job is linked."""
         everybody = self._own.replicas + self._own.standby

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
-from ddpjob_contract import Proof, Resumed, Round, State
+from ddpjob_contract import Proof, Resumed, Round, Spent, State
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, RankState, read_told
@@ -33,6 +33,7 @@ class Results:
     records: tuple[Round, ...] = ()
     resumed: Resumed | None = None
     proof: Proof | None = None
+    spent: Spent | None = None  # of the launcher of replica 0
 
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
@@ -56,6 +57,7 @@ class Results:
             "snapshotStep": step if step >= 0 else None,
             "fileModifiedAt": as_text(self.modified) if self.modified != NEVER else None,
             "resumed": self.resumed,
+            "spent": self.spent,
         }
 
 

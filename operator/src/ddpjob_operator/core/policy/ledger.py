@@ -1,0 +1,275 @@
+"""Book the job's pod-seconds whenever the status is written: each once, by where it went.
+
+plan() calls book() last. While the hub lives, its own account says how the gang's time was spent:
+each answer of GET /state, and its last words, are booked by the difference to the one before, for
+all replicas. The time without a hub is booked by the times in the pods' objects. So the sums are
+exact whenever and wherever an operator writes them, and cost no write of their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core import classify
+from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, Heard, Ledger
+from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.status import Eta, Failure, Status
+from ddpjob_operator.core.view import Change, View, recovers_from
+
+#: What went on at the last answer is believed to have gone on for so long after it.
+_BELIEVED: Final = 20.0
+#: A shorter wait for a node is the scheduler's own time.
+_SCHEDULING: Final = 2.0
+#: Where an account overlaps with what is booked already, it gives way in this order.
+_YIELDS: Final = ("warmup", "held", "recovering", "unknown", "idle", "productive")
+#: A gang has its pods in all states but this one.
+_WITHOUT_PODS: Final = "waiting"
+
+
+def book(view: View, change: Change) -> Change:
+    """Book the time since the last write, and estimate when training ends."""
+    status, ledger = view.status, view.status.ledger
+    if ledger.since is None or ledger.until is None:
+        return change.with_status(ledger=Ledger(since=view.now, until=view.now))
+    if ledger.until > view.now or status.terminal:  # another clock has written it
+        return change
+    books = _Books(view, change.status)
+    if status.phase in (None, "Suspended"):
+        ending = [pod for pod in view.pods if pod.node and not pod.ended]
+        books.add("snapshot", len(ending) * books.left(view.now))
+        books.until = view.now
+    else:
+        _book(view, change.status, books)
+    for state, seconds in books.entries.items():
+        if seconds > 0:
+            change = change.measure(Measurement("pod_seconds_total", seconds, state))
+            if gpus := view.spec.template.gpu_count:
+                change = change.measure(Measurement("gpu_seconds_total", seconds * gpus, state))
+    ledger = books.closed()
+    change = change.with_status(ledger=ledger)
+    return change.with_status(goodput=_goodput(ledger), eta=_eta(view, change.status))
+
+
+def _book(view: View, new: Status, books: _Books) -> None:
+    status = view.status
+    found, final = _heard(view, books.ledger)
+    if found is not None:
+        books.hear(found)
+    over = new.terminal or new.phase == "Suspended" or new.hub != status.hub
+    if books.ledger.hub == status.hub:
+        if over:
+            books.end(final=final)
+    elif status.phase != "Running" and status.timings.running_at is None:
+        books.start(view.now)
+    elif over:
+        books.spend({"unknown": books.left(view.now)}, view.now)
+
+
+def _heard(view: View, ledger: Ledger) -> tuple[Heard | None, bool]:
+    """Return the newest account of the hub, and whether it is its last."""
+    hub, pod = view.status.hub, view.members.get(0)
+    report = pod.trainer.report if pod else None
+    if pod and pod.attempt == hub and report and report.spent:
+        return replace(report.spent, hub=hub, at=pod.trainer.finished_at), True
+    found = view.feedback.spent
+    known = ledger.hub_seconds.get(UP, 0.0) if ledger.hub == hub else 0.0
+    return (found, False) if found and found.hub == hub and found.up > known else (None, False)
+
+
+class _Books:
+    """The entries of one booking. ``until``: what is before that is booked."""
+
+    def __init__(self, view: View, new: Status) -> None:
+        self._view, self._new = view, new
+        self.ledger = view.status.ledger
+        assert self.ledger.until is not None
+        self.until = self.ledger.until
+        self.entries: dict[str, float] = defaultdict(float)
+        self._causes: dict[str, float] = defaultdict(float)
+
+    def left(self, until: datetime) -> float:
+        """Return the seconds that are not booked before that time."""
+        return max(0.0, (until - self.until).total_seconds())
+
+    def add(self, state: str, seconds: float, cause: str | None = None) -> None:
+        """Add pod-seconds. ``cause``: of a recovery, in place of the state."""
+        self.entries["recovering" if cause else state] += seconds
+        if cause:
+            self._causes[cause] += seconds
+
+    def spend(self, seconds: Mapping[str, float], until: datetime, cause: str = "") -> None:
+        """Book seconds of the whole gang up to a time; pods beyond it stand by."""
+        view = self._view
+        pods, lost = view.spec.replicas, _lost(view)
+        restarted = recovers_from(view.status)
+        for state, each in seconds.items():
+            if state == "held":
+                self.add("held", each * (pods - lost))
+                self.add("", each * lost, cause or _cause(view, self._new, held=True))
+            elif state == "recovering":
+                self.add("", each * pods, cause or _cause(view, self._new))
+            elif state == "warmup" and restarted:
+                self.add("", each * pods, restarted.cls)
+            else:
+                self.add(state, each * pods)
+        beyond = max(0, len(view.members) - pods)
+        self.add("idle", beyond * self.left(until))
+        self.until = max(self.until, until)
+
+    def hear(self, found: Heard) -> None:
+        """Book what a launcher's account has more than the last one."""
+        ledger, new = self.ledger, self.ledger.hub != found.hub
+        since = found.at or self._view.now
+        began = since - timedelta(seconds=found.up)
+        if not new and ledger.hub_at is not None:
+            began = ledger.hub_at
+        self.ledger = replace(ledger, hub=found.hub, hub_at=began, hub_seconds=found.seconds)
+        until = min(self._view.now, began + timedelta(seconds=sum(found.booked.values())))
+        if new:
+            self.start(min(began, self._view.now))
+            if ledger.since and began < ledger.since - timedelta(seconds=1):
+                self.until = max(self.until, until)  # of an operator that kept no ledger
+                return
+        before = {} if new else ledger.hub_seconds
+        more = {name: value - before.get(name, 0.0) for name, value in found.booked.items()}
+        more |= {n: -value for n, value in before.items() if n != UP and n not in found.booked}
+        over = sum(more.values()) - self.left(until)
+        for name in _YIELDS:
+            cut = min(max(0.0, over), max(0.0, more.get(name, 0.0)))
+            more[name] = more.get(name, 0.0) - cut
+            over -= cut
+        if over < 0:
+            more["unknown"] -= over
+        self.spend(more, until)
+
+    def end(self, *, final: bool) -> None:
+        """Book the time from the hub's last account to its end, and to now."""
+        view, new = self._view, self._new
+        left = self.left(view.now)
+        loss = new.last_loss if new.failures != view.status.failures else None
+        if final:
+            state = {"Succeeded": "idle", "Suspended": "snapshot"}.get(
+                new.phase or "", "recovering"
+            )
+            self.spend({state: left}, view.now, loss.cls if loss else "")
+        elif loss is not None and not _seen_at_once(loss):
+            self.spend({"recovering": left}, view.now, loss.cls)
+        else:
+            believed = min(left, _BELIEVED)
+            self.spend({"productive": believed, "unknown": left - believed}, view.now)
+
+    def start(self, until: datetime) -> None:
+        """Book the time up to then by the pods' own times: no hub counts it."""
+        view, loss = self._view, recovers_from(self._view.status)
+        for seat in range(view.spec.replicas):
+            for state, seconds in _of_pod(view, view.members.get(seat), self.until, until):
+                recovers = loss is not None and state in ("starting", "warmup")
+                self.add(state, seconds, loss.cls if loss and recovers else None)
+        self.until = max(self.until, until)
+
+    def closed(self) -> Ledger:
+        """Return the ledger with these entries; a recovery whose cause is known now has it."""
+        old, causes = self.ledger, dict(self.ledger.recovering)
+        for cause, seconds in self._causes.items():
+            causes[cause] = causes.get(cause, 0.0) + seconds
+        newest = self._new.last_failure
+        if newest is not None and newest != self._view.status.last_failure:
+            causes[newest.cls] = causes.get(newest.cls, 0.0) + causes.pop(UNKNOWN, 0.0)
+        sums = dict(old.seconds)
+        for state, seconds in self.entries.items():
+            sums[state] = max(0.0, sums.get(state, 0.0) + seconds)
+        return replace(old, until=self.until, seconds=sums, recovering=causes)
+
+
+def _of_pod(
+    view: View, pod: Pod | None, since: datetime, until: datetime
+) -> list[tuple[str, float]]:
+    """Divide the time of one seat by the times in its pod's object."""
+    stalled = view.status.condition("Stalled")
+    scarce = view.status.restarts.released > 0 or bool(stalled and stalled.status == "True")
+    if pod is None:
+        return [("waiting" if scarce else "starting", _seconds(since, until))]
+    status = view.status
+    if view.replacing and (pod.attempt or 0) < status.attempt and classify.running(pod):
+        return [("held", _seconds(since, until))]
+    made = min(max(pod.created_at or since, since), until)
+    placed = min(max(pod.scheduled_at or until, made), until)
+    queued = _seconds(made, placed)
+    if not pod.node and not pod.unschedulable:
+        placed, queued = until, _seconds(made, until)
+    began = min(max(pod.trainer.started_at or until, placed), until)
+    waits = bool(pod.unschedulable) or queued > _SCHEDULING
+    return [
+        ("waiting" if scarce else "starting", _seconds(since, made)),
+        ("waiting" if waits else "starting", queued),
+        ("starting", _seconds(placed, began)),
+        ("warmup", _seconds(began, until)),
+    ]
+
+
+def _seconds(since: datetime, until: datetime) -> float:
+    return max(0.0, (until - since).total_seconds())
+
+
+def _lost(view: View) -> int:
+    """Count the seats that the others wait for: one at least."""
+    newest = [r for r, born in view.status.births.items() if born == view.status.attempt]
+    return min(view.spec.replicas, max(1, len(newest) or len(view.feedback.away)))
+
+
+def _cause(view: View, new: Status, *, held: bool = False) -> str:
+    """Name the cause of a recovery that the hub tells of."""
+    heard, newest = view.feedback.rounds, new.last_failure
+    known = heard.known if heard is not None and heard.attempt == view.status.hub else ()
+    if known and known[-1].kind == "drill" and not held:
+        return DRILL
+    if newest is None or (held and newest.in_place):
+        return UNKNOWN  # until it is recorded
+    return newest.cls
+
+
+def _seen_at_once(loss: Failure) -> bool:
+    """Tell whether training went on until the loss was seen."""
+    return loss.cls != "Hang" and (loss.exit_code is not None or loss.reason == "PodDeleted")
+
+
+def _goodput(ledger: Ledger) -> float | None:
+    """Return the productive share of the time in which the job had its pods."""
+    had = ledger.total - ledger.seconds.get(_WITHOUT_PODS, 0.0)
+    return round(ledger.seconds.get("productive", 0.0) / had, 4) if had > 0 else None
+
+
+def _eta(view: View, status: Status) -> Eta | None:
+    """Estimate the end: the present rate, and what failures have cost so far, continued."""
+    progress, sums = status.progress, status.ledger.seconds
+    rate, total, step = progress.steps_per_second, progress.total_steps, progress.step
+    if status.phase != "Running" or not rate or total is None or step is None or step >= total:
+        return None
+    left = (total - step) / rate
+    ran = sum(sums.get(name, 0.0) for name in ("productive", "data", "snapshot"))
+    lost = sum(sums.get(name, 0.0) for name in ("recovering", "repeated", "held"))
+    count = status.restarts.total + status.restarts.in_place
+    more = left * lost / ran if ran > 0 else 0.0
+    spread = 2.0 * more / count**0.5 if count else more
+    found = (left, left + more, left + more + spread)
+    try:
+        times = [view.now + timedelta(seconds=seconds) for seconds in found]
+    except OverflowError:
+        return None
+    earliest, at, latest = (time.replace(microsecond=0) for time in times)
+    return Eta(at, earliest, latest, _words(left + more))
+
+
+def _words(seconds: float) -> str:
+    """Word a duration in its two largest units."""
+    minutes, days = round(seconds / 60), round(seconds / 3600) // 24
+    if days:
+        return f"{days}d{round(seconds / 3600) % 24}h"
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60}m"
+    return f"{minutes}m" if seconds >= 60 else f"{seconds:.0f}s"
