@@ -40,8 +40,7 @@ def book(view: View, change: Change) -> Change:
         return change
     books = _Books(view, change.status)
     if status.phase in (None, "Suspended"):
-        ending = [pod for pod in view.pods if pod.node and not pod.ended]
-        books.add("snapshot", len(ending) * books.left(view.now))
+        books.add("snapshot", status.replicas.active * books.left(view.now))
         books.until = view.now
     else:
         _book(view, change.status, books)
@@ -198,10 +197,8 @@ def _of_pod(
     if view.replacing and (pod.attempt or 0) < status.attempt and classify.running(pod):
         return [("held", _seconds(since, until))]
     made = min(max(pod.created_at or since, since), until)
-    placed = min(max(pod.scheduled_at or until, made), until)
+    placed = min(max(pod.scheduled_at or (made if pod.node else until), made), until)
     queued = _seconds(made, placed)
-    if not pod.node and not pod.unschedulable:
-        placed, queued = until, _seconds(made, until)
     began = min(max(pod.trainer.started_at or until, placed), until)
     waits = bool(pod.unschedulable) or queued > _SCHEDULING
     return [

@@ -1,0 +1,272 @@
+"""Where a job's pod-seconds went: each once, whoever writes the status and whenever."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core.objects import ledger as ledger_
+from ddpjob_operator.core.objects import status as status_
+from ddpjob_operator.core.objects.json_read import parse_time
+from support.world import World, job_object, running, started
+
+PODS = 3
+
+
+def sums(world: World) -> dict[str, float]:
+    found: dict[str, float] = world.status["ledger"]["podSeconds"]
+    return found
+
+
+def booked(world: World) -> float:
+    """The time that the ledger is about."""
+    found = world.status["ledger"]
+    since, until = parse_time(found["since"]), parse_time(found["until"])
+    assert since and until
+    return (until - since).total_seconds()
+
+
+def hear(world: World, up: float, *, step: int = 0, **seconds: float) -> World:
+    """The hub's launcher has run so long; the rest of ``up`` is a step under way."""
+    hub = status_.from_dict(world.status).hub
+    found = ledger_.heard({"up": up, **seconds}, hub, world.now)
+    world.feedback = replace(world.feedback, spent=found)
+    return world.poll(step=step, totalSteps=1000, stepsPerSecond=2.0)
+
+
+def at(world: World, seconds: float) -> World:
+    world.now += timedelta(seconds=seconds)
+    return world
+
+
+def ended(world: World, replica: int, code: int, **spent: float) -> World:
+    words = {"version": 1, "kind": "exit", "spent": spent} if spent else {"version": 1, "kind": "x"}
+    return world.end(replica, code, message=json.dumps(words))
+
+
+def scheduled(world: World, after: float, *seats: int, until: float) -> None:
+    """These pods got their node so long after their creation, and their container after more."""
+    for seat in seats:
+        pod = world.pods[f"job-{seat}"]
+        made = parse_time(pod["metadata"]["creationTimestamp"])
+        assert made
+        when = (made + timedelta(seconds=after)).isoformat()
+        begun = (made + timedelta(seconds=until)).isoformat()
+        pod["spec"]["nodeName"] = "node1"
+        pod["status"] = {
+            "phase": "Running",
+            "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": when}],
+            "containerStatuses": [
+                {"name": "trainer", "state": {"running": {"startedAt": begun}}, "ready": True}
+            ],
+        }
+
+
+def test_a_start_is_booked_by_the_times_in_the_pods():
+    world = started()
+    at(world, 60)
+    scheduled(world, 0, 0, 1, until=20)
+    scheduled(world, 50, 2, until=58)
+    world.settle()
+    assert world.phase == "Running"
+    assert sums(world) == {"starting": 20 + 20 + 8, "warmup": 40 + 40 + 2, "waiting": 50}
+    assert sum(sums(world).values()) == booked(world) * PODS == 180
+
+
+def test_the_hubs_account_is_booked_once_however_often_it_is_heard_and_by_whom():
+    world = running()
+    at(world, 20)
+    hear(world, up=20, warmup=8, productive=10)
+    assert sums(world) == {"warmup": 24, "productive": 30}
+    at(world, 15)
+    hear(world, up=35, warmup=8, productive=20, data=4, snapshot=1, step=20)
+    expected = {"warmup": 24, "productive": 60, "data": 12, "snapshot": 3}
+    assert sums(world) == expected
+    world.restart_operator()
+    hear(world, up=35, warmup=8, productive=20, data=4, snapshot=1, step=20)
+    at(world, 60)
+    hear(world, up=95, warmup=8, productive=80, data=4, snapshot=1, step=99)
+    assert sums(world) == {**expected, "productive": 240}
+    assert sum(sums(world).values()) == booked(world) * PODS
+    assert world.status["goodput"] == pytest.approx(240 / 279, abs=1e-4)
+    told = Counter[str]()
+    for one in world.booked:
+        told[str(one.label)] += one.value  # type: ignore[assignment]
+    assert told == sums(world), "the counters have the same"
+
+
+def test_a_killed_process_costs_a_recovery_by_its_cause_and_steps_again():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    ended_round = {"round": 0, "rank": 1, "code": 1, "kind": "exception", "exception": "X: y"}
+    at(world, 10)
+    hub = status_.from_dict(world.status).hub
+    spent = {"up": 30, "warmup": 5, "productive": 17, "recovering": 5, "repeated": 2}
+    heard = ledger_.heard(spent, hub, world.now)
+    world.feedback = replace(world.feedback, spent=heard)
+    world.poll(ended_round, step=5)
+    found = world.status["ledger"]
+    assert found["podSeconds"] == {"warmup": 15, "productive": 51, "recovering": 15, "repeated": 6}
+    assert found["recovering"] == {"User": 15}
+
+
+def test_while_a_pod_is_replaced_the_others_are_held_and_the_lost_ones_time_is_a_recovery():
+    world = running(graceful=True)
+    world.poll(holds=True)
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world.poll(holds=True)
+    at(world, 5).vanish(1)
+    assert world.phase == "Starting"
+    assert sums(world)["productive"] == 45, "the hub lives, and will tell"
+    at(world, 7).run(1)
+    hear(at(world, 10), up=42, warmup=5, productive=20, held=7, recovering=2, repeated=4, step=9)
+    found = world.status["ledger"]
+    lost = 7 + 3 * 2
+    expected = {"warmup": 15, "productive": 60, "held": 14, "recovering": lost, "repeated": 12}
+    assert found["podSeconds"] == expected
+    assert found["recovering"] == {"Disruption": lost}
+
+
+def test_a_lost_hub_is_believed_for_a_while_and_the_rest_is_not_known():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 12).vanish(0)
+    assert sums(world) == {"warmup": 15, "productive": 45 + 36}
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 50).vanish(0)
+    assert sums(world) == {"warmup": 15, "productive": 45 + 60, "unknown": 90}
+    assert sum(sums(world).values()) == booked(world) * PODS
+
+
+def test_the_last_words_of_a_hub_are_exact_and_its_end_is_a_recovery():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 12)
+    ended(world, 0, 1, up=30, warmup=5, productive=24, recovering=1)
+    found = world.status["ledger"]
+    assert found["podSeconds"] == {"warmup": 15, "productive": 72, "recovering": 3 + 6}
+    assert found["recovering"] == {"User": 9}
+    at(world, 10).run()
+    hear(at(world, 8), up=8, warmup=6, productive=2, step=3)
+    found = world.status["ledger"]
+    assert found["podSeconds"]["recovering"] == 9 + 30 + 18
+    assert found["recovering"] == {"User": 57}, "up to the first step of the next hub"
+    assert sum(sums(world).values()) == booked(world) * PODS
+
+
+def test_a_hang_is_none_of_the_time_that_training_took():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=12)
+    assert sums(world)["productive"] == 36, "a step of 3 s is under way"
+    at(world, 300).end(1, 76)
+    assert sums(world) == {"warmup": 15, "productive": 36, "recovering": 303 * PODS}
+    assert world.status["ledger"]["recovering"] == {"Hang": 909}
+
+
+def test_success_and_what_came_after_it():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 12)
+    for replica in (1, 2):
+        world.end(replica, 0)
+    ended(world, 0, 0, up=30, warmup=5, productive=24, idle=1)
+    assert world.phase == "Succeeded"
+    assert sums(world) == {"warmup": 15, "productive": 72, "idle": 3 + 6}
+    assert sum(sums(world).values()) == booked(world) * PODS
+    before = world.status
+    assert at(world, 500).settle().status == before, "it is closed"
+
+
+def test_suspension_is_not_booked_once_its_pods_are_gone():
+    world = running(graceful=True)
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 4).patch(suspend=True)
+    at(world, 6).finish_deletions()
+    assert sums(world) == {"warmup": 15, "productive": 57, "snapshot": 18}
+    at(world, 5000).patch(suspend=False)
+    assert sum(sums(world).values()) == 30 * PODS
+    at(world, 10).run()
+    assert sums(world)["starting"] + sums(world)["warmup"] == 15 + 30
+
+
+def test_a_program_without_a_launcher_of_ours_is_not_known():
+    world = running()
+    at(world, 100).end(1, 1)
+    assert sums(world) == {"unknown": 300}
+    assert world.status["goodput"] == 0
+
+
+def test_waiting_for_a_quota_is_no_start_and_no_part_of_goodput():
+    world = World(job_object())
+    world.refuse = lambda action: replace(
+        refusal, attempt=action.attempt, at=world.now
+    ) if world.now < until else None  # fmt: skip
+    refusal = _quota()
+    until = world.now + timedelta(seconds=600)
+    world.settle()
+    for _ in range(40):
+        if world.pods:
+            break
+        world.wait(30)
+    world.run()
+    assert world.phase == "Running"
+    found = sums(world)
+    assert found["waiting"] > 0.9 * booked(world) * PODS
+    assert sum(found.values()) == pytest.approx(booked(world) * PODS, abs=0.01)
+
+
+def _quota() -> Any:
+    from ddpjob_operator.core import actions as act  # noqa: PLC0415
+
+    return act.Refusal(1, 403, "Forbidden", "exceeded quota: pods", at=running().now)
+
+
+def test_an_estimate_of_the_end_goes_on_with_what_failures_have_cost():
+    world = running()
+    hear(at(world, 100), up=100, warmup=20, productive=80, step=160)
+    eta = world.status["eta"]
+    assert eta["remaining"] == "7m", "840 steps at 2 per second; nothing has failed"
+    assert eta["at"] == eta["earliest"] == eta["latest"]
+    round_ = {"round": 0, "rank": 1, "code": 1, "kind": "exit"}
+    at(world, 100)
+    hub = status_.from_dict(world.status).hub
+    spent = {"up": 200, "warmup": 20, "productive": 120, "recovering": 30, "repeated": 30}
+    world.feedback = replace(world.feedback, spent=ledger_.heard(spent, hub, world.now))
+    world.poll(round_, step=400, totalSteps=1000, stepsPerSecond=2.0)
+    eta = world.status["eta"]
+    found = {name: parse_time(eta[name]) for name in ("earliest", "at", "latest")}
+    seconds = [round((when - world.now).total_seconds()) for when in found.values() if when]
+    assert seconds == [300, 450, 750]
+    world.end(1, 1)
+    assert "eta" not in world.status
+
+
+def test_what_a_stranger_has_written_breaks_no_sum():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world.job["status"] = {
+        **world.status,
+        "ledger": {
+            **world.status["ledger"],
+            "podSeconds": {"productive": -5, "data": "x", "snapshot": 1e300, "held": 7},
+            "hub": {"attempt": -3, "startedAt": "never", "seconds": []},
+        },
+    }
+    hear(at(world, 20), up=40, warmup=5, productive=35, step=7)
+    found = sums(world)
+    assert found["held"] == 7
+    assert all(value >= 0 for value in found.values())
+    assert sum(found.values()) - 7 <= 20 * PODS + 0.01
+
+
+def test_a_ledger_costs_no_write_of_its_own():
+    world = running()
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 5)
+    assert world.plan().actions == ()
