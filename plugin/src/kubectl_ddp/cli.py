@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kubectl_ddp import __version__
-from kubectl_ddp.commands import events, logs, snapshots, stacks, status, suspension
+from kubectl_ddp.commands import account, events, logs, snapshots, stacks, status, suspension
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.kubectl import Kubectl
 from kubectl_ddp.text import clean
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     one = add("events", "the story of a job and its pods: Events and failures", events.run)
     _job(one)
     _full(one)
+    _job(add("account", "where the job's pod-hours went, its goodput and its end", account.run))
     one = add("stacks", "stacks of the last process that hung, from each pod", stacks.run)
     _job(one)
     _replica(one)

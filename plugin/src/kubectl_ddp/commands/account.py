@@ -1,0 +1,116 @@
+"""Print where a job's pod-seconds went: `kubectl ddp account`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ddpjob_contract import LEDGER_STATES
+from ddpjob_contract.crd import GPUS
+from kubectl_ddp import gang
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.gang import Job, moment
+from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.text import clean, duration, table
+
+_BAR = 30
+_OF_STATES: Mapping[str, str] = {
+    "productive": "steps done for the first time",
+    "repeated": "steps done again after a resume",
+    "data": "waiting for input",
+    "snapshot": "training pauses for a snapshot",
+    "warmup": "processes start, up to the end of their first step",
+    "recovering": "after a failure, up to the end of the next first step",
+    "held": "ready, while another pod is replaced",
+    "starting": "image, volumes, containers",
+    "waiting": "for a node or a quota",
+    "idle": "after the pod's end, or standing by",
+    "unknown": "nobody knows",
+}
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print the table; raise Failure."""
+    job = gang.find_job(kubectl, options.job)
+    print("\n".join(lines(job, datetime.now(UTC))))
+    return 0
+
+
+def lines(job: Job, now: datetime) -> list[str]:
+    """Lay out the ledger of a job. Raises Failure where there is none."""
+    ledger = _mapping(job.status.get("ledger"))
+    since, until = moment(ledger.get("since")), moment(ledger.get("until"))
+    sums, causes = (_numbers(ledger.get(name)) for name in ("podSeconds", "recovering"))
+    total = sum(sums.values())
+    if since is None or until is None or not total:
+        raise Failure(
+            f"{job.name} has no ledger yet: the operator books with each write of the status. If"
+            " it stays so, operator or CRD are older than this plugin: upgrade the chart"
+        )
+    head = [
+        f"Job:       {job.namespace}/{job.name}, {job.phase}",
+        f"Pods:      {job.replicas}, {_hours(total)} of pods in all{_gpus(job, total)}",
+        f"Booked:    from {since:%Y-%m-%d %H:%M:%S} to {until:%Y-%m-%d %H:%M:%S} UTC"
+        + _open(job, until, now),
+    ]
+    goodput = job.status.get("goodput")
+    if isinstance(goodput, int | float):
+        share = "productive share of the time in which it had its pods"
+        head.append(f"Goodput:   {goodput:.1%}, the {share}")
+    if sums.get("unknown", 0.0) > total / 100:
+        why = "no steps are told: docs/guides/goodput.md#what-is-not-known says how to tell them"
+        head.append(f"Unknown:   {sums['unknown'] / total:.1%}: {why}")
+    head += _eta(job)
+    rows = []
+    for state in LEDGER_STATES:
+        if seconds := sums.get(state, 0.0):
+            rows.append(_row(state, seconds, total, _OF_STATES[state]))
+        if state == "recovering":
+            ordered = sorted(causes.items(), key=lambda cause: -cause[1])
+            rows += [_row(f"  {name}", each, total, "") for name, each in ordered]
+    return [*head, "", *table(["WHERE", "POD-TIME", "SHARE", "", ""], rows)]
+
+
+def _row(name: str, seconds: float, total: float, words: str) -> list[str]:
+    share = seconds / total
+    bar = "#" * max(1, round(share * _BAR))
+    return [clean(name), _hours(seconds), f"{share:.1%}", bar, words]
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else duration(seconds)
+
+
+def _gpus(job: Job, total: float) -> str:
+    """Word the GPU time, where GPUs are asked for."""
+    containers = job.spec["template"]["spec"]["containers"]
+    trainer = next((c for c in containers if c.get("name") == "trainer"), containers[0])
+    limits = _mapping(_mapping(trainer.get("resources")).get("limits"))
+    counts = [int(text) for name in GPUS if (text := str(limits.get(name, ""))).isdecimal()]
+    return f", {_hours(total * counts[0])} of GPUs" if counts else ""
+
+
+def _open(job: Job, until: datetime, now: datetime) -> str:
+    left = (now - until).total_seconds()
+    open_ = job.phase not in ("Succeeded", "Failed", "Suspended") and left >= 1
+    return f"; the last {duration(left)} follow" if open_ else ""
+
+
+def _eta(job: Job) -> list[str]:
+    eta = _mapping(job.status.get("eta"))
+    at, first, last = (moment(eta.get(name)) for name in ("at", "earliest", "latest"))
+    if at is None or first is None or last is None:
+        return []
+    between = f"{first:%Y-%m-%d %H:%M} if nothing fails, {last:%Y-%m-%d %H:%M} at the latest"
+    return [f"Ends:      about {at:%Y-%m-%d %H:%M} UTC ({between}, if it fails as it did so far)"]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _numbers(value: object) -> dict[str, float]:
+    pairs = _mapping(value).items()
+    return {name: float(each) for name, each in pairs if isinstance(each, int | float) and each > 0}
