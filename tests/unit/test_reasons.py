@@ -14,6 +14,7 @@ OTHERS = {
     *("Auto", "Never", "Fence", "Wait", "Fail", "Restart", "RestartFree"),  # values of the spec
     *("DDPJob", "Pod", "Service", "NetworkPolicy", "Secret", "ValidatingAdmissionPolicy"),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
+    "Straggling",
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'

@@ -195,6 +195,14 @@ class Spent(TypedDict, total=False):
     unknown: float  # of a program that reports no steps
 
 
+class Straggler(TypedDict, total=False):
+    """The rank for which the others wait; empty: there is none."""
+
+    rank: int
+    share: float  # of each step, so much longer than the others it works
+    by: Literal["data", "compute"]  # what it does meanwhile: it waits for its input, or computes
+
+
 #: Where a pod-second goes: status.ledger and ddpjob_pod_seconds_total name it so.
 LEDGER_STATES: Final = (
     "productive",
@@ -269,4 +277,5 @@ class State(TypedDict, total=False):
     resumed: Resumed
     proof: Proof
     spent: Spent  # of the launcher of replica 0
+    straggler: Straggler
     stacks: str  # of all threads of a process that hung

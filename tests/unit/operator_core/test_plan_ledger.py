@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
+from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects import ledger as ledger_
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
@@ -27,7 +27,8 @@ def booked(world: World) -> float:
     """The time that the ledger is about."""
     found = world.status["ledger"]
     since, until = parse_time(found["since"]), parse_time(found["until"])
-    assert since and until
+    assert since
+    assert until
     return (until - since).total_seconds()
 
 
@@ -221,9 +222,7 @@ def test_waiting_for_a_quota_is_no_start_and_no_part_of_goodput():
     assert sum(found.values()) == pytest.approx(booked(world) * PODS, abs=0.01)
 
 
-def _quota() -> Any:
-    from ddpjob_operator.core import actions as act  # noqa: PLC0415
-
+def _quota() -> act.Refusal:
     return act.Refusal(1, 403, "Forbidden", "exceeded quota: pods", at=running().now)
 
 

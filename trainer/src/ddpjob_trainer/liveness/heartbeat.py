@@ -18,7 +18,7 @@ from pathlib import Path
 from struct import Struct, error
 from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, get_args
 
-from ddpjob_contract import Proof, Resumed
+from ddpjob_contract import Proof, Resumed, Straggler
 from ddpjob_trainer.tracebacks import words
 
 Phase = Literal["startup", "step", "snapshot", "done"]
@@ -50,14 +50,16 @@ BLOCK: Final = 512
 #: What training resumes from; whether the steps repeated after a restart were equal.
 RESUMED: Final = "resumed.json"
 PROOF: Final = "proof.json"
+#: The rank that holds up the others.
+STRAGGLER: Final = "straggler.json"
 #: A worker has compiled its model.
 COMPILES: Final = "compiles.json"
-_MAX_EXCEPTION: Final = 376
+_MAX_EXCEPTION: Final = 384
 _MAGIC: Final = 0x33504444  # "DDP3": written last, so a half-made file is none
 _HEAD = Struct("<II")
 _MARK = Struct("<QdBB6x")
 _BODY = Struct("<qqddqd")
-_SPENT = Struct("<6d")
+_SPENT = Struct("<5d")
 _TEXT = Struct("<H")
 _MARK_AT: Final = _HEAD.size
 _BODY_AT: Final = _MARK_AT + _MARK.size
@@ -69,15 +71,14 @@ class StepSeconds(NamedTuple):
     """Seconds of a rank's ended steps but the first, which is part of its start.
 
     ``repeated`` are those up to the step that was reached before; ``data`` and ``snapshot`` are
-    parts of the others. ``work``: without waiting for other ranks. ``last``: when the newest step
-    ended, by this machine's monotonic clock; 0: none has.
+    parts of the others. ``last``: when the newest step ended, by this machine's monotonic clock;
+    0: none has.
     """
 
     trained: float = 0.0
     repeated: float = 0.0
     data: float = 0.0
     snapshot: float = 0.0
-    work: float = 0.0
     last: float = 0.0
 
 
@@ -181,8 +182,8 @@ class RankStateWriter:
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()
 
-    def tell(self, name: str, facts: Resumed | Proof | dict[str, str]) -> None:
-        """Report to the launcher, under RESUMED, PROOF or COMPILES, unless the disk is full."""
+    def tell(self, name: str, facts: Resumed | Proof | Straggler | dict[str, str]) -> None:
+        """Report to the launcher, under one of the names above, unless the disk is full."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 (self._directory / name).write_text(json.dumps(facts))
@@ -233,7 +234,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
 
 
 def read_told(directory: Path, name: str) -> Any:
-    """Return what has been reported under RESUMED, PROOF or COMPILES, None before."""
+    """Return what has been reported under one of the names above, None before."""
     try:
         found = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):

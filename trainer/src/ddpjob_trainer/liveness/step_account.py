@@ -23,16 +23,24 @@ class StepAccount:
     def __init__(self, reached: int = 0) -> None:
         self._reached = reached
         self._of_step = dict.fromkeys(ACTIVITIES, 0.0)
+        self._of_device: dict[Activity, float] = {}
         self._sums = StepSeconds()
+        self.newest = (0.0, 0.0)  # of the last ended step: without waiting for others, for data
 
     def passed(self, activity: Activity, seconds: float) -> None:
         """Add seconds of the step under way."""
         self._of_step[activity] += seconds
 
+    def measured(self, activity: Activity, total: float) -> None:
+        """Replace the host's seconds by a device's, of which the sum so far is known."""
+        self._of_step[activity] = total - self._of_device.get(activity, 0.0)
+        self._of_device[activity] = total
+
     def stepped(self, step: int, seconds: float, now: float) -> StepSeconds:
         """Return the sums with a step that has ended. ``now``: monotonic."""
         spent, sums = self._of_step, self._sums
         self._of_step = dict.fromkeys(ACTIVITIES, 0.0)
+        self.newest = (sum(spent[one] for one in _WORK), spent["data"])
         if not sums.last:
             self._sums = sums._replace(last=now)
             return self._sums
@@ -40,9 +48,8 @@ class StepAccount:
         self._sums = StepSeconds(
             sums.trained + seconds,
             sums.repeated + (not new) * seconds,
-            sums.data + new * min(seconds, spent["data"]),
-            sums.snapshot + new * min(seconds, spent["snapshot"]),
-            sums.work + sum(spent[one] for one in _WORK),
+            sums.data + new * spent["data"],
+            sums.snapshot + new * spent["snapshot"],
             now,
         )
         return self._sums

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ddpjob_contract import Proof, Resumed
+from ddpjob_contract import Proof, Resumed, Straggler
 from ddpjob_trainer.liveness.heartbeat import (
     ACTIVITIES,
     COMPILES,
     PROOF,
     RESUMED,
+    STRAGGLER,
     Activity,
     Phase,
     RankStateWriter,
@@ -167,6 +168,25 @@ class Progress:
         if self._rank == 0:
             self._writer.tell(PROOF, proof)
 
+    def spent(self) -> tuple[float, float]:
+        """Return the seconds of work and of waiting for data in the last ended step."""
+        return self._account.newest
+
+    def held_up(self, slow: Straggler) -> None:
+        """Report the rank that holds up the others, or that there is none any more."""
+        if self._rank > 0:
+            return
+        self._writer.tell(STRAGGLER, slow)
+        if not slow:
+            say(0, "no rank holds up the others any more")
+            return
+        does = "waits for its data" if slow["by"] == "data" else "computes"
+        say(
+            0,
+            f"rank {slow['rank']} holds up the others: it {does} so much longer that they wait for"
+            f" {slow['share']:.0%} of each step",
+        )
+
     def body_ended(self) -> None:
         """Record the end of the script's part of a step, before stepped()."""
         self._pending.step_ended()
@@ -211,6 +231,8 @@ class Progress:
         if rate is not None:
             self._writer.update(samples_per_second=rate)
         self._writer.update(phase=phase, step=step, loss=loss)
+        for activity, total in list(self._of_device.items()):
+            self._account.measured(activity, total)
         self._writer.spent(self._account.stepped(step, seconds, now))
         if self._first:
             self._first = False

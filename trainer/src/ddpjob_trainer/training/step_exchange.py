@@ -23,6 +23,7 @@ from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.run_log import Values
+from ddpjob_trainer.telemetry.stragglers import Stragglers
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
 
@@ -43,6 +44,8 @@ class StepExchange:
         self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
         self.logged = LoggedMeans(process.world)
+        world = process.world
+        self._stragglers = Stragglers(world.rank, world.size, process.progress.spent)
         self.stop = False  # a rank has been asked to stop
         self.asked = False  # this one's script has called step.stop()
         self.enough = False  # a rank's script has
@@ -65,6 +68,7 @@ class StepExchange:
                 "snapshots": process.snapshots.report(),
                 "replay": process.replay.report(),
                 "drill": process.drill.report(),
+                "work": self._stragglers.report(),
                 "not finite": self._nan.report(counted, allowed=allowed),
                 "losses": averaging.losses(losses, step.weights),
                 "weights": averaging.weights(step.weights),
@@ -86,6 +90,8 @@ class StepExchange:
         process.snapshots.learn(heard["snapshots"])
         process.replay.learn(heard["replay"])
         process.drill.learn(heard["drill"])
+        if (slow := self._stragglers.learn(heard["work"])) is not None:
+            process.progress.held_up(slow)
         self._check_weighted(step, heard["weighted"][0])
         self.logged.step_ended()
         process.progress.body_ended()

@@ -24,7 +24,7 @@ from ddpjob_operator.core.objects.json_read import (
 )
 from ddpjob_operator.core.objects.ledger import Heard
 from ddpjob_operator.core.objects.ranges import parse_births
-from ddpjob_operator.core.objects.status import MAX_BIRTHS, Progress
+from ddpjob_operator.core.objects.status import MAX_BIRTHS, Progress, Straggler
 
 _INT32: Final = 2**31
 #: No attempt has so many rounds: a larger number is ignored.
@@ -225,8 +225,18 @@ def progress(raw: object, now: datetime) -> Progress | None:
         file_at=parse_time(raw.get("fileModifiedAt")),
         resumed=resumed.words(raw.get("resumed")),
         proof=resumed.proof(raw.get("proof")),
+        straggler=straggler(raw.get("straggler")),
         updated_at=now,
     )
+
+
+def straggler(raw: object) -> Straggler | None:
+    """Parse which rank holds up the others; None: none does, or nobody says."""
+    body = mapping(raw)
+    rank, share = opt_count(body.get("rank"), _INT32), opt_number(body.get("share"))
+    if rank is None or share is None or not 0 < share <= 1:
+        return None
+    return Straggler(rank, share, fetching=body.get("by") == "data")
 
 
 def rounds(raw: object) -> Rounds | None:

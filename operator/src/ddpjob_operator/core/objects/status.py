@@ -115,6 +115,15 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank for which the others wait, for a ``share`` of each step."""
+
+    rank: int
+    share: float
+    fetching: bool = False  # it waits for its data; else it computes
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Progress of training: finished optimizer steps; a loss without dimension."""
 
@@ -127,6 +136,7 @@ class Progress:
     file_at: datetime | None = None
     resumed: str = ""  # whose snapshot it began from, if not this job's with this program
     proof: Proof | None = None  # as it was heard; the condition ResumeProven keeps it
+    straggler: Straggler | None = None  # the same, for the condition Straggling
     updated_at: datetime | None = None
 
 

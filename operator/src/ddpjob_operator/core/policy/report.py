@@ -75,7 +75,7 @@ _SCHEDULER: Final = re.compile(
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
 #: Fields of Progress that no later one fills in.
-_NOT_MERGED: Final = ("proof", "updated_at")
+_NOT_MERGED: Final = ("proof", "straggler", "updated_at")
 #: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -106,7 +106,7 @@ def fill(view: View, change: Change) -> Change:
     parts |= {"reason": reason, "message": message, "conditions": status.conditions}
     change = change.with_status(**parts)
     change = _unsupported(view, change)
-    return change if status.terminal else _proven(view, change)
+    return change if status.terminal else _straggling(view, _proven(view, change))
 
 
 def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
@@ -349,6 +349,32 @@ def _proven(view: View, change: Change) -> Change:
     if old is not None and old.reason == reason and (found.equal or old.message == found.message):
         return change
     return change.tell("Normal" if found.equal else "Warning", reason, found.message)
+
+
+def _straggling(view: View, change: Change) -> Change:
+    """Report the rank that holds up the others; its place tells which pod and node."""
+    progress, old = view.feedback.progress, change.status.condition("Straggling")
+    found = (
+        progress.straggler if progress is not None and change.status.phase == "Running" else None
+    )
+    if found is None:
+        return change.condition("Straggling", False, "Progressing", "", view.now)
+    replica = found.rank // view.spec.nproc_per_node
+    pod = view.members.get(change.status.serving.get(replica, replica))
+    where = f"pod {pod.name} on {pod.node}" if pod else f"replica {replica}"
+    does = "waits for its data" if found.fetching else "computes"
+    reason = "SlowInput" if found.fetching else "SlowRank"
+    if (
+        old
+        and old.status == "True"
+        and old.reason == reason
+        and f"rank {found.rank} " in old.message
+    ):
+        return change  # the same one, a little faster or slower
+    what = f"rank {found.rank} in {where} {does} so much longer than the others that they wait"
+    what += f" for {found.share:.0%} of each step"
+    change = change.condition("Straggling", True, reason, what, view.now)
+    return change.tell("Warning", reason, what)
 
 
 def _unsupported(view: View, change: Change) -> Change:

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
-from ddpjob_contract import Proof, Resumed, Round, Spent, State
+from ddpjob_contract import Proof, Resumed, Round, Spent, State, Straggler
 from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, RankState, read_told
+from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, STRAGGLER, RankState, read_told
 
 _VERSION: Final = 1
 _WINDOW_SECONDS: Final = 60.0
@@ -34,6 +34,7 @@ class Results:
     resumed: Resumed | None = None
     proof: Proof | None = None
     spent: Spent | None = None  # of the launcher of replica 0
+    straggler: Straggler | None = None  # of this round
 
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
@@ -45,6 +46,7 @@ class Results:
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
             resumed=read_told(workers.state_dir, RESUMED) or self.resumed,
+            straggler=read_told(workers.state_dir, STRAGGLER),
             proof=_newest(read_told(workers.state_dir, PROOF), self.proof),
         )
 
@@ -98,6 +100,7 @@ def state_body(
         "totalSteps": total or None,
         "stacks": stacks or None,
         "proof": results.proof,
+        "straggler": results.straggler or None,
         "rounds": list(results.records) or None,
         **results.facts(state),
     }
