@@ -16,6 +16,7 @@ from kubectl_ddp.kubectl import Kubectl
 from kubectl_ddp.text import clean, duration, table
 
 _BAR = 30
+_LEAST = 0.0005  # of all: less is no line
 _OF_STATES: Mapping[str, str] = {
     "productive": "steps done for the first time",
     "repeated": "steps done again after a resume",
@@ -65,7 +66,8 @@ def lines(job: Job, now: datetime) -> list[str]:
     head += _eta(job)
     rows = []
     for state in LEDGER_STATES:
-        if seconds := sums.get(state, 0.0):
+        seconds = sums.get(state, 0.0)
+        if seconds / total >= _LEAST:
             rows.append(_row(state, seconds, total, _OF_STATES[state]))
         if state == "recovering":
             ordered = sorted(causes.items(), key=lambda cause: -cause[1])
@@ -75,7 +77,7 @@ def lines(job: Job, now: datetime) -> list[str]:
 
 def _row(name: str, seconds: float, total: float, words: str) -> list[str]:
     share = seconds / total
-    bar = "#" * max(1, round(share * _BAR))
+    bar = "#" * round(share * _BAR)
     return [clean(name), _hours(seconds), f"{share:.1%}", bar, words]
 
 

@@ -140,7 +140,7 @@ def head_lines(
     if not job.phase:
         lines.append(("Reason", "the operator has not looked at it: does it run?"))
     # For a failed job Stalled repeats the same, for tools that deploy.
-    worth = ("Failed",) if job.phase == "Failed" else ("Invalid", "Stalled")
+    worth = ("Failed",) if job.phase == "Failed" else ("Invalid", "Stalled", "Straggling")
     lines += [
         (one["type"], f"{one['reason']}: {one['message']}")
         for one in status.get("conditions") or []
@@ -151,6 +151,8 @@ def head_lines(
     if started := moment(timings.get("startedAt")):
         took = f"{since(started, ended or now)} in all"
         lines.append(("Time", f"{took}, ended {since(ended, now)} ago" if ended else took))
+    if (eta := status.get("eta")) and (remaining := eta.get("remaining")):
+        lines.append(("Ends", f"in about {remaining}"))
     if attempt := status.get("attempt"):
         began = moment(timings.get("attemptStartedAt"))
         told_of = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"

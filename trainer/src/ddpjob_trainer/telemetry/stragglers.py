@@ -41,7 +41,7 @@ class Stragglers:
         self.found: Straggler = {}
 
     def report(self) -> list[float]:
-        """Return this rank's numbers, in places of its own among zeros."""
+        """Return this rank's numbers, in their places among zeros."""
         numbers = [0.0] * (2 * self._size)
         if self._size:
             numbers[2 * self._rank : 2 * self._rank + 2] = self._spent()
