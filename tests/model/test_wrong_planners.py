@@ -41,6 +41,7 @@ def test_the_story_itself_finds_it(
         (wrong.believes_its_cache, "old-pods-9", "i4_cause_earned"),
         (wrong.counts_again_after_a_crash, "restart", "i4_cause_earned"),
         (wrong.says_nothing, "no-image", "i19_explained"),
+        (wrong.books_twice, "no-image", "i22_booked_once"),
     ],
 )
 def test_a_fault_finds_it(

@@ -451,6 +451,25 @@ def i18_suspended(state: State, write: Write) -> str | None:
     return f"{name(write.obj)} is told as suspended, {name(left[0])} runs" if left else None
 
 
+def i22_booked_once(state: State, write: Write) -> str | None:
+    """Every second of every seat gets into the ledger once, whoever writes it."""
+    pair = _statuses(state, write)
+    before, after = ((one.get("ledger") or {}) for one in pair or ({}, {}))
+    old, new = parse_time(before.get("until")), parse_time(after.get("until"))
+    if pair is None or old is None or new is None:
+        return None
+    if before["since"] != after["since"]:
+        return "the ledger began again"
+    took, spec = (new - old).total_seconds(), write.obj["spec"]
+    sums = [sum(one["podSeconds"].values()) for one in (before, after)]
+    added, pods = sums[1] - sums[0], spec.get("replicas", 1)
+    least = 0 if pair[0].get("phase") == "Suspended" else took * pods
+    most = took * (pods + spec.get("standby", 0))
+    if least - 0.05 <= added <= most + 0.05:
+        return None
+    return f"{added:.3f} pod-seconds are booked for {took:.3f} s of {pods} pods"
+
+
 ALWAYS: tuple[Invariant, ...] = (
     i6_terminal_final,  # first: who leaves the end breaks others, too
     i1_single_incarnation,
@@ -471,6 +490,7 @@ ALWAYS: tuple[Invariant, ...] = (
     i18_generation,
     i18_suspended,
     i21_one_template,
+    i22_booked_once,
 )
 
 
