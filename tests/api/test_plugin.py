@@ -208,6 +208,7 @@ def test_four_rights_are_enough_to_look(
     assert "in forward()?[2J" in stacks, "what a container says moves no cursor"
     assert gang in viewer.says("status")
     heard(lambda: viewer.says("events", gang), lambda said: "Started" in said)
+    heard(lambda: viewer.run("account", gang).stdout, lambda said: "POD-TIME" in said)
     refused = viewer.refuses("suspend", gang)
     assert f"you may not patch ddpjobs of ddpjob.dev in namespace {stage.namespace}" in refused
 

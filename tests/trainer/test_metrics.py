@@ -136,6 +136,11 @@ def check_state(state: dict[str, Any]) -> None:
     assert "rank 1 hangs" in state["rounds"][1]["exception"]
     assert state["stacks"].startswith("--- rank 1\n")
     assert "in never_answers" in state["stacks"]
+    spent = dict(state["spent"])
+    up = spent.pop("up")
+    assert sum(spent.values()) == pytest.approx(up, abs=0.01), "each second is in one of them"
+    assert spent["recovering"] > 11, "a hang is found after 12 s without a step"
+    assert min(spent["warmup"], spent["productive"]) > 0
 
 
 def check_events(path: Path) -> None:
