@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kubectl_ddp import __version__
-from kubectl_ddp.commands import account, events, logs, snapshots, stacks, status, suspension
+from kubectl_ddp.commands import account, events, logs, plan, snapshots, stacks, status, suspension
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.kubectl import Kubectl
 from kubectl_ddp.text import clean
@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("verb", nargs="?", choices=["ls"], metavar="ls", help="what it does anyway")
     _job(one)
+    plan.arguments(add("plan", "the useful share of a gang's time, from numbers", plan.run))
     return top
 
 
