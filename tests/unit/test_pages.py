@@ -42,6 +42,9 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield reference.PAGE, reference.page()
     ladder = load(DOCS / "guides/ladder.py")
     yield ladder.PAGE, ladder.written(ladder.PAGE.read_text())
+    planning = load(DOCS / "guides/planning.py")
+    yield planning.PAGE, planning.written(planning.PAGE.read_text())
+    yield planning.DATA, planning.data()
     pictures = load(DOCS / "pictures.py")
     for name, draw in pictures.DRAWN.items():
         yield DOCS / f"pictures/{name}.svg", draw(pictures.recorded(name))

@@ -49,6 +49,12 @@ def test_formula_and_simulation_agree_with_daly(
     assert simulated == pytest.approx(exact, rel=0.02, abs=0.003)
 
 
+def test_dalys_own_optima_come_out() -> None:
+    """Of his figures 3 to 5: a dump of 5 minutes, failures every 24 h, 6 h and 15 minutes."""
+    for mtbf, expected in ((24 * HOUR, 117.0), (6 * HOUR, 57.0), (15 * MINUTE, 9.1)):
+        assert formulas.daly(5 * MINUTE, mtbf) / MINUTE == pytest.approx(expected, abs=0.5)
+
+
 def test_published_figures_come_out() -> None:
     """Meta's rate of RSC-1 at 16,384 and 100,000 GPUs, a restart of 10 minutes, a stall of 30 s."""
     for gpus, expected in ((16_384, 0.827), (100_000, 0.444)):
