@@ -22,7 +22,7 @@ BEGUN = 12.0  # all three pods start in 4 + 3 s, and warm up
 
 
 def story(*faults: tuple[float, Case], parts: Parts = PARTS, seconds: float = 100.0) -> Account:
-    account = expected(parts, [Fault(at, case) for at, case in faults], seconds=seconds)
+    account = expected(parts, [Fault(case, at) for at, case in faults], seconds=seconds)
     assert sum(account.book.values()) == pytest.approx(account.total)
     assert {state for state, _ in account.book} <= set(STATES)
     return account
@@ -40,7 +40,7 @@ def test_without_failures() -> None:
         }
     )
     assert (account.seconds, account.steps, account.repeated) == (12 + 25 + 4.5, 25, 0)
-    assert expected(PARTS, [Fault(1000.0, Case("node"))], steps=25) == account
+    assert expected(PARTS, [Fault(Case("node"), 1000.0)], steps=25) == account
 
 
 def test_a_process_that_dies_restarts_in_place() -> None:
@@ -99,6 +99,26 @@ def test_a_hand_over_repeats_nothing() -> None:
     assert lost.repeated == 3, "the save was cut short"
 
 
+def test_a_script_may_name_the_step_after_which_something_fails() -> None:
+    """Steps 17 and 28 are done 0.5 s and 1 s later than that many seconds of training."""
+    by_step = [Fault(Case("process"), step=17), Fault(Case("pod"), step=28)]
+    account = expected(PARTS, by_step, steps=40)
+    first = BEGUN + 17.5
+    second = first + 0.5 + 18.5
+    by_time = [Fault(Case("process"), first), Fault(Case("pod"), second)]
+    assert account.book == pytest.approx(expected(PARTS, by_time, steps=40).book)
+    assert (account.steps, account.repeated) == (40, 7 + 8)
+    saved = [Fault(Case("node", announced=True), step=17), Fault(Case("process"), step=18)]
+    assert expected(PARTS, saved, steps=40).repeated == 1, "from the save after step 17"
+
+
+def test_a_step_that_ends_at_that_moment_is_done() -> None:
+    parts = replace(PARTS, step=0.1, data=0.0, stall=0.7, every_steps=1000)
+    for step in range(1, 400):
+        account = expected(parts, [Fault(Case("process"), step=step)], steps=400)
+        assert account.repeated == step
+
+
 def test_a_failure_in_a_recovery_begins_another_one_which_has_to_wait_for_the_first() -> None:
     """The pod is there 7 s after it was lost, whatever dies at 4 s; a new pod warms up in 5 s."""
     book = story((BEGUN + 20.0, Case("pod")), (BEGUN + 24.0, Case("process"))).book
@@ -111,7 +131,7 @@ def test_a_failure_in_a_recovery_begins_another_one_which_has_to_wait_for_the_fi
 
 
 def test_a_run_that_fails_all_the_time_ends_and_is_no_good() -> None:
-    faults = [Fault(float(at), Case("node")) for at in range(1, 10_000)]
+    faults = [Fault(Case("node"), float(at)) for at in range(1, 10_000)]
     account = expected(PARTS, faults, seconds=9_999.5)
     assert (account.goodput, account.steps) == (0.0, 0)
     with pytest.raises(ValueError, match="when the run ends"):
@@ -130,12 +150,13 @@ def test_whatever_fails_when_every_pod_second_is_booked_once() -> None:
         faults = [
             (random.uniform(0, 400), Case(random.choice(KINDS), *random.choices((0, 1), k=2)))
             for _ in range(random.randrange(12))
-        ]  # fmt: skip
+        ]
+        faults.sort(key=lambda fault: fault[0])  # fmt: skip
         ends = random.uniform(1, 400)
         account = story(*faults, parts=parts, seconds=ends)
         assert account.seconds == ends
         assert all(spent >= 0 for spent in account.book.values()), account.book
-        done = expected(parts, [Fault(*one) for one in faults], steps=30)
+        done = expected(parts, [Fault(case, at) for at, case in faults], steps=30)
         assert done.steps == 30
         productive = done.book["productive", ""] + done.book["data", ""]
         assert productive == pytest.approx(30 * parts.pods), "each step is productive once"

@@ -36,13 +36,13 @@ class Cycle:
     def after(self, seconds: float) -> Done:
         """Tell what is done after ``seconds``."""
         if seconds < self.first_seconds:
-            steps = min(self.first, int(seconds / self.step))
+            steps = min(self.first, _whole(seconds / self.step))
             return Done(steps, 0, max(0.0, seconds - self.first * self.step))
         later = seconds - self.first_seconds
-        whole = int(later / self.later_seconds)
+        whole = _whole(later / self.later_seconds)
         rest = max(0.0, later - whole * self.later_seconds)
         before = self.first + whole * self.later
-        steps = min(self.later, int(rest / self.step))
+        steps = min(self.later, _whole(rest / self.step))
         stalled = (1 + whole) * self.stall + max(0.0, rest - self.later * self.step)
         newest = before if rest >= self.write else self.before(before)
         return Done(before + steps, newest, stalled)
@@ -56,3 +56,8 @@ class Cycle:
         if steps <= self.first:
             return steps * self.step
         return steps * self.step + (1 + (steps - self.first - 1) // self.later) * self.stall
+
+
+def _whole(number: float) -> int:
+    """Round down; what the last bits make too little by is none the less whole."""
+    return int(number + 1e-9)

@@ -71,4 +71,4 @@ def _faults(parts: Parts, random: Random) -> Iterator[Fault]:
     while True:
         at -= math.log(1.0 - random.random()) / rate
         number = bisect(reached, random.random() * reached[-1])
-        yield Fault(at, cases[min(number, len(cases) - 1)][0])
+        yield Fault(cases[min(number, len(cases) - 1)][0], at)

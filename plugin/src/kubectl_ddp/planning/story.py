@@ -19,10 +19,11 @@ Book = dict[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A failure, ``at`` seconds after the gang began to start."""
+    """A failure, ``at`` seconds after the gang began to start, or after a step."""
 
-    at: float
     case: Case
+    at: float = 0.0
+    step: int | None = None  # instead: as soon as so many steps are done, the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ def expected(
 ) -> Account:
     """Tell where the time of a run goes that ends after ``seconds`` or with its last step.
 
-    For a scripted run on a cluster: its faults as they came, its own measured parts.
+    For a scripted run on a cluster: its faults in their order, its own measured parts.
     """
     if steps is None and math.isinf(seconds):
         raise ValueError("say when the run ends: seconds, steps or both")
-    return play(parts, sorted(faults, key=lambda fault: fault.at), seconds, steps)
+    return play(parts, faults, seconds, steps)
 
 
 def play(
@@ -60,7 +61,7 @@ def play(
     """Play a run through faults in the order of time."""
     story = _Story(parts, seconds, steps)
     for fault in faults:
-        if not story.go_on(fault.at):
+        if not story.go_on(fault.at if fault.step is None else story.when(fault.step)):
             break
         story.fail(fault.case)
     story.go_on(math.inf)
@@ -127,6 +128,12 @@ class _Story:
             self._train(until)
         self._over = self._over or self._now >= self._ends
         return not self._over
+
+    def when(self, step: int) -> float:
+        """Tell the moment at which so many steps are done, if nothing fails before."""
+        durable = max([self._durable, *(phase.saves or 0 for phase in self._phases)])
+        down = sum(phase.seconds for phase in self._phases)
+        return self._now + down + self._cycle.until(max(0, step - durable))
 
     def fail(self, case: Case) -> None:
         """Begin to recover, with what an earlier failure has left to do."""
@@ -209,7 +216,7 @@ class _Story:
         self._add("data", "", new * parts.data * parts.pods)
         self._add("repeated", self._lost_by, (steps - new) * parts.step * parts.pods)
         self._add("snapshot", "", stalled * parts.pods)
-        self._cut = self._now - began - steps * parts.step - stalled
+        self._cut = max(0.0, self._now - began - steps * parts.step - stalled)
         if self._over:
             self._add("snapshot", "", (parts.stall + parts.write) * parts.pods)
             self._now += parts.stall + parts.write
