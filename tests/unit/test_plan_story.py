@@ -28,6 +28,18 @@ def story(*faults: tuple[float, Case], parts: Parts = PARTS, seconds: float = 10
     return account
 
 
+def test_one_loss_in_as_many_as_there_are_pods_is_replica_0s() -> None:
+    parts = replace(PARTS, shares={"process": 1.0, "pod": 1.0, "node": 2.0}, announced=0.25)
+    found = dict(parts.cases())
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert found[Case("process")] == 0.25
+    assert found[Case("pod", hub=True)] == pytest.approx(0.25 / 3)
+    assert found[Case("node", hub=True)] == pytest.approx(0.5 * 0.75 / 3)
+    assert found[Case("node", announced=True)] == pytest.approx(0.5 * 0.25 * 2 / 3)
+    assert parts.recovery(Case("node", hub=True)).detection == 80.0
+    assert parts.recovery(Case("node")).detection == 25.0
+
+
 def test_without_failures() -> None:
     account = expected(PARTS, [], steps=25)
     assert account.book == pytest.approx(
@@ -74,7 +86,11 @@ def test_room_is_waited_for_before_a_pod_starts() -> None:
     assert book["waiting", "node"] == pytest.approx(10.0)
     assert book["held", "node"] == pytest.approx(2 * 14.0)
     assert book["recovering", "node"] == pytest.approx(3 * (0.5 + 25 + 1))
-    assert ("waiting", "process") not in story((30.0, Case("process")), parts=parts).book
+    dies = (30.0, Case("process"))
+    assert ("waiting", "process") not in story(dies, parts=parts).book
+    again = story(dies, parts=replace(parts, alone=False, in_place=False)).book
+    assert again["starting", "process"] == pytest.approx(3 * 7.0)
+    assert ("waiting", "process") not in again, "its own room is still there"
 
 
 def test_a_standby_takes_over_and_idles_at_other_times() -> None:
@@ -85,6 +101,9 @@ def test_a_standby_takes_over_and_idles_at_other_times() -> None:
     assert book["recovering", "pod"] == pytest.approx(3 * 2.5)
     assert book["starting", "pod"] == pytest.approx(4.0), "the next one, beside training"
     assert book["idle", ""] == pytest.approx(100.0 - 4.0)
+    ended = story((97.0, Case("pod")), parts=parts).book
+    assert ("starting", "pod") not in ended, "it would have begun at the end"
+    assert ended["idle", ""] == pytest.approx(100.0)
     assert ("held", "pod") in story((32.0, Case("pod", hub=True)), parts=parts).book
     two = story((32.0, Case("pod")), (32.1, Case("pod")), parts=parts).book
     assert ("held", "pod") in two, "there was only one"

@@ -44,12 +44,8 @@ class Cycle:
         before = self.first + whole * self.later
         steps = min(self.later, _whole(rest / self.step))
         stalled = (1 + whole) * self.stall + max(0.0, rest - self.later * self.step)
-        newest = before if rest >= self.write else self.before(before)
+        newest = before if rest >= self.write else max(0, before - self.later)
         return Done(before + steps, newest, stalled)
-
-    def before(self, steps: int) -> int:
-        """Return the steps at the snapshot before the one after ``steps``."""
-        return max(0, steps - self.later) if steps > self.first else 0
 
     def until(self, steps: int) -> float:
         """Return the seconds until ``steps`` are done, but for the snapshot after the last."""

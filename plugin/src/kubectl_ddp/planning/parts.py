@@ -131,4 +131,4 @@ class Parts:
 
     def replaced_alone(self, case: Case) -> bool:
         """Tell whether the other pods hold; they do not for a failed GPU."""
-        return self.alone and case.kind in ("pod", "node") and self.pods > 1
+        return self.alone and case.kind in ("pod", "node")

@@ -189,7 +189,6 @@ class _Story:
         coming, left = _later(self._coming, since), self._there - since
         if not coming:
             return []
-        wait = min(wait, left)
         count = self._parts.pods if self._whole else min(coming, self._parts.pods)
         return [
             _Phase(wait, "held", count, "waiting"),
