@@ -56,6 +56,8 @@ def test_json_is_for_programs(capsys: Output) -> None:
     assert found["gpus"] == 64
     assert found["low"] <= found["goodput"] <= found["high"]
     assert sum(sum(one.values()) for one in found["shares"].values()) == pytest.approx(1)
+    gains = {one["option"]: one["points"] for one in found["options"]}
+    assert gains["standby"] < 0 < gains["all"] >= max(gains.values())
     assert {"oftener", "rarer", "standby", "faster"} <= {one["option"] for one in found["options"]}
     assert len(json.loads(said(capsys, "--gpus", "64,128", "--json"))) == 2
 
@@ -88,6 +90,7 @@ REFUSED = {
     "--gpus 8 --announced 140%": "--announced '140%' is no share: write 40% or 0.4",
     "--gpus 8 --detection 20s": "--detection '20s': write KIND=...",
     "--gpus 8 --detection hang=soon": "--detection hang 'soon' is no time",
+    "--gpus 8 --warmup \u0663s": "is no time",
     "--gpus 8 --restart some": "--restart some: it is one of least, in-place, all",
     "--gpus 8 --period 0": "--period 0: it is 60s at least",
 }

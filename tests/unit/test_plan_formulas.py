@@ -118,3 +118,7 @@ def test_enough_standbys_are_those_that_are_lost_meanwhile() -> None:
     busy = replace(parts, node_mtbf=10 * 20.0)  # a loss every 20 s, a pod takes 60
     assert formulas.enough_standbys(busy) == 7  # P(Poisson(3) <= 6) = 0.97, <= 5: 0.92
     assert formulas.enough_standbys(replace(busy, node_mtbf=1.0)) == 10, "no more than pods"
+    # A hundred at a time and a little more: both ways to reckon say the same.
+    for gap, least in ((0.605, 117), (0.595, 118)):
+        many = replace(parts, pods=1000, node_mtbf=1000 * gap)
+        assert formulas.enough_standbys(many) == pytest.approx(least, abs=1)

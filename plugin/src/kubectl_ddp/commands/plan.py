@@ -25,7 +25,7 @@ Times are 250ms, 30s, 5m, 2h, 40d, also 1h30m; a number alone is seconds. What t
 out: docs/guides/planning.md."""
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "": 1.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
 _MOST_SECONDS = 36500 * DAY
 _MOST_GPUS = 10**8
 _MOST_STEPS = 10**9
@@ -169,7 +169,7 @@ def _time(name: str, word: str, *, least: float = 0.0) -> float:
 
 def _finite(word: str) -> float:
     """Read a plain number; NaN where it is none."""
-    return float(word) if re.fullmatch(r"\d+(\.\d+)?", word) else math.nan
+    return float(word) if re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII) else math.nan
 
 
 def _whole(name: str, word: str, least: int, most: int) -> int:

@@ -16,6 +16,7 @@ from kubectl_ddp.planning.parts import Parts
 
 _TRIES = 60  # of an interval, on each pass
 _MOST_STEPS = 10**9
+_MANY = 100  # from here on Poisson's distribution is as good as Gauss's
 
 
 def young(stall: float, mtbf: float) -> float:
@@ -101,6 +102,8 @@ def enough_standbys(parts: Parts) -> int:
     """Return how many find a standby parked in 95 of 100 losses: 1 at least, all pods at most."""
     lost = sum(share for case, share in parts.cases() if parts.replaced_alone(case))
     waiting = parts.rate * lost * (parts.teardown + parts.wait + parts.start)  # at any moment
+    if waiting > _MANY:
+        return min(parts.pods, math.ceil(waiting + 1.645 * math.sqrt(waiting)) + 1)
     chance = reached = math.exp(-waiting)
     count = 1
     while reached < 0.95 and count < parts.pods:

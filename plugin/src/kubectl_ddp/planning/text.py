@@ -83,8 +83,10 @@ def _options(plan: Plan) -> list[str]:
     most = max((abs(one.gain) for one in plan.options), default=0.0) or 1.0
     for one in plan.options:
         bar = ("+" if one.gain > 0 else "-") * round(_BAR / 2 * abs(one.gain) / most)
-        points, hours = f"{100 * one.gain:+.2f}", f"{one.gpu_hours_per_day:+,.0f}"
-        rows.append([one.name, *_range(one.outcome.goodput, one.outcome), points, hours, bar])
+        hours = f"{round(one.gpu_hours_per_day):+,}"
+        rows.append(
+            [one.name, *_range(one.outcome.goodput, one.outcome), points(one.gain), hours, bar]
+        )
     return table(["OPTION", "GOODPUT", "8 OF 10 RUNS", "POINTS", "GPU-HOURS/DAY", ""], rows)
 
 
@@ -97,7 +99,7 @@ def sweep(plans: Sequence[Plan]) -> list[str]:
     head = ["GPUS", "A FAILURE EVERY", "SNAPSHOT EVERY", "GOODPUT", "8 OF 10 RUNS", "USEFUL DAY"]
     rows = []
     for plan in plans:
-        parts, gains = plan.parts, {one.key: f"{100 * one.gain:+.2f}" for one in plan.options}
+        parts, gains = plan.parts, {one.key: points(one.gain) for one in plan.options}
         rows.append(
             [
                 f"{parts.pods * parts.gpus_per_pod:,}",
@@ -174,6 +176,11 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 def percent(share: float) -> str:
     """Write 0.98765 as 98.77 %."""
     return f"{100 * share:.2f} %"
+
+
+def points(gain: float) -> str:
+    """Write 0.0123 as +1.23, and what rounds to nothing without a sign."""
+    return f"{100 * gain:+.2f}" if abs(gain) >= 0.00005 else "0.00"
 
 
 def short(seconds: float) -> str:
