@@ -2,7 +2,8 @@
 
 A devcluster, the chart as users install it, a gang of 3 that sleeps in each step and in some
 fetches. It waits for a node for a known time; then, one after another, a process is killed, one
-stops without dying, a pod is deleted, the hub's pod is deleted by force, the operators are killed.
+stops without dying, a pod is deleted, the hub's pod is deleted by force, a node is cut off, the
+operators are killed.
 The truth is made of three other clocks: rank 0's event log (steps), the faults' own times, and the
 pods' objects. Beside it the sum of all entries and the job's wall time, times its pods.
 """
@@ -25,13 +26,21 @@ from ddpjob_operator.core.objects.json_read import parse_time
 from support.cluster import wait_for
 from support.patience import WITHIN
 from support.rest import Object
-from support.site import Site, installed, job
+from support.site import Site, installed, job, spread
 
 PODS = 3
 WAIT_SECONDS, HANG_SECONDS, BETWEEN_SECONDS = 40.0, 30, 25.0
 PROGRAM = Path(__file__).with_name("programs") / "metered.py"
 _PATIENCE = 240.0
-FAULTS = ("process killed", "hang", "pod deleted", "hub's pod deleted by force", "operators killed")
+#: And the cause that the ledger gives it; None: a pod that is lost in any way.
+FAULTS = {
+    "process killed": "Killed",
+    "hang": "Hang",
+    "pod deleted": None,
+    "hub's pod deleted by force": None,
+    "node cut off": None,
+    "operators killed": "",
+}
 
 
 def body(name: str, steps: int) -> Object:
@@ -42,7 +51,10 @@ def body(name: str, steps: int) -> Object:
         snapshot={"path": "/snapshots", "volume": claim, "everySteps": 20},
         restart={"maxRestarts": 100, "inPlace": {"enabled": True, "maxWithoutProgress": 100}},
         hang={"stepSeconds": HANG_SECONDS},
+        nodeLost={"policy": "Fence", "afterSeconds": 5},
     )
+    (evenly,) = spread(found)["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    evenly["nodeTaintsPolicy"] = "Honor"  # so that a new pod has room beside the others
     (trainer,) = found["spec"]["template"]["spec"]["containers"]
     trainer["env"] = [{"name": "DDPJOB_TRAINER_EVENTS", "value": f"/snapshots/{name}.jsonl"}]
     return found
@@ -69,6 +81,10 @@ def disturb(site: Site, name: str, fault: str) -> None:
         site.kill_training(f"{name}-2", signal="STOP")
     elif fault == "operators killed":
         site.kill_operator()
+    elif fault == "node cut off":
+        nodes = {pod: site.get("pod", pod)["spec"]["nodeName"] for pod in site.pods(name)}
+        (node,) = set(nodes.values()) - {nodes[f"{name}-0"]}
+        site.cluster.node("partition", node)
     else:
         pod = f"{name}-{0 if 'hub' in fault else 1}"
         force = ("--grace-period=0", "--force") if "by force" in fault else ()
@@ -93,6 +109,9 @@ def story(site: Site, name: str, steps: int) -> tuple[dict[str, float], Object, 
         if fault != "operators killed":
             again = lambda: steps_after(site, name, at[fault])  # noqa: B023, E731
             wait_for(again, f"{name} to step after: {fault}", _PATIENCE)
+        if fault == "node cut off":
+            for node in nodes:
+                site.cluster.node("heal", node)
         time.sleep(BETWEEN_SECONDS)  # of undisturbed training
     site.kubectl(
         "wait", f"ddpjob/{name}", "--for=condition=Complete", WITHIN, check=True, timeout=900
@@ -119,18 +138,20 @@ def truth(found: list[Object], at: dict[str, float]) -> dict[str, float]:
         else:
             sums["repeated" if one["step"] <= reached else "trained"] += one["seconds"] * PODS
         reached = max(reached, one["step"])
-    for fault, cause in zip(FAULTS, ("Killed", "Hang", "pod", "pod"), strict=False):
+    for fault, cause in FAULTS.items():
+        if cause == "":
+            continue
         resumed = next(e for e in found if e["event"] == "resume" and e["time"] > at[fault])
         steps = [e for e in found if e["event"] == "step"]
         began = next(e["time"] for e in steps if e["time"] > resumed["time"])
         before = max(e["time"] for e in steps if e["time"] < at[fault] + 0.1)
-        sums[f"lost: {cause}"] += (began - before) * PODS
+        sums[f"lost: {cause or 'pods'}"] += (began - before) * PODS
     return dict(sums)
 
 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster must go all the same
     facts = report.machine()
@@ -152,7 +173,7 @@ def main() -> int:
         ["waiting for a node", booked.get("waiting", 0.0), WAIT_SECONDS * PODS],
         ["process killed", causes.get("Killed", 0.0), known["lost: Killed"]],
         ["hang", causes.get("Hang", 0.0), known["lost: Hang"]],
-        ["pods lost, with those held", pods, known["lost: pod"]],
+        ["pods lost, with those held", pods, known["lost: pods"]],
     ]
     for row in rows:
         row.append(f"{row[1] / row[2]:.3f}" if row[2] else "-")
