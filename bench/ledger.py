@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -23,6 +24,8 @@ from typing import Any
 from harness import report
 
 from ddpjob_operator.core.objects.json_read import parse_time
+from kubectl_ddp.planning.parts import Case, Parts
+from kubectl_ddp.planning.story import Fault, expected
 from support.cluster import wait_for
 from support.patience import WITHIN
 from support.rest import Object
@@ -32,6 +35,7 @@ PODS = 3
 WAIT_SECONDS, HANG_SECONDS, BETWEEN_SECONDS = 40.0, 30, 25.0
 PROGRAM = Path(__file__).with_name("programs") / "metered.py"
 _PATIENCE = 240.0
+EVERY_STEPS = 20
 #: And the cause that the ledger gives it; None: a pod that is lost in any way.
 FAULTS = {
     "process killed": "Killed",
@@ -41,6 +45,16 @@ FAULTS = {
     "node cut off": None,
     "operators killed": "",
 }
+#: Nothing is lost by them.
+QUIET = ("operators killed",)
+#: The planner's words.
+KINDS = {
+    "process killed": "process",
+    "hang": "hang",
+    "pod deleted": "pod",
+    "hub's pod deleted by force": "pod",
+    "node cut off": "node",
+}
 
 
 def body(name: str, steps: int) -> Object:
@@ -48,7 +62,7 @@ def body(name: str, steps: int) -> Object:
     found = job(
         name,
         ["ddpjob-trainer", "run", "/snapshots/metered.py", str(steps)],
-        snapshot={"path": "/snapshots", "volume": claim, "everySteps": 20},
+        snapshot={"path": "/snapshots", "volume": claim, "everySteps": EVERY_STEPS},
         restart={"maxRestarts": 100, "inPlace": {"enabled": True, "maxWithoutProgress": 100}},
         hang={"stepSeconds": HANG_SECONDS},
         nodeLost={"policy": "Fence", "afterSeconds": 5},
@@ -91,7 +105,9 @@ def disturb(site: Site, name: str, fault: str) -> None:
         site.kubectl("delete", "pod", pod, "--wait=false", *force, check=True)
 
 
-def story(site: Site, name: str, steps: int) -> tuple[dict[str, float], Object, float]:
+def story(
+    site: Site, name: str, steps: int, faults: list[str]
+) -> tuple[list[tuple[str, float]], Object, float]:
     """Run the job; return when each fault was, the status at its end, and its wall seconds."""
     nodes = ("node1", "node2")
     for node in nodes:
@@ -102,12 +118,12 @@ def story(site: Site, name: str, steps: int) -> tuple[dict[str, float], Object, 
     for node in nodes:
         site.kubectl("uncordon", node, check=True)
     wait_for(lambda: len(steps_after(site, name, 0.0)) > 50, f"{name} to step", _PATIENCE)
-    at: dict[str, float] = {}
-    for fault in FAULTS:
-        at[fault] = time.time()
+    at: list[tuple[str, float]] = []
+    for fault in faults:
+        at.append((fault, time.time()))
         disturb(site, name, fault)
-        if fault != "operators killed":
-            again = lambda: steps_after(site, name, at[fault])  # noqa: B023, E731
+        if fault not in QUIET:
+            again = lambda: steps_after(site, name, at[-1][1])  # noqa: E731
             wait_for(again, f"{name} to step after: {fault}", _PATIENCE)
         if fault == "node cut off":
             for node in nodes:
@@ -124,7 +140,21 @@ def story(site: Site, name: str, steps: int) -> tuple[dict[str, float], Object, 
     return at, found["status"], (ended - made).total_seconds()
 
 
-def truth(found: list[Object], at: dict[str, float]) -> dict[str, float]:
+def outages(found: list[Object], at: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Of each fault the step before it, and the seconds from there to the first step after it."""
+    resumes = [e["time"] for e in found if e["event"] == "resume"]
+    steps = [e for e in found if e["event"] == "step"]
+    told = []
+    for fault, moment in at:
+        if fault not in QUIET:
+            resumed = next(time for time in resumes if time > moment)
+            began = next(e["time"] for e in steps if e["time"] > resumed)
+            before = max((e for e in steps if e["time"] < moment + 0.1), key=lambda e: e["time"])
+            told.append({"fault": fault, "step": before["step"], "seconds": began - before["time"]})
+    return told
+
+
+def truth(found: list[Object], lost: list[dict[str, Any]]) -> dict[str, float]:
     """Pod-seconds by state as the event log and the faults' times have them."""
     sums: dict[str, float] = defaultdict(float)
     reached, first = 0, True
@@ -138,30 +168,90 @@ def truth(found: list[Object], at: dict[str, float]) -> dict[str, float]:
         else:
             sums["repeated" if one["step"] <= reached else "trained"] += one["seconds"] * PODS
         reached = max(reached, one["step"])
-    for fault, cause in FAULTS.items():
-        if cause == "":
-            continue
-        resumed = next(e for e in found if e["event"] == "resume" and e["time"] > at[fault])
-        steps = [e for e in found if e["event"] == "step"]
-        began = next(e["time"] for e in steps if e["time"] > resumed["time"])
-        before = max(e["time"] for e in steps if e["time"] < at[fault] + 0.1)
-        sums[f"lost: {cause or 'pods'}"] += (began - before) * PODS
+    for one in lost:
+        sums[f"lost: {FAULTS[one['fault']] or 'pods'}"] += one["seconds"] * PODS
     return dict(sums)
+
+
+def parts(booked: dict[str, float], steps: int, lost: list[dict[str, Any]]) -> dict[str, Any]:
+    """The planner's parts, as this run has measured them."""
+    took = {fault: [o["seconds"] for o in lost if o["fault"] == fault] for fault in FAULTS}
+    mean = {fault: statistics.mean(seconds) for fault, seconds in took.items() if seconds}
+    pod = mean["pod deleted"]
+    again = mean["process killed"]
+    each = PODS * steps
+    return {
+        "pods": PODS,
+        "gpus_per_pod": 1,
+        "detection": {
+            "process": 0.0,
+            "hang": mean["hang"] - again,
+            "pod": 0.0,
+            "node": mean["node cut off"] - pod,
+            "hub": 0.0,
+            "gpu": 0.0,
+        },
+        "teardown": 0.0,
+        "start": booked["starting"] / PODS,
+        "start_per_pod": 0.0,
+        "warmup": pod - booked["starting"] / PODS,
+        "warmup_spare": again,
+        "step": (booked["productive"] + booked["data"]) / each,
+        "data": booked["data"] / each,
+        "every_steps": EVERY_STEPS,
+        "stall": booked["snapshot"] / PODS / (steps / EVERY_STEPS),
+        "write": 0.1,
+    }
+
+
+def planned(given: dict[str, Any], lost: list[dict[str, Any]], steps: int) -> dict[str, float]:
+    """Where the time of such a gang goes through these faults, as the planner has it."""
+    faults = [
+        Fault(Case(KINDS[one["fault"]], hub="hub" in one["fault"]), step=one["step"])
+        for one in lost
+    ]
+    book = expected(Parts(**given), faults, steps=steps).book
+    sums: dict[str, float] = defaultdict(float)
+    for (state, kind), seconds in book.items():
+        recovers = kind and state in ("starting", "warmup", "waiting")
+        sums["recovering" if recovers else state] += seconds
+    return dict(sums)
+
+
+def compare(
+    given: dict[str, Any], booked: dict[str, float], lost: list[dict[str, Any]], steps: int
+) -> None:
+    """Print what the planner says of this run, beside its ledger."""
+    said = planned(given, lost, steps)
+    mine = {state: booked.get(state, 0.0) for state in ("productive", "data", "repeated")}
+    mine["lost to failures"] = booked.get("recovering", 0.0) + booked.get("held", 0.0)
+    said["lost to failures"] = said.get("recovering", 0.0) + said.get("held", 0.0)
+    had = sum(booked.values()) - sum(booked.get(s, 0.0) for s in ("waiting", "idle"))
+    rows = [[s, f"{mine[s]:.1f}", f"{said.get(s, 0.0):.1f}", f"{said.get(s, 0.0) / mine[s]:.3f}"]
+            for s in mine if mine[s]]  # fmt: skip
+    whole = sum(one for state, one in said.items() if state != "lost to failures")
+    goodput = mine["productive"] / had, said["productive"] / whole
+    rows += [["all but waiting", f"{had:.1f}", f"{whole:.1f}", f"{whole / had:.3f}"]]
+    rows += [["goodput", *(f"{one:.4f}" for one in goodput), f"{goodput[1] / goodput[0]:.3f}"]]
+    print("\n" + report.table(("what", "ledger", "planner", "ratio"), rows))
 
 
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--faults", default=";".join(FAULTS), help="in their order, ; between")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="the result of another run")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster must go all the same
     facts = report.machine()
     steps = 900 if args.quick else args.steps
     with installed(os.environ.get("BENCH_CLUSTER") or f"bench-{os.getpid()}") as site:
-        at, status, wall = story(site, "metered", steps)
+        at, status, wall = story(site, "metered", steps, args.faults.split(";"))
         found = events(site, "metered")
     booked: dict[str, float] = status["ledger"]["podSeconds"]
     causes: dict[str, float] = status["ledger"]["recovering"]
-    known = truth(found, at)
+    lost_by = outages(found, at)
+    known = truth(found, lost_by)
     trained = sum(booked.get(one, 0.0) for one in ("productive", "data", "snapshot"))
     lost = booked.get("recovering", 0.0) + booked.get("held", 0.0)
     pods = lost - causes.get("Killed", 0.0) - causes.get("Hang", 0.0)
@@ -181,7 +271,19 @@ def main() -> int:
     print("\n" + report.table(("what", "ledger, pod-s", "truth, pod-s", "ratio"), rows))
     print(f"\nledger: {json.dumps(booked)}\nrecovering: {json.dumps(causes)}")
     print(f"fetches of {fetches} in all; goodput {status['goodput']}")
-    result = {"booked": booked, "causes": causes, "truth": known, "wall": wall, "rows": rows}
+    all_there = set(FAULTS) <= set(args.faults.split(";"))
+    given = parts(booked, steps, lost_by) if all_there else None
+    if args.plan:
+        compare(json.loads(args.plan.read_text())["parts"], booked, lost_by, steps)
+    result = {
+        "parts": given,
+        "lost": lost_by,
+        "booked": booked,
+        "causes": causes,
+        "truth": known,
+        "wall": wall,
+        "rows": rows,
+    }
     report.finish("ledger", facts, result, args.json)
     return 0
 
