@@ -91,6 +91,7 @@ REFUSED = {
     "--gpus 8 --detection 20s": "--detection '20s': write KIND=...",
     "--gpus 8 --detection hang=soon": "--detection hang 'soon' is no time",
     "--gpus 8 --warmup \u0663s": "is no time",
+    "--gpus 64 --standby 1 --restart in-place": "--standby needs --restart least",
     "--gpus 8 --restart some": "--restart some: it is one of least, in-place, all",
     "--gpus 8 --period 0": "--period 0: it is 60s at least",
 }

@@ -103,13 +103,7 @@ def _shown(plans: list[Plan], *, as_json: bool) -> list[str]:
 
 def parts(gpus: int, options: argparse.Namespace) -> Parts:
     """Read the gang's numbers; raises Failure."""
-    per_node = min(gpus, _whole("--gpus-per-node", options.gpus_per_node, 1, 1024))
-    if gpus % per_node:
-        near = gpus - gpus % per_node
-        raise Failure(
-            f"--gpus {gpus}: nodes of {per_node} have no {gpus} GPUs between them; say {near} or"
-            f" {near + per_node}, or another --gpus-per-node"
-        )
+    per_node = _per_node(gpus, options)
     mtbf = LLAMA3_GPU_MTBF / per_node
     if options.node_mtbf is not None:
         mtbf = _time("--node-mtbf", options.node_mtbf, least=0.001)
@@ -141,6 +135,8 @@ def parts(gpus: int, options: argparse.Namespace) -> Parts:
         stall=seconds("snapshot-stall"),
         write=seconds("snapshot-write"),
     )
+    if found.standby and not found.alone:
+        raise Failure("--standby needs --restart least: else no pod ever takes another one's place")
     if sum(found.shares.values()) <= 0:
         raise Failure("--shares are all 0: give the kind that fails more, as in node=1")
     if found.data > found.step:
@@ -151,6 +147,18 @@ def parts(gpus: int, options: argparse.Namespace) -> Parts:
     if options.every_steps == "auto":
         return replace(found, every_steps=formulas.best_every_steps(found))
     return replace(found, every_steps=_whole("--every-steps", options.every_steps, 1, _MOST_STEPS))
+
+
+def _per_node(gpus: int, options: argparse.Namespace) -> int:
+    """Return the GPUs of a node, of a smaller gang all that it has; raises Failure."""
+    count = min(gpus, _whole("--gpus-per-node", options.gpus_per_node, 1, 1024))
+    if gpus % count:
+        near = gpus - gpus % count
+        raise Failure(
+            f"--gpus {gpus}: nodes of {count} have no {gpus} GPUs between them; say {near} or"
+            f" {near + count}, or another --gpus-per-node"
+        )
+    return count
 
 
 def _time(name: str, word: str, *, least: float = 0.0) -> float:

@@ -192,7 +192,7 @@ class _Story:
         count = self._parts.pods if self._whole else min(coming, self._parts.pods)
         return [
             _Phase(wait, "held", count, "waiting"),
-            _Phase(left - wait, "held", count, "starting"),
+            _Phase(max(0.0, left - wait), "held", count, "starting"),
         ]
 
     def _train(self, until: float) -> None:
