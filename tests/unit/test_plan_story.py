@@ -162,7 +162,8 @@ def test_whatever_fails_when_every_pod_second_is_booked_once() -> None:
     for _ in range(300):
         parts = replace(
             PARTS, pods=random.choice([1, 2, 5]), standby=random.choice([0, 0, 1, 7]),
-            wait=random.choice([0.0, 0.1]), start=random.choice([0.0, 4.0]), write=random.choice([0.0, 3.0, 25.0]),
+            wait=random.choice([0.0, 0.1]), start=random.choice([0.0, 4.0]),
+            write=random.choice([0.0, 3.0, 25.0]),
             stall=random.choice([0.0, 0.5]), every_steps=random.choice([1, 4, 10]),
             in_place=random.random() < 0.7, alone=random.random() < 0.7,
         )  # fmt: skip
