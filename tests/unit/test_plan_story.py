@@ -149,6 +149,15 @@ def test_a_failure_in_a_recovery_begins_another_one_which_has_to_wait_for_the_fi
     assert both["starting", "pod"] == pytest.approx(2 * 4.0), "two pods are new"
 
 
+def test_a_failure_at_the_very_end_of_a_warm_up_loses_nothing_twice() -> None:
+    """The first comes in the middle of step 15; it is over 0.5 s later."""
+    first, at_once = (26.5 + 0.5, Case("process")), (27.5, Case("node", announced=True))
+    account = story(first, at_once)
+    assert account.book["recovering", "process"] == pytest.approx(3 * 0.5)
+    assert account.book["recovering", "node"] == pytest.approx(3 * 1.0)
+    assert account.repeated == 4
+
+
 def test_a_run_that_fails_all_the_time_ends_and_is_no_good() -> None:
     faults = [Fault(Case("node"), float(at)) for at in range(1, 10_000)]
     account = expected(PARTS, faults, seconds=9_999.5)

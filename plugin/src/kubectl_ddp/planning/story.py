@@ -124,6 +124,7 @@ class _Story:
             self._phases.pop(0)
             if phase.saves is not None:
                 self._durable = phase.saves
+            self._at, self._cut = self._durable, 0.0
         if self._now < until and not self._over:
             self._train(until)
         self._over = self._over or self._now >= self._ends
