@@ -22,6 +22,7 @@ from ddpjob_tools.gpu_check import command as gpu_check
 from ddpjob_tools.local import command as local
 from ddpjob_trainer.environment import EVENTS, read_launcher
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.evidence import commands as evidence
 from ddpjob_trainer.launcher import torchrun, workdir
 
 _RUN_DESCRIPTION = """\
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to PROGRAM"
     )
     _add_snapshot(commands)
+    evidence.add(commands)
     chaos.add(commands)
     gpu_check.add(commands)
     init.add(commands)
@@ -257,6 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return init.main(options, rest)
     if options.command == "local":
         return local.main(options)
+    if options.command == "evidence":
+        return evidence.main(options)
     if options.command == "snapshot":
         return _snapshot(options)
     if options.command == "run":

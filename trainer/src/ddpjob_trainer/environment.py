@@ -146,6 +146,7 @@ class LauncherEnvironment:
     trace: Path | None
     deadlines: Deadlines
     events: Path | None
+    snapshot_dir: Path | None  # for evidence of failures
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
@@ -313,6 +314,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
     replicas = _integer(env, "PET_NNODES", _integer(env, contract.REPLICAS, 1), least=1)
     nproc = _integer(env, "PET_NPROC_PER_NODE", _integer(env, contract.NPROC_PER_NODE, 0))
     final = env.get(contract.IN_PLACE_FINAL_EXIT_CODES)
+    snapshots = env.get(contract.SNAPSHOT_DIR, "")
     drill = env.get(contract.DRILL) or "Auto"
     if drill not in ("Auto", "Always", "Never"):
         raise ConfigError(f"{contract.DRILL}={drill!r} must be one of Auto, Always, Never")
@@ -342,4 +344,5 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         trace=_path(env, TRACE),
         deadlines=_deadlines(env),
         events=_path(env, EVENTS),
+        snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
     )

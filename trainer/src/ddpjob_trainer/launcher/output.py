@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.tracebacks import Tracebacks
 
-TAIL_LINES = 20
+TAIL_LINES = 20  # of the termination report
+KEPT_LINES = 200  # for evidence
 _LINE_END = re.compile(rb"(\r?\n|\r)")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
 _READ = 64 * 1024
@@ -54,7 +55,7 @@ class OutputPump:
         Raises OSError.
         """
         prefix = f"[{self._whose}{rank}] ".encode() if self._prefixed else b""
-        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        tail: deque[str] = deque(maxlen=KEPT_LINES)
         ends: list[int] = []
         with self._lock:
             streams = self._streams[rank] = []
@@ -74,11 +75,11 @@ class OutputPump:
             os.write(self._wake_w, b"x")
         return ends[0], ends[1]
 
-    def tail(self, rank: int) -> list[str]:
+    def tail(self, rank: int, most: int = TAIL_LINES) -> list[str]:
         """Return the last lines of a worker, oldest first."""
         with self._lock:
             streams = self._streams.get(rank)
-            return list(streams[0].tail) if streams else []
+            return list(streams[0].tail)[-most:] if streams else []
 
     def exception(self, rank: int, *, crashed: bool = False) -> str:
         """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""

@@ -39,7 +39,7 @@ from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.reports import endpoints, termination
+from ddpjob_trainer.launcher.reports import endpoints, evidence, termination
 from ddpjob_trainer.launcher.reports.account import Account
 from ddpjob_trainer.launcher.reports.events import Events
 from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
@@ -140,6 +140,7 @@ class Supervisor:
                 # On a terminal several launchers may write; a pod's name tells whose line it is.
                 several = config.nproc > 1 or (config.world_size > 1 and os.isatty(1))
                 self._pump = OutputPump(self._log, prefixed=several)
+                self._evidence = evidence.Keeper(config, self._pump, self._log)
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest, self._tick
                 )
@@ -166,6 +167,7 @@ class Supervisor:
                     self._log.say,
                 )  # fmt: skip
                 self._member.close()
+                self._evidence.end(self._ended, self._member.hub, code)
                 self._events.write("end", code=int(code), round=self._workers.round)
                 self._events.end()
                 return code
@@ -238,6 +240,7 @@ class Supervisor:
         if self._refill and self._began:
             self._restore(self._refill)
         self._began = True
+        self._evidence.begin(self._config, self._workers, now)
         drills = self._member.rounds and rounds.drills_left(self._results.records)
         drill = self._config.env.drill if drills else "Never"
         self._starter.begin(self._workers, now, drill, self._account.reached)
@@ -273,6 +276,7 @@ class Supervisor:
             self._report(now)
             self._warn_of_early_ends(now)
             self._pace.poll(self._workers.state(0), now)
+            self._evidence.tick(self._hangs.found, now)
             member_due = self._member.tick(now)
             self._take_messages(now)
             self._stop_the_rest(now)
@@ -427,6 +431,7 @@ class Supervisor:
         link = self._member.link
         self._log.say(f"the hub was lost: {lost}; waiting for it or for another one")
         link.leave()
+        self._evidence.why = f"the hub was lost: {lost}"
         if self._phase is _Phase.RUNNING:
             self._enter(_Phase.STOPPING, now)
             self._workers.stop(now, last_words=0)
@@ -496,6 +501,7 @@ class Supervisor:
         self._counted.teardown_seconds = now - self._since
         self._enter(_Phase.PARKED, now)
         trace.mark("stopped")
+        self._evidence.stopped(self._member.hub)
         self._results = self._results.after(workers)
         self._progress.poll(_POLL_SECONDS)  # the hub decides on it
         step = self._results.snapshot_step
@@ -512,6 +518,7 @@ class Supervisor:
         else:
             self._log.say(f"round {go.round}: the hub was replaced, by hub {go.number}")
         trace.mark("go")
+        self._evidence.follows(go.records)
         if go.replica != self._config.replica:
             self._log.say(f"this pod serves replica {go.replica} from now on")
             self._config = replace(self._config, replica=go.replica)

@@ -85,6 +85,8 @@ class Hub:
         self._stopped: set[int] = set()  # present, and nothing of the gang runs there
         self._out: set[str] = set()  # pods that others have replaced
         self._final: Message | None = None
+        self.gone: dict[int, str] = {}  # replicas lost in the round ``gone_in``, and how
+        self.gone_in = -1
         self._polled = 0.0
         self._begin()
 
@@ -215,7 +217,7 @@ class Hub:
         self._stopped.discard(seat)
         if seat not in self._serving:
             return  # it stood by
-        self._lose(seat, now)
+        self._lose(seat, now, how)
         if self._phase is _Phase.HOLDING:
             return
         if not self.holds:
@@ -229,10 +231,18 @@ class Hub:
         else:
             self.tick(now)
 
-    def _lose(self, seat: int, now: float) -> None:
-        self._lost.setdefault(self._serving.index(seat), self._members[seat].pod)
+    def _lose(self, seat: int, now: float, how: str) -> None:
+        replica = self._serving.index(seat)
+        self._lost.setdefault(replica, self._members[seat].pod)
+        self._note_gone(replica, how)
         if self._hold_until is None:
             self._hold_until = now + self._limits.hold
+
+    def _note_gone(self, replica: int, how: str) -> None:
+        """Note for evidence.py who was lost in this round, until another round loses some."""
+        if self.gone_in != self.history.round:
+            self.gone_in, self.gone = self.history.round, {}
+        self.gone.setdefault(replica, how)
 
     # --- What launchers say --------------------------------------------------------------
 
@@ -356,7 +366,7 @@ class Hub:
             for seat in missing:
                 self._drop(seat)
                 self._present.discard(seat)
-                self._lose(seat, now)
+                self._lose(seat, now, "did not stop its processes in time")
             self._decide(now)
             return None
         absent = missing - self._members.keys()

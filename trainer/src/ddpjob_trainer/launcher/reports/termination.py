@@ -45,6 +45,7 @@ class Ended:
     lost: str = ""  # how the hub was lost
     before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
     waiting_since: float = 0.0  # since when the hub knows of a failure, 0: none
+    report: TerminationReport | None = None  # as finish() has written it
 
 
 def finish(
@@ -87,6 +88,7 @@ def finish(
         content["code"] = 128 + ended.signal
         content["signal"] = ended.signal
     _save(config, content, say)
+    ended.report = content
     if ended.end is not None and config.rounds_without_progress and not ended.signal:
         say(f"no further round: {ended.end.why}")
     elif ended.lost and failure is not None and not elsewhere:

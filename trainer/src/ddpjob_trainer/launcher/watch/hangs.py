@@ -15,6 +15,7 @@ from typing import Final
 from ddpjob_contract import STATE_MAX_STACKS_BYTES
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.watch import native
 from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness import stacks
@@ -24,6 +25,7 @@ from ddpjob_trainer.liveness.heartbeat import RankState, read_state
 _LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.1  # between two looks whether native stacks have come
 
 
 class HangWatch:
@@ -67,7 +69,18 @@ class StackRequest:
         self.hang = hang
         self._directory = directory
         others = sorted(pids.keys() - {hang.rank})
+        self._trains: dict[int, int] = {}  # rank -> pid of those that were asked
         self._asked = [rank for rank in (hang.rank, *others) if self._ask(rank, pids)]
+        self._look = native.Look(self._trains)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether native stacks are still being read."""
+        return self._look.busy
+
+    def native(self) -> str:
+        """Return native stacks by rank, "" where no program for them is installed."""
+        return self._look.text()
 
     def _ask(self, rank: int, pids: Mapping[int, int]) -> bool:
         state = read_state(self._directory, rank)
@@ -76,7 +89,10 @@ class StackRequest:
         # The worker may be a shell around the process that trains: same process group.
         if children.group_of(state.pid) != pids.get(rank):
             return False
-        return stacks.request(self._directory, rank, state.pid)
+        asked = stacks.request(self._directory, rank, state.pid)
+        if asked:
+            self._trains[rank] = state.pid
+        return asked
 
     def brief(self) -> list[str]:
         """Return the hanging rank's answer, a line per thread."""
@@ -98,12 +114,14 @@ class StackRequest:
 class HangResponse:
     """Finds and ends hanging workers over all rounds. ``stacks``: of the last hang.
 
+    ``found``: of this round, with native ones, for evidence.
+
     ``counted``: hangs by phase. It asks for stacks, waits a moment, and only then kills the worker;
     the supervisor's loop runs on meanwhile.
     """
 
     def __init__(self, deadlines: Deadlines, counted: Counter[str], log: Log, names: Names) -> None:
-        self.stacks = ""
+        self.stacks = self.found = ""
         self._names = names
         self._deadlines = deadlines
         self._counted = counted
@@ -112,6 +130,7 @@ class HangResponse:
 
     def begin(self) -> None:
         """Start over with a round."""
+        self.found = ""
         self._names.begin()
         self._watch = HangWatch(self._deadlines)
         self._request: StackRequest | None = None
@@ -125,6 +144,8 @@ class HangResponse:
         if self._request is not None:
             if now < self._answer_at:
                 return self._answer_at
+            if self._request.busy:
+                return now + _LOOK_SECONDS
             self._answered(workers, self._request, now)
             self._request = None
         elif not terminating and not workers.stopping and not workers.dying:
@@ -139,7 +160,9 @@ class HangResponse:
 
     def _answered(self, workers: WorkerGroup, request: StackRequest, now: float) -> None:
         self.stacks = request.text()
-        self._log.put(2, self.stacks.encode())
+        seen = request.native()
+        self.found = self.stacks + seen
+        self._log.put(2, self.found.encode(errors="replace"))
         if not workers.stopping:
             hang = request.hang
             lost = self._names.trouble if hang.phase == "startup" else ""

@@ -1,0 +1,223 @@
+"""Collect what this launcher knows of a round, while it runs and when it has ended.
+
+The supervisor calls it at each stage of a round; files flow through evidence/writer to the folder
+beside the snapshots. Nothing here waits for a disk but end(), for a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, cast
+
+from ddpjob_contract import ExitCode, Round
+from ddpjob_contract.evidence import EVIDENCE_VERSION, End, Evidence, RankEnd
+from ddpjob_trainer.evidence import bounds, folder
+from ddpjob_trainer.evidence.writer import Entry, Flight, Writer
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
+from ddpjob_trainer.launcher.log import Log
+from ddpjob_trainer.launcher.output import KEPT_LINES, OutputPump
+from ddpjob_trainer.launcher.reports.state import known
+from ddpjob_trainer.launcher.reports.termination import Ended
+from ddpjob_trainer.launcher.worker_group import WorkerGroup
+
+#: Between two looks for new lines, for a pod that is killed as a whole; the first comes sooner.
+_EVERY_SECONDS: Final = 10.0
+_FIRST_SECONDS: Final = 2.0
+#: A gang's launchers write so many files a second together at most.
+_FILES_A_SECOND: Final = 10
+#: At the launcher's end: for the last file, less if it was asked to end.
+_PATIENCE_SECONDS: Final = 2.0
+_HURRY_SECONDS: Final = 0.5
+#: torch's variables for where NCCL's flight recorder writes, the newer first, and its defaults.
+_FLIGHT_ENV: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_FLIGHT_DEFAULTS: Final = ("~/.cache/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_")
+
+
+class Keeper:
+    """Keeps one launcher's evidence; without a snapshot directory it does nothing.
+
+    ``why``: how the hub was lost, which ended the round.
+    """
+
+    def __init__(self, config: LaunchConfig, pump: OutputPump, log: Log) -> None:
+        root = config.env.snapshot_dir
+        self._writer = Writer(root, log.say) if root else None
+        self._config = config
+        self._pump = pump
+        self._workers: WorkerGroup | None = None
+        self._tails: list[list[str]] = []
+        self._stacks = ""
+        self._began = 0.0
+        self._due = 0.0
+        self._pruned = False  # in this round
+        self._last: Evidence | None = None  # of a round that is over
+        self.why = ""
+
+    def begin(self, config: LaunchConfig, workers: WorkerGroup, now: float) -> None:
+        """Turn to a round that begins."""
+        self._config, self._workers = config, workers
+        self._tails, self._stacks, self.why = [], "", ""
+        self._began = time.time()
+        self._due = now + _FIRST_SECONDS
+        self._pruned = False
+        self._last = None
+
+    def tick(self, stacks: str, now: float) -> None:
+        """Write last lines from time to time, if there are new ones."""
+        self._stacks = stacks
+        workers = self._workers
+        if self._writer is None or workers is None or self._last or now < self._due:
+            return
+        self._due = now + max(_EVERY_SECONDS, self._config.replicas / _FILES_A_SECOND)
+        tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
+        if tails != self._tails:
+            self._tails = tails
+            self._put(self._body(workers, tails, over=False))
+
+    def stopped(self, hub: Hub | None) -> None:
+        """Write how the round ended here, as far as this launcher knows."""
+        workers = self._workers
+        if self._writer is None or workers is None or any(one.drill for one in workers.exits):
+            return
+        tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
+        self._last = self._body(workers, tails, over=True)
+        self._last |= _known(why=self.why or None, lost=_lost(hub, workers.round))
+        self._put(self._last, flights=self._flights())
+
+    def follows(self, records: Sequence[Round]) -> None:
+        """Add what ended the round, from the hub's word on the next one."""
+        if self._last is not None and records:
+            self._last = {**self._last, "cause": records[-1]}
+            self._put(self._last)
+
+    def end(self, ended: Ended, hub: Hub | None, code: int) -> None:
+        """Write the round that no other follows, and wait for that a moment."""
+        workers = self._workers
+        if self._writer is None or workers is None:
+            return
+        why = ended.lost or (ended.end.why if ended.end else "")
+        said: Evidence = _known(
+            why=self.why or why or None, signal=ended.signal or None, report=ended.report,
+            lost=_lost(hub, workers.round),
+        )  # fmt: skip
+        first = ended.end.rank if ended.end else -1
+        if first >= 0:
+            said["cause"] = {"rank": first, "replica": first // self._config.nproc}
+        tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
+        self._put(self._body(workers, tails, over=True) | said, flights=self._flights())
+        hurry = ended.signal and code
+        self._writer.flush(_HURRY_SECONDS if hurry else _PATIENCE_SECONDS)
+
+    # --- The file --------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [self._config.rank(local_rank) for local_rank in range(self._config.nproc)]
+
+    def _put(self, body: Evidence, flights: tuple[Flight, ...] = ()) -> None:
+        assert self._writer is not None
+        replica = body["replica"]
+        at = folder.place(body["uid"], body["attempt"], body["round"])
+        prunes = replica == 0 and not self._pruned
+        self._pruned = True
+        self._writer.put(Entry(at, f"replica-{replica}.json", body, prunes, flights))
+
+    def _body(self, workers: WorkerGroup, tails: list[list[str]], *, over: bool) -> Evidence:
+        config = self._config
+        exits = {one.rank: one for one in workers.exits}
+        share = bounds.log_share(config.world_size, config.nproc)
+        return _known(
+            version=EVIDENCE_VERSION,
+            uid=config.uid,
+            attempt=workers.key.number,
+            round=workers.round,
+            made=config.attempt,
+            pod=socket.gethostname(),
+            replica=config.replica,
+            nproc=config.nproc,
+            state="over" if over else "running",
+            began=_time(self._began),
+            at=_time(time.time()),
+            ranks=[
+                self._rank(workers, local, exits.get(config.rank(local)), lines, share)
+                for local, lines in enumerate(tails)
+            ],
+            stacks=self._stacks.encode()[: bounds.MOST_STACKS].decode(errors="ignore") or None,
+        )
+
+    def _rank(
+        self, workers: WorkerGroup, local_rank: int, exit_: Exit | None, log: list[str], share: int
+    ) -> RankEnd:
+        state = workers.state(local_rank)
+        trained = state is not None and state.phase != "startup"
+        end = _end(exit_)
+        found: RankEnd = {
+            "rank": self._config.rank(local_rank),
+            "end": end,
+            "log": bounds.newest(log, bounds.MOST_LOG if end == "failed" else share),
+        }
+        if state and trained:
+            found["step"] = state.step
+        if state and state.snapshot_step >= 0:
+            found["snapshotStep"] = state.snapshot_step
+        if exit_ is not None:
+            found["code"] = exit_.code
+            if exit_.status < 0:
+                found["signal"] = -exit_.status
+            if exit_.exception:
+                found["exception"] = exit_.exception
+        return found
+
+    def _flights(self) -> tuple[Flight, ...]:
+        """Find what NCCL's flight recorder has written for these ranks in this round."""
+        named = next((os.environ[name] for name in _FLIGHT_ENV if os.environ.get(name)), "")
+        prefixes = (named,) if named else _FLIGHT_DEFAULTS
+        most = bounds.flight_share(self._config.world_size)
+        found = []
+        for rank in self._ranks:
+            for prefix in prefixes:
+                path = Path(f"{prefix}{rank}").expanduser()
+                if _written_since(path, self._began):
+                    found.append(Flight(rank, path, most))
+                    break
+        return tuple(found)
+
+
+def _end(exit_: Exit | None) -> End:
+    if exit_ is None:
+        return "running"
+    if exit_.ours:
+        return "stopped"
+    if exit_.status == 0:
+        return "succeeded"
+    return "followed" if exit_.code == ExitCode.PEER_LOST else "failed"
+
+
+def _lost(hub: Hub | None, round_: int) -> Mapping[str, str] | None:
+    """Return the replicas that the hub, if it is here, lost in this round."""
+    if hub is None or hub.gone_in != round_:
+        return None
+    return {str(replica): how for replica, how in hub.gone.items()} or None
+
+
+def _known(**found: object) -> Evidence:
+    return cast("Evidence", known(found))
+
+
+def _written_since(path: Path, moment: float) -> bool:
+    try:
+        return path.stat().st_mtime >= moment
+    except (OSError, RuntimeError):
+        return False
+
+
+def _time(seconds: float) -> str:
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
