@@ -49,7 +49,7 @@ class Evidence(TypedDict, total=False):
     began: str  # RFC 3339, UTC, as all times
     at: str  # when this was written
     why: str  # why it ended, in the launcher's words
-    signal: int  # by which the launcher was told to end
+    signal: int  # by which the launcher was to end
     cause: Round  # what ended the round, by the hub
     lost: dict[str, str]  # of the hub: replicas whose launchers it lost in this round, and how
     report: TerminationReport
@@ -59,7 +59,10 @@ class Evidence(TypedDict, total=False):
 
 
 class Incident(TypedDict, total=False):
-    """One round, from the files of all its launchers. ``first``: the process that failed first."""
+    """One round, from the files of all its launchers.
+
+    ``first``: the process that failed first, or the first one of the pod that was lost.
+    """
 
     uid: str
     attempt: int
@@ -80,6 +83,7 @@ class Incident(TypedDict, total=False):
     running: list[int]
     silent: dict[str, str]  # pods without a word on their end, while others have one: since when
     snapshotStep: int
+    tails: dict[str, list[str]]  # of some pods that are silent or lost: last lines
     pods: dict[str, int]  # the replica that each served
     stacks: list[int]  # replicas that have some
     flight: list[str]

@@ -10,7 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kubectl_ddp import __version__
-from kubectl_ddp.commands import account, events, logs, plan, snapshots, stacks, status, suspension
+from kubectl_ddp.commands import (
+    account,
+    events,
+    logs,
+    plan,
+    snapshots,
+    stacks,
+    status,
+    suspension,
+    why,
+)
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.kubectl import Kubectl
 from kubectl_ddp.text import clean
@@ -69,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("-w", "--watch", action="store_true", help="again on change, until it ends")
     one.add_argument("-o", "--output", choices=["json"], help="the job and its pods for programs")
     _full(one)
+    about = "The right to get ddpjobs is enough; Events, pods and pods/exec make it better."
+    _why(add("why", "why a job failed, on one page, newest first", why.run, epilog=about))
     _logs(add("logs", "logs of all replicas, each line with its pod", logs.run))
     one = add("events", "the story of a job and its pods: Events and failures", events.run)
     _job(one)
@@ -91,6 +103,24 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _why(one: argparse.ArgumentParser) -> None:
+    _job(one)
+    one.add_argument("--all", action="store_true", help="all recorded failures (default: 3)")
+    one.add_argument(
+        "--reader",
+        action="store_true",
+        help="where no pod of the job runs, start one for some seconds that reads what launchers"
+        " kept beside the snapshots",
+    )
+    _node(one)
+
+
+def _node(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--node", metavar="NAME", default="", help="for that pod: read the hostPath of this node"
+    )
+
+
 def _logs(one: argparse.ArgumentParser) -> None:
     _job(one)
     _replica(one)
@@ -100,6 +130,11 @@ def _logs(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--failed", action="store_true", help="the last failure, and the log of its pod"
     )
+    about = "the pod's log while it is there, else the last lines kept beside the snapshots"
+    one.add_argument("--attempt", type=int, metavar="N", help=f"of attempt N: {about}")
+    one.add_argument("--round", type=int, metavar="N", help="of round N of an attempt")
+    one.add_argument("--rank", type=int, metavar="N", help=f"of process N: {about}")
+    _node(one)
 
 
 def _flags() -> argparse.ArgumentParser:

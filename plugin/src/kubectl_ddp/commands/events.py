@@ -46,10 +46,7 @@ class Happening:
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print the story, oldest first; raise Failure."""
     job = gang.find_job(kubectl, options.job)
-    events = [
-        *_events(kubectl, job, f"involvedObject.kind=DDPJob,involvedObject.name={job.name}"),
-        *_events(kubectl, job, "involvedObject.kind=Pod"),
-    ]
+    events = [*_of_job(kubectl, job), *_events(kubectl, job, "involvedObject.kind=Pod")]
     found = story(job, events)
     if not found:
         print("nothing yet, or it is older than the API server keeps Events (an hour)")
@@ -57,6 +54,16 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     most = WHOLE if options.full else _LINES
     print("\n".join(lines(found, datetime.now(UTC), width(), most)))
     return 0
+
+
+def told(kubectl: Kubectl, job: Job) -> list[Happening]:
+    """Return the Events of the job alone, oldest first; raise Failure."""
+    found = (_of_event(job, event) for event in _of_job(kubectl, job))
+    return sorted((one for one in found if one is not None), key=_when)
+
+
+def _of_job(kubectl: Kubectl, job: Job) -> list[Object]:
+    return _events(kubectl, job, f"involvedObject.kind=DDPJob,involvedObject.name={job.name}")
 
 
 def _events(kubectl: Kubectl, job: Job, selector: str) -> list[Object]:

@@ -14,6 +14,7 @@ from typing import IO
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA, TERMINAL_PHASES
 from kubectl_ddp import following, gang
+from kubectl_ddp.commands import past
 from kubectl_ddp.commands.status import failure_line, seat_of
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
@@ -30,6 +31,8 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     members = gang.find_members(kubectl, job)
     if options.failed:
         return _failed(kubectl, job, members, _how_much(options))
+    if (options.attempt, options.round, options.rank) != (None, None, None):
+        return past.run(kubectl, job, members, options)
     wanted = gang.chosen(job, options.replica)
     if options.follow and job.phase not in TERMINAL_PHASES:
         return _follow(kubectl, job, wanted, _how_much(options))

@@ -24,6 +24,8 @@ from ddpjob_trainer.evidence.folder import Seen
 _FILE: Final = re.compile("replica-[0-9]{1,6}\\.json")
 _MOST_FILES: Final = 20_000
 _LAST_LINES: Final = 30  # of the first process, in an Incident
+_TAILS: Final = 16  # other pods whose last lines are in it ...
+_TAIL_LINES: Final = 10  # ... and how many of each
 _ENDS: Final = get_args(End)
 
 
@@ -118,7 +120,9 @@ def incident(found: Round) -> Incident:
     for one in files:
         for rank in one["ranks"]:
             ends[rank["end"]].append(rank["rank"])
-    over = [one for one in files if one["state"] == "over"]
+    over, silent = _split(files)
+    lost = next((one["lost"] for one in files if one["lost"]), {})
+    gone = [one for one in files if one in silent or str(one["replica"]) in lost]
     steps = [s for f in files for r in f["ranks"] if (s := r.get("snapshotStep")) is not None]
     told: dict[str, Any] = {
         "uid": files[0]["uid"],
@@ -128,9 +132,10 @@ def incident(found: Round) -> Incident:
         "at": min((one["at"] for one in over), default=max(one["at"] for one in files)),
         "cause": _cause(files),
         "why": _why(over),
-        "lost": next((one["lost"] for one in files if one["lost"]), None),
+        "lost": lost,
         "signal": next((one["signal"] for one in files if one.get("signal")), None),
-        "silent": {one["pod"]: one["at"] for one in files if one not in over} if over else None,
+        "silent": {one["pod"]: one["at"] for one in silent} if over else None,
+        "tails": {one["pod"]: _tail(one) for one in gone[:_TAILS]},
         "snapshotStep": max(steps, default=None),
         "pods": {one["pod"]: one["replica"] for one in files},
         "stacks": [one["replica"] for one in files if one.get("stacks")],
@@ -149,13 +154,30 @@ def incident(found: Round) -> Incident:
 
 
 def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:
-    """Return the process that failed first: by the hub, else of those that failed themselves."""
+    """Return the process that failed first, as the hub says, else as it looks.
+
+    Then a process that failed by itself comes before one of a pod that is silent or was lost.
+    """
     everybody = [(file, rank) for file in files for rank in file["ranks"]]
-    named = (_cause(files) or {}).get("rank")
+    cause = _cause(files) or {}
+    named = [pair for pair in everybody if pair[1]["rank"] == cause.get("rank")]
     failed = [pair for pair in everybody if pair[1]["end"] == "failed"]
-    return next((pair for pair in everybody if pair[1]["rank"] == named), None) or min(
-        failed, key=lambda pair: (pair[0]["at"], pair[1]["rank"]), default=None
-    )
+    failed.sort(key=lambda pair: (pair[0]["at"], pair[1]["rank"]))
+    over, silent = _split(files)
+    lost = {cause.get("replica"), *(one["replica"] for one in silent if over)}
+    gone = [pair for pair in everybody if pair[0]["replica"] in lost]
+    return next(iter([*named, *failed, *gone]), None)
+
+
+def _split(files: Sequence[Evidence]) -> tuple[list[Evidence], list[Evidence]]:
+    """Return the files of launchers that have ended the round, and those of others."""
+    over = [one for one in files if one["state"] == "over"]
+    return over, [one for one in files if one["state"] != "over"]
+
+
+def _tail(one: Evidence) -> list[str]:
+    lines = one["ranks"][0]["log"] if one["ranks"] else []
+    return [line[:300] for line in lines[-_TAIL_LINES:]]
 
 
 def _cause(files: Sequence[Evidence]) -> Any:

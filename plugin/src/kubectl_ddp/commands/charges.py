@@ -1,0 +1,108 @@
+"""Word what a failure was, what it cost, and what the operator did: the rows of `why`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+
+from ddpjob_contract import exits
+from ddpjob_contract.evidence import Incident
+from kubectl_ddp import cures
+from kubectl_ddp.commands.events import Happening
+from kubectl_ddp.gang import Job, moment
+from kubectl_ddp.kubectl import Object
+
+#: The operator's Event follows a failure within seconds.
+_SOON = timedelta(seconds=60)
+_SECOND = timedelta(seconds=1)  # Events have whole seconds
+_COUNT = re.compile(r"\((restart|disruption) (\d+) of at most (\d+)")
+_WORDS = {
+    "User": "the program ended",
+    "Killed": "killed from outside the program",
+    "OOM": "out of memory",
+    "Hang": "no sign of life",
+    "Startup": "not all replicas ran in time",
+    "Diverged": "the ranks disagree, or the NaN policy said stop",
+    "Permanent": "an end that no restart can cure",
+    "Hardware": "a GPU failed, not the program",
+    "Infrastructure": "lost, not by the program",
+    "Disruption": "its pod was removed",
+    "Collateral": "a peer was gone first",
+}
+
+
+def of(job: Job, failure: Object, story: Sequence[Happening]) -> str:
+    """Return what a failure was charged to, with the count if an Event has it."""
+    if failure.get("inPlace"):
+        return "nothing: it was restarted in place"
+    at = moment(failure.get("detectedAt"))
+    soon = [one for one in story if at and timedelta(0) <= one.last - at + _SECOND <= _SOON]
+    for one in soon:
+        if found := _COUNT.search(one.message):
+            name = "maxRestarts" if found[1] == "restart" else "maxDisruptions"
+            return f"{found[1]} {found[2]} of at most {found[3]} ({name})"
+    if job.phase == "Failed" and failure == job.failures[-1]:
+        return "nothing: it ended the job"
+    return f"to {cures.budget(str(failure.get('class', '')))}, by its class; see Spent"
+
+
+def spent(job: Job) -> str:
+    """Word the budgets as they are now."""
+    restarts, limits = job.status.get("restarts") or {}, job.spec["restart"]
+    return (
+        f"{restarts.get('charged', 0)} of {limits['maxRestarts']} restarts,"
+        f" {restarts.get('disruptions', 0)} of {limits['maxDisruptions']} disruptions;"
+        f" {restarts.get('inPlace', 0)} restarts in place, which are free"
+    )
+
+
+def how(failure: Object) -> str:
+    """Word an end: no sign of life (Hang, exit code 76)."""
+    cls, reason = str(failure.get("class", "")), str(failure.get("reason", ""))
+    words = _WORDS.get(cls, "it ended")
+    if cls == "Infrastructure" and failure.get("exitCode") is not None:
+        words = "its peers were gone first"
+    if cls == "User" and failure.get("signal"):
+        words = "the program was ended by a signal"
+    code = failure.get("exitCode")
+    shown = [cls, *([reason] if reason != cls and reason != f"ExitCode{code}" else [])]
+    shown += [] if code is None else [f"exit code {code}"]
+    return f"{words} ({', '.join(filter(None, shown))})"
+
+
+def did(job: Job, failure: Object) -> str:
+    """Word what the operator, or the launchers, did about it."""
+    if failure.get("inPlace"):
+        return "the processes of all pods were restarted in place"
+    if failure.get("replaced"):
+        return "only the lost pod was made again; the others waited"
+    if job.failures and failure == job.failures[-1]:
+        if job.phase == "Failed":
+            return "the job was ended"
+        if job.phase == "Suspended":
+            return "nothing: the job is suspended"
+    return "all pods were made again"
+
+
+def forgotten(incident: Incident) -> Object:
+    """Make a failure's record from evidence, where the status has none any more."""
+    first = incident["first"]
+    code = first.get("code")
+    number = first.get("signal")
+    found: Object = {
+        "attempt": incident["attempt"],
+        "round": incident["round"],
+        "rank": first.get("rank"),
+        "replica": incident.get("firstReplica"),
+        "pod": incident.get("firstPod", ""),
+        "class": exits.class_of(code, number),
+        "reason": exits.reason_of(code, number),
+        "exitCode": code,
+        "signal": number,
+        "exception": first.get("exception", ""),
+        "step": first.get("step"),
+        "detectedAt": incident["at"],
+        "inPlace": True,
+    }
+    return {name: value for name, value in found.items() if value not in (None, "")}

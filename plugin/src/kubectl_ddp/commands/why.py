@@ -1,0 +1,313 @@
+"""Explain a job's failures on one page, newest first: `kubectl ddp why`.
+
+From status.failures, Events and, where they can be read, the evidence beside the snapshots.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from ddpjob_contract.evidence import Incident
+from kubectl_ddp import cures, evidence, gang
+from kubectl_ddp.commands import charges, events
+from kubectl_ddp.commands.events import Happening
+from kubectl_ddp.commands.status import seat_of
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.gang import Job, moment
+from kubectl_ddp.kubectl import Kubectl, Object
+from kubectl_ddp.text import NONE, clean, duration, ranges, since, width, wrapped
+
+_SHOWN = 3  # failures
+_INDENT = 11
+_LINES = 12  # of a log, of a failure
+_MOST = 300  # characters of such a line
+#: Clocks of nodes and of the operator differ, and a lost node is noticed late.
+_NEAR = timedelta(seconds=180)
+_UNKNOWN: Incident = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One failure: the operator's record, what launchers kept of that round, and Events."""
+
+    failure: Object
+    incident: Incident | None
+    charged: str
+    again: datetime | None  # when training ran on
+
+    @property
+    def at(self) -> datetime:
+        """Return when it was seen."""
+        return moment(self.failure.get("detectedAt")) or datetime.now(UTC)
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print the page; raise Failure."""
+    job = gang.find_job(kubectl, options.job)
+    notes: list[str] = []
+    story: list[Happening] = []
+    try:
+        story = events.told(kubectl, job)
+    except Failure as failure:
+        notes.append(f"without Events: {failure}")
+    found = _incidents(kubectl, job, options, notes) if job.status.get("attempt") else []
+    known = cases(job, story, found, everything=options.all)
+    shown = known if options.all else known[:_SHOWN]
+    lines = [*head(job, found, datetime.now(UTC), width()), ""]
+    for number, case in enumerate(shown, 1):
+        lines += [*page(job, case, number, datetime.now(UTC), width()), ""]
+    if len(known) > len(shown):
+        lines.append(f"{len(known) - len(shown)} earlier: kubectl ddp why {job.name} --all")
+    lines += [f"({clean(note)})" for note in notes]
+    print("\n".join(lines).rstrip())
+    return 0
+
+
+def _incidents(
+    kubectl: Kubectl, job: Job, options: argparse.Namespace, notes: list[str]
+) -> list[Incident]:
+    """Read the evidence; note why there is none."""
+    try:
+        members = gang.find_members(kubectl, job)
+        starts = options.reader or bool(options.node)
+        said = evidence.read(
+            kubectl, job, members, "ls", "--json", starts=starts, node=options.node
+        )
+        return [one for one in evidence.parsed(said) if one["uid"] == job.uid]
+    except Failure as failure:
+        note = f"without what launchers kept beside the snapshots: {failure}"
+        if str(failure).endswith(" runs"):
+            note += f"; kubectl ddp why {job.name} --reader starts one for some seconds"
+        notes.append(note)
+        return []
+
+
+# --- The job ------------------------------------------------------------------------------
+
+
+def head(job: Job, found: Sequence[Incident], now: datetime, columns: int) -> list[str]:
+    """Tell what the job is doing, and what keeps it from more."""
+    status = job.status
+    attempt = f", attempt {status['attempt']}" if status.get("attempt") else ""
+    lines = [
+        f"{job.namespace}/{job.name} is {job.phase or 'not seen yet by the operator'}{attempt}"
+    ]
+    if not job.phase:
+        return [*lines, *_row("Do", "does the operator run? kubectl get deployments -A", columns)]
+    for one in status.get("conditions") or []:
+        if one["status"] == "True" and one["type"] in ("Invalid", "Stalled", "Failed"):
+            if one["type"] == "Stalled" and job.phase == "Failed":
+                continue  # repeats the same
+            lines += _row(one["type"], f"{one['reason']}: {one['message']}", columns)
+            if cure := cures.of_condition(str(one["reason"]), job.name):
+                lines += _row("Do", cure, columns)
+    progress = status.get("progress") or {}
+    if "step" in progress:
+        total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
+        snapshot = progress.get("snapshotStep")
+        kept = "none yet" if snapshot is None else f"of step {snapshot}"
+        lines += _row(
+            "Progress", f"step {progress['step']}{total}, newest snapshot {kept}", columns
+        )
+    lines += _row("Spent", charges.spent(job), columns)
+    if job.phase == "Suspended" and found and found[0].get("signal") and "snapshotStep" in found[0]:
+        lines += _row("Saved", f"step {found[0]['snapshotStep']}, when it was suspended", columns)
+    if not job.failures:
+        lines.append("It has had no failure.")
+    return lines
+
+
+# --- One failure --------------------------------------------------------------------------
+
+
+def cases(
+    job: Job, story: Sequence[Happening], found: Sequence[Incident], *, everything: bool
+) -> list[Case]:
+    """Join failures with what else is known of them, newest first."""
+    known: list[Case] = []
+    used: list[Incident] = []
+    for failure in reversed(job.failures):
+        incident = _incident_of(failure, [one for one in found if one not in used])
+        used += [incident] if incident else []
+        known.append(_case(job, failure, incident, story, found))
+    if everything:
+        left = [one for one in found if one not in used and _is_failure(one)]
+        known += [_case(job, charges.forgotten(one), one, story, found) for one in left]
+        known.sort(key=lambda case: case.at, reverse=True)
+    return known
+
+
+def _case(
+    job: Job,
+    failure: Object,
+    incident: Incident | None,
+    story: Sequence[Happening],
+    found: Sequence[Incident],
+) -> Case:
+    at = moment(failure.get("detectedAt")) or datetime.now(UTC)
+    running = [one.last for one in story if one.reason == "Running" and one.last >= at]
+    rounds = [began for one in found if (began := moment(one["began"])) and began >= at - _NEAR]
+    if incident:
+        key = (incident["attempt"], incident["round"])
+        later = [one for one in found if (one["attempt"], one["round"]) > key]
+        rounds = [began for one in later if (began := moment(one["began"]))]
+        again = min(rounds, default=None)
+    else:
+        again = min(running, default=None)
+    return Case(failure, incident, charges.of(job, failure, story), again)
+
+
+def _incident_of(failure: Object, found: Sequence[Incident]) -> Incident | None:
+    """Find the round that a failure ended: by its number, else by its time."""
+    at = moment(failure.get("detectedAt"))
+    attempt, round_ = failure.get("attempt", 0), failure.get("round")
+    may = [one for one in found if one["attempt"] <= attempt]
+    near = [(abs(when - at), one) for one in may if at and (when := moment(one["at"]))]
+    same = [one for one in may if (one["attempt"], one["round"]) == (attempt, round_)]
+    if same:
+        return same[0]
+    near = [pair for pair in near if pair[0] <= _NEAR and round_ in (None, pair[1]["round"])]
+    return min(near, key=lambda pair: pair[0])[1] if near else None
+
+
+def _is_failure(one: Incident) -> bool:
+    return one.get("first", {}).get("end") == "failed"
+
+
+def page(job: Job, case: Case, number: int, now: datetime, columns: int) -> list[str]:
+    """Lay out one failure."""
+    place = f"attempt {case.failure.get('attempt', NONE)}, round {case.failure.get('round', NONE)}"
+    when = f"{case.at:%Y-%m-%d %H:%M:%S} UTC, {since(case.at, now)} ago ({place})"
+    lines = [f"{number}. {when}"]
+    for title, text in _rows(job, case):
+        if title == "Last lines":
+            lines.append(f"   {title}{text}:")
+            lines += [f"     | {line}" for line in _last_lines(case)]
+        else:
+            lines += _row(title, text, columns)
+    return lines
+
+
+def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
+    failure, incident = case.failure, case.incident
+    yield "First", _who(job, case)
+    yield "How", _how(case)
+    if _last_lines(case):
+        yield "Last lines", _as_of(case)
+    if incident:
+        yield from _others(incident, job.name)
+    yield "Charged", case.charged
+    yield "Lost", _lost(case)
+    yield "Then", _then(job, case)
+    cls, reason = str(failure.get("class", "")), str(failure.get("reason", ""))
+    yield "Do", cures.of_failure(cls, reason, job.name)
+
+
+def _who(job: Job, case: Case) -> str:
+    """Name rank, replica, pod and node. A pod's number is not the replica that it served."""
+    failure, first = case.failure, (case.incident or _UNKNOWN).get("first", {})
+    seat, pod = seat_of(failure), str(failure.get("pod", ""))
+    pods: Mapping[str, int] = (case.incident or _UNKNOWN).get("pods", {})
+    rank = failure.get("rank", first.get("rank") if pods.get(pod) is not None else None)
+    replica: int | None = pods.get(pod, failure.get("replica"))
+    if pods and pod and pod not in pods and seat >= job.replicas:
+        return f"pod {pod}, which stood by: no rank was lost"
+    if seat >= job.replicas and pod not in pods:
+        return f"pod {pod}, which stood by or had taken a lost one's place"
+    named = [] if rank is None else [f"rank {rank}"]
+    named += [] if replica is None else [f"replica {replica}"]
+    pod = pod or str((case.incident or _UNKNOWN).get("firstPod", ""))
+    named += [f"pod {pod}"] if pod else []
+    named += [f"node {failure['node']}"] if failure.get("node") else []
+    return ", ".join(named) or "the whole gang"
+
+
+def _how(case: Case) -> str:
+    failure, first = case.failure, (case.incident or _UNKNOWN).get("first", {})
+    step = failure.get("step", first.get("step"))
+    after = f", after step {step}" if isinstance(step, int) and step >= 0 else ""
+    words = charges.how(failure)
+    said = failure.get("exception") or first.get("exception") or ""
+    if not said and "exitCode" not in failure:
+        said = str(failure.get("message", "")).partition("\n")[0]
+    return f"{words}{after}{': ' if said else ''}{said}"
+
+
+def _last_lines(case: Case) -> list[str]:
+    """Return the log's end: of the evidence, else what the status has of it."""
+    incident, pod = case.incident or _UNKNOWN, str(case.failure.get("pod", ""))
+    first = incident.get("first", {})
+    tails = incident.get("tails", {})
+    log: Sequence[str] = ()
+    if first and pod in ("", incident.get("firstPod")):
+        log = first.get("log", [])
+    elif pod in tails:
+        log = tails[pod]
+    if not log:
+        log = str(case.failure.get("message", "")).splitlines()[1:]
+    return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
+
+
+def _as_of(case: Case) -> str:
+    """Warn where the lines are older than the end."""
+    incident = case.incident or _UNKNOWN
+    silent = incident.get("silent", {})
+    pod = str(case.failure.get("pod", ""))
+    if pod in silent:
+        return f" as of {silent[pod][11:19]}, when its launcher last wrote (every 10 s at most)"
+    if not incident and case.failure.get("signal") == 9:
+        return ", as far as they are known: they may be older than its end"
+    return ""
+
+
+def _others(incident: Incident, job: str) -> Iterator[tuple[str, str]]:
+    first = incident.get("first", {}).get("rank")
+    failed = [rank for rank in incident.get("failed", []) if rank != first]
+    if failed:
+        yield "Too", f"rank {ranges(failed)} failed by itself, later or at once"
+    words = []
+    if followed := incident.get("followed"):
+        words.append(f"rank {ranges(followed)} only lost its peers (exit code 75)")
+    if stopped := [rank for rank in incident.get("stopped", []) if rank != first]:
+        words.append(f"rank {ranges(stopped)} was stopped for it")
+    if words:
+        yield "Followed", "; ".join(words)
+    lost = {int(n): how for n, how in incident.get("lost", {}).items() if n.isdecimal()}
+    if lost:
+        hows = "; ".join(f"replica {n} {how}" for n, how in sorted(lost.items())[:8])
+        yield "Launchers", hows
+    silent = sorted(incident.get("silent", {}))
+    if silent:
+        yield "Silent", f"{', '.join(silent[:8])}: no word on the end of this round"
+    if incident.get("stacks"):
+        where = f"--attempt {incident['attempt']} --round {incident['round']}"
+        yield "Stacks", f"kept: kubectl ddp logs {job} {where}"
+
+
+def _lost(case: Case) -> str:
+    incident, failure = case.incident or _UNKNOWN, case.failure
+    step = failure.get("step", incident.get("first", {}).get("step"))
+    snapshot = incident.get("snapshotStep", incident.get("cause", {}).get("snapshotStep"))
+    parts = []
+    if isinstance(step, int) and isinstance(snapshot, int):
+        parts.append(f"{max(0, step - snapshot)} steps, from {snapshot} to {step}")
+    elif isinstance(step, int) and step >= 0:
+        parts.append(f"the steps from the newest snapshot to step {step}")
+    if case.again:
+        took = max(0.0, (case.again - case.at).total_seconds())
+        parts.append(f"{duration(took)} until it ran again")
+    return " and ".join(parts) or "not known"
+
+
+def _then(job: Job, case: Case) -> str:
+    did = charges.did(job, case.failure)
+    return f"{did}; it ran again at {case.again:%H:%M:%S} UTC" if case.again else did
+
+
+def _row(title: str, text: str, columns: int) -> list[str]:
+    parts = wrapped(text, columns - _INDENT - 3, 4) or [NONE]
+    lines = [f"   {title + ':':<{_INDENT}}{parts[0]}"]
+    return lines + [" " * (_INDENT + 3) + part for part in parts[1:]]

@@ -1,0 +1,87 @@
+"""Say what a person can do about a failure or a condition: the short form of reasons.md.
+
+commands/why.py asks. A test holds the reasons equal to docs/reference/reasons.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ddpjob_contract.exits import FREE
+
+#: What to do where the reason tells it.
+_OF_REASON: Final[Mapping[str, str]] = {
+    "StorageLimitExceeded": "raise the limit of ephemeral storage, or write to a volume",
+    "ProbeFailed": "give the probe more time (failureThreshold), or take it out: spec.hang ends a"
+    " hung program",
+    "DeadlineExceeded": "take activeDeadlineSeconds out of the template: spec has one for the job",
+    "ContainerRestarted": "find out who restarts containers in the pod: the trainer's state goes"
+    " with it",
+    "InitContainerFailed": "see to the init container: its last words are above",
+    "StartError": "see to the command, the paths of the template and the runtime: the message has"
+    " the runtime's words",
+    "NodeLost": "nothing, it was not the program; if the machine comes back look at its log",
+    "NodeSilent": "nothing, it was not the program; look at the machine's network",
+    "Evicted": "nothing, if it was a drain; else the node lacked memory or disk: set requests",
+    "PodDeleted": "nothing, if you did it: else find out who deletes pods (audit log)",
+}
+_OF_CLASS: Final[Mapping[str, str]] = {
+    "User": "see to the exception and the lines above: the program ended by itself",
+    "Killed": "find out who sent SIGKILL: an admin, a script; or the kernel, short of memory on"
+    " the node (kubectl describe node)",
+    "OOM": "raise the container's memory limit, or use less: smaller batches, fewer workers",
+    "Hang": "see where it was: kubectl ddp stacks {job}; if it was at work, raise spec.hang",
+    "Startup": "see why it did not come up: kubectl ddp events {job}; or raise"
+    " startupDeadlineSeconds",
+    "Diverged": "ranks disagree, or the loss is no number: docs/guides/determinism.md",
+    "Permanent": "correct the command, its options or the image: trying again cannot help",
+    "Hardware": "nothing: new pods keep off the node; have its GPU looked at",
+    "Infrastructure": "nothing, it was not the program; if it comes again look at the node",
+    "Disruption": "nothing, it was not the program",
+}
+_OF_CONDITION: Final[Mapping[str, str]] = {
+    "QuotaExceeded": "raise the quota, or ask for less; else wait: it is tried again",
+    "Unschedulable": "add nodes or ask for less; a claim that is missing has to be created",
+    "ContainerCreating": "kubectl describe pod: images, volumes, ConfigMaps and Secrets",
+    "ImagePullBackOff": "correct the image's name, the pull secret or the registry",
+    "ErrImageNeverPull": "correct the image's name, or its imagePullPolicy",
+    "InvalidImageName": "correct the image's name",
+    "CreateContainerConfigError": "create the Secret or ConfigMap that is missing",
+    "CreateContainerError": "correct the template: the message has the runtime's words",
+    "RunContainerError": "correct the template: the message has the runtime's words",
+    "WaitingForDeletion": "wait; if its node is dead see docs/guides/nodes.md",
+    "NameConflict": "delete or rename the object that is in the way",
+    "NodeNotReady": "docs/guides/nodes.md: the message has the command",
+    "NodesNotReady": "see to the control plane and its network",
+    "WaitingForCause": "wait a minute",
+    "NamesNotResolved": "see to the cluster's DNS",
+    "WaitingForReplicas": "look at those that run: kubectl ddp status {job}",
+    "CrashLooping": "see to the failures below: it will go on like this",
+    "CreationFailed": "see the message; it is tried again",
+    "SpecInvalid": "correct the field that the message names",
+    "TemplateChanged": "change it back, or suspend and resume",
+    "SnapshotChanged": "change it back; snapshots elsewhere need a new DDPJob",
+    "PodRefused": "suspend, correct the template, resume",
+    "MaxRestartsExceeded": "see to the failures below, then delete the job and apply it again: it"
+    " goes on from the newest snapshot",
+    "SameFailure": "correct the program or its data: it would fail at this step again",
+    "MaxDisruptionsExceeded": "look at the nodes, then apply it again",
+    "PermanentFailure": "correct what the failure below names, then apply it again",
+}
+
+
+def of_failure(cls: str, reason: str, job: str) -> str:
+    """Return what to do about a failure."""
+    found = _OF_REASON.get(reason) or _OF_CLASS.get(cls) or "docs/reference/reasons.md"
+    return found.format(job=job)
+
+
+def of_condition(reason: str, job: str) -> str:
+    """Return what to do about a condition, "" where its message is all there is."""
+    return _OF_CONDITION.get(reason, "").format(job=job)
+
+
+def budget(cls: str) -> str:
+    """Name the budget that a class is charged to where no rule of the user's matches."""
+    return "maxDisruptions" if cls in FREE else "maxRestarts"
