@@ -78,7 +78,7 @@ def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
         "securityContext": security,
         "resources": {
             "requests": {"cpu": "50m", "memory": "64Mi"},
-            "limits": {"cpu": "500m", "memory": "256Mi"},
+            "limits": {"cpu": "500m", "memory": "512Mi"},
         },
         "volumeMounts": [{"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}],
     }
@@ -95,7 +95,7 @@ def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
         "volumes": [{"name": "snapshots", **snapshot["volume"]}],
     }
     if node:
-        spec["nodeName"] = node
+        spec["nodeSelector"] = {**pod.get("nodeSelector", {}), "kubernetes.io/hostname": node}
     labels = {"app.kubernetes.io/name": "ddpjob-evidence", "app.kubernetes.io/part-of": "ddpjob"}
     meta = {"name": name, "namespace": job.namespace, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}

@@ -211,7 +211,7 @@ def _who(job: Job, case: Case) -> str:
     failure, first = case.failure, (case.incident or _UNKNOWN).get("first", {})
     seat, pod = seat_of(failure), str(failure.get("pod", ""))
     pods: Mapping[str, int] = (case.incident or _UNKNOWN).get("pods", {})
-    rank = failure.get("rank", first.get("rank") if pods.get(pod) is not None else None)
+    rank = failure.get("rank", first.get("rank") if _is_of_first(case) else None)
     replica: int | None = pods.get(pod, failure.get("replica"))
     if pods and pod and pod not in pods and seat >= job.replicas:
         return f"pod {pod}, which stood by: no rank was lost"
@@ -242,7 +242,7 @@ def _last_lines(case: Case) -> list[str]:
     first = incident.get("first", {})
     tails = incident.get("tails", {})
     log: Sequence[str] = ()
-    if first and pod in ("", incident.get("firstPod")):
+    if first and _is_of_first(case):
         log = first.get("log", [])
     elif pod in tails:
         log = tails[pod]
@@ -251,11 +251,18 @@ def _last_lines(case: Case) -> list[str]:
     return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
 
 
+def _is_of_first(case: Case) -> bool:
+    """Tell whether the launchers' first process is of the pod that the operator names."""
+    return case.failure.get("pod", "") in ("", (case.incident or _UNKNOWN).get("firstPod"))
+
+
 def _as_of(case: Case) -> str:
     """Warn where the lines are older than the end."""
     incident = case.incident or _UNKNOWN
     silent = incident.get("silent", {})
     pod = str(case.failure.get("pod", ""))
+    if incident and "running" in incident and not silent and not incident.get("failed"):
+        return f" as of {incident['at'][11:19]}, when a launcher last wrote (every 10 s at most)"
     if pod in silent:
         return f" as of {silent[pod][11:19]}, when its launcher last wrote (every 10 s at most)"
     if not incident and case.failure.get("signal") == 9:
@@ -276,7 +283,7 @@ def _others(incident: Incident, job: str) -> Iterator[tuple[str, str]]:
     if words:
         yield "Followed", "; ".join(words)
     lost = {int(n): how for n, how in incident.get("lost", {}).items() if n.isdecimal()}
-    if lost:
+    if lost and first not in incident.get("failed", []):
         hows = "; ".join(f"replica {n} {how}" for n, how in sorted(lost.items())[:8])
         yield "Launchers", hows
     silent = sorted(incident.get("silent", {}))
@@ -299,7 +306,7 @@ def _lost(case: Case) -> str:
     if case.again:
         took = max(0.0, (case.again - case.at).total_seconds())
         parts.append(f"{duration(took)} until it ran again")
-    return " and ".join(parts) or "not known"
+    return " and ".join(parts) or "not known: the program says nothing of steps"
 
 
 def _then(job: Job, case: Case) -> str:

@@ -80,16 +80,18 @@ def ls(root: Path, uid: str | None = None, *, as_json: bool = False) -> int:
 
 def _rounds(
     root: Path, uid: str | None, *, attempt: int | None = None, round_: int | None = None
-) -> list[Round]:
-    """Read the rounds, newest first; raises ConfigError where there are none."""
+) -> Iterator[Round]:
+    """Read one round after the other, newest first; raise ConfigError where there are none."""
+    found = False
     try:
-        found = list(incidents.rounds(root, uid, attempt=attempt, round_=round_))
+        for one in incidents.rounds(root, uid, attempt=attempt, round_=round_):
+            found = True
+            yield one
     except FileNotFoundError:
         if not root.is_dir():
             raise ConfigError(
                 f"{root}: no such directory: name the job's, <spec.snapshot.path>/<job name>"
             ) from None
-        found = []
     except OSError as error:
         raise ConfigError(f"{root / EVIDENCE_DIR} cannot be read: {error.strerror}") from None
     if not found:
@@ -100,7 +102,6 @@ def _rounds(
             f"{root} has no evidence{which}: launchers write it, for the newest rounds only;"
             " `ddpjob-trainer evidence ls DIR` lists them"
         )
-    return found
 
 
 def _json(found: Sequence[Incident]) -> str:
@@ -155,16 +156,11 @@ def show(
     rank: int | None = None,
 ) -> int:
     """Print last lines and stacks of one round, all ranks or one; return 0."""
-    found = _rounds(root, uid, attempt=attempt, round_=round_)
-    having = [(one, file) for one in found for file in one.files if _has(file, rank)]
-    if not having:
-        raise ConfigError(
-            f"no evidence of rank {rank} there: `ddpjob-trainer evidence ls` lists it"
-        )
-    newest = having[0][0]
-    for line in _told(newest, rank):
-        print(line)
-    return 0
+    for found in _rounds(root, uid, attempt=attempt, round_=round_):
+        if any(_has(file, rank) for file in found.files):
+            print("\n".join(_told(found, rank)))
+            return 0
+    raise ConfigError(f"no evidence of rank {rank} there: `ddpjob-trainer evidence ls` lists it")
 
 
 def _has(file: Evidence, rank: int | None) -> bool:

@@ -24,8 +24,9 @@ from ddpjob_trainer.evidence.folder import Seen
 _FILE: Final = re.compile("replica-[0-9]{1,6}\\.json")
 _MOST_FILES: Final = 20_000
 _LAST_LINES: Final = 30  # of the first process, in an Incident
-_TAILS: Final = 16  # other pods whose last lines are in it ...
-_TAIL_LINES: Final = 10  # ... and how many of each
+_TAILS: Final = 16  # pods whose last lines are in it, those that were lost before others
+_TAIL_LINES: Final = 8
+_TAIL_CHARACTERS: Final = 200
 _ENDS: Final = get_args(End)
 
 
@@ -50,11 +51,13 @@ def rounds(
     found = [
         seen
         for seen in folder.find(root)
-        if attempt in (None, seen.place.attempt) and round_ in (None, seen.place.round)
+        if attempt in (None, seen.place.attempt)
+        and round_ in (None, seen.place.round)
+        and (uid is None or seen.place == folder.place(uid, seen.place.attempt, seen.place.round))
     ]
     for seen in found:
         one = _round(root, seen)
-        if one.files and uid in (None, one.files[0]["uid"]):
+        if one.files:
             yield one
 
 
@@ -123,6 +126,7 @@ def incident(found: Round) -> Incident:
     over, silent = _split(files)
     lost = next((one["lost"] for one in files if one["lost"]), {})
     gone = [one for one in files if one in silent or str(one["replica"]) in lost]
+    gone += [one for one in files if one not in gone]
     steps = [s for f in files for r in f["ranks"] if (s := r.get("snapshotStep")) is not None]
     told: dict[str, Any] = {
         "uid": files[0]["uid"],
@@ -177,7 +181,7 @@ def _split(files: Sequence[Evidence]) -> tuple[list[Evidence], list[Evidence]]:
 
 def _tail(one: Evidence) -> list[str]:
     lines = one["ranks"][0]["log"] if one["ranks"] else []
-    return [line[:300] for line in lines[-_TAIL_LINES:]]
+    return [line[:_TAIL_CHARACTERS] for line in lines[-_TAIL_LINES:]]
 
 
 def _cause(files: Sequence[Evidence]) -> Any:

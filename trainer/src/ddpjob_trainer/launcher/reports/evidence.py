@@ -111,7 +111,8 @@ class Keeper:
         if first >= 0:
             said["cause"] = {"rank": first, "replica": first // self._config.nproc}
         tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
-        self._put(self._body(workers, tails, over=True) | said, flights=self._flights())
+        body = self._body(workers, tails, over=True, signal=ended.signal)
+        self._put(body | said, flights=self._flights())
         hurry = ended.signal and code
         self._writer.flush(_HURRY_SECONDS if hurry else _PATIENCE_SECONDS)
 
@@ -129,7 +130,10 @@ class Keeper:
         self._pruned = True
         self._writer.put(Entry(at, f"replica-{replica}.json", body, prunes, flights))
 
-    def _body(self, workers: WorkerGroup, tails: list[list[str]], *, over: bool) -> Evidence:
+    def _body(
+        self, workers: WorkerGroup, tails: list[list[str]], *, over: bool, signal: int = 0
+    ) -> Evidence:
+        """``signal``: by which the launcher was to end, and its workers with it."""
         config = self._config
         exits = {one.rank: one for one in workers.exits}
         share = bounds.log_share(config.world_size, config.nproc)
@@ -146,18 +150,24 @@ class Keeper:
             began=_time(self._began),
             at=_time(time.time()),
             ranks=[
-                self._rank(workers, local, exits.get(config.rank(local)), lines, share)
+                self._rank(workers, local, exits.get(config.rank(local)), lines, share, signal)
                 for local, lines in enumerate(tails)
             ],
             stacks=self._stacks.encode()[: bounds.MOST_STACKS].decode(errors="ignore") or None,
         )
 
     def _rank(
-        self, workers: WorkerGroup, local_rank: int, exit_: Exit | None, log: list[str], share: int
+        self,
+        workers: WorkerGroup,
+        local_rank: int,
+        exit_: Exit | None,
+        log: list[str],
+        share: int,
+        signal: int,
     ) -> RankEnd:
         state = workers.state(local_rank)
         trained = state is not None and state.phase != "startup"
-        end = _end(exit_)
+        end = _end(exit_, signal)
         found: RankEnd = {
             "rank": self._config.rank(local_rank),
             "end": end,
@@ -190,10 +200,11 @@ class Keeper:
         return tuple(found)
 
 
-def _end(exit_: Exit | None) -> End:
+def _end(exit_: Exit | None, signal: int) -> End:
     if exit_ is None:
         return "running"
-    if exit_.ours:
+    # At the end of the grace period it is SIGKILL.
+    if exit_.ours or (signal and exit_.code in (128 + signal, ExitCode.SIGKILL)):
         return "stopped"
     if exit_.status == 0:
         return "succeeded"
