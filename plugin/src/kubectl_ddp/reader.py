@@ -1,7 +1,7 @@
 """Read a job's snapshot volume when none of its pods runs: in a pod for that, for some seconds.
 
-evidence.py calls it. The pod has the job's image, user and volume (read-only), no GPU, no rights
-and no network of its own; it is deleted at the end, also after Ctrl-C.
+evidence.py calls it. The pod has the job's image, user and volume (read-only), no GPU and no
+rights; it is deleted at the end, also after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -145,6 +146,22 @@ def test_bytes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(folder, "MAX_BYTES", 3 * size)
     folder.prune(tmp_path, folder.place("u", 1, 4), since=0)
     assert len(names(tmp_path)) == 3
+
+
+def test_on_a_full_disk_the_old_file_stays_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(tmp_path, body(why="before"))
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        kept(tmp_path, body(why="after"))
+    (where,) = (tmp_path / "evidence").iterdir()
+    assert [path.name for path in where.iterdir()] == ["replica-0.json"]
+    assert read(tmp_path)["why"] == "before"
 
 
 # --- The writer ---------------------------------------------------------------------------------

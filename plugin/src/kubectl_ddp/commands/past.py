@@ -45,7 +45,7 @@ def run(
 def _living(job: Job, members: Mapping[int, Member], options: argparse.Namespace) -> Member | None:
     """Return the pod that has been the rank's since the attempt, if it is there.
 
-    A round's lines are not told apart in a pod's log, so those come from the evidence.
+    A pod's log does not say where a round begins, so those lines come from the evidence.
     """
     now = job.status.get("attempt", 0)
     if options.rank is None or options.round is not None or options.node:

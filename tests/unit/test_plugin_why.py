@@ -1,0 +1,381 @@
+"""`kubectl ddp why` and the logs of earlier attempts: what a person reads in the morning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kubectl_ddp import cli, cures, evidence, reader
+from kubectl_ddp.commands import why
+from kubectl_ddp.commands.events import Happening
+from kubectl_ddp.failure import Failure
+from kubectl_ddp.gang import Job
+from kubectl_ddp.kubectl import Kubectl
+from support import plugin
+from support.cluster import ROOT
+from support.patience import PATIENCE, wait_for
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+CLAIM = {"persistentVolumeClaim": {"claimName": "c"}}
+
+
+def at(seconds: float) -> str:
+    return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def job(phase: str = "Running", volume: Any = CLAIM, **found: Any) -> Job:
+    made = plugin.job(phase)
+    made["spec"] |= {"replicas": 3, "snapshot": {"path": "/s", "volume": volume}}
+    made["spec"]["template"] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    made["status"] |= {"attempt": 2, "restarts": {"charged": 1, "inPlace": 2}, **found}
+    return Job(made)
+
+
+def failure(seconds: float = 0, **more: Any) -> dict[str, Any]:
+    found = {
+        "attempt": 1, "round": 0, "replica": 1, "rank": 1, "pod": "j-1", "node": "n1",
+        "class": "User", "reason": "ExitCode1", "exitCode": 1, "exception": "ValueError: boom",
+        "message": "ValueError: boom\nlast of the status", "step": 12, "detectedAt": at(seconds),
+    }  # fmt: skip
+    return {k: v for k, v in {**found, **more}.items() if v is not None}
+
+
+def incident(**more: Any) -> Any:
+    first = {"rank": 1, "end": "failed", "code": 1, "step": 12, "log": ["a", "last \x1b[2Jwords"]}
+    found = {
+        "uid": "u", "attempt": 1, "round": 0, "began": at(-60), "at": at(0), "first": first,
+        "firstReplica": 1, "firstPod": "j-1", "failed": [1], "followed": [0], "stopped": [2],
+        "snapshotStep": 10, "pods": {"j-0": 0, "j-1": 1, "j-2": 2},
+    }  # fmt: skip
+    (checked,) = evidence.parsed(json.dumps({"incidents": [{**found, **more}]}))
+    return checked
+
+
+def told(reason: str, message: str, seconds: float) -> Happening:
+    when = NOW + timedelta(seconds=seconds)
+    return Happening(when, when, 1, 1, (), reason, message)
+
+
+def page(found: Job, story: Any = (), incidents: Any = (), *, everything: bool = False) -> str:
+    known = why.cases(found, story, incidents, everything=everything)
+    return "\n".join(
+        line for n, one in enumerate(known, 1) for line in why.page(found, one, n, NOW, 120)
+    )
+
+
+def rows(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^   ([A-Z][\w ]*?): +(.*)$", text, re.MULTILINE))
+
+
+def test_a_failure_on_one_page() -> None:
+    text = page(
+        job(failures=[failure()]),
+        [
+            told("Restarting", "attempt 1 ended: x; restarting (restart 1 of at most 3)", 0),
+            told("Running", "all 3 replicas of attempt 2 run", 8),
+        ],
+        [incident(), incident(attempt=2, began=at(8), at=at(9), first=None, failed=[])],
+    )
+    found = rows(text)
+    assert text.startswith("1. 2026-01-01 12:00:00 UTC, 0s ago (attempt 1, round 0)")
+    assert found["First"] == "rank 1, replica 1, pod j-1, node n1"
+    assert found["How"] == "the program ended (User, exit code 1), after step 12: ValueError: boom"
+    assert "     | a\n     | last ?[2Jwords\n" in text
+    assert found["Followed"] == (
+        "rank 0 only lost its peers (exit code 75); rank 2 was stopped for it"
+    )
+    assert found["Charged"] == "restart 1 of at most 3 (maxRestarts)"
+    assert found["Lost"] == "2 steps, from 10 to 12 and 8s until it ran again"
+    assert found["Then"] == "all pods were made again; it ran again at 12:00:08 UTC"
+    assert found["Do"].startswith("see to the exception")
+
+
+def test_the_status_alone_is_enough_for_a_page() -> None:
+    text = page(job(failures=[failure()]))
+    found = rows(text)
+    assert "     | last of the status\n" in text
+    assert found["Charged"] == "to maxRestarts, by its class; see Spent"
+    assert found["Lost"] == "the steps from the newest snapshot to step 12"
+    assert "Followed" not in found
+
+
+def test_newest_first_and_in_place_is_free() -> None:
+    failures = [failure(-100), failure(-50, inPlace=True, round=1), failure(replaced=True, round=2)]
+    text = page(job(failures=failures))
+    assert re.findall(r"round (\d)\)", text) == ["2", "1", "0"]
+    assert "nothing: it was restarted in place" in text
+    assert "the processes of all pods were restarted in place" in text
+    assert "only the lost pod was made again; the others waited" in text
+
+
+def test_old_lines_are_not_shown_as_the_last_ones_of_a_killed_launcher() -> None:
+    killed = failure(**{"class": "Killed", "reason": "SIGKILL", "exitCode": 137, "signal": 9},
+                     round=None, exception=None, step=None)  # fmt: skip
+    assert "Last lines, as far as they are known: they may be older" in page(job(failures=[killed]))
+    first = {"rank": 1, "end": "running", "log": ["a"]}
+    found = incident(first=first, failed=[], running=[1], silent={"j-1": at(-7)})
+    text = page(job(failures=[killed]), incidents=[found])
+    assert "Last lines as of 11:59:53, when its launcher last wrote (every 10 s at most):" in text
+    assert rows(text)["Silent"] == "j-1: no word on the end of this round"
+
+
+def test_two_pods_lost_at_once_are_both_named() -> None:
+    lost = {"1": "was lost", "2": "was lost"}
+    gone = failure(**{"class": "Disruption", "reason": "PodDeleted"}, exitCode=None, rank=None,
+                   round=None, step=None, exception=None, replaced=True)  # fmt: skip
+    first = {"rank": 1, "end": "running", "log": ["bye"]}
+    text = page(
+        job(failures=[gone]),
+        incidents=[incident(first=first, failed=[], lost=lost, silent={}, running=[1, 2])],
+    )
+    assert rows(text)["Launchers"] == "replica 1 was lost; replica 2 was lost"
+    assert "     | bye" in text
+
+
+def test_a_pods_number_is_not_the_replica_that_it_served() -> None:
+    standby = job(failures=[failure(pod="j-3", replica=3, rank=None, node=None)])
+    standby.obj["spec"]["standby"] = 1
+    assert rows(page(standby))["First"] == (
+        "pod j-3, which stood by or had taken a lost one's place"
+    )
+    idle = rows(page(standby, incidents=[incident()]))["First"]
+    assert idle == "pod j-3, which stood by: no rank was lost"
+    serving = incident(pods={"j-0": 0, "j-3": 1}, firstPod="j-3")
+    assert rows(page(standby, incidents=[serving]))["First"] == "rank 1, replica 1, pod j-3"
+
+
+def test_a_round_is_found_by_its_number_or_its_time() -> None:
+    later = failure(100, attempt=3, round=2)  # hub 1 lives on: pods were replaced alone
+    near = incident(round=2, at=at(99))
+    found = page(job(failures=[later]), incidents=[incident(round=2, at=at(-900)), near])
+    assert "last ?[2Jwords" in found
+    unknown = failure(100, attempt=3, round=None)
+    assert "last ?[2Jwords" in page(job(failures=[unknown]), incidents=[near])
+    assert "last ?[2Jwords" not in page(job(failures=[unknown]), incidents=[incident(at=at(-900))])
+    assert "last ?[2Jwords" not in page(job(failures=[failure()]), incidents=[incident(attempt=2)])
+
+
+def test_all_shows_what_the_status_has_forgotten() -> None:
+    found = job(failures=[failure()])
+    old = incident(round=7, attempt=1, at=at(-500), first={**incident()["first"], "rank": 2})
+    assert "rank 2" not in rows(page(found, incidents=[incident(), old]))["First"]
+    text = page(found, incidents=[incident(), old], everything=True)
+    assert "2. 2026-01-01 11:51:40 UTC" in text
+    assert "rank 2, replica 1, pod j-1" in text
+
+
+def test_a_strangers_evidence_is_read_with_care() -> None:
+    odd: list[Any] = [
+        7, {"uid": "u"}, {"uid": "u", "attempt": "1", "round": 0, "began": at(0), "at": at(0)},
+        {"uid": "u", "attempt": 1, "round": 0, "began": "now", "at": at(0)},
+    ]  # fmt: skip
+    assert evidence.parsed(json.dumps({"incidents": odd})) == []
+    found = incident(
+        first={"rank": "1", "log": [{"a": 1}]}, failed=["x", 3], lost={"a": 5}, silent=[],
+        tails={"j-1": 5, "j-0": [7]}, cause=[], pods={"j-1": 1},
+    )  # fmt: skip
+    text = page(job(failures=[failure()]), incidents=[found])
+    assert "rank 1, replica 1, pod j-1, node n1" in text
+    for broken in ("", "[]", "{}", '{"incidents": 5}', "[" * 100_000):
+        with pytest.raises(Failure) if broken != '{"incidents": 5}' else _nothing():
+            assert evidence.parsed(broken) == []
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+# --- The job ------------------------------------------------------------------------------------
+
+
+def head(found: Job, incidents: Any = ()) -> str:
+    return "\n".join(why.head(found, incidents, NOW, 120))
+
+
+def test_a_job_without_failures_says_what_it_does() -> None:
+    text = head(job(progress={"step": 5, "totalSteps": 90, "snapshotStep": 4}))
+    assert text.startswith("n/j is Running, attempt 2\n")
+    assert "It has had no failure." in text
+    assert rows(text)["Progress"] == "step 5/90, newest snapshot of step 4"
+
+
+def test_what_keeps_a_job_from_running_is_told_with_its_cure() -> None:
+    stalled = {"type": "Stalled", "status": "True", "reason": "Unschedulable", "message": "0/2"}
+    found = rows(head(job("Starting", conditions=[stalled])))
+    assert found["Stalled"] == "Unschedulable: 0/2"
+    assert found["Do"].startswith("add nodes or ask for less")
+    assert "does the operator run?" in head(job("", attempt=None))
+
+
+def test_a_suspended_job_says_what_sigterm_saved() -> None:
+    text = head(job("Suspended"), [incident(signal=15, snapshotStep=150)])
+    assert rows(text)["Saved"] == "step 150, when it was suspended"
+
+
+def test_every_cure_is_for_a_reason_of_the_page() -> None:
+    told_of = (ROOT / "docs" / "reference" / "reasons.md").read_text()
+    known = set(re.findall(r"`(\w+)`", told_of))
+    for table in (cures._OF_REASON, cures._OF_CLASS, cures._OF_CONDITION):
+        assert set(table) <= known, set(table) - known
+    classes = set(re.findall(r"^\| `(\w+)` \| .* \| .* \|$", told_of, re.MULTILINE))
+    assert classes & set(cures._OF_CLASS) >= {"User", "Killed", "OOM", "Hang", "Hardware"}
+
+
+# --- Through kubectl ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Answers of kubectl by its first two words; a Failure is raised."""
+    answers: dict[str, Any] = {"calls": []}
+
+    def read(_: Kubectl, *words: str) -> str:
+        answers["calls"].append(words)
+        key = "exec" if words[0] == "exec" else " ".join(words[:2])
+        found = answers.get(key, Failure(f"you may not {key}"))
+        if isinstance(found, Failure):
+            raise found
+        return found if isinstance(found, str) else json.dumps(found)
+
+    monkeypatch.setattr(Kubectl, "read", read)
+    return answers
+
+
+def test_the_right_to_get_the_job_is_enough(cluster: Any, capsys: Any) -> None:
+    cluster["get ddpjobs.ddpjob.dev"] = job(failures=[failure()]).obj
+    assert cli.run(["why", "j"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1, replica 1, pod j-1, node n1" in out
+    assert "(without Events: you may not get events)" in out
+    assert "(without what launchers kept beside the snapshots: you may not get pods)" in out
+
+
+def test_a_pod_that_runs_is_asked(cluster: Any, capsys: Any) -> None:
+    cluster["get ddpjobs.ddpjob.dev"] = job(failures=[failure()]).obj
+    cluster["get events"] = {"items": []}
+    cluster["get pods"] = {"items": [plugin.pod(0, 2)]}
+    cluster["exec"] = json.dumps({"incidents": [incident(), incident(uid="another job", round=1)]})
+    assert cli.run(["why", "j"]) == 0
+    out = capsys.readouterr().out
+    assert "last ?[2Jwords" in out
+    assert "(without" not in out
+    (words,) = [words for words in cluster["calls"] if words[0] == "exec"]
+    assert words[words.index("--") + 1 :][:5] == ("ddpjob-trainer", "evidence", "ls", "--uid", "u")
+    cluster["exec"] = Failure("kubectl: ddpjob-trainer: error: invalid choice: 'evidence' (choose")
+    assert cli.run(["why", "j"]) == 0
+    assert "keeps no evidence yet" in capsys.readouterr().out
+
+
+def test_without_pods_a_reader_is_offered_and_not_made(cluster: Any, capsys: Any) -> None:
+    cluster["get ddpjobs.ddpjob.dev"] = job("Failed", failures=[failure()]).obj
+    cluster["get pods"] = {"items": []}
+    assert cli.run(["why", "j"]) == 0
+    assert "kubectl ddp why j --reader starts one for some seconds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("volume", "words"), [
+    ({"emptyDir": {}}, "its snapshot volume (emptyDir) went with its pods"),
+    ({"ephemeral": {}}, "its snapshot volume (ephemeral) went with its pods"),
+    ({}, "its spec.snapshot names no volume"),
+])  # fmt: skip
+def test_volumes_that_went_with_the_pods_are_named(
+    cluster: Any, capsys: Any, volume: Any, words: str
+) -> None:
+    cluster["get ddpjobs.ddpjob.dev"] = job("Failed", volume).obj
+    cluster["get pods"] = {"items": []}
+    assert cli.run(["logs", "j", "--attempt", "1", "--rank", "0"]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ("--attempt 1 --follow", "--follow does not go with --attempt"),
+    ("--rank 0 --since 5m", "--since does not go with"),
+    ("--rank 9", "--rank 9: j has 0 to 2"),
+    ("--rank -1", "--rank -1: a number from 0"),
+    ("--attempt 7 --rank 0", "--attempt 7: j has had 2"),
+])  # fmt: skip
+def test_odd_requests_are_refused_with_the_cure(
+    cluster: Any, capsys: Any, given: str, words: str
+) -> None:
+    cluster["get ddpjobs.ddpjob.dev"] = job().obj
+    cluster["get pods"] = {"items": [plugin.pod(0, 2)]}
+    assert cli.run(["logs", "j", *given.split()]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_the_reader_has_the_jobs_user_and_volume_and_nothing_else() -> None:
+    found = job(volume={"hostPath": {"path": "/x"}})
+    pod = found.obj["spec"]["template"]["spec"]
+    pod |= {"nodeSelector": {"pool": "a"}, "tolerations": [{"key": "gpu"}], "hostNetwork": True,
+            "serviceAccountName": "s", "securityContext": {"runAsUser": 1000}}  # fmt: skip
+    pod["containers"] = [{"name": "side"}, {
+        "name": "trainer", "image": "i", "resources": {"limits": {"nvidia.com/gpu": 8}},
+        "securityContext": {"privileged": True, "runAsGroup": 7}, "env": [{"name": "SECRET"}],
+    }]  # fmt: skip
+    made = reader.manifest(found, "r", ["c"], "n2")["spec"]
+    (container,) = made["containers"]
+    assert container["image"] == "i"
+    assert container["securityContext"] == {
+        "runAsGroup": 7, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
+    }  # fmt: skip
+    assert container["volumeMounts"][0]["readOnly"]
+    assert made["nodeSelector"] == {"pool": "a", "kubernetes.io/hostname": "n2"}
+    assert made["securityContext"] == {"runAsUser": 1000}
+    assert not made["automountServiceAccountToken"]
+    text = json.dumps(made)
+    for no in ('gpu": 8', "SECRET", "serviceAccountName", "hostNetwork", 'privileged": true'):
+        assert no not in text
+
+
+#: A cluster without pods of the job: it keeps what is created, and never runs it.
+FAKE = """
+case "$1 $2" in
+"get ddpjobs.ddpjob.dev") cat $HERE/job.json ;;
+"get pods") echo '{"items": []}' ;;
+"get pod") touch $HERE/waited; echo '{"metadata": {}, "spec": {}, "status": {}}' ;;
+"create -n") cat > $HERE/created.new; mv $HERE/created.new $HERE/created ;;
+"delete pod") echo "$@" >> $HERE/deleted ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_reader_is_deleted_at_the_end_also_at_ctrl_c(tmp_path: Path, number: int) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
+    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1", "--rank", "0"]
+    with subprocess.Popen(
+        words, env=plugin.fake_kubectl(tmp_path, FAKE), stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for((tmp_path / "waited").exists, "it to wait for its pod")
+        os.kill(process.pid, number)
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + number
+    name = json.loads((tmp_path / "created").read_text())["metadata"]["name"]
+    assert f"in pod {name}, which is deleted then" in said
+    assert name in (tmp_path / "deleted").read_text()
+
+
+def test_who_may_not_create_pods_hears_how_to_do_it_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
+    refusal = 'cannot create resource "pods" in API group "" in the namespace "n"'
+    fake = FAKE.replace("cat > $HERE/created.new; mv", f"echo '{refusal}' >&2; exit 1; mv")
+    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1"]
+    done = subprocess.run(
+        words, env=plugin.fake_kubectl(tmp_path, fake), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "you may not create pods in namespace n" in done.stderr
+    assert (
+        "by hand: `ddpjob-trainer evidence show /s/j` in a pod that mounts claim c" in done.stderr
+    )
