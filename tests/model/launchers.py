@@ -124,6 +124,8 @@ class Launcher(Supervisor):
         with mock.patch("time.monotonic", return_value=now), _no_threads():
             super().__init__(config)
         self._selector.close()
+        nothing = lambda *_: None  # noqa: E731
+        self._evidence: Any = SimpleNamespace(begin=nothing, stopped=nothing, follows=nothing)
         self._pump: Any = SimpleNamespace(tail=lambda rank: [])
         self._counted = SimpleNamespace(workers=0, round=0, teardown_seconds=0.0, rounds=_Counts())  # type: ignore[assignment]
         self._runtime_dir = SimpleNamespace(path=_NOWHERE, metrics=_NOWHERE)  # type: ignore[assignment]

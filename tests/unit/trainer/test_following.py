@@ -304,6 +304,7 @@ class Scene:
         bare._phase, bare._since, bare._finished = phase, 100.0, False
         bare._linked_at = 0.0
         bare._account = Account(100.0)
+        bare._evidence = SimpleNamespace(why="", begin=lambda *_: None)
         bare._next_round = lambda go, now: self.did.append(f"round {go.round}")
 
     def take(self, *messages: Message, lost: str = "", now: float = 101.0) -> _Phase:
@@ -421,6 +422,7 @@ def test_a_long_restore_of_the_working_directory_silences_no_link() -> None:
     bare._hangs = bare._pace = SimpleNamespace(begin=lambda: None)
     bare._group = lambda key: scene.workers
     bare._runtime_dir, bare._results = SimpleNamespace(path="here"), SimpleNamespace(records=())
+    bare._pump = SimpleNamespace(tail=None)
     bare._starter = SimpleNamespace(begin=lambda *given: scene.did.append("begin"))
     bare._begin(Key(5, 3), 101.0)
     bare._selector.close()

@@ -69,7 +69,7 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
 def test_a_hang_at_the_start_names_it_as_its_cause(phase: Any, named: bool) -> None:
     hang = Hang(Sign(RankState(1, phase, activity="rendezvous"), 601.0), 600.0)
-    request: Any = SimpleNamespace(hang=hang, text=lambda: "", brief=list)
+    request: Any = SimpleNamespace(hang=hang, text=str, native=str, brief=list)
     told: list[str] = []
     workers: Any = SimpleNamespace(
         stopping=False, mark_hung=lambda rank, why, lines, now: told.append(why)

@@ -112,6 +112,7 @@ class Supervisor:
         names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
         self._hangs = HangResponse(config.env.deadlines, self._counted.hangs, self._log, names)
+        self._evidence = evidence.Keeper(config, self._log.say)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(
             EventLog(config.events) if config.events and config.replica == 0 else None
@@ -140,7 +141,6 @@ class Supervisor:
                 # On a terminal several launchers may write; a pod's name tells whose line it is.
                 several = config.nproc > 1 or (config.world_size > 1 and os.isatty(1))
                 self._pump = OutputPump(self._log, prefixed=several)
-                self._evidence = evidence.Keeper(config, self._pump, self._log)
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest, self._tick
                 )
@@ -240,7 +240,7 @@ class Supervisor:
         if self._refill and self._began:
             self._restore(self._refill)
         self._began = True
-        self._evidence.begin(self._config, self._workers, now)
+        self._evidence.begin(self._config, self._workers, self._pump.tail, now)
         drills = self._member.rounds and rounds.drills_left(self._results.records)
         drill = self._config.env.drill if drills else "Never"
         self._starter.begin(self._workers, now, drill, self._account.reached)

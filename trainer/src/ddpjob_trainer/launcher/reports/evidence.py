@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, cast
@@ -21,11 +21,13 @@ from ddpjob_trainer.evidence.writer import Entry, Flight, Writer
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import KEPT_LINES, OutputPump
+from ddpjob_trainer.launcher.output import KEPT_LINES
 from ddpjob_trainer.launcher.reports.state import known
 from ddpjob_trainer.launcher.reports.termination import Ended
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
+
+#: Gives the last lines of a rank, so many at most.
+Tail = Callable[[int, int], list[str]]
 
 #: Between two looks for new lines, for a pod that is killed as a whole; the first comes sooner.
 _EVERY_SECONDS: Final = 10.0
@@ -46,11 +48,11 @@ class Keeper:
     ``why``: how the hub was lost, which ended the round.
     """
 
-    def __init__(self, config: LaunchConfig, pump: OutputPump, log: Log) -> None:
+    def __init__(self, config: LaunchConfig, say: Callable[[str], None]) -> None:
         root = config.env.snapshot_dir
-        self._writer = Writer(root, log.say) if root else None
+        self._writer = Writer(root, say) if root else None
         self._config = config
-        self._pump = pump
+        self._tail: Tail = lambda rank, most: []
         self._workers: WorkerGroup | None = None
         self._tails: list[list[str]] = []
         self._stacks = ""
@@ -60,9 +62,9 @@ class Keeper:
         self._last: Evidence | None = None  # of a round that is over
         self.why = ""
 
-    def begin(self, config: LaunchConfig, workers: WorkerGroup, now: float) -> None:
+    def begin(self, config: LaunchConfig, workers: WorkerGroup, tail: Tail, now: float) -> None:
         """Turn to a round that begins."""
-        self._config, self._workers = config, workers
+        self._config, self._workers, self._tail = config, workers, tail
         self._tails, self._stacks, self.why = [], "", ""
         self._began = time.time()
         self._due = now + _FIRST_SECONDS
@@ -76,7 +78,7 @@ class Keeper:
         if self._writer is None or workers is None or self._last or now < self._due:
             return
         self._due = now + max(_EVERY_SECONDS, self._config.replicas / _FILES_A_SECOND)
-        tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
+        tails = self._read()
         if tails != self._tails:
             self._tails = tails
             self._put(self._body(workers, tails, over=False))
@@ -86,7 +88,7 @@ class Keeper:
         workers = self._workers
         if self._writer is None or workers is None or any(one.drill for one in workers.exits):
             return
-        tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
+        tails = self._read()
         self._last = self._body(workers, tails, over=True)
         self._last |= _known(why=self.why or None, lost=_lost(hub, workers.round))
         self._put(self._last, flights=self._flights())
@@ -110,7 +112,7 @@ class Keeper:
         first = ended.end.rank if ended.end else -1
         if first >= 0:
             said["cause"] = {"rank": first, "replica": first // self._config.nproc}
-        tails = [self._pump.tail(rank, KEPT_LINES) for rank in self._ranks]
+        tails = self._read()
         body = self._body(workers, tails, over=True, signal=ended.signal)
         self._put(body | said, flights=self._flights())
         hurry = ended.signal and code
@@ -121,6 +123,9 @@ class Keeper:
     @property
     def _ranks(self) -> list[int]:
         return [self._config.rank(local_rank) for local_rank in range(self._config.nproc)]
+
+    def _read(self) -> list[list[str]]:
+        return [self._tail(rank, KEPT_LINES) for rank in self._ranks]
 
     def _put(self, body: Evidence, flights: tuple[Flight, ...] = ()) -> None:
         assert self._writer is not None
