@@ -501,12 +501,12 @@ class Supervisor:
         self._counted.teardown_seconds = now - self._since
         self._enter(_Phase.PARKED, now)
         trace.mark("stopped")
-        self._evidence.stopped(self._member.hub)
         self._results = self._results.after(workers)
         self._progress.poll(_POLL_SECONDS)  # the hub decides on it
         step = self._results.snapshot_step
         link.send(Stopped(workers.round, tuple(workers.exits), step), now)
         link.join()
+        self._evidence.stopped(self._member.hub)
 
     def _next_round(self, go: Go, now: float) -> None:
         if go.records:
