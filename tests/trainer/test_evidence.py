@@ -146,3 +146,22 @@ def test_a_disk_that_takes_nothing_holds_up_no_restart_and_no_end(script, tmp_pa
     assert code == 0, err
     assert "round 1: rank 1 ended (exit code 1: ValueError: boom); restarting in place" in err
     assert err.count("are not kept in") == (disk != "hangs")
+
+
+def test_an_attempt_that_ends_uploads_what_its_disk_has(script, tmp_path):  # type: ignore[no-untyped-def]
+    """As with an emptyDir, which goes with the pod."""
+    store = f"file://{tmp_path}/store"
+    env = {
+        "DDPJOB_SNAPSHOT_DIR": str(tmp_path / "snapshots"),
+        "DDPJOB_TRAINER_SNAPSHOT_UPLOAD": store,
+        **patched(tmp_path, {"launcher.reports.evidence._UPLOAD_SECONDS": PATIENCE}),
+    }
+    code, _, err = run(*NO_ROUNDS, "--nproc", "3", script(FAILS_ONCE), env=env)
+    assert code == 1, err
+    row = evidence("ls", store).splitlines()[1]
+    assert "rank 1 (exit code 1: ValueError: boom)" in row
+    env["DDPJOB_TRAINER_SNAPSHOT_UPLOAD"] = "nothing://x"
+    code, _, err = run(*NO_ROUNDS, "--nproc", "3", script(FAILS_ONCE), env=env)
+    assert code == 1
+    assert "were not uploaded to nothing://x: " in err
+    assert "nothing" in err

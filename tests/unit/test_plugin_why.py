@@ -338,6 +338,22 @@ def test_the_reader_has_the_jobs_user_and_volume_and_nothing_else() -> None:
         assert no not in text
 
 
+def test_where_pods_took_their_disks_along_the_store_is_read() -> None:
+    url = {"name": "DDPJOB_TRAINER_SNAPSHOT_UPLOAD", "value": "s3://b/j"}
+    found = job(volume={"emptyDir": {}})
+    pod = found.obj["spec"]["template"]["spec"]
+    with pytest.raises(Failure, match="went with its pods"):
+        reader.place(found)
+    pod["serviceAccountName"] = "s"
+    pod["containers"][0] |= {"env": [url], "envFrom": [{"secretRef": {"name": "keys"}}]}
+    assert reader.place(found) == "s3://b/j"
+    made = reader.manifest(found, "r", ["c"], "")["spec"]
+    assert made["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert made["serviceAccountName"] == "s"
+    assert "volumes" not in made
+    assert reader.place(job()) == "/s/j"
+
+
 #: A cluster without pods of the job: it keeps what is created, and never runs it.
 FAKE = """
 case "$1 $2" in

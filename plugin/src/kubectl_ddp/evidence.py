@@ -69,9 +69,8 @@ def read(
             raise _worded(failure) from None
     if not starts:
         raise Failure(f"no pod of {job.name} runs")
-    command.append(f"{job.spec['snapshot']['path']}/{job.name}")
     try:
-        return reader.read(kubectl, job, command, node)
+        return reader.read(kubectl, job, [*command, reader.place(job)], node)
     except Failure as failure:
         raise _worded(failure) from None
 

@@ -1,7 +1,8 @@
 """Read a job's snapshot volume when none of its pods runs: in a pod for that, for some seconds.
 
 evidence.py calls it. The pod has the job's image, user and volume (read-only), no GPU and no
-rights; it is deleted at the end, also after Ctrl-C.
+rights; it is deleted at the end, also after Ctrl-C. Where the volume went with the pods and the job
+uploads its snapshots, it has the job's environment and reads the store.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ddpjob_contract import USER_ENV
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Kubectl, Object, explained
 from kubectl_ddp.text import clean
 
+UPLOAD = USER_ENV[0]
 _SECONDS = 180.0  # until it has ended; an image may have to be pulled
 _PAUSE = 0.5
 _SAY_AFTER = 5.0
@@ -40,10 +43,30 @@ def refusal(job: Job) -> str:
     return f"its snapshot volume ({kind}) went with its pods" if kind else ""
 
 
+def place(job: Job) -> str:
+    """Return where the evidence is: below the volume's path, else where uploads go.
+
+    Raises Failure where it went with the pods.
+    """
+    why, url = refusal(job), _literal(job, UPLOAD)
+    if why and not url:
+        raise Failure(f"no pod of {job.name} runs, and {why}")
+    return url if why else f"{job.spec['snapshot']['path']}/{job.name}"
+
+
+def _literal(job: Job, name: str) -> str:
+    env = _trainer(job).get("env") or []
+    return next((str(one.get("value", "")) for one in env if one.get("name") == name), "")
+
+
+def _trainer(job: Job) -> Object:
+    pod = job.spec["template"].get("spec") or {}
+    containers: list[Object] = pod.get("containers") or [{}]
+    return next((one for one in containers if one.get("name") == "trainer"), containers[0])
+
+
 def read(kubectl: Kubectl, job: Job, command: Sequence[str], node: str = "") -> str:
     """Run a command in a pod with the volume; return its output. Raises Failure."""
-    if why := refusal(job):
-        raise Failure(f"no pod of {job.name} runs, and {why}")
     name = f"{job.name[:40]}-evidence-{secrets.token_hex(3)}"
     where = f" on {node}" if node else ""
     print(
@@ -54,7 +77,7 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], node: str = "") -> 
     with _made(kubectl, job, manifest(job, name, command, node)):
         phase, body = _ended(kubectl, job, name)
         said = kubectl.read("logs", "-n", job.namespace, name)
-    if "hostPath" in job.spec["snapshot"]["volume"] and not node:
+    if "hostPath" in (job.spec["snapshot"].get("volume") or {}) and not node:
         what = f"this is what {body['spec'].get('nodeName', 'a node')} has"
         print(f"the volume is a hostPath: {what}; --node reads another node's", file=sys.stderr)
     if phase != "Succeeded":
@@ -66,8 +89,7 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], node: str = "") -> 
 def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
     """Build the pod."""
     snapshot, pod = job.spec["snapshot"], job.spec["template"].get("spec") or {}
-    containers = pod.get("containers") or [{}]
-    trains = next((one for one in containers if one.get("name") == "trainer"), containers[0])
+    trains = _trainer(job)
     own = trains.get("securityContext") or {}
     security = {key: own[key] for key in _OF_CONTAINER if key in own}
     security |= {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -80,7 +102,6 @@ def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
             "requests": {"cpu": "50m", "memory": "64Mi"},
             "limits": {"cpu": "500m", "memory": "512Mi"},
         },
-        "volumeMounts": [{"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}],
     }
     if "imagePullPolicy" in trains:
         container["imagePullPolicy"] = trains["imagePullPolicy"]
@@ -92,8 +113,14 @@ def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
         "activeDeadlineSeconds": _DEADLINE,
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": [{"name": "snapshots", **snapshot["volume"]}],
     }
+    if refusal(job):  # the store needs the job's credentials
+        container |= {key: trains[key] for key in ("env", "envFrom") if key in trains}
+        spec |= {key: pod[key] for key in ("serviceAccountName",) if key in pod}
+    else:
+        mount = {"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}
+        container["volumeMounts"] = [mount]
+        spec["volumes"] = [{"name": "snapshots", **snapshot["volume"]}]
     if node:
         spec["nodeSelector"] = {**pod.get("nodeSelector", {}), "kubernetes.io/hostname": node}
     labels = {"app.kubernetes.io/name": "ddpjob-evidence", "app.kubernetes.io/part-of": "ddpjob"}

@@ -16,7 +16,9 @@ import pytest
 from ddpjob_contract.evidence import EVIDENCE_MAX_BYTES, Evidence
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.evidence import bounds, commands, folder, incidents, writer
+from ddpjob_trainer.evidence.folder import MAX_ROUNDS
 from ddpjob_trainer.evidence.writer import Entry, Flight, Writer
+from ddpjob_trainer.snapshot.remote.evidence import EvidenceCopy, fetched
 from support.patience import PATIENCE, wait_for
 
 AT = "2026-01-01T12:00:00Z"
@@ -36,6 +38,7 @@ def body(replica: int = 0, *ranks: Mapping[str, Any], **more: Any) -> Evidence:
 
 
 def kept(root: Path, *bodies: Evidence) -> None:
+    root.mkdir(exist_ok=True)
     for one in bodies:
         at = folder.place(one["uid"], one["attempt"], one["round"])
         with folder.opened(root, at.name, make=True) as fd:
@@ -241,6 +244,37 @@ def test_flight_recorders_are_copied_bounded(tmp_path: Path) -> None:
     assert gzip.decompress((where / "rank-0.nccl.gz").read_bytes()) == b"dump" * 1000
     told = next(incidents.rounds(tmp_path)).files[0]["flight"]
     assert [line.partition(":")[0] for line in told] == ["rank-0.nccl.gz", "rank 1", "rank 2"]
+
+
+# --- Object stores ------------------------------------------------------------------------------
+
+
+def test_evidence_is_uploaded_pruned_and_fetched(tmp_path: Path) -> None:
+    root, store = tmp_path / "snapshots", tmp_path / "store"
+    url = f"file://{store}"
+    rounds = [body(round=n) for n in range(MAX_ROUNDS)]
+    kept(root, *rounds, body(1, round=3))
+    (folder_of_3,) = (root / "evidence").glob("attempt-1-round-3-*")
+    (folder_of_3 / "secret").touch()
+    kept(store, body(uid="another job"), body(attempt=2))  # a younger round
+    EvidenceCopy(url, root, frozenset({"replica-1.json"})).copy()
+    with fetched(url) as there:
+        assert {path.name for path in there.rglob("*.json")} == {"replica-0.json", "replica-1.json"}
+        assert len(list(incidents.rounds(there))) == 3
+    copy = EvidenceCopy(url, root)
+    copy.copy()
+    kept(root, body(round=3, why="later"), body(round=MAX_ROUNDS))
+    age(root, body(round=0), 1)
+    copy.copy()
+    with fetched(url) as there:
+        found = {one.seen.place.round: one for one in incidents.rounds(there, "u", attempt=1)}
+        assert list(incidents.rounds(there, "u", attempt=2)), "a younger round was pruned"
+        assert list(incidents.rounds(there, "another job"))
+        assert found[3].files[0]["why"] == "later"
+        assert "secret" not in found[3].names
+    assert 0 not in found
+    assert MAX_ROUNDS in found
+    assert not there.exists()
 
 
 # --- Reading ------------------------------------------------------------------------------------

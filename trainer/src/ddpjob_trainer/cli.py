@@ -188,6 +188,20 @@ def _snapshot(options: argparse.Namespace) -> int:
         return 1
 
 
+def _evidence(options: argparse.Namespace) -> int:
+    if "://" not in options.directory:
+        return evidence.main(options, Path(options.directory))
+    # This needs fsspec, which a directory does not.
+    from ddpjob_trainer.snapshot.remote.evidence import fetched
+
+    try:
+        with fetched(options.directory) as directory:
+            return evidence.main(options, directory)
+    except Exception as error:  # libraries of stores have exceptions of their own
+        _say(f"{options.directory} cannot be read: {type(error).__name__}: {error}")
+        return 1
+
+
 def _hold_standard_files() -> None:
     """Open /dev/null for closed descriptors 0 to 2, else our other files get them."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -260,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "local":
         return local.main(options)
     if options.command == "evidence":
-        return evidence.main(options)
+        return _evidence(options)
     if options.command == "snapshot":
         return _snapshot(options)
     if options.command == "run":

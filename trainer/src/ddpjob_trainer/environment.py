@@ -147,6 +147,7 @@ class LauncherEnvironment:
     deadlines: Deadlines
     events: Path | None
     snapshot_dir: Path | None  # for evidence of failures
+    upload: str  # URL where that goes, too
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
@@ -345,4 +346,5 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         deadlines=_deadlines(env),
         events=_path(env, EVENTS),
         snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
+        upload=env.get(SNAPSHOT_UPLOAD, ""),
     )

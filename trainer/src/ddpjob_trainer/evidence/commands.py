@@ -37,10 +37,10 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    where = "the snapshot directory: <spec.snapshot.path>/<job name>, or $DDPJOB_SNAPSHOT_DIR"
+    where = "the snapshot directory: <spec.snapshot.path>/<job name>, or the URL of uploads"
     for verb, text in {"ls": "list the rounds", "show": "print what one round left"}.items():
         one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        one.add_argument("directory", type=Path, metavar="DIR", help=where)
+        one.add_argument("directory", metavar="DIR", help=where)
         one.add_argument("--uid", metavar="UID", help="of the job with this uid only")
         if verb == "ls":
             one.add_argument("--json", action="store_true", help="for programs")
@@ -49,13 +49,13 @@ def add(commands: Any) -> None:
     one.add_argument("--rank", type=int, metavar="N", help="this process only (default: all)")
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace, directory: Path) -> int:
     """Run the command; return its exit code."""
     try:
         if options.verb == "ls":
-            return ls(options.directory, options.uid, as_json=options.json)
+            return ls(directory, options.uid, as_json=options.json)
         given = {"attempt": options.attempt, "round_": options.round}
-        return show(options.directory, options.uid, rank=options.rank, **given)
+        return show(directory, options.uid, rank=options.rank, **given)
     except ConfigError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return 1

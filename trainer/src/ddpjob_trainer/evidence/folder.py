@@ -56,6 +56,12 @@ def place(uid: str, attempt: int, round_: int) -> Place:
     return Place(attempt, round_, hashlib.sha256(uid.encode()).hexdigest()[:8])
 
 
+def parsed(name: str) -> Place | None:
+    """Return the place that a folder's name tells, None for a name that is not ours."""
+    match = _NAME.fullmatch(name)
+    return Place(int(match[1]), int(match[2]), match[3]) if match else None
+
+
 @contextlib.contextmanager
 def opened(root: Path, *names: str, make: bool = False) -> Iterator[int]:
     """Open the folder of evidence, or one in it. Raises OSError."""
@@ -113,10 +119,8 @@ def find(root: Path) -> list[Seen]:
     found = []
     with opened(root) as fd:
         for name in os.listdir(fd):  # noqa: PTH208 - relative to a descriptor
-            match = _NAME.fullmatch(name)
             with contextlib.suppress(OSError):
-                if match:
-                    at = Place(int(match[1]), int(match[2]), match[3])
+                if at := parsed(name):
                     found.append(_seen(fd, at))
     return sorted(found, key=lambda one: (one.modified, one.place.attempt, one.place.round))[::-1]
 

@@ -115,9 +115,14 @@ class Writer:
             self._say(f"last lines and stacks are not kept in {where}: {why}")
 
 
+def flight_name(rank: int) -> str:
+    """Return the name of a dump's copy."""
+    return f"rank-{rank}.nccl.gz"
+
+
 def _copied(fd: int, flight: Flight) -> str:
     """Copy a dump, compressed; return the copy's name, or why there is none."""
-    name = f"rank-{flight.rank}.nccl.gz"
+    name = flight_name(flight.rank)
     with contextlib.suppress(OSError, ValueError):
         data = gzip.compress(_bounded(flight.source), compresslevel=6, mtime=0)
         if len(data) > flight.most:

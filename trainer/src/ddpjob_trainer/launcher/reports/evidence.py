@@ -6,8 +6,11 @@ beside the snapshots. Nothing here waits for a disk but end(), for a moment.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,7 +20,7 @@ from typing import Final, cast
 from ddpjob_contract import ExitCode, Round
 from ddpjob_contract.evidence import EVIDENCE_VERSION, End, Evidence, RankEnd
 from ddpjob_trainer.evidence import bounds, folder
-from ddpjob_trainer.evidence.writer import Entry, Flight, Writer
+from ddpjob_trainer.evidence.writer import Entry, Flight, Writer, flight_name
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -37,6 +40,7 @@ _FILES_A_SECOND: Final = 10
 #: At the launcher's end: for the last file, less if it was asked to end.
 _PATIENCE_SECONDS: Final = 2.0
 _HURRY_SECONDS: Final = 0.5
+_UPLOAD_SECONDS: Final = 5.0
 #: torch's variables for where NCCL's flight recorder writes, the newer first, and its defaults.
 _FLIGHT_ENV: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _FLIGHT_DEFAULTS: Final = ("~/.cache/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_")
@@ -51,6 +55,7 @@ class Keeper:
     def __init__(self, config: LaunchConfig, say: Callable[[str], None]) -> None:
         root = config.env.snapshot_dir
         self._writer = Writer(root, say) if root else None
+        self._say = say
         self._config = config
         self._tail: Tail = lambda rank, most: []
         self._workers: WorkerGroup | None = None
@@ -117,6 +122,31 @@ class Keeper:
         self._put(body | said, flights=self._flights())
         hurry = ended.signal and code
         self._writer.flush(_HURRY_SECONDS if hurry else _PATIENCE_SECONDS)
+        if code and self._config.env.upload:
+            self._upload(_PATIENCE_SECONDS if hurry else _UPLOAD_SECONDS)
+
+    def _upload(self, seconds: float) -> None:
+        """Copy this launcher's files to the object store, as far as that goes in time.
+
+        Rank 0 uploads with its snapshots, from its own disk: it has ended, and may see no other's.
+        """
+        names = [f"replica-{self._config.replica}.json"]
+        names += [flight_name(rank) for rank in self._ranks]
+        root, url = str(self._config.env.snapshot_dir), self._config.env.upload
+        order = {"do": "evidence", "url": url, "root": root, "names": names}
+        words = (sys.executable, "-m", "ddpjob_trainer.snapshot.remote.process")
+        try:
+            with subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            ) as process:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.flush()
+                why = _why(process, seconds)
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why:
+            self._say(f"last lines and stacks were not uploaded to {url}: {why}")
 
     # --- The file --------------------------------------------------------------------------
 
@@ -203,6 +233,17 @@ class Keeper:
                     found.append(Flight(rank, path, most))
                     break
         return tuple(found)
+
+
+def _why(process: subprocess.Popen[bytes], seconds: float) -> str:
+    """Wait for an upload; return why it has not been done."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"not within {seconds:g} s"
+    said = process.stderr.read().decode(errors="replace") if code and process.stderr else ""
+    return (said.strip().splitlines() or [f"exit code {code}"])[-1][:300] if code else ""
 
 
 def _end(exit_: Exit | None, signal: int) -> End:

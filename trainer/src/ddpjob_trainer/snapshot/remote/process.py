@@ -1,5 +1,6 @@
 """Talk to the object store in a process beside rank 0: fetch once, or upload.
 
+A launcher starts one, too, at its end, for its evidence.
 It never imports torch, has a low priority, and ends with its rank. Requests and answers are JSON,
 one per line.
 """
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.snapshot.remote.evidence import EvidenceCopy
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.store import Store
 from ddpjob_trainer.snapshot.remote.upload import Uploader
@@ -127,6 +129,7 @@ def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any
     uploads = UploadQueue(
         lambda: Uploader(Store(order["url"]), root, sequence, keep), time.monotonic
     )
+    kept: EvidenceCopy | None = None
     while True:
         request: dict[str, Any] = {}
         with contextlib.suppress(queue.Empty):
@@ -136,6 +139,10 @@ def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any
         told = uploads.attempt(at_once="now" in request)
         if told is not None:
             answer(**told)
+        if told is not None and "uploaded" in told:
+            with contextlib.suppress(Exception):  # a snapshot that fails, too, says why
+                kept = kept or EvidenceCopy(order["url"], root)
+                kept.copy()
 
 
 def main() -> None:
@@ -150,6 +157,9 @@ def main() -> None:
     order = requests.get()
     if order["do"] == "fetch":
         run_fetch(order)
+        os._exit(0)
+    if order["do"] == "evidence":
+        EvidenceCopy(order["url"], Path(order["root"]), frozenset(order["names"])).copy()
         os._exit(0)
     run_uploads(order, requests)
 

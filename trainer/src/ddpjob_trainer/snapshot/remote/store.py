@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._fs, self._root = _file_system(url)
+        self._fs, self._root = file_system(url)
 
     def numbers(self) -> list[int]:
         """Return all numbers taken, ascending, with or without a start record."""
@@ -95,7 +95,8 @@ class Store:
         return posixpath.join(self._root, f"{number:015d}", *name)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it. Raises ConfigError."""
     import fsspec  # an extra: it is not needed without a URL
 
     try:
