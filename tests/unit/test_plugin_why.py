@@ -145,10 +145,13 @@ def test_a_pods_number_is_not_the_replica_that_it_served() -> None:
     standby = job(failures=[failure(pod="j-3", replica=3, rank=None, node=None)])
     standby.obj["spec"]["standby"] = 1
     assert rows(page(standby))["First"] == (
-        "pod j-3, which stood by or had taken a lost one's place"
+        "pod j-3, which stood by or served a replica: launchers know, the status does not"
     )
     idle = rows(page(standby, incidents=[incident()]))["First"]
     assert idle == "pod j-3, which stood by: no rank was lost"
+    during = incident(round=5, began=at(-99), at=at(99), first=None, failed=[])
+    standby.obj["status"]["failures"][0]["round"] = 0
+    assert rows(page(standby, incidents=[during]))["First"] == idle
     serving = incident(pods={"j-0": 0, "j-3": 1}, firstPod="j-3")
     assert rows(page(standby, incidents=[serving]))["First"] == "rank 1, replica 1, pod j-3"
 

@@ -82,7 +82,9 @@ class Incident(TypedDict, total=False):
     succeeded: list[int]
     running: list[int]
     silent: dict[str, str]  # pods without a word on their end, while others have one: since when
+    step: int  # the most that a process had finished
     snapshotStep: int
+    nproc: int  # processes of a pod
     tails: dict[str, list[str]]  # of some pods that are silent or lost: last lines
     pods: dict[str, int]  # the replica that each served
     stacks: list[int]  # replicas that have some

@@ -23,7 +23,8 @@ _KINDS: Final[Mapping[str, type]] = {
     "uid": str, "attempt": int, "round": int, "began": str, "at": str, "cause": dict, "why": str,
     "lost": dict, "signal": int, "first": dict, "firstReplica": int, "firstPod": str,
     "failed": list, "followed": list, "stopped": list, "succeeded": list, "running": list,
-    "silent": dict, "tails": dict, "snapshotStep": int, "pods": dict, "stacks": list,
+    "silent": dict, "tails": dict, "step": int, "snapshotStep": int, "nproc": int, "pods": dict,
+    "stacks": list,
     "flight": list,
 }  # fmt: skip
 _OF_FIRST: Final[Mapping[str, type]] = {

@@ -312,6 +312,24 @@ def test_two_jobs_of_one_name_are_told_apart(tmp_path: Path, capsys: Any) -> Non
         commands.show(tmp_path, "third", attempt=2)
 
 
+def test_an_attempt_that_replaced_pods_has_the_rounds_of_its_hub(
+    tmp_path: Path, capsys: Any
+) -> None:
+    kept(
+        tmp_path,
+        body(made=1, why="first"), body(round=1, made=2, why="second"),
+        body(round=2, made=4, why="fourth"), body(attempt=5, made=5, why="fifth"),
+    )  # fmt: skip
+    wanted = {1: "first", 2: "second", 3: "second", 4: "fourth", 5: "fifth", 9: "fifth"}
+    for attempt, why in wanted.items():
+        commands.show(tmp_path, attempt=attempt)
+        out = capsys.readouterr().out
+        assert f"    {why}\n" in out
+        assert (f"by the number {attempt}" in out) == (attempt not in (1, 5)), out
+    commands.show(tmp_path, attempt=4, round_=1)
+    assert "second" in capsys.readouterr().out
+
+
 def test_who_failed_first_is_the_hubs_word(tmp_path: Path) -> None:
     cause = {"round": 0, "rank": 2, "replica": 2, "kind": "signal", "snapshotStep": 8}
     kept(

@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from signal import SIGKILL
 
 from ddpjob_contract.evidence import Incident
 from kubectl_ddp import cures, evidence, gang
 from kubectl_ddp.commands import charges, events
 from kubectl_ddp.commands.events import Happening
-from kubectl_ddp.commands.status import seat_of
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Kubectl, Object
@@ -35,6 +35,7 @@ class Case:
 
     failure: Object
     incident: Incident | None
+    pods: Mapping[str, int]  # that served in that round, or at that time, and their replicas
     charged: str
     again: datetime | None  # when training ran on
 
@@ -157,7 +158,14 @@ def _case(
         again = min(rounds, default=None)
     else:
         again = min(running, default=None)
-    return Case(failure, incident, charges.of(job, failure, story), again)
+    around = [one for one in found if one["began"] <= _written(at) <= one["at"]]
+    pods = next((one["pods"] for one in (incident, *around) if one and "pods" in one), {})
+    return Case(failure, incident, pods, charges.of(job, failure, story), again)
+
+
+def _written(moment: datetime) -> str:
+    """Write a time as launchers do."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _incident_of(failure: Object, found: Sequence[Incident]) -> Incident | None:
@@ -196,9 +204,9 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
     yield "First", _who(job, case)
     yield "How", _how(case)
     if _last_lines(case):
-        yield "Last lines", _as_of(case)
+        yield "Last lines", _as_of(case) if _kept(case) else _perhaps(case)
     if incident:
-        yield from _others(incident, job.name)
+        yield from _others(incident, _own(case), job.name)
     yield "Charged", case.charged
     yield "Lost", _lost(case)
     yield "Then", _then(job, case)
@@ -209,14 +217,14 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
 def _who(job: Job, case: Case) -> str:
     """Name rank, replica, pod and node. A pod's number is not the replica that it served."""
     failure, first = case.failure, (case.incident or _UNKNOWN).get("first", {})
-    seat, pod = seat_of(failure), str(failure.get("pod", ""))
-    pods: Mapping[str, int] = (case.incident or _UNKNOWN).get("pods", {})
+    pod, standby = str(failure.get("pod", "")), bool(job.spec.get("standby"))
+    pods = case.pods
     rank = failure.get("rank", first.get("rank") if _is_of_first(case) else None)
     replica: int | None = pods.get(pod, failure.get("replica"))
-    if pods and pod and pod not in pods and seat >= job.replicas:
+    if standby and pod and pods and pod not in pods:
         return f"pod {pod}, which stood by: no rank was lost"
-    if seat >= job.replicas and pod not in pods:
-        return f"pod {pod}, which stood by or had taken a lost one's place"
+    if standby and pod and not pods and "rank" not in failure:
+        return f"pod {pod}, which stood by or served a replica: launchers know, the status does not"
     named = [] if rank is None else [f"rank {rank}"]
     named += [] if replica is None else [f"replica {replica}"]
     pod = pod or str((case.incident or _UNKNOWN).get("firstPod", ""))
@@ -238,17 +246,16 @@ def _how(case: Case) -> str:
 
 def _last_lines(case: Case) -> list[str]:
     """Return the log's end: of the evidence, else what the status has of it."""
+    log = _kept(case) or str(case.failure.get("message", "")).splitlines()[1:]
+    return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
+
+
+def _kept(case: Case) -> Sequence[str]:
+    """Return the log's end that launchers kept."""
     incident, pod = case.incident or _UNKNOWN, str(case.failure.get("pod", ""))
     first = incident.get("first", {})
     tails = incident.get("tails", {})
-    log: Sequence[str] = ()
-    if first and _is_of_first(case):
-        log = first.get("log", [])
-    elif pod in tails:
-        log = tails[pod]
-    if not log:
-        log = str(case.failure.get("message", "")).splitlines()[1:]
-    return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
+    return first.get("log", []) if first and _is_of_first(case) else tails.get(pod, [])
 
 
 def _is_of_first(case: Case) -> bool:
@@ -265,25 +272,39 @@ def _as_of(case: Case) -> str:
         return f" as of {incident['at'][11:19]}, when a launcher last wrote (every 10 s at most)"
     if pod in silent:
         return f" as of {silent[pod][11:19]}, when its launcher last wrote (every 10 s at most)"
-    if not incident and case.failure.get("signal") == 9:
-        return ", as far as they are known: they may be older than its end"
     return ""
 
 
-def _others(incident: Incident, job: str) -> Iterator[tuple[str, str]]:
-    first = incident.get("first", {}).get("rank")
-    failed = [rank for rank in incident.get("failed", []) if rank != first]
+def _perhaps(case: Case) -> str:
+    """Warn where the status's lines may not be the last: nobody was left to write a report."""
+    unreported = case.failure.get("signal") == SIGKILL and "round" not in case.failure
+    return ", as far as they are known: they may be older than its end" if unreported else ""
+
+
+def _own(case: Case) -> set[int]:
+    """Return the ranks of the pod that failed: they are no others."""
+    incident = case.incident or _UNKNOWN
+    pod = str(case.failure.get("pod", incident.get("firstPod", "")))
+    replica, nproc = incident.get("pods", {}).get(pod), incident.get("nproc", 1)
+    first = incident.get("first", {}).get("rank", -1)
+    if first >= 0 or type(replica) is not int:
+        return {first}
+    return set(range(replica * nproc, (replica + 1) * nproc))
+
+
+def _others(incident: Incident, own: set[int], job: str) -> Iterator[tuple[str, str]]:
+    failed = [rank for rank in incident.get("failed", []) if rank not in own]
     if failed:
         yield "Too", f"rank {ranges(failed)} failed by itself, later or at once"
     words = []
-    if followed := incident.get("followed"):
+    if followed := [rank for rank in incident.get("followed", []) if rank not in own]:
         words.append(f"rank {ranges(followed)} only lost its peers (exit code 75)")
-    if stopped := [rank for rank in incident.get("stopped", []) if rank != first]:
+    if stopped := [rank for rank in incident.get("stopped", []) if rank not in own]:
         words.append(f"rank {ranges(stopped)} was stopped for it")
     if words:
         yield "Followed", "; ".join(words)
     lost = {int(n): how for n, how in incident.get("lost", {}).items() if n.isdecimal()}
-    if lost and first not in incident.get("failed", []):
+    if lost and not own & set(incident.get("failed", [])):
         hows = "; ".join(f"replica {n} {how}" for n, how in sorted(lost.items())[:8])
         yield "Launchers", hows
     silent = sorted(incident.get("silent", {}))
@@ -296,7 +317,7 @@ def _others(incident: Incident, job: str) -> Iterator[tuple[str, str]]:
 
 def _lost(case: Case) -> str:
     incident, failure = case.incident or _UNKNOWN, case.failure
-    step = failure.get("step", incident.get("first", {}).get("step"))
+    step = incident.get("step", failure.get("step"))
     snapshot = incident.get("snapshotStep", incident.get("cause", {}).get("snapshotStep"))
     parts = []
     if isinstance(step, int) and isinstance(snapshot, int):
@@ -304,7 +325,8 @@ def _lost(case: Case) -> str:
     elif isinstance(step, int) and step >= 0:
         parts.append(f"the steps from the newest snapshot to step {step}")
     if case.again:
-        took = max(0.0, (case.again - case.at).total_seconds())
+        ended = min(case.at, moment(incident.get("at")) or case.at)
+        took = max(0.0, (case.again - ended).total_seconds())
         parts.append(f"{duration(took)} until it ran again")
     return " and ".join(parts) or "not known: the program says nothing of steps"
 

@@ -18,6 +18,10 @@ from ddpjob_trainer.evidence import incidents
 from ddpjob_trainer.evidence.incidents import Round
 
 _MOST_SHOWN = 16  # ranks of one end, named in the list
+_OLDER = (
+    "(nothing is kept by the number {attempt}: where attempt {attempt} replaced lost pods only, its"
+    " rounds are those of attempt {hub}, as here)"
+)
 _EPILOG = """\
 examples:
   ddpjob-trainer evidence ls /snapshots/digits                          a line per round
@@ -158,6 +162,8 @@ def show(
     """Print last lines and stacks of one round, all ranks or one; return 0."""
     for found in _rounds(root, uid, attempt=attempt, round_=round_):
         if any(_has(file, rank) for file in found.files):
+            if attempt not in (None, found.files[0]["attempt"]):
+                print(_OLDER.format(attempt=attempt, hub=found.files[0]["attempt"]))
             print("\n".join(_told(found, rank)))
             return 0
     raise ConfigError(f"no evidence of rank {rank} there: `ddpjob-trainer evidence ls` lists it")

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from ddpjob_contract.evidence import EVIDENCE_VERSION, End, Evidence, Incident, RankEnd
 from ddpjob_trainer.evidence import folder
@@ -47,17 +47,24 @@ class Round:
 def rounds(
     root: Path, uid: str | None = None, *, attempt: int | None = None, round_: int | None = None
 ) -> Iterator[Round]:
-    """Yield the rounds that have evidence, the newest first. Raises OSError."""
+    """Yield the rounds that have evidence, the newest first. Raises OSError.
+
+    ``attempt``: of pods; the hub may be older. So these are rounds of the hubs until then in which
+    no younger pod served, those of the youngest hub first.
+    """
     found = [
         seen
         for seen in folder.find(root)
-        if attempt in (None, seen.place.attempt)
+        if (attempt is None or seen.place.attempt <= attempt)
         and round_ in (None, seen.place.round)
         and (uid is None or seen.place == folder.place(uid, seen.place.attempt, seen.place.round))
     ]
+    if attempt is not None:
+        found.sort(key=lambda seen: seen.place.attempt, reverse=True)
     for seen in found:
         one = _round(root, seen)
-        if one.files:
+        made = max((file.get("made", 0) for file in one.files), default=0)
+        if one.files and (attempt is None or made <= attempt):
             yield one
 
 
@@ -119,15 +126,12 @@ def _rank(one: Mapping[str, Any]) -> RankEnd:
 def incident(found: Round) -> Incident:
     """Summarize a round: causes, ranks by their end, pods."""
     files = found.files
-    ends: dict[str, list[int]] = {end: [] for end in _ENDS}
-    for one in files:
-        for rank in one["ranks"]:
-            ends[rank["end"]].append(rank["rank"])
+    ranks = [rank for one in files for rank in one["ranks"]]
+    ends = {end: sorted(one["rank"] for one in ranks if one["end"] == end) for end in _ENDS}
     over, silent = _split(files)
     lost = next((one["lost"] for one in files if one["lost"]), {})
     gone = [one for one in files if one in silent or str(one["replica"]) in lost]
     gone += [one for one in files if one not in gone]
-    steps = [s for f in files for r in f["ranks"] if (s := r.get("snapshotStep")) is not None]
     told: dict[str, Any] = {
         "uid": files[0]["uid"],
         "attempt": files[0]["attempt"],
@@ -140,11 +144,13 @@ def incident(found: Round) -> Incident:
         "signal": next((one["signal"] for one in files if one.get("signal")), None),
         "silent": {one["pod"]: one["at"] for one in silent} if over else None,
         "tails": {one["pod"]: _tail(one) for one in gone[:_TAILS]},
-        "snapshotStep": max(steps, default=None),
+        "nproc": found.nproc,
+        "step": _most(ranks, "step"),
+        "snapshotStep": _most(ranks, "snapshotStep"),
         "pods": {one["pod"]: one["replica"] for one in files},
         "stacks": [one["replica"] for one in files if one.get("stacks")],
         "flight": [name for name in found.names if name.endswith(".nccl.gz")],
-        **{end: sorted(ranks) for end, ranks in ends.items()},
+        **ends,
     }
     if first := first_of(files):
         file, rank = first
@@ -155,6 +161,10 @@ def incident(found: Round) -> Incident:
         }
     kept = {name: value for name, value in told.items() if value not in (None, [], {})}
     return cast("Incident", kept)
+
+
+def _most(ranks: Sequence[RankEnd], name: Literal["step", "snapshotStep"]) -> int | None:
+    return max((step for one in ranks if (step := one.get(name)) is not None), default=None)
 
 
 def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:

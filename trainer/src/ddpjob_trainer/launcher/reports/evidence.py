@@ -202,7 +202,7 @@ class Keeper:
     ) -> RankEnd:
         state = workers.state(local_rank)
         trained = state is not None and state.phase != "startup"
-        end = _end(exit_, signal)
+        end = _end(exit_, signal, workers.kill_at)
         found: RankEnd = {
             "rank": self._config.rank(local_rank),
             "end": end,
@@ -246,11 +246,12 @@ def _why(process: subprocess.Popen[bytes], seconds: float) -> str:
     return (said.strip().splitlines() or [f"exit code {code}"])[-1][:300] if code else ""
 
 
-def _end(exit_: Exit | None, signal: int) -> End:
+def _end(exit_: Exit | None, signal: int, kill_at: float | None) -> End:
     if exit_ is None:
         return "running"
-    # At the end of the grace period it is SIGKILL.
-    if exit_.ours or (signal and exit_.code in (128 + signal, ExitCode.SIGKILL)):
+    # At the end of a grace period, also another launcher's, it is SIGKILL.
+    killed = kill_at is not None and exit_.at >= kill_at and exit_.code == ExitCode.SIGKILL
+    if exit_.ours or killed or (signal and exit_.code == 128 + signal):
         return "stopped"
     if exit_.status == 0:
         return "succeeded"
