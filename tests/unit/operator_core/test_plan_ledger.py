@@ -269,3 +269,23 @@ def test_a_ledger_costs_no_write_of_its_own():
     hear(at(world, 20), up=20, warmup=5, productive=15)
     at(world, 5)
     assert world.plan().actions == ()
+
+
+def test_the_time_before_an_operator_kept_ledgers_is_in_none():
+    world = running()
+    at(world, 1000)
+    world.job["status"] = {k: v for k, v in world.status.items() if k not in ("ledger", "goodput")}
+    hear(world, up=1000, warmup=10, productive=980, step=1)
+    assert sums(world) == {}
+    hear(at(world, 70), up=1070, warmup=10, productive=1050, step=2)
+    assert sums(world) == {"unknown": 60 * PODS}, "the first answer says where it stands"
+    hear(at(world, 70), up=1140, warmup=10, productive=1119, data=1, step=3)
+    assert sums(world) == {"unknown": 180, "productive": 207, "data": 3}
+    assert sum(sums(world).values()) == booked(world) * PODS
+
+
+def test_a_standby_is_idle_until_it_serves():
+    world = running(standby=1)
+    assert set(world.pods) == {f"job-{seat}" for seat in range(4)}
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    assert sums(world) == {"warmup": 15, "productive": 45, "idle": 20}

@@ -132,7 +132,8 @@ class _Books:
         if new:
             self.start(min(began, self._view.now))
             if ledger.since and began < ledger.since - timedelta(seconds=1):
-                self.until = max(self.until, until)  # of an operator that kept no ledger
+                # The ledger began while the hub lived: nobody knows which part of it came after.
+                self.spend({"unknown": self.left(until)}, until)
                 return
         before = {} if new else ledger.hub_seconds
         more = {name: value - before.get(name, 0.0) for name, value in found.booked.items()}
