@@ -17,6 +17,7 @@ from typing import Any
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_tools import init
+from ddpjob_tools.audit import command as audit
 from ddpjob_tools.chaos import command as chaos
 from ddpjob_tools.gpu_check import command as gpu_check
 from ddpjob_tools.local import command as local
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_snapshot(commands)
     evidence.add(commands)
+    audit.add(commands)
     chaos.add(commands)
     gpu_check.add(commands)
     init.add(commands)
@@ -280,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "run":
         return _run(options)
     with _ended_by_sigterm():
-        return (chaos.main if options.command == "chaos" else gpu_check.main)(options)
+        tools = {"audit": audit.main, "chaos": chaos.main, "gpu-check": gpu_check.main}
+        return tools[options.command](options)
 
 
 @contextlib.contextmanager

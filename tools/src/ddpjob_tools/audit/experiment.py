@@ -1,0 +1,180 @@
+"""Run a script undisturbed, kill it, start it again, judge. command.py calls audit().
+
+A second undisturbed run is made only where the judgement hangs on what the script itself repeats.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddpjob_tools.audit import judge, order, records, runs, workspace
+from ddpjob_tools.audit.judge import Verdict
+from ddpjob_tools.audit.records import Gang
+from ddpjob_tools.audit.runs import AuditError, End, Script
+from ddpjob_trainer.errors import ConfigError
+
+#: Findings that chance could make, too: only a second undisturbed run can tell.
+_NUMERIC = ("outputs", "gradients", "after", "rng")
+_FEWEST = 3
+
+Show = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to audit and how. ``directory``: for records, logs and the copy; must be empty."""
+
+    script: Script
+    directory: Path
+    resume_arguments: tuple[str, ...] = ()
+    kill_after: int | None = None
+    stop_after: int | None = None
+    leave_out: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The verdict and what it rests on. ``tail``: the last output of a run that failed."""
+
+    verdict: Verdict
+    calm: Gang
+    saved: tuple[int, ...]
+    epoch: int | None
+    tail: str = ""
+
+
+class _Audit:
+    """The runs of one audit, each in the same folder, which is made afresh."""
+
+    def __init__(self, settings: Settings, show: Show) -> None:
+        self._settings = settings
+        self._show = show
+        self._work = settings.directory / "work"
+
+    def fill(self) -> None:
+        workspace.fill(
+            self._work, self._settings.script.here, self._settings.leave_out, self._settings.linked
+        )
+
+    def run(
+        self, name: str, title: str, stop_at: int | None = None, more: Sequence[str] = (),
+        enough: Callable[[int], bool] = lambda steps: False,
+    ) -> tuple[Gang, End]:  # fmt: skip
+        out = self._settings.directory / name
+        end = runs.run(
+            self._settings.script, self._work, out, more=more, stop_at=stop_at, enough=enough,
+            show=lambda steps: self._show(title, steps),
+        )  # fmt: skip
+        return records.read(out), end
+
+
+def audit(settings: Settings, show: Show) -> Result:
+    """Do the runs and judge. Raises AuditError, ConfigError; leaves no process behind."""
+    audit = _Audit(settings, show)
+    calm, total = _undisturbed(audit, settings, "undisturbed", "1/3 undisturbed")
+    joined = order.lines(calm)
+    epoch = order.epoch_length(joined)
+    saved = order.saved_after(calm[0])
+    kill = settings.kill_after or order.kill_after(total, saved, epoch)
+    if kill >= total:
+        raise ConfigError(f"--kill-after {kill}: the run has {total} steps; choose fewer")
+    audit.fill()
+    killed, end = audit.run("killed", f"2/3 to be killed after step {kill}", stop_at=kill)
+    _check_alive(settings, end, min((len(story.steps) for story in killed), default=0))
+    _check_killed(calm, killed, end, kill)
+    story = _again(audit, settings, calm, killed, total)
+    verdict = judge.judge(story[0])
+    if _hangs_on_chance(verdict):
+        again, _ = _undisturbed(audit, settings, "again", "undisturbed once more, to compare")
+        verdict = judge.judge(replace(story[0], again=again))
+    shutil.rmtree(settings.directory / "work", ignore_errors=True)
+    failed = story[1].code or story[1].silent
+    return Result(verdict, calm, tuple(saved), epoch, story[1].tail() if failed else "")
+
+
+def _undisturbed(audit: _Audit, settings: Settings, name: str, title: str) -> tuple[Gang, int]:
+    audit.fill()
+    gang, end = audit.run(name, title, stop_at=settings.stop_after)
+    total = min((len(story.steps) for story in gang), default=0)
+    _check_alive(settings, end, total)
+    if end.code:
+        raise AuditError(
+            f"the script fails by itself, with exit code {end.code} after step {total}; see that it"
+            f" runs to its end (or give --stop-after STEP). The end of its output:\n{end.tail()}"
+        )
+    if total < _FEWEST:
+        few = f"only {total} steps" if total else "no step"
+        raise AuditError(
+            f"{few} of an optimizer of torch were seen: {_FEWEST} are needed. Perhaps it found"
+            " training complete, from a checkpoint in this folder (--leave-out NAME) or at an"
+            " absolute path; or it starts its processes itself: give the script, and --nproc N,"
+            f" instead. The end of its output:\n{end.tail()}"
+        )
+    return gang, total
+
+
+def _check_alive(settings: Settings, end: End, steps: int) -> None:
+    if end.silent:
+        where = f"after step {steps}" if steps else "without a first step"
+        raise AuditError(
+            f"nothing happened for {settings.script.patience:g} s, {where}: --patience SECONDS"
+            f" allows more. The end of its output:\n{end.tail()}"
+        )
+
+
+def _check_killed(calm: Gang, killed: Gang, end: End, kill: int) -> None:
+    """Refuse a second run that did not begin as the first, or did not get to the kill."""
+    steps = min((len(story.steps) for story in killed), default=0)
+    first = killed[0].steps[0].weights if steps else ""
+    later = [i for i, step in enumerate(calm[0].steps) if step.after == first]
+    if (first and first != calm[0].steps[0].weights and later) or (not steps and not end.code):
+        after = f"with the weights of step {later[-1] + 1}" if later else "at the end"
+        raise AuditError(
+            f"the second run began {after} of the first: the script keeps its checkpoints outside"
+            " of its working directory, of which each run here gets a fresh copy. Give it a"
+            " relative path for them, such as --output_dir checkpoints, and try again"
+        )
+    if end.code is not None:
+        raise AuditError(
+            f"the second run ended by itself (exit code {end.code}) after step {steps}, before it"
+            f" could be killed after step {kill}: the first took {len(calm[0].steps)} steps. Seed"
+            f" what decides its end, or try --kill-after. The end of its output:\n{end.tail()}"
+        )
+
+
+def _again(
+    audit: _Audit, settings: Settings, calm: Gang, killed: Gang, total: int
+) -> tuple[judge.Runs, End]:
+    """Start the killed run again, in its folder; let it end, or do as many steps as the first."""
+    kill = len(killed[0].steps)
+
+    def enough(steps: int) -> bool:
+        return settings.stop_after is not None and steps >= total - begun(steps)
+
+    place: list[int] = []
+
+    def begun(steps: int) -> int:
+        if steps and not place:
+            place.append(judge.resumed_after(
+                calm, killed, records.read(settings.directory / "resumed")
+            ))  # fmt: skip
+        return place[0] if place else -total
+
+    title = f"3/3 killed after step {kill}, started again"
+    resumed, end = audit.run("resumed", title, None, settings.resume_arguments, enough)
+    kept = bool(order.saved_after(killed[0]))
+    whole = settings.stop_after is None
+    return judge.Runs(calm, killed, resumed, (), kept, end.code or 0, whole, end.silent), end
+
+
+def _hangs_on_chance(verdict: Verdict) -> bool:
+    if verdict.loose:
+        return False
+    numeric = {"rng", "rounding", "unseen", "length"}
+    return any(
+        one.kind in numeric or one.facts.get("place") == "unknown" for one in verdict.findings
+    )

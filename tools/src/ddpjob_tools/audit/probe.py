@@ -1,0 +1,38 @@
+"""Run a script as `python` does, after the hooks are registered; runs.py starts it per process.
+
+`python -m ddpjob_tools.audit.probe ORDER script.py args`; ORDER is JSON: out, watch, stop_at,
+module, shown. The script sees its own arguments, its folder on sys.path, and itself as __main__.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddpjob_tools.audit.recorder import Recorder
+from ddpjob_tools.audit.watched import Watched
+
+
+def main(words: list[str]) -> None:
+    """Register the hooks, then run the script in this process."""
+    order: dict[str, Any] = json.loads(words[0])
+    script, *_ = arguments = words[1:]
+    first = os.environ.get("RANK", "0") in ("", "0")
+    watched = Watched(Path(order["watch"])) if first else None
+    Recorder(Path(order["out"]), watched, order["stop_at"]).start()
+    if order["module"]:
+        sys.argv[:] = arguments
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = [order["shown"], *arguments[1:]]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
