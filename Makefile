@@ -17,7 +17,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 
 BIN := .venv/bin
 FOREIGN := .venv-foreign/bin
-FOREIGN_TESTS := tests/trainer/test_foreign.py tests/unit/trainer/test_trainer_snapshot_remote.py
+FOREIGN_TESTS := $(addprefix tests/,trainer/test_foreign.py trainer/test_audit_foreign.py \
+	unit/trainer/test_trainer_snapshot_remote.py)
 DEVCLUSTER = $(PYTHON) devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
 # Beside the environments: a fresh checkout need not look at all of it again.
@@ -106,6 +107,8 @@ trainer: setup ## training processes on this machine
 .PHONY: foreign
 foreign: setup ## scripts of Lightning, accelerate and transformers, and S3
 	@$(PYTHON) -m devcluster.venv --requirements requirements --also foreign --link .venv-foreign
+	@$(PYTHON) -m devcluster.venv --requirements requirements --only foreign-broken \
+		--link .venv-foreign-broken
 	@$(FOREIGN)/python -m pytest $(FOREIGN_TESTS) $(ARGS)
 
 .PHONY: torch-versions

@@ -29,8 +29,12 @@ _NEEDED_GIBIBYTES = 8
 _COME_WITH_TORCH = ("torch==", "triton==", "nvidia-", "cuda-", "sympy==", "setuptools==")
 #: Versions that win over what packages not ours ask for.
 _OVERRIDES = "foreign-overrides.in"
+#: Old versions of a few packages, to be put before those of foreign: no environment by itself.
+_BROKEN = "foreign-broken"
 #: dev comes first: it holds all the others, which then keep to its versions.
-_LOCKS = ("dev", "uv", "build", "operator", "torch", "trainer", "foreign", "release", "site")
+_LOCKS = (
+    "dev", "uv", "build", "operator", "torch", "trainer", "foreign", _BROKEN, "release", "site",
+)  # fmt: skip
 
 
 def environment_dir(requirements: Path, names: Sequence[str] = ("dev",)) -> Path:
@@ -122,6 +126,7 @@ def write_locks(requirements: Path, options: Sequence[str], log: Log) -> None:
     for name in _LOCKS:
         common = [] if name == "dev" else ["--constraint", "dev.txt"]
         common += ["--override", _OVERRIDES] if name == "foreign" else []
+        common = ["--no-deps"] if name == _BROKEN else common
         chosen = [*options, "--output-file", f"{name}.txt", f"{name}.in"]
         with timed(f"pinning {name}.txt", log):
             _run([*compile_one, *common, *chosen], uv_variables(uv), requirements)

@@ -1,0 +1,331 @@
+"""The judgement of `ddpjob-trainer audit`, without a process: stories that were made up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpjob_tools.audit import cures, judge, order, workspace
+from ddpjob_tools.audit.judge import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
+from ddpjob_tools.audit.records import Gang, Step, Story, read
+from ddpjob_trainer.errors import ConfigError
+
+EPOCH, TOTAL, KILLED, SAVED = 10, 40, 18, 15
+Change = Callable[[int, Step], Step]
+
+
+def ordinary(index: int) -> Step:
+    """Step ``index`` (from 0) of a run whose samples come in another order every epoch."""
+    epoch, place = divmod(index, EPOCH)
+    samples = tuple(f"s{(place * (1, 3, 7, 9)[epoch % 4] + epoch) % EPOCH}.{i}" for i in range(4))
+    return Step(
+        weights=f"w{index}", parts=(f"a{index}", f"b{index}"), state=f"o{index}", empty=index == 0,
+        hyper=({"lr": 0.1 / (1 + index // 7)},), rng={"torch": f"r{index}"},
+        buffers={"net": f"n{index}"}, inputs=(f"in {samples}",), samples=samples,
+        outputs=(f"y{index}",), loss=1.0, gradients=f"g{index}", norm=2.0, after=f"w{index + 1}",
+    )  # fmt: skip
+
+
+def story(steps: Sequence[Step], rank: int = 0, world: int = 1) -> Story:
+    return Story(rank, world, ("first", "second"), steps=tuple(steps))
+
+
+def run(change: Change | None = None, begin: int = 0, end: int = TOTAL, world: int = 1) -> Gang:
+    """All ranks from step index ``begin`` on; ``change`` sees the index and rank 0's step."""
+    steps = [ordinary(index) for index in range(begin, end)]
+    changed = [change(index, step) for index, step in enumerate(steps, begin)] if change else steps
+    others = (story(steps, rank, world) for rank in range(1, world))
+    return (story(changed, 0, world), *others)
+
+
+def changed(begin: int = SAVED, **values: Any) -> Change:
+    """Another value from a step on; a function of the index where it is one."""
+
+    def change(index: int, step: Step) -> Step:
+        new = {name: value(index) if callable(value) else value for name, value in values.items()}
+        return dataclasses.replace(step, **new) if index >= begin else step
+
+    return change
+
+
+def follows(index: int) -> dict[str, Any]:
+    """What differs once training has gone another way."""
+    return {"outputs": (f"z{index}",), "gradients": f"h{index}", "after": f"v{index + 1}",
+            "loss": 3.0, "norm": 9.0}  # fmt: skip
+
+
+def astray(begin: int = SAVED, **values: Any) -> Change:
+    """The cause from ``begin`` on, its results in the same step, weights and state after it."""
+
+    def change(index: int, step: Step) -> Step:
+        if index < begin:
+            return step
+        new = {name: value(index) if callable(value) else value for name, value in values.items()}
+        if index > begin:
+            new = {"weights": f"v{index}", "state": f"p{index}", "buffers": {"net": f"m{index}"},
+                   **new}  # fmt: skip
+        return dataclasses.replace(step, **{**follows(index), **new})
+
+    return change
+
+
+def judged(resumed: Gang, **more: Any) -> judge.Verdict:
+    given = {"calm": run(), "killed": run(end=KILLED), "resumed": resumed, **more}
+    return judge.judge(Runs(**given))
+
+
+def of_step(index: int) -> dict[str, Any]:
+    other = ordinary(index)
+    return {"inputs": other.inputs, "samples": other.samples}
+
+
+def samples_from(shift: Callable[[int], int]) -> Change:
+    def change(index: int, step: Step) -> Step:
+        return dataclasses.replace(astray()(index, step), **of_step(shift(index)))
+
+    return change
+
+
+def test_a_resume_with_all_equal_is_right():
+    found = judged(run(begin=SAVED))
+    assert (found.label, found.resumed_after, found.compared) == (RIGHT, SAVED, TOTAL - SAVED)
+    assert found.final is True
+    assert found.findings == ()
+
+
+LOST = dataclasses.asdict(ordinary(0))["state"]
+
+TABLE: dict[str, tuple[Gang, list[tuple[str, int]], dict[str, Any]]] = {
+    "optimizer": (
+        run(astray(state=lambda i: LOST if i == SAVED else f"p{i}", empty=lambda i: i == SAVED),
+            begin=SAVED),
+        [("state", SAVED + 1)], {"empty": True},
+    ),
+    "optimizer in part": (
+        run(astray(state=lambda i: f"p{i}"), begin=SAVED), [("state", SAVED + 1)], {"empty": False}
+    ),
+    "scheduler, later": (
+        run(astray(begin=21, hyper=({"lr": 0.5},)), begin=SAVED), [("hyper", 22)],
+        {"changed": [("lr", 0.1 / 4, 0.5)]},
+    ),
+    "buffers": (
+        run(changed(buffers=lambda i: {"net": f"m{i}"}), begin=SAVED), [("buffers", SAVED + 1)], {}
+    ),
+    "random numbers": (
+        run(astray(rng=lambda i: {"torch": f"q{i}"}), begin=SAVED), [("rng", SAVED + 1)], {}
+    ),
+    "epoch begins again": (
+        run(samples_from(lambda i: i - 5), begin=SAVED), [("inputs", SAVED + 1)],
+        {"place": "begins", "count": 5, "epoch": 2},
+    ),
+    "samples repeated": (
+        run(samples_from(lambda i: i - 2), begin=SAVED), [("inputs", SAVED + 1)],
+        {"place": "repeated", "step": 14, "count": 2},
+    ),
+    "samples skipped": (
+        run(samples_from(lambda i: min(i + 3, TOTAL - 1)), begin=SAVED), [("inputs", SAVED + 1)],
+        {"place": "skipped", "step": 19, "count": 3},
+    ),
+    "the first epoch's order": (
+        run(samples_from(lambda i: i - EPOCH if i < 2 * EPOCH else i), begin=SAVED),
+        [("inputs", SAVED + 1)], {"place": "earlier", "step": 6, "from": 1, "epoch": 2},
+    ),
+    "shuffled otherwise": (
+        run(lambda i, s: dataclasses.replace(
+            astray()(i, s), inputs=(f"mixed {i}",), samples=ordinary(i - 4).samples), begin=SAVED),
+        [("inputs", SAVED + 1)], {"place": "shuffled", "again": 16, "missing": 16, "count": 20},
+    ),
+    "hidden state": (run(astray(), begin=SAVED), [("unseen", SAVED + 1)], {"what": "outputs"}),
+    "another end": (run(begin=SAVED, end=TOTAL + 3), [("length", TOTAL + 3)], {"total": TOTAL}),
+    "nothing loaded": (run(), [("nothing-loaded", 1)], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_cause_is_named_and_what_follows_from_it_is_not(name: str):
+    resumed, expected, facts = TABLE[name]
+    found = judged(resumed)
+    assert [(one.kind, one.step) for one in found.findings] == expected
+    assert found.findings[0].facts.items() >= facts.items()
+    assert found.label == WRONG
+    for one in found.findings:
+        assert cures.said(one)
+        assert cures.cure(one, cures.OWN)
+
+
+def test_all_causes_of_the_first_step_are_named_and_wrong_samples_that_come_later():
+    first = astray(state="", empty=True, hyper=({"lr": 0.1},))
+
+    def change(index: int, step: Step) -> Step:
+        return dataclasses.replace(
+            first(index, step), **of_step(index - 1 if index > 25 else index)
+        )
+
+    found = judged(run(change, begin=SAVED))
+    kinds = [(one.kind, one.step) for one in found.findings]
+    assert kinds == [("state", SAVED + 1), ("hyper", SAVED + 1), ("inputs", 27)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rounding_is_no_mistake_and_hides_none(world: int):
+    near = changed(gradients=lambda i: f"h{i}", after=lambda i: f"v{i + 1}", norm=2.0000001)
+    later = changed(SAVED + 1, weights=lambda i: f"v{i}", outputs=lambda i: (f"z{i}",))
+
+    def change(index: int, step: Step) -> Step:
+        return later(index, near(index, step))
+
+    calm, killed = run(world=world), run(end=KILLED, world=world)
+    found = judged(run(change, begin=SAVED, world=world), calm=calm, killed=killed)
+    assert (found.label, [one.kind for one in found.findings]) == (ROUNDING, ["rounding"])
+    assert ("DistributedDataParallel" in cures.said(found.findings[0])) == (world > 2)
+
+    def wrong(index: int, step: Step) -> Step:
+        new = of_step(index - EPOCH if index >= 30 else index)
+        return dataclasses.replace(change(index, step), **new)
+
+    found = judged(run(wrong, begin=SAVED, world=world), calm=calm, killed=killed)
+    assert found.label == WRONG
+    assert [(one.kind, one.step) for one in found.findings] == [("rounding", 16), ("inputs", 31)]
+
+
+def test_what_the_script_does_not_repeat_is_no_fault_of_the_restart():
+    by_chance = astray(4, weights=lambda i: f"v{i}")
+    found = judged(run(begin=SAVED), calm=run(by_chance))
+    assert (found.label, found.findings) == (UNKNOWN, ())
+    assert "step 5" in cures.chance(found)
+    # What it did load is judged all the same, by the killed run itself.
+    lost = astray(state="", empty=True)
+    found = judged(run(lost, begin=SAVED), calm=run(by_chance))
+    assert (found.label, [one.kind for one in found.findings]) == (WRONG, ["state"])
+
+
+def test_a_second_undisturbed_run_clears_the_restart():
+    strange = astray(30)
+    assert judged(run(strange, begin=SAVED)).label == WRONG
+    found = judged(run(strange, begin=SAVED), again=run(astray(25)))
+    assert (found.label, found.findings) == (UNKNOWN, ())
+
+
+def test_steps_whose_weights_are_equal_are_told_apart_by_what_else_is_loaded():
+    """A warm-up from lr 0: the weights of the first steps are those of the beginning."""
+    still = changed(0, weights=lambda i: "w0" if i < 4 else f"w{i}",
+                    after=lambda i: "w0" if i < 3 else f"w{i + 1}")  # fmt: skip
+    found = judged(run(still, begin=2), calm=run(still), killed=run(still, end=KILLED))
+    assert (found.label, found.resumed_after) == (RIGHT, 2)
+
+
+def test_weights_of_no_step_are_named():
+    half = changed(weights="w?", parts=("a15", "b0"))
+    found = judged(run(half, begin=SAVED))
+    assert found.resumed_after is None
+    assert found.findings[0].facts == {"after": SAVED, "other": ["second"], "count": 2}
+    assert "after step 15" in cures.said(found.findings[0])
+    none = changed(weights="w?", parts=("a?", "b?"))
+    assert "no step" in cures.said(judged(run(none, begin=SAVED)).findings[0])
+    fresh = changed(weights="w?", parts=("a?", "b?"), empty=True)
+    assert judged(run(fresh, begin=SAVED)).findings == (Finding("nothing-loaded", 1),)
+
+
+def test_nothing_kept_a_crash_a_hang_and_no_step_are_told_apart():
+    assert judged(run(), kept=False).findings[0].kind == "nothing-kept"
+    assert judged((), code=9).findings[0].kind == "crash"
+    assert judged(()).findings[0].kind == "no-step"
+    assert judged((), silent=True).findings[0].kind == "hang"
+    found = judged(run(begin=SAVED, end=20), code=1)
+    assert [(one.kind, one.step) for one in found.findings] == [("crash", 21)]
+
+
+def test_an_evaluation_between_checkpoint_and_kill_is_not_missed():
+    before, after = run(), run(begin=SAVED)
+    with_more = changed(
+        SAVED, inputs=lambda i: ("evaluated", *ordinary(i).inputs),
+        outputs=lambda i: ("score", *ordinary(i).outputs),
+    )  # fmt: skip
+    only_there = tuple(
+        dataclasses.replace(one, steps=(*one.steps[:SAVED], run(with_more)[0].steps[SAVED],
+                                        *one.steps[SAVED + 1 :]))
+        for one in before
+    )  # fmt: skip
+    killed = tuple(dataclasses.replace(one, steps=one.steps[:KILLED]) for one in only_there)
+    assert judged(after, calm=only_there, killed=killed).label == RIGHT
+
+
+def test_a_rank_that_died_one_step_earlier_is_compared_as_far_as_it_got():
+    short = run(end=KILLED, world=3)
+    killed = (short[0], dataclasses.replace(short[1], steps=short[1].steps[:-1]), short[2])
+    found = judged(run(begin=SAVED, world=3), calm=run(world=3), killed=killed)
+    assert (found.label, found.killed_after) == (RIGHT, KILLED - 1)
+
+
+@pytest.mark.parametrize(
+    ("total", "saved", "epoch", "expected"),
+    [
+        (48, range(5, 48, 5), 12, 17),  # within the second epoch, between two checkpoints
+        (48, range(12, 48, 12), 12, 30),  # at the ends of epochs only: within the one that follows
+        (48, range(1, 48), 12, 14),  # after each step
+        (48, [], 12, 24),  # never
+        (30, [10, 20], None, 25),  # no epoch ends
+        (6, [5], None, 3),  # too late: nothing would follow it
+    ],
+)
+def test_the_kill_comes_within_an_epoch_after_the_first(
+    total: int, saved: Sequence[int], epoch: int | None, expected: int
+):
+    assert order.kill_after(total, saved, epoch) == expected
+
+
+def test_checkpoints_are_told_from_logs():
+    def at(index: int, step: Step) -> Step:
+        files = {"log.txt": 10_000 + index, "small.json": 10}
+        if index in (5, 10, 15):
+            files |= {f"out/step-{index}/model.pt": 4000}
+        return dataclasses.replace(step, files=files)
+
+    found = run(at)[0]
+    assert order.saved_after(dataclasses.replace(found, bytes=4000)) == [5, 10, 15]
+    only_log = tuple(dataclasses.replace(one, files={"small.json": 10}) for one in found.steps)
+    assert order.saved_after(dataclasses.replace(found, bytes=4000, steps=only_log)) == []
+
+
+def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path: Path):
+    head = '{"rank": 0, "world": 1, "names": ["w"], "more": 1}\n'
+    line = '{"weights": "a", "inputs": ["x"], "later": 2}\n'
+    (tmp_path / "rank-0.7.jsonl").write_text(head + line * 2 + '{"weights": "b')
+    (tmp_path / "rank-0.8.jsonl").write_text(head + line)
+    (tmp_path / "rank-1.9.jsonl").write_text("")
+    (found,) = read(tmp_path)
+    assert [step.weights for step in found.steps] == ["a", "a"]
+    assert found.steps[0].inputs == ("x",)
+
+
+def test_the_copy_leaves_the_folder_alone_and_links_what_is_large(tmp_path: Path, monkeypatch):
+    here, work = tmp_path / "here", tmp_path / "here/kept/work"
+    for name in ("train.py", "data/x.bin", "runs/old.pt", ".git/HEAD", "__pycache__/t.pyc"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("here")
+    (here / "dangling").symlink_to("nowhere")
+    monkeypatch.setattr(workspace, "LARGE", 100)
+    (here / "large").write_text("x" * 101)
+    workspace.fill(work, here, leave_out=["runs"], linked=["data"])
+    assert sorted(path.name for path in work.iterdir()) == [".git", "data", "large", "train.py"]
+    assert {path.name for path in work.iterdir() if path.is_symlink()} == {".git", "data", "large"}
+    (work / "train.py").write_text("there")
+    assert (here / "train.py").read_text() == "here"
+    workspace.fill(work, here)
+    assert (work / "train.py").read_text() == "here"
+    monkeypatch.setattr(workspace, "MOST_FILES", 1)
+    with pytest.raises(ConfigError, match="--link"):
+        workspace.fill(work, here)
+    assert (here / "large").read_text() == "x" * 101
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers", cures.OWN])
+def test_each_kind_of_finding_has_its_cure(framework: str):
+    for kind in cures._SAID:
+        assert cures.cure(Finding(kind), framework), kind
+    assert cures.framework({"accelerate": "1", "transformers": "5"}) == "transformers"
+    assert cures.framework({}) == cures.OWN
