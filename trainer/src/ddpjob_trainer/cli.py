@@ -268,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["init"] and "--" in words:
         at = words.index("--")
         words, rest = words[:at], words[at + 1 :]
+    if words[:1] == ["audit"]:
+        words = audit.joined(words)
     options, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")

@@ -90,6 +90,15 @@ def add(commands: Any) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for SCRIPT")
 
 
+def joined(words: list[str]) -> list[str]:
+    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours."""
+    end = words.index("--") if "--" in words else len(words)
+    if "--resume-args" not in words[: end - 1]:
+        return words
+    at = words.index("--resume-args")
+    return [*words[:at], f"--resume-args={words[at + 1]}", *words[at + 2 :]]
+
+
 def main(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     code: int = ExitCode.BAD_CONFIG

@@ -1,4 +1,4 @@
-"""Write a line for each step of an optimizer, from torch's own global hooks; probe.py starts it.
+"""Write a line for each step of an optimizer, from torch's own global hooks; __main__.py starts it.
 
 A line holds hashes: of the state before the step (weights, optimizer, hyperparameters, random
 numbers, buffers), of inputs and outputs since the step before, of the gradients, of the weights
@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpjob_tools.audit import fingerprint
-from ddpjob_tools.audit.watched import Watched
+from ddpjob_tools.audit.probe import fingerprint
+from ddpjob_tools.audit.probe.watched import Watched
 
 #: Forwards of one step that are written one by one; the others are in one hash.
 _CALLS: Final = 64
@@ -73,6 +73,7 @@ class Recorder:
         self._optimizers: list[int] = []
         self._names: dict[int, str] = {}
         self._modules: dict[int, tuple[str, frozenset[str]]] = {}
+        self._inner: set[int] = set()
         self._pid, self._fd = 0, -1
 
     def start(self) -> None:
@@ -85,33 +86,41 @@ class Recorder:
     # --- Modules -------------------------------------------------------------------------
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _traced():
             return
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled():
+        if self._depth == 1 and torch.is_grad_enabled() and id(module) not in self._inner:
             self._note_random_state()
             self._note_buffers(module)
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _traced():
             return
         self._depth = max(0, self._depth - 1)
-        if self._depth or not torch.is_grad_enabled():
+        # A part of a module that was called before: checkpointing computes it once more.
+        if self._depth or not torch.is_grad_enabled() or id(module) in self._inner:
             return
+        try:
+            self._note_call(module, list(fingerprint.tensors((args, kwargs))), output)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return  # tensors without a content, as within torch.func.vmap()
+
+    def _note_call(self, module: torch.nn.Module, given: list[torch.Tensor], output: Any) -> None:
         results = list(fingerprint.tensors(output))
         if not any(one.requires_grad for one in results):
             return  # nothing is learned from it: an evaluation, a frozen teacher
         since = self._since
-        given = list(fingerprint.tensors((args, kwargs)))
         data = [one for one in given if one.grad_fn is None]
+        inputs = fingerprint.digest(data, fingerprint.MOST)
+        outputs = fingerprint.digest(results, fingerprint.MOST)
         if len(since.inputs) < _CALLS:
-            since.inputs.append(fingerprint.digest(data, fingerprint.MOST))
-            since.outputs.append(fingerprint.digest(results, fingerprint.MOST))
+            since.inputs.append(inputs)
+            since.outputs.append(outputs)
             if data and len(data) == len(given) and module.training:
                 since.samples += fingerprint.samples(data)
         else:
-            since.inputs[-1] = fingerprint.digest((since.inputs[-1], data), fingerprint.MOST)
-            since.outputs[-1] = fingerprint.digest((since.outputs[-1], results), fingerprint.MOST)
+            since.inputs[-1] = fingerprint.digest((since.inputs[-1], inputs))
+            since.outputs[-1] = fingerprint.digest((since.outputs[-1], outputs))
         since.loss = _loss(output, results, since.loss)
 
     def _note_random_state(self) -> None:
@@ -134,6 +143,7 @@ class Recorder:
         """Return a name that it has in another process, too, and those of its saved tensors."""
         weights = dict(module.named_parameters())
         self._names |= {id(one): name for name, one in weights.items()}
+        self._inner |= {id(one) for one in module.modules() if one is not module}
         name = fingerprint.digest([type(module).__qualname__, *weights])
         alike = sum(key.startswith(name) for key, _ in self._modules.values())
         return f"{name}.{alike}", _kept(module)
@@ -201,6 +211,14 @@ class Recorder:
                 "frameworks": dict(_frameworks()), "torch": torch.__version__,
             })  # fmt: skip
         _put(self._fd, line)
+
+
+def _traced() -> bool:
+    """Return whether torch records what runs, to run it later: our hooks are no part of that."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    cuda = torch.cuda
+    return cuda.is_initialized() and cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _put(fd: int, line: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ddpjob_tools.audit.recorder import Recorder
-from ddpjob_tools.audit.watched import Watched
+from ddpjob_tools.audit.probe.recorder import Recorder
+from ddpjob_tools.audit.probe.watched import Watched
 
 
 def main(words: list[str]) -> None:
