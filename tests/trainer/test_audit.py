@@ -19,6 +19,7 @@ RIGHT: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "all is saved": ((), "own.py", ()),
     "at the ends of epochs": ((), "own.py", ("--every", "12")),
     "two optimizers": ((), "gan.py", ()),
+    "strange parts": ((), "strange.py", ()),
     "our library": (("--nproc", "3"), "with_ddpjob.py", ()),
 }
 #: Mistakes of own.py: what is found, from which step on. It is killed in its second epoch.

@@ -93,7 +93,8 @@ class Recorder:
             self._note_random_state()
             self._note_buffers(module)
 
-    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """Take note of a call. ``rest``: kwargs and output; the output alone after an exception."""
         if _traced():
             return
         self._depth = max(0, self._depth - 1)
@@ -101,7 +102,7 @@ class Recorder:
         if self._depth or not torch.is_grad_enabled() or id(module) in self._inner:
             return
         try:
-            self._note_call(module, list(fingerprint.tensors((args, kwargs))), output)
+            self._note_call(module, list(fingerprint.tensors((args, rest[:-1]))), rest[-1])
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return  # tensors without a content, as within torch.func.vmap()
 
