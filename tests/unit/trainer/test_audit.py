@@ -302,25 +302,27 @@ def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path: Path):
     assert found.steps[0].inputs == ("x",)
 
 
-def test_the_copy_leaves_the_folder_alone_and_links_what_is_large(tmp_path: Path, monkeypatch):
+def test_the_copy_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     here, work = tmp_path / "here", tmp_path / "here/kept/work"
-    for name in ("train.py", "data/x.bin", "runs/old.pt", ".git/HEAD", "__pycache__/t.pyc"):
+    for name in ("train.py", "data/x.bin", "runs/old.pt", ".git/HEAD", "__pycache__/t.pyc",
+                 ".hidden/x", "env/pyvenv.cfg"):  # fmt: skip
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("here")
     (here / "dangling").symlink_to("nowhere")
-    monkeypatch.setattr(workspace, "LARGE", 100)
-    (here / "large").write_text("x" * 101)
-    workspace.fill(work, here, leave_out=["runs"], linked=["data"])
-    assert sorted(path.name for path in work.iterdir()) == [".git", "data", "large", "train.py"]
-    assert {path.name for path in work.iterdir() if path.is_symlink()} == {".git", "data", "large"}
-    (work / "train.py").write_text("there")
+    (here / "script").symlink_to("train.py")
+    source = workspace.Source(here, left_out=["runs"], linked=["data/"])
+    for _ in range(2):  # the second time over the first
+        source.fill(work)
+        names = [".git", ".hidden", "data", "env", "script", "train.py"]
+        assert sorted(path.name for path in work.iterdir()) == names
+        links = {path.name for path in work.iterdir() if path.is_symlink()}
+        assert links == {".git", "data", "env", "script"}
+        assert (work / "train.py").read_text() == "here"
+        (work / "train.py").write_text("there")
     assert (here / "train.py").read_text() == "here"
-    workspace.fill(work, here)
-    assert (work / "train.py").read_text() == "here"
     monkeypatch.setattr(workspace, "MOST_FILES", 1)
-    with pytest.raises(ConfigError, match="--link"):
-        workspace.fill(work, here)
-    assert (here / "large").read_text() == "x" * 101
+    with pytest.raises(ConfigError, match="--link NAME"):
+        source.fill(work)
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers", cures.OWN])

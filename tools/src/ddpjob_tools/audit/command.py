@@ -18,6 +18,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_tools.audit import judge, report
 from ddpjob_tools.audit.experiment import Result, Settings, audit
 from ddpjob_tools.audit.runs import AuditError, Script
+from ddpjob_tools.audit.workspace import Source
 from ddpjob_trainer.arguments import MOST_PROCESSES, check_notebook, real, whole
 from ddpjob_trainer.errors import ConfigError
 
@@ -140,9 +141,10 @@ def _settings(options: argparse.Namespace) -> Settings:
         words[0], tuple(words[1:]), module, options.nproc, Path.cwd(), os.environ,
         options.patience,
     )  # fmt: skip
+    source = Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
     return Settings(
-        script, directory.resolve(), tuple(shlex.split(options.resume_args)), options.kill_after,
-        options.stop_after, tuple(options.leave_out), tuple(options.link),
+        script, source, directory.resolve(), tuple(shlex.split(options.resume_args)),
+        options.kill_after, options.stop_after,
     )  # fmt: skip
 
 

@@ -5,19 +5,19 @@ A second undisturbed run is made only where the judgement hangs on what the scri
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddpjob_tools.audit import judge, order, records, runs, workspace
+from ddpjob_tools.audit import judge, order, records, runs
 from ddpjob_tools.audit.judge import Verdict
 from ddpjob_tools.audit.records import Gang
 from ddpjob_tools.audit.runs import AuditError, End, Script
+from ddpjob_tools.audit.workspace import Source
 from ddpjob_trainer.errors import ConfigError
 
 #: Findings that chance could make, too: only a second undisturbed run can tell.
-_NUMERIC = ("outputs", "gradients", "after", "rng")
+_BY_CHANCE = ("rng", "rounding", "unseen", "length")
 _FEWEST = 3
 
 Show = Callable[[str, int], None]
@@ -28,12 +28,11 @@ class Settings:
     """What to audit and how. ``directory``: for records, logs and the copy; must be empty."""
 
     script: Script
+    source: Source
     directory: Path
     resume_arguments: tuple[str, ...] = ()
     kill_after: int | None = None
     stop_after: int | None = None
-    leave_out: tuple[str, ...] = ()
-    linked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,7 @@ class _Audit:
         self._work = settings.directory / "work"
 
     def fill(self) -> None:
-        workspace.fill(
-            self._work, self._settings.script.here, self._settings.leave_out, self._settings.linked
-        )
+        self._settings.source.fill(self._work)
 
     def run(
         self, name: str, title: str, stop_at: int | None = None, more: Sequence[str] = (),
@@ -86,14 +83,13 @@ def audit(settings: Settings, show: Show) -> Result:
     killed, end = audit.run("killed", f"2/3 to be killed after step {kill}", stop_at=kill)
     _check_alive(settings, end, min((len(story.steps) for story in killed), default=0))
     _check_killed(calm, killed, end, kill)
-    story = _again(audit, settings, calm, killed, total)
-    verdict = judge.judge(story[0])
+    recorded, end = _started_again(audit, settings, calm, killed)
+    verdict = judge.judge(recorded)
     if _hangs_on_chance(verdict):
         again, _ = _undisturbed(audit, settings, "again", "undisturbed once more, to compare")
-        verdict = judge.judge(replace(story[0], again=again))
-    shutil.rmtree(settings.directory / "work", ignore_errors=True)
-    failed = story[1].code or story[1].silent
-    return Result(verdict, calm, tuple(saved), epoch, story[1].tail() if failed else "")
+        verdict = judge.judge(replace(recorded, again=again))
+    failed = end.code or end.silent
+    return Result(verdict, calm, tuple(saved), epoch, end.tail() if failed else "")
 
 
 def _undisturbed(audit: _Audit, settings: Settings, name: str, title: str) -> tuple[Gang, int]:
@@ -146,35 +142,28 @@ def _check_killed(calm: Gang, killed: Gang, end: End, kill: int) -> None:
         )
 
 
-def _again(
-    audit: _Audit, settings: Settings, calm: Gang, killed: Gang, total: int
+def _started_again(
+    audit: _Audit, settings: Settings, calm: Gang, killed: Gang
 ) -> tuple[judge.Runs, End]:
-    """Start the killed run again, in its folder; let it end, or do as many steps as the first."""
-    kill = len(killed[0].steps)
-
-    def enough(steps: int) -> bool:
-        return settings.stop_after is not None and steps >= total - begun(steps)
-
+    """Start the killed run again, in its folder, until it ends or is as far as the first."""
+    out = settings.directory / "resumed"
     place: list[int] = []
 
-    def begun(steps: int) -> int:
-        if steps and not place:
-            place.append(judge.resumed_after(
-                calm, killed, records.read(settings.directory / "resumed")
-            ))  # fmt: skip
-        return place[0] if place else -total
+    def enough(steps: int) -> bool:
+        if settings.stop_after is None or not steps:
+            return False
+        if not place:
+            place.append(judge.resumed_after(calm, killed, records.read(out)))
+        return place[0] + steps >= settings.stop_after
 
-    title = f"3/3 killed after step {kill}, started again"
-    resumed, end = audit.run("resumed", title, None, settings.resume_arguments, enough)
+    title = f"3/3 killed after step {len(killed[0].steps)}, started again"
+    resumed, end = audit.run(out.name, title, None, settings.resume_arguments, enough)
     kept = bool(order.saved_after(killed[0]))
     whole = settings.stop_after is None
     return judge.Runs(calm, killed, resumed, (), kept, end.code or 0, whole, end.silent), end
 
 
 def _hangs_on_chance(verdict: Verdict) -> bool:
-    if verdict.loose:
-        return False
-    numeric = {"rng", "rounding", "unseen", "length"}
-    return any(
-        one.kind in numeric or one.facts.get("place") == "unknown" for one in verdict.findings
+    return not verdict.loose and any(
+        one.kind in _BY_CHANCE or one.facts.get("place") == "unknown" for one in verdict.findings
     )

@@ -64,6 +64,8 @@ def _story(result: Result) -> Iterator[str]:
     saved = _numbers(result.saved)
     kept = f"files written after {saved}" if saved else "no file that can be a checkpoint"
     yield f"  undisturbed    {verdict.total} steps{an_epoch}; {kept}"
+    if result.calm[0].steps and not result.calm[0].steps[0].empty:
+        yield "                 it began from a checkpoint in this folder (--leave-out NAME)"
     yield f"  killed         after step {verdict.killed_after}{_epoch(verdict.killed_after, epoch)}"
     after = verdict.resumed_after
     if after is not None:

@@ -1,7 +1,7 @@
-"""Copy the working directory for a run, so that none sees what another one wrote. runs.py calls it.
+"""Copy the working directory for each run; experiment.py calls it. None sees what another wrote.
 
-Small files are copied, large ones, hidden folders and virtual environments are linked: a script
-reads those. The user's directory stays as it is.
+The user's directory stays as it is: all files are copied, but for repositories and virtual
+environments, which scripts only read, and what the user names: those are linked.
 """
 
 from __future__ import annotations
@@ -9,73 +9,73 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ddpjob_trainer.errors import ConfigError
 
-#: Larger files are linked.
-LARGE: Final = 16 << 20
 #: More is no folder of a script: data, other projects.
 MOST_BYTES: Final = 2 << 30
 MOST_FILES: Final = 20_000
 _CACHES: Final = ("__pycache__", ".ipynb_checkpoints")
+_REPOSITORIES: Final = (".git", ".hg", ".svn")
 
 
-def fill(
-    work: Path, source: Path, leave_out: Collection[str] = (), linked: Collection[str] = ()
-) -> None:
-    """Make ``work`` a fresh copy of ``source``. Raises ConfigError where that is too large."""
-    if work.exists():
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
-    count = size = 0
-    for path, inner in _entries(source, source, leave_out, linked, work):
-        target = work / inner
-        target.parent.mkdir(parents=True, exist_ok=True)
-        count += 1
-        if path.is_dir() and not path.is_symlink():
-            if _as_link(path, inner, linked):
-                target.symlink_to(path)
-            else:
-                target.mkdir(exist_ok=True)
-            continue
-        if path.is_symlink() or not path.is_file():
-            if path.exists():  # a socket or a dangling link is nothing to read
-                target.symlink_to(path.resolve())
-            continue
-        bytes_ = path.stat().st_size
-        if bytes_ > LARGE or _matches(inner, linked):
-            target.symlink_to(path)
-            continue
-        size += bytes_
-        if count > MOST_FILES or size > MOST_BYTES:
-            raise ConfigError(
-                f"{source} holds more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB to copy for"
-                " each run: start in the folder of the script, name what is only read with"
-                " --link NAME, and what no run needs with --leave-out NAME"
-            )
-        shutil.copy2(path, target)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The folder to copy; ``linked`` and ``left_out``: patterns of paths within it."""
 
+    folder: Path
+    left_out: Collection[str] = ()
+    linked: Collection[str] = ()
 
-def _entries(
-    folder: Path, source: Path, leave_out: Collection[str], linked: Collection[str], work: Path
-) -> Iterator[tuple[Path, Path]]:
-    for entry in sorted(os.scandir(folder), key=lambda one: one.name):
-        path = Path(entry.path)
-        inner = path.relative_to(source)
-        if entry.name in _CACHES or _matches(inner, leave_out) or work.is_relative_to(path):
-            continue
-        yield path, inner
-        if entry.is_dir(follow_symlinks=False) and not _as_link(path, inner, linked):
-            yield from _entries(path, source, leave_out, linked, work)
+    def fill(self, work: Path) -> None:
+        """Make ``work`` a fresh copy. Raises ConfigError where the folder is too large."""
+        if work.exists():
+            shutil.rmtree(work)
+        work.mkdir(parents=True)
+        files, sizes = 0, Counter[str]()
+        for path in self._entries(self.folder, work):
+            inner = path.relative_to(self.folder)
+            target = work / inner
+            if path.is_symlink() or self._as_link(path):
+                if path.exists():
+                    target.symlink_to(path.resolve())
+            elif path.is_dir():
+                target.mkdir()
+            elif path.is_file():  # and no socket
+                files, size = files + 1, path.stat().st_size
+                sizes[inner.parts[0]] += size
+                if files > MOST_FILES or sizes.total() > MOST_BYTES:
+                    raise ConfigError(self._too_large(sizes))
+                shutil.copy2(path, target)
 
+    def _entries(self, folder: Path, work: Path) -> Iterator[Path]:
+        for entry in sorted(os.scandir(folder), key=lambda one: one.name):
+            path = Path(entry.path)
+            if entry.name in _CACHES or self._matches(path, self.left_out):
+                continue
+            if work.is_relative_to(path):  # --keep DIR in the folder itself
+                continue
+            yield path
+            if entry.is_dir(follow_symlinks=False) and not self._as_link(path):
+                yield from self._entries(path, work)
 
-def _as_link(folder: Path, inner: Path, linked: Collection[str]) -> bool:
-    hidden = folder.name.startswith(".")
-    return hidden or (folder / "pyvenv.cfg").exists() or _matches(inner, linked)
+    def _as_link(self, path: Path) -> bool:
+        read_only = path.name in _REPOSITORIES or (path / "pyvenv.cfg").exists()
+        return read_only or self._matches(path, self.linked)
 
+    def _matches(self, path: Path, patterns: Collection[str]) -> bool:
+        inner = str(path.relative_to(self.folder))
+        return any(fnmatch.fnmatch(inner, pattern.rstrip("/")) for pattern in patterns)
 
-def _matches(inner: Path, patterns: Collection[str]) -> bool:
-    return any(fnmatch.fnmatch(str(inner), pattern.rstrip("/")) for pattern in patterns)
+    def _too_large(self, sizes: Counter[str]) -> str:
+        largest = ", ".join(f"{name} ({size >> 20} MiB)" for name, size in sizes.most_common(3))
+        return (
+            f"{self.folder} holds more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB, of which"
+            f" each run would get a copy: {largest}. Name what is only read, such as data, with"
+            " --link NAME, and what no run needs with --leave-out NAME"
+        )
