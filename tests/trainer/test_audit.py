@@ -65,6 +65,14 @@ def test_a_wrong_loop_is_told_its_mistake_and_the_first_step(mistake: str, tmp_p
 
 
 @pytest.mark.tier("all")
+@pytest.mark.parametrize(("part", "kind"), [("maker", "weights"), ("second", "state")])
+def test_of_two_models_the_one_that_was_not_loaded_is_named(part: str, kind: str, tmp_path: Path):
+    """Its samples differ before its optimizer's first step shows why."""
+    found = audited(tmp_path, "gan.py", part)
+    assert (found.code, found.kinds[0]) == (1, (kind, 18)), found.out
+
+
+@pytest.mark.tier("all")
 def test_a_loop_without_a_seed_is_not_judged_but_told_what_to_seed(tmp_path: Path):
     found = audited(tmp_path, "own.py", "--mistake", "no-seed")
     assert (found.code, found.result["verdict"]) == (3, "unknown"), found.out

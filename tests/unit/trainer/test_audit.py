@@ -227,7 +227,36 @@ def test_weights_of_no_step_are_named():
     none = changed(weights="w?", parts=("a?", "b?"))
     assert "no step" in cures.said(judged(run(none, begin=SAVED)).findings[0])
     fresh = changed(weights="w?", parts=("a?", "b?"), empty=True)
-    assert judged(run(fresh, begin=SAVED)).findings == (Finding("nothing-loaded", 1),)
+    assert "no step" in cures.said(judged(run(fresh, begin=SAVED)).findings[0]), "plain SGD"
+    chance = run(changed(0, weights=lambda i: f"x{i}"))  # as they are made without a seed
+    found = judged(run(fresh, begin=SAVED), calm=chance)
+    assert found.findings == (Finding("nothing-loaded", 1),)
+
+
+def test_an_optimizer_that_steps_second_is_not_taken_for_other_samples():
+    """Of a GAN the maker was not loaded: its samples differ before its own first step shows why."""
+
+    def gan(index: int, step: Step) -> Step:
+        return dataclasses.replace(
+            step, optimizer=index % 2, weights=f"{index % 2} w{index // 2}",
+            after=f"{index % 2} w{index // 2 + 1}",
+        )  # fmt: skip
+
+    def lost(index: int, step: Step) -> Step:
+        step = dataclasses.replace(gan(index, step), **follows(index))
+        new: dict[str, Any] = {"inputs": (f"made {index}",), "samples": (f"z{index}",)}
+        if index % 2:
+            new |= {"weights": f"1 v{index}", "state": LOST, "empty": index == SAVED + 2}
+        return dataclasses.replace(step, **new)
+
+    found = judged(run(lost, begin=SAVED + 1), calm=run(gan), killed=run(gan, end=KILLED))
+    assert [(one.kind, one.step) for one in found.findings[:2]] == [("weights", 18), ("state", 18)]
+
+
+def test_weights_that_are_changed_between_steps_are_named():
+    found = judged(run(astray(20, weights=lambda i: f"v{i}"), begin=SAVED))
+    assert [(one.kind, one.step) for one in found.findings] == [("between", 21)]
+    assert cures.said(found.findings[0])
 
 
 def test_nothing_kept_a_crash_a_hang_and_no_step_are_told_apart():

@@ -105,6 +105,10 @@ _SAID: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
         " training starts over from step 1"
     ),
     "weights": _weights,
+    "between": lambda facts: (
+        "equal weights after the step before were changed otherwise before this one (an average"
+        " that was swapped in, clipping)"
+    ),
     "buffers": lambda facts: (
         "buffers or frozen weights (BatchNorm's averages, say) are not those of this step"
     ),
@@ -163,6 +167,7 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
         OWN: "load_state_dict(..., strict=True) of all of the model, after it is built and before"
         " the optimizer is; write to a new file, then os.replace(), so that none is half written",
     },
+    "between": {OWN: "save and load what changes weights between steps, such as averages"},
     "buffers": {
         OWN: "save model.state_dict(), which has the buffers, not model.parameters()",
     },
