@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,8 @@ def command(folder: Path, script: str, *words: str, options: tuple[str, ...] = (
     return [sys.executable, "-m", "ddpjob_trainer", "audit", *own, "--", script, *words]
 
 
-def environment(folder: Path, first: str = "") -> dict[str, str]:
+def environment(temporary: Path, first: str = "") -> dict[str, str]:
     """Temporary files go where a test can look for what is left."""
-    temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
     paths = os.pathsep.join(filter(None, (first, PATHS)))
     return {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(temporary)}
 
@@ -57,12 +56,14 @@ def audited(
     folder.mkdir()
     report = tmp_path / "report.json"
     given = ("--json", str(report), *options)
-    env = environment(tmp_path, first)
-    done = subprocess.run(
-        command(folder, script, *words, options=given), cwd=folder, env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=WHOLE, check=False,
-    )  # fmt: skip
+    # A short name: sockets of DataLoader's workers lie there.
+    with tempfile.TemporaryDirectory() as temporary:
+        done = subprocess.run(
+            command(folder, script, *words, options=given), cwd=folder, text=True,
+            env=environment(Path(temporary), first), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=WHOLE, check=False,
+        )  # fmt: skip
+        assert list(Path(temporary).glob("ddpjob-audit-*")) == [], "it leaves no file"
     assert [path.name for path in folder.iterdir()] == [script], "the user's folder as it was"
-    assert list((tmp_path / "tmp").glob("ddpjob-audit-*")) == [], "it leaves no file"
     result = json.loads(report.read_text()) if report.exists() else {}
     return Audited(done.returncode, done.stdout, result)

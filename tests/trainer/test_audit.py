@@ -192,10 +192,11 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
 def test_an_interrupted_audit_leaves_nobody_and_no_file(signum: int, tmp_path: Path):
     folder = tmp_path / "here"
     folder.mkdir()
-    begun = tmp_path / "begun"
+    begun, temporary = tmp_path / "begun", tmp_path / "tmp"
+    temporary.mkdir()
     text = f"import os\nopen({str(begun)!r}, 'a').write(f'{{os.getpid()}} ')\n"
     with subprocess.Popen(
-        command(folder, "own.py", "--epochs", "100000"), cwd=folder, env=environment(tmp_path),
+        command(folder, "own.py", "--epochs", "100000"), cwd=folder, env=environment(temporary),
         stderr=subprocess.PIPE, text=True,
     ) as audit:  # fmt: skip
         (folder / "own.py").write_text(text + (folder / "own.py").read_text())
@@ -206,5 +207,5 @@ def test_an_interrupted_audit_leaves_nobody_and_no_file(signum: int, tmp_path: P
     for pid in map(int, begun.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(temporary.iterdir()) == []
     assert [path.name for path in folder.iterdir()] == ["own.py"]
