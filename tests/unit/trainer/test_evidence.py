@@ -178,12 +178,12 @@ def entry(one: Evidence, **more: Any) -> Entry:
 def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, came = threading.Event(), threading.Event()
+    answers, came, in_time = threading.Event(), threading.Event(), list[bool]()
     write = folder.write
 
     def hangs(*args: Any) -> None:
         came.set()
-        answers.wait(PATIENCE)
+        in_time.append(answers.wait(PATIENCE))
         write(*args)
 
     monkeypatch.setattr(folder, "write", hangs)
@@ -201,6 +201,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(
     monkeypatch.setattr(writer, "_SLOW_SECONDS", PATIENCE)
     found.flush(PATIENCE)
     whys = {one.seen.place.round: one.files[0].get("why") for one in incidents.rounds(tmp_path)}
+    assert all(in_time), "it was waited for until the disk answered"
     assert whys == {0: None, 96: "newer", 97: "newer", 98: "newer", 99: "newer"}
 
 
@@ -274,6 +275,11 @@ def test_evidence_is_uploaded_pruned_and_fetched(tmp_path: Path) -> None:
         assert "secret" not in found[3].names
     assert 0 not in found
     assert MAX_ROUNDS in found
+    younger = [body(attempt=2, round=n) for n in range(MAX_ROUNDS + 5)]
+    kept(store, *younger)
+    copy.copy()  # a zombie's
+    names_there = names(store)
+    assert {folder.place("u", 2, n).name for n in range(MAX_ROUNDS + 5)} <= names_there
     assert not there.exists()
 
 
