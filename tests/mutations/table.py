@@ -155,4 +155,13 @@ MUTATIONS = (
              "if manifest.checksum(stream, file) != file.crc32:",
              "if manifest.checksum(stream, file) < 0:",
              TRAINER_TESTS + "test_trainer_snapshot_store.py"),
+    Mutation("a hub's seconds are booked again with each answer", CORE + "policy/ledger.py",
+             "before = {} if new else ledger.hub_seconds", "before: dict[str, float] = {}",
+             CORE_TESTS + "test_plan_ledger.py"),
+    Mutation("a step that was done before counts as productive",
+             TRAINER + "liveness/step_account.py", "new = step > self._reached", "new = True",
+             TRAINER_TESTS + "test_account.py"),
+    Mutation("the step that a failure cut counts as productive",
+             TRAINER + "launcher/reports/account.py", 'rest or "recovering"', 'rest or "productive"',
+             TRAINER_TESTS + "test_account.py"),
 )  # fmt: skip
