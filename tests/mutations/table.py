@@ -162,6 +162,7 @@ MUTATIONS = (
              TRAINER + "liveness/step_account.py", "new = step > self._reached", "new = True",
              TRAINER_TESTS + "test_account.py"),
     Mutation("the step that a failure cut counts as productive",
-             TRAINER + "launcher/reports/account.py", 'rest or "recovering"', 'rest or "productive"',
+             TRAINER + "launcher/reports/account.py",
+             'rest or "recovering"', 'rest or "productive"',
              TRAINER_TESTS + "test_account.py"),
 )  # fmt: skip
