@@ -90,7 +90,12 @@ def test_what_nobody_knows_is_said_with_its_cure() -> None:
     assert "follow" not in text, "a job that has ended is booked to its end"
 
 
-@pytest.mark.parametrize("ledger", [None, {}, {**LEDGER, "podSeconds": {}}, {"podSeconds": "x"}])
+@pytest.mark.parametrize("ledger", [None, {}, {"podSeconds": "x"}])
 def test_without_a_ledger_it_says_why(ledger: Any) -> None:
     with pytest.raises(Failure, match=r"no ledger yet: .* upgrade the chart"):
         account.lines(job(ledger=ledger), NOW)
+
+
+def test_a_job_without_pods_so_far_is_no_old_operators() -> None:
+    with pytest.raises(Failure, match="Suspended and has had no pods yet"):
+        account.lines(job("Suspended", ledger={**LEDGER, "podSeconds": {}}), NOW)

@@ -289,3 +289,89 @@ def test_a_standby_is_idle_until_it_serves():
     assert set(world.pods) == {f"job-{seat}" for seat in range(4)}
     hear(at(world, 20), up=20, warmup=5, productive=15)
     assert sums(world) == {"warmup": 15, "productive": 45, "idle": 20}
+
+
+@pytest.mark.parametrize("up", [6e10, 9e10, 1e12, 1e300])
+def test_no_word_of_a_launcher_overflows_a_time(up: float):
+    world = running()
+    hear(at(world, 20), up=up, productive=1.0)
+    ended(at(world, 10), 1, 1, up=up, productive=1.0)
+    assert world.status["attempt"] == 2, "its loss is acted on"
+
+
+@pytest.mark.parametrize("rate", [-1.0, -1e-3, -1.6e-8, 0.0, 1e-300])
+def test_no_rate_overflows_the_estimate(rate: float):
+    world = running()
+    hear(at(world, 20), up=20, productive=10)
+    at(world, 100).poll(step=2, totalSteps=1000, stepsPerSecond=rate)
+    assert "eta" not in world.status
+
+
+def test_what_overlaps_is_booked_once_whatever_it_is():
+    world = running()
+    hear(at(world, 20), up=20, productive=10)
+    hear(at(world, 20), up=40, productive=10, data=1e9, repeated=1e9, step=3)
+    assert sum(sums(world).values()) <= booked(world) * PODS + 0.01
+
+
+def test_a_pod_replaced_beside_a_launcher_that_keeps_no_account():
+    world = running(graceful=True)
+    world.poll(holds=True)
+    at(world, 36000).poll(holds=True, step=2)
+    at(world, 100).vanish(1)
+    at(world, 7).run(1)
+    assert sums(world)["unknown"] == 36100 * PODS
+    assert sums(world)["held"] == 14
+
+
+def test_a_recovery_that_takes_long_is_no_wait_for_room():
+    world = running(graceful=True)
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world.terminate(1)
+    at(world, 1).end(2, 1)
+    for _ in range(60):
+        world.wait(10)
+    assert world.stalled == "WaitingForDeletion"
+    world.finish_deletions()
+    at(world, 5).run()
+    assert "waiting" not in sums(world)
+    assert sums(world)["recovering"] > 600 * PODS
+
+
+@pytest.mark.parametrize("spent", [{"warmup": 5}, {"unknown": 5}])
+def test_a_hub_that_never_made_a_step_is_not_believed_to_have_trained(spent: dict[str, float]):
+    world = running()
+    hear(at(world, 5), up=5, **spent)
+    at(world, 14).end(0, 137)
+    assert "productive" not in sums(world)
+    assert sum(sums(world).values()) == booked(world) * PODS
+
+
+def test_pods_that_ended_while_no_operator_looked_are_not_booked_for_it():
+    world = running(graceful=True)
+    hear(at(world, 20), up=20, warmup=5, productive=15)
+    at(world, 4).patch(suspend=True)
+    world.pods.clear()
+    at(world, 36000).restart_operator().sees_from_now().settle()
+    assert sums(world)["snapshot"] <= 20 * PODS
+
+
+def test_a_start_that_took_too_long_is_a_cause():
+    world = started(startupDeadlineSeconds=60)
+    for _ in range(20):
+        world.wait(10)
+        if world.status["attempt"] > 1:
+            break
+        world.all_wait("CreateContainerConfigError")
+    world.run()
+    hear(at(world, 5), up=5, warmup=5)
+    assert world.loss["class"] == "Startup"
+    assert status_.from_dict(world.status).ledger.recovering["Startup"] > 0
+
+
+def test_counters_and_ledger_have_the_same_though_an_answer_moves_seconds():
+    world = running()
+    hear(at(world, 60), up=60, unknown=60)
+    hear(at(world, 60), up=120, warmup=100, productive=20, step=2)
+    assert sums(world) == {"warmup": 300, "productive": 60}
+    assert sum(one.value for one in world.booked) == 360

@@ -103,3 +103,18 @@ def test_a_data_loaders_worker_is_no_rank_and_rank_1_tells_of_no_checkpoint(
     other.saving()
     other.saved(5)
     assert seen(tmp_path, 1).snapshot_step == -1
+
+
+def test_a_second_run_of_a_process_keeps_the_seconds_of_the_first(
+    tmp_path: Path, mine: record.Record
+):
+    """As k-fold's: the launcher reads the newest record only, and its sums must not fall."""
+    mine.begin(total_steps=30)
+    for step in range(1, 4):
+        mine.stepped(step)
+    first = seen(tmp_path).seconds
+    assert first.trained > 0
+    mine.begin(total_steps=30)
+    assert seen(tmp_path).seconds == first
+    mine.stepped(1)
+    assert seen(tmp_path).seconds.trained > first.trained

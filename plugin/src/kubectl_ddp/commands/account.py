@@ -49,11 +49,13 @@ def lines(job: Job, now: datetime) -> list[str]:
     since, until = moment(ledger.get("since")), moment(ledger.get("until"))
     sums, causes = (_numbers(ledger.get(name)) for name in ("podSeconds", "recovering"))
     total = sum(sums.values())
-    if since is None or until is None or not total:
+    if since is None or until is None:
         raise Failure(
             f"{job.name} has no ledger yet: the operator books with each write of the status. If"
             " it stays so, operator or CRD are older than this plugin: upgrade the chart"
         )
+    if not total:
+        raise Failure(f"{job.name} is {job.phase} and has had no pods yet: nothing is booked")
     head = [
         f"Job:       {job.namespace}/{job.name}, {job.phase}",
         f"Pods:      {job.replicas}, {_hours(total)} of pods in all{_gpus(job, total)}",
@@ -91,8 +93,10 @@ def _saved(job: Job, total: float) -> list[str]:
         for key, (name, change) in compare.changes(parts, best, compare.What()).items()
         if key in _OPTIONS
     }
+    sums = _numbers(_mapping(job.status["ledger"]).get("podSeconds"))
+    most = sum(sums.get(state, 0.0) for state in ("recovering", "held", "repeated", "snapshot"))
     rows = [
-        [name, f"{100 * gain:+.1f}", _signed(gain * total)]
+        [name, f"{100 * gain:+.1f}", _signed(min(most, gain * total))]
         for name, gain in sorted(gains.items(), key=lambda one: -one[1])
     ]
     words = "With failures as often as so far, by the planner's formula (docs/guides/planning.md):"

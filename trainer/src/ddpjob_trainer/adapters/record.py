@@ -27,6 +27,7 @@ class Record:
 
     def __init__(self) -> None:
         self._writer: RankStateWriter | None = None
+        self._account: StepAccount | None = None  # of all runs of this process
 
     def begin(self, *, step: int = 0, total_steps: int = 0) -> None:
         """Start after ``step`` steps. ``total_steps`` 0: unknown.
@@ -38,11 +39,12 @@ class Record:
         self._pid = os.getpid()
         self._loss_at = 0.0
         self._first = True
-        self._account = StepAccount(env.reached)
+        self._account = self._account or StepAccount(env.reached)
         self._last = self._since = time.monotonic()
         self._activity: Activity = "data"
         stacks.enable(env.state_dir, env.rank)  # before the record, whose existence announces it
         self._writer = RankStateWriter(env.state_dir, env.rank)
+        self._writer.spent(self._account.sums)
         self._writer.update(step=step, total_steps=total_steps)
         if env.watch:
             watch(self._writer, env.deadlines)
@@ -55,7 +57,7 @@ class Record:
     def at(self, activity: Activity) -> None:
         """Mark this rank's activity from now on; this is a sign of life."""
         # A data loader's worker is no rank.
-        if self._writer is not None and os.getpid() == self._pid:
+        if self._writer is not None and self._account is not None and os.getpid() == self._pid:
             now = time.monotonic()
             self._account.passed(self._activity, now - self._since)
             self._activity, self._since = activity, now
@@ -63,7 +65,7 @@ class Record:
 
     def stepped(self, step: int, loss: SupportsFloat | None = None) -> None:
         """Record ``step`` finished optimizer steps; read a loss now and then."""
-        if self._writer is None:
+        if self._writer is None or self._account is None:
             return
         self._first = False
         self.at(self._activity)

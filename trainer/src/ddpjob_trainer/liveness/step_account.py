@@ -24,7 +24,7 @@ class StepAccount:
         self._reached = reached
         self._of_step = dict.fromkeys(ACTIVITIES, 0.0)
         self._of_device: dict[Activity, float] = {}
-        self._sums = StepSeconds()
+        self.sums = StepSeconds()
         self.newest = (0.0, 0.0)  # of the last ended step: without waiting for others, for data
 
     def passed(self, activity: Activity, seconds: float) -> None:
@@ -38,18 +38,18 @@ class StepAccount:
 
     def stepped(self, step: int, seconds: float, now: float) -> StepSeconds:
         """Return the sums with a step that has ended. ``now``: monotonic."""
-        spent, sums = self._of_step, self._sums
+        spent, sums = self._of_step, self.sums
         self._of_step = dict.fromkeys(ACTIVITIES, 0.0)
         self.newest = (sum(spent[one] for one in _WORK), spent["data"])
         if not sums.last:
-            self._sums = sums._replace(last=now)
-            return self._sums
+            self.sums = sums._replace(last=now)
+            return self.sums
         new = step > self._reached
-        self._sums = StepSeconds(
+        self.sums = StepSeconds(
             sums.trained + seconds,
             sums.repeated + (not new) * seconds,
             sums.data + new * spent["data"],
             sums.snapshot + new * spent["snapshot"],
             now,
         )
-        return self._sums
+        return self.sums

@@ -25,8 +25,9 @@ UP: Final = "up"
 #: Causes of recoveries: classes of failures, a planned round, and one that is not known yet.
 DRILL: Final = "Drill"
 UNKNOWN: Final = "Unknown"
-CAUSES: Final = (*SEVERITY, DRILL, UNKNOWN)
-_MOST: Final = 1e12
+CAUSES: Final = (*SEVERITY, "Startup", DRILL, UNKNOWN)
+_MOST: Final = 1e13
+_LONGEST: Final = 1e9  # seconds of a launcher's life: a stranger's word must not overflow a time
 _DIGITS: Final = 3
 _SPENT: Final = tuple(get_type_hints(Spent))
 
@@ -78,7 +79,8 @@ class Ledger:
 def heard(raw: object, hub: int, at: datetime | None = None) -> Heard | None:
     """Parse contract.Spent; None if it says nothing."""
     found = _sums(raw, _SPENT)
-    return Heard(hub, found, at) if UP in found else None
+    sane = UP in found and max(found.values()) <= _LONGEST
+    return Heard(hub, found, at) if sane else None
 
 
 def from_dict(raw: object) -> Ledger:

@@ -26,9 +26,15 @@ _BELIEVED: Final = 20.0
 #: A shorter wait for a node is the scheduler's own time.
 _SCHEDULING: Final = 2.0
 #: Where an account overlaps with what is booked already, it gives way in this order.
-_YIELDS: Final = ("warmup", "held", "recovering", "unknown", "idle", "productive")
+_YIELDS: Final = (
+    "warmup", "held", "recovering", "unknown", "idle", "productive", "data", "repeated", "snapshot",
+)  # fmt: skip
+#: States of a launcher whose gang makes steps.
+_STEPS: Final = ("productive", "repeated", "data")
 #: A gang has its pods in all states but this one.
 _WITHOUT_PODS: Final = "waiting"
+#: Reasons of a stall that are no want of room: it is a recovery that takes long.
+_RECOVERS: Final = ("CrashLooping", "WaitingForDeletion", "NodeNotReady", "NodesNotReady")
 
 
 def book(view: View, change: Change) -> Change:
@@ -37,18 +43,20 @@ def book(view: View, change: Change) -> Change:
     if ledger.since is None or ledger.until is None:
         return change.with_status(ledger=Ledger(since=view.now, until=view.now))
     if ledger.until > view.now or status.terminal:  # another clock has written it
-        return change
+        return change if change.status.phase == "Running" else change.with_status(eta=None)
     books = _Books(view, change.status)
     if status.phase in (None, "Suspended"):
-        books.add("snapshot", status.replicas.active * books.left(view.now))
+        seen, left = view.feedback.seen_since, books.left(view.now)
+        if seen and seen > ledger.until and not change.status.replicas.active:
+            left = min(left, _BELIEVED)  # the pods ended while no operator looked
+        books.add("snapshot", status.replicas.active * left)
         books.until = view.now
     else:
         _book(view, change.status, books)
-    for state, seconds in books.entries.items():
-        if seconds > 0:
-            change = change.measure(Measurement("pod_seconds_total", seconds, state))
-            if gpus := view.spec.template.gpu_count:
-                change = change.measure(Measurement("gpu_seconds_total", seconds * gpus, state))
+    for state, seconds in books.counted():
+        change = change.measure(Measurement("pod_seconds_total", seconds, state))
+        if gpus := view.spec.template.gpu_count:
+            change = change.measure(Measurement("gpu_seconds_total", seconds * gpus, state))
     ledger = books.closed()
     change = change.with_status(ledger=ledger)
     return change.with_status(goodput=_goodput(ledger), eta=_eta(view, change.status))
@@ -60,12 +68,12 @@ def _book(view: View, new: Status, books: _Books) -> None:
     if found is not None:
         books.hear(found)
     over = new.terminal or new.phase == "Suspended" or new.hub != status.hub
-    if books.ledger.hub == status.hub:
+    if books.ledger.hub == status.hub > 0:
         if over:
             books.end(final=final)
     elif status.phase != "Running" and status.timings.running_at is None:
         books.start(view.now)
-    elif over:
+    elif over or new.phase != status.phase == "Running":
         books.spend({"unknown": books.left(view.now)}, view.now)
 
 
@@ -160,8 +168,10 @@ class _Books:
         elif loss is not None and not _seen_at_once(loss):
             self.spend({"recovering": left}, view.now, loss.cls)
         else:
-            believed = min(left, _BELIEVED)
-            self.spend({"productive": believed, "unknown": left - believed}, view.now)
+            trained = any(self.ledger.hub_seconds.get(one) for one in _STEPS)
+            state = "held" if view.replacing else "productive" if trained else "unknown"
+            believed = left if state == "unknown" else min(left, _BELIEVED)
+            self.spend({"unknown": left - believed} | {state: believed}, view.now)
 
     def start(self, until: datetime) -> None:
         """Book the time up to then by the pods' own times: no hub counts it."""
@@ -171,6 +181,17 @@ class _Books:
                 recovers = loss is not None and state in ("starting", "warmup")
                 self.add(state, seconds, loss.cls if loss and recovers else None)
         self.until = max(self.until, until)
+
+    def counted(self) -> list[tuple[str, float]]:
+        """List what counters add: they never fall, so what is booked elsewhere now is left out."""
+        owed = -sum(seconds for seconds in self.entries.values() if seconds < 0)
+        found = []
+        for state, seconds in self.entries.items():
+            cut = min(owed, max(0.0, seconds))
+            owed -= cut
+            if seconds > cut:
+                found.append((state, seconds - cut))
+        return found
 
     def closed(self) -> Ledger:
         """Return the ledger with these entries; a recovery whose cause is known now has it."""
@@ -191,7 +212,8 @@ def _of_pod(
 ) -> list[tuple[str, float]]:
     """Divide the time of one seat by the times in its pod's object."""
     stalled = view.status.condition("Stalled")
-    scarce = view.status.restarts.released > 0 or bool(stalled and stalled.status == "True")
+    stall = stalled.reason if stalled and stalled.status == "True" else ""
+    scarce = view.status.restarts.released > 0 or stall not in ("", *_RECOVERS)
     if pod is None:
         return [("waiting" if scarce else "starting", _seconds(since, until))]
     status = view.status
@@ -246,7 +268,9 @@ def _eta(view: View, status: Status) -> Eta | None:
     """Estimate the end: the present rate, and what failures have cost so far, continued."""
     progress, sums = status.progress, status.ledger.seconds
     rate, total, step = progress.steps_per_second, progress.total_steps, progress.step
-    if status.phase != "Running" or not rate or total is None or step is None or step >= total:
+    if status.phase != "Running" or rate is None or rate <= 0:
+        return None
+    if total is None or step is None or step >= total:
         return None
     left = (total - step) / rate
     ran = sum(sums.get(name, 0.0) for name in ("productive", "data", "snapshot"))
