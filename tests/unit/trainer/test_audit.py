@@ -203,6 +203,38 @@ def test_what_the_script_does_not_repeat_is_no_fault_of_the_restart():
     assert (found.label, [one.kind for one in found.findings]) == (WRONG, ["state"])
 
 
+def test_what_may_be_chance_is_not_judged_where_the_script_does_not_repeat_itself():
+    calm = run(astray(4, weights=lambda i: f"v{i}"))
+    drawn = astray(16, rng=lambda i: {"torch": f"q{i}"})
+    found = judged(run(drawn, begin=SAVED, end=TOTAL + 4), calm=calm)
+    assert {one.kind for one in found.findings} == {"rng", "length"}
+    assert found.label == UNKNOWN
+
+
+def test_a_script_that_repeats_itself_up_to_rounding_resumes_rightly_up_to_rounding():
+    near = changed(2, gradients=lambda i: f"h{i}", after=lambda i: f"v{i + 1}", norm=2.0000001)
+    weights = changed(3, weights=lambda i: f"v{i}")
+    calm = run(lambda i, s: weights(i, near(i, s)))
+    found = judged(run(begin=SAVED), calm=calm)
+    assert (found.label, found.findings) == (ROUNDING, ())
+
+
+def test_random_numbers_that_were_drawn_come_before_rounding():
+    near = changed(rng=lambda i: {"torch": f"q{i}"}, outputs=lambda i: (f"z{i}",), loss=1.0000001)
+    assert [one.kind for one in judged(run(near, begin=SAVED)).findings] == ["rng"]
+    unused = changed(0, rng={"torch": "r"})
+    other = changed(rng={"torch": "q"}, outputs=lambda i: (f"z{i}",), loss=3.0)
+    found = judged(run(other, begin=SAVED), calm=run(unused), killed=run(unused, end=KILLED))
+    assert [one.kind for one in found.findings] == ["unseen"], "nothing draws them"
+
+
+def test_a_step_that_not_all_ranks_have_finished_is_not_compared():
+    resumed = run(astray(25), begin=SAVED, end=26, world=3)
+    whole = (resumed[0], *(dataclasses.replace(one, steps=one.steps[:-1]) for one in resumed[1:]))
+    found = judged(whole, calm=run(world=3), killed=run(end=KILLED, world=3), code=1)
+    assert [(one.kind, one.step) for one in found.findings] == [("crash", 26)]
+
+
 def test_a_second_undisturbed_run_clears_the_restart():
     strange = astray(30)
     assert judged(run(strange, begin=SAVED)).label == WRONG
@@ -297,6 +329,7 @@ def test_a_rank_that_died_one_step_earlier_is_compared_as_far_as_it_got():
         (48, range(12, 48, 12), 12, 30),  # at the ends of epochs only: within the one that follows
         (48, range(1, 48), 12, 14),  # after each step
         (48, [], 12, 24),  # never
+        (48, [13, 24, 29], 12, 38),  # neither the first one nor at an end
         (30, [10, 20], None, 25),  # no epoch ends
         (6, [5], None, 3),  # too late: nothing would follow it
     ],

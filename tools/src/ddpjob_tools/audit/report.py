@@ -145,6 +145,8 @@ def _table(verdict: Verdict) -> Iterator[str]:
     for what in (*COMPARED, "rng"):
         step = verdict.since[what]
         text = "equal" if step is None else f"differ from step {step} on"
+        if what == "rng" and step is not None and verdict.label in (RIGHT, ROUNDING):
+            text += ", without effect"
         if what in loose:
             text += " (not repeated by the script itself, so compared up to the kill)"
         yield f"    {_TITLES[what]:<27}{text}"
