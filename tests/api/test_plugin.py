@@ -49,6 +49,9 @@ class Trainers(http.server.BaseHTTPRequestHandler):
         else:
             at = time.time() - 7200
             page = f'ddpjob_trainer_snapshot_timestamp_seconds{{rank="0"}} {at}\n'
+            for activity, seconds in {"data": 2, "forward": 5, "backward": 1, "start": 99}.items():
+                labels = f'{{activity="{activity}",rank="0"}}'
+                page += f"ddpjob_trainer_phase_seconds_total{labels} {seconds}.0\n"
         self.send_response(200)
         self.end_headers()
         self.wfile.write(page.encode())
@@ -98,7 +101,7 @@ def test_status_shows_each_replica_and_waits_for_none(
     running(stage, gang, port)
 
     def told(said: str) -> bool:
-        return not any("-" in cells(row)[4:8] for row in said.splitlines()[-3:-1])
+        return not any("-" in cells(row)[4:10] for row in said.splitlines()[-3:-1])
 
     lines = heard(lambda: plugin.says("status", gang), told).splitlines()
     assert max(map(len, lines)) <= 120
@@ -109,10 +112,11 @@ def test_status_shows_each_replica_and_waits_for_none(
     node = stage.kubelet.node
     assert dict(zip(head, first, strict=True)) == {
         "REPLICA": "0", "NODE": node, "POD": "Running", "READY": "yes", "ROUND": "1",
-        "STEP": "41", "STEPS/S": "2.5", "SNAPSHOT": "120m", "LAST FAILURE": "-",
+        "STEP": "41", "STEPS/S": "2.5", "DATA": "25%", "EXCHANGE": "12%", "SNAPSHOT": "120m",
+        "LAST FAILURE": "-",
     }  # fmt: skip
     assert second[5] == "42"
-    assert silent == ["2", node, "Running", "yes", "-", "-", "-", "-", "-"]
+    assert silent == ["2", node, "Running", "yes", *["-"] * 7]
 
 
 def test_status_of_all_jobs_is_a_line_each(

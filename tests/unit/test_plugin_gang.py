@@ -364,8 +364,8 @@ class TestStatus:
         told = {0: Told({"phase": "startup", "round": 1})}
         lines = status.gang_table(found, {0: Member(pod(state={"running": {}}))}, told, NOW)
         assert [line.split() for line in lines[1:]] == [
-            ["0", "n1", "Running", "yes", "1", "startup", "-", "-", "-"],
-            ["1", *["-"] * 7, "OOMKilled,", "5s"],
+            ["0", "n1", "Running", "yes", "1", "startup", *["-"] * 5],
+            ["1", *["-"] * 9, "OOMKilled,", "5s"],
         ]
 
 
@@ -455,3 +455,12 @@ class TestStrangers:
         for kind in ({"kind": "Pod"}, {}):
             event = {"involvedObject": kind, "lastTimestamp": at(1), "metadata": {}}
             assert events.story(job(), [event]) == []
+
+
+def test_shares_of_waiting_are_of_the_steps_time() -> None:
+    line = 'ddpjob_trainer_phase_seconds_total{{activity="{}",rank="{}"}} {}'
+    spent = [("start", 0, 50.0), ("data", 0, 1.0), ("data", 1, 3.0), ("forward", 0, 8.0)]
+    spent += [("backward", 1, 3.0), ("agreement", 0, 1.0), ("odd", 0, 9.0), ("body", 0, -1)]
+    told = gang.understood(b"{}", "\n".join(line.format(*one) for one in spent).encode())
+    assert (told.data, told.exchange) == (0.25, 0.25)
+    assert gang.understood(b"{}", b"").exchange is None

@@ -22,6 +22,13 @@ from kubectl_ddp.podproxy import Page
 from kubectl_ddp.text import ranges
 
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
+METRIC_PHASES = "ddpjob_trainer_phase_seconds_total"
+#: In a backward a rank computes gradients and waits for those of others, in an agreement it waits.
+_EXCHANGES = ("backward", "agreement")
+_STEPS = ("data", "forward", *_EXCHANGES, "update", "body", "snapshot", "evaluation")
+_ACTIVITY = re.compile(
+    METRIC_PHASES + r'\{[^}\n]*activity="(\w+)"[^}\n]*\} ([-+.\deE]+)$', re.MULTILINE
+)
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
 #: No trainer counts higher: infinity and numbers of 400 digits are no steps.
 _MOST = 1e18
@@ -211,12 +218,14 @@ class Told:
     """The pages of one pod's trainer; a field without a value is None.
 
     ``state``: the body of /state. ``snapshot_at``: Unix time. ``rate``: steps per second of the
-    last minute.
+    last minute. ``data``, ``exchange``: shares of the time of its steps.
     """
 
     state: Mapping[str, Any] = field(default_factory=dict)
     snapshot_at: float | None = None
     rate: float | None = None
+    data: float | None = None
+    exchange: float | None = None
 
     def number(self, name: str) -> float | None:
         """Return a number of the state."""
@@ -325,16 +334,32 @@ def understood(state: bytes, metrics: bytes) -> Told:
         body = json.loads(state)
     except (ValueError, RecursionError):
         body = None
-    newest = None
-    for name, value in _SAMPLE.findall(metrics.decode(errors="replace")):
+    newest, text = None, metrics.decode(errors="replace")
+    for name, value in _SAMPLE.findall(text):
         try:
             number = float(value)
         except ValueError:
             continue
         if name == METRIC_SNAPSHOT_AT and abs(number) < _MOST:
             newest = max(number, newest or 0.0) or None
-    told = Told(body if isinstance(body, dict) else {}, newest)
+    told = Told(body if isinstance(body, dict) else {}, newest, None, *_shares(text))
     return replace(told, rate=told.number("stepsPerSecond"))
+
+
+def _shares(metrics: str) -> tuple[float | None, float | None]:
+    """Return the shares of waiting for data, and of the exchange with other ranks."""
+    spent = dict.fromkeys(_STEPS, 0.0)
+    for activity, value in _ACTIVITY.findall(metrics):
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if activity in spent and 0 <= number < _MOST:
+            spent[activity] += number
+    total = sum(spent.values())
+    if not total:
+        return None, None
+    return spent["data"] / total, sum(spent[one] for one in _EXCHANGES) / total
 
 
 def moment(text: str | None) -> datetime | None:

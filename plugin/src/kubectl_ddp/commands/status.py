@@ -112,6 +112,7 @@ def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> 
         rest = Told({"rate": say.rate, "at": say.snapshot_at})  # finite: JSON has no infinity
         one |= {"phase": say.text("phase"), "stepsPerSecond": rest.number("rate")}
         one |= {"snapshotTimestampSeconds": rest.number("at")}
+        one |= {"dataShare": say.data, "exchangeShare": say.exchange}
         replicas.append({key: value for key, value in one.items() if value not in (None, "")})
     return {"job": job.obj, "replicas": replicas}
 
@@ -186,7 +187,7 @@ def gang_table(
     job: Job, members: Mapping[int, Member], told: Mapping[int, Told], now: datetime
 ) -> list[str]:
     """Make a row for each replica, and for each standby pod."""
-    head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "SNAPSHOT")
+    head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "DATA", "EXCHANGE")
     last = {seat_of(one): one for one in job.failures}
     rows: list[Sequence[str]] = []
     for replica, seat in job.places:
@@ -204,11 +205,17 @@ def gang_table(
                 _number(say.number("round")),
                 _place(say, job.phase),
                 NONE if say.rate is None or _age(say.state, now) > _STALE else f"{say.rate:.3g}",
+                _share(say.data),
+                _share(say.exchange),
                 NONE if say.snapshot_at is None else duration(now.timestamp() - say.snapshot_at),
                 _brief(last[seat], now) if seat in last else NONE,
             ]
         )
-    return table((*head, "LAST FAILURE"), rows)
+    return table((*head, "SNAPSHOT", "LAST FAILURE"), rows)
+
+
+def _share(part: float | None) -> str:
+    return NONE if part is None else f"{part:.0%}"
 
 
 def seat_of(failure: Object) -> int:
