@@ -199,8 +199,8 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
         " numpy.random.get_state() of each rank, and put them back just before the first step",
         "lightning": "Lightning keeps no random states: put them into on_save_checkpoint() and back"
         " in on_train_batch_start() of the first batch",
-        "accelerate": "load_state() puts them back, but the loader then draws from them: skip"
-        " batches first, then load_state() again, or seed each epoch",
+        "accelerate": "load_state() puts them back, but skipping batches may draw from them: put"
+        " them back after that, or seed each epoch",
         "transformers": "its rng_state*.pth is put back after batches are skipped: all ranks need"
         " theirs in the checkpoint's folder",
     },
