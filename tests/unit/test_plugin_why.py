@@ -94,7 +94,9 @@ def test_a_failure_on_one_page() -> None:
         "rank 0 only lost its peers (exit code 75); rank 2 was stopped for it"
     )
     assert found["Charged"] == "restart 1 of at most 3 (maxRestarts)"
-    assert found["Lost"] == "2 steps, from 10 to 12 and 8s until it ran again"
+    assert found["Lost"] == (
+        "2 steps, from 10 to 12 and 8s until it ran again (all of it: kubectl ddp account)"
+    )
     assert found["Then"] == "all pods were made again; it ran again at 12:00:08 UTC"
     assert found["Do"].startswith("see to the exception")
 
@@ -222,8 +224,36 @@ def test_what_keeps_a_job_from_running_is_told_with_its_cure() -> None:
 
 
 def test_a_suspended_job_says_what_sigterm_saved() -> None:
-    text = head(job("Suspended"), [incident(signal=15, snapshotStep=150)])
+    told = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": ""}
+    found = job("Suspended", conditions=[{**told, "lastTransitionTime": at(3)}])
+    text = head(found, [incident(signal=15, snapshotStep=150)])
     assert rows(text)["Saved"] == "step 150, when it was suspended"
+    later = job("Suspended", conditions=[{**told, "lastTransitionTime": at(3600)}])
+    assert "Saved" not in head(later, [incident(signal=15, snapshotStep=150)]), "an old drain's"
+
+
+def test_one_processs_words_are_not_put_into_anothers_mouth() -> None:
+    """The operator saw pod j-2 killed; launchers noted who lost the connection to it first."""
+    killed = failure(pod="j-2", replica=2, rank=None, round=None, exitCode=137, signal=9,
+                     reason="SIGKILL", exception=None, step=None, message="killed\nafter step 9",
+                     **{"class": "Killed"})  # fmt: skip
+    first = {
+        "rank": 1,
+        "end": "followed",
+        "exception": "PeerLostError: reset",
+        "step": 12,
+        "log": [],
+    }
+    text = page(job(failures=[killed]), (), [incident(first=first)])
+    assert "PeerLostError" not in text
+    assert "after step" not in rows(text)["How"]
+    assert "after step 9" not in text, "it is no line of a log"
+
+
+def test_a_failure_without_snapshots_says_so() -> None:
+    found = job(failures=[failure(step=7)])
+    del found.obj["spec"]["snapshot"]
+    assert "there is no spec.snapshot" in rows(page(found))["Lost"]
 
 
 def test_every_cure_is_for_a_reason_of_the_page() -> None:

@@ -59,7 +59,8 @@ def read(
             f"{job.name} has no spec.snapshot, so there is no volume where last lines are kept"
         )
     command = ["ddpjob-trainer", "evidence", words[0], "--uid", job.uid, *words[1:]]
-    alive = [member for _, member in sorted(members.items()) if member.running]
+    ends = "Terminating"  # on a lost node it may stay so for minutes, and nobody answers there
+    alive = [one for _, one in sorted(members.items()) if one.running and one.state != ends]
     alive.sort(key=lambda member: member.replica != seat)
     if alive and not node:
         directory = alive[0].environment(contract.SNAPSHOT_DIR)

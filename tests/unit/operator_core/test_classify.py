@@ -432,3 +432,15 @@ def test_a_node_that_starts_no_container_is_avoided_and_not_for_ever_free():
 def test_neither_a_failed_sidecar_nor_a_survived_lack_of_memory_takes_a_success_away():
     assert classify.succeeded(observe.pod(pod(ended(0, "Completed"))))
     assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
+
+
+def test_who_is_killed_did_not_die_of_an_exception_that_its_log_has_from_before():
+    """The kubelet gives the log's end where nobody was left to write last words."""
+    log = "Traceback (most recent call last):\nKeyError: 'weight_decay'\n[launcher] round 3"
+    found = classify.failure(observe.pod(pod(ended(137, message=log))), 1, START)
+    assert found is not None
+    assert found.exception == ""
+    assert "weight_decay" not in told.describe(found)
+    found = classify.failure(observe.pod(pod(ended(1, message=log))), 1, START)
+    assert found is not None
+    assert found.exception == "KeyError: 'weight_decay'"

@@ -237,11 +237,23 @@ def test_an_estimate_of_the_end_goes_on_with_what_failures_have_cost():
     hub = status_.from_dict(world.status).hub
     spent = {"up": 200, "warmup": 20, "productive": 120, "recovering": 30, "repeated": 30}
     world.feedback = replace(world.feedback, spent=ledger_.heard(spent, hub, world.now))
-    world.poll(round_, step=400, totalSteps=1000, stepsPerSecond=2.0)
-    eta = world.status["eta"]
-    found = {name: parse_time(eta[name]) for name in ("earliest", "at", "latest")}
-    seconds = [round((when - world.now).total_seconds()) for when in found.values() if when]
-    assert seconds == [300, 450, 750]
+    world.poll(round_, step=400, totalSteps=1000, stepsPerSecond=19.0)
+
+    def left() -> list[int]:
+        eta = world.status["eta"]
+        found = {name: parse_time(eta[name]) for name in ("earliest", "at", "latest")}
+        return [round((when - world.now).total_seconds()) for when in found.values() if when]
+
+    assert left() == [180, 270, 450], (
+        "400 steps took 120 s; a rate just after a restart says little"
+    )
+    at(world, 60)
+    spent |= {"up": 260, "productive": 180}
+    world.feedback = replace(world.feedback, spent=ledger_.heard(spent, hub, world.now))
+    world.poll(round_, step=520, totalSteps=1000, stepsPerSecond=2.0)
+    assert left() == [240, 320, 480]
+    world.all_wait("ImagePullBackOff")
+    at(world, 60).poll(round_, step=521, totalSteps=1000, stepsPerSecond=2.0)
     world.end(1, 1)
     assert "eta" not in world.status
 

@@ -361,6 +361,16 @@ def test_without_the_hub_it_is_who_failed_by_itself(tmp_path: Path) -> None:
     assert read(tmp_path)["first"]["rank"] == 2
 
 
+def test_who_only_followed_is_not_first_whatever_one_launcher_says(tmp_path: Path) -> None:
+    """Without rounds each launcher hears itself alone."""
+    kept(
+        tmp_path,
+        body(0, rank(0, "followed", code=75), cause={"rank": 0, "replica": 0}),
+        body(1, rank(1, "failed", code=3)),
+    )
+    assert read(tmp_path)["first"]["rank"] == 1
+
+
 def test_a_lost_pod_is_first_and_has_its_last_lines(tmp_path: Path) -> None:
     lost, cause = {"1": "was lost", "2": "was lost"}, {"kind": "lost", "replica": 1}
     kept(

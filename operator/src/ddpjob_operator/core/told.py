@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from ddpjob_contract import PERMANENT_EXIT_CODES
+from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode
 from ddpjob_operator.core.objects.observe import MESSAGE_MAX, Container, Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import Failure
@@ -121,6 +121,8 @@ def _exception(trainer: Container) -> str:
     if report := trainer.report:
         last = report.log[-1] if usage and report.log else ""
         return report.exception or KINDS.get(report.kind, last)
+    if trainer.exit_code == ExitCode.SIGKILL:
+        return ""  # what its log ends with it has survived
     lines = _EXCEPTION.findall(trainer.message)
     found = next((line for line in reversed(lines) if not line.startswith(_TORCHRUN)), "")
     return found or (trainer.message.rstrip().rpartition("\n")[2] if usage else "")

@@ -19,7 +19,8 @@ from kubectl_ddp.text import clean, duration, table
 
 _BAR = 30
 #: Of compare.changes(): what the fields of a DDPJob can change.
-_OPTIONS = frozenset({"oftener", "rarer", "best", "standby", "faster"})
+_OF_SNAPSHOTS = frozenset({"oftener", "rarer", "best"})
+_OPTIONS = _OF_SNAPSHOTS | {"standby", "faster"}
 _LEAST = 0.0005  # of all: less is no line
 _OF_STATES: Mapping[str, str] = {
     "productive": "steps done for the first time",
@@ -87,17 +88,17 @@ def _saved(job: Job, total: float) -> list[str]:
     parts = measured.parts(job.spec, job.status, _gpu_count(job))
     if parts is None:
         return []
-    now, best = formulas.goodput(parts), formulas.best_every_steps(parts)
-    gains = {
-        name: formulas.goodput(replace(parts, **change)) - now
-        for key, (name, change) in compare.changes(parts, best, compare.What()).items()
-        if key in _OPTIONS
-    }
     sums = _numbers(_mapping(job.status["ledger"]).get("podSeconds"))
-    most = sum(sums.get(state, 0.0) for state in ("recovering", "held", "repeated", "snapshot"))
+    now, best = formulas.goodput(parts), formulas.best_every_steps(parts)
+    gains: list[tuple[float, str]] = []
+    for key, (name, change) in compare.changes(parts, best, compare.What()).items():
+        if key in _OPTIONS and (key not in _OF_SNAPSHOTS or "snapshot" in job.spec):
+            costs = ("repeated", "snapshot") if key in _OF_SNAPSHOTS else ("recovering", "held")
+            most = sum(sums.get(state, 0.0) for state in costs)  # no more can be saved
+            gain = formulas.goodput(replace(parts, **change)) - now
+            gains.append((min(gain, most / total), name))
     rows = [
-        [name, f"{100 * gain:+.1f}", _signed(min(most, gain * total))]
-        for name, gain in sorted(gains.items(), key=lambda one: -one[1])
+        [name, f"{100 * gain:+.1f}", _signed(gain * total)] for gain, name in sorted(gains)[::-1]
     ]
     words = "With failures as often as so far, by the planner's formula (docs/guides/planning.md):"
     return ["", words, *table(["IF THERE WERE", "POINTS", "POD-TIME SAVED"], rows)]

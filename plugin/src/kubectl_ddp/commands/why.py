@@ -6,6 +6,7 @@ From status.failures, Events and, where they can be read, the evidence beside th
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,8 @@ _MOST = 300  # characters of such a line
 #: Clocks of nodes and of the operator differ, and a lost node is noticed late.
 _NEAR = timedelta(seconds=180)
 _UNKNOWN: Incident = {}
+#: In a failure's message, and no line of a log.
+_AFTER = re.compile("after step [0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Case:
     @property
     def at(self) -> datetime:
         """Return when it was seen."""
-        return moment(self.failure.get("detectedAt")) or datetime.now(UTC)
+        seen = moment(self.failure.get("detectedAt")) or datetime.now(UTC)
+        wrote = moment(self.incident["at"]) if self.incident else None
+        return min(seen, wrote) if wrote else seen  # the operator may see it seconds later
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -114,11 +119,20 @@ def head(job: Job, found: Sequence[Incident], now: datetime, columns: int) -> li
             "Progress", f"step {progress['step']}{total}, newest snapshot {kept}", columns
         )
     lines += _row("Spent", charges.spent(job), columns)
-    if job.phase == "Suspended" and found and found[0].get("signal") and "snapshotStep" in found[0]:
-        lines += _row("Saved", f"step {found[0]['snapshotStep']}, when it was suspended", columns)
+    if job.phase == "Suspended" and found and (saved := _saved(job, found[0])) is not None:
+        lines += _row("Saved", f"step {saved}, when it was suspended", columns)
     if not job.failures:
         lines.append("It has had no failure.")
     return lines
+
+
+def _saved(job: Job, newest: Incident) -> int | None:
+    """Return the step of the snapshot that was made as the job was suspended."""
+    conditions = job.status.get("conditions") or []
+    times = (one["lastTransitionTime"] for one in conditions if one["type"] == "Suspended")
+    since, wrote = moment(next(times, None)), moment(newest["at"])
+    at_that = bool(since and wrote and newest.get("signal") and wrote >= since - _NEAR)
+    return newest.get("snapshotStep") if at_that else None
 
 
 # --- One failure --------------------------------------------------------------------------
@@ -208,7 +222,7 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
     if incident:
         yield from _others(incident, _own(case), job.name)
     yield "Charged", case.charged
-    yield "Lost", _lost(case)
+    yield "Lost", _lost(case, snapshots="snapshot" in job.spec)
     yield "Then", _then(job, case)
     cls, reason = str(failure.get("class", "")), str(failure.get("reason", ""))
     yield "Do", cures.of_failure(cls, reason, job.name)
@@ -234,7 +248,8 @@ def _who(job: Job, case: Case) -> str:
 
 
 def _how(case: Case) -> str:
-    failure, first = case.failure, (case.incident or _UNKNOWN).get("first", {})
+    failure = case.failure
+    first = (case.incident or _UNKNOWN).get("first", {}) if _is_of_first(case) else {}
     step = failure.get("step", first.get("step"))
     after = f", after step {step}" if isinstance(step, int) and step >= 0 else ""
     words = charges.how(failure)
@@ -246,7 +261,8 @@ def _how(case: Case) -> str:
 
 def _last_lines(case: Case) -> list[str]:
     """Return the log's end: of the evidence, else what the status has of it."""
-    log = _kept(case) or str(case.failure.get("message", "")).splitlines()[1:]
+    told = str(case.failure.get("message", "")).splitlines()[1:]
+    log = _kept(case) or [line for line in told if not _AFTER.fullmatch(line)]
     return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
 
 
@@ -315,19 +331,22 @@ def _others(incident: Incident, own: set[int], job: str) -> Iterator[tuple[str, 
         yield "Stacks", f"kept: kubectl ddp logs {job} {where}"
 
 
-def _lost(case: Case) -> str:
+def _lost(case: Case, *, snapshots: bool) -> str:
     incident, failure = case.incident or _UNKNOWN, case.failure
     step = incident.get("step", failure.get("step"))
     snapshot = incident.get("snapshotStep", incident.get("cause", {}).get("snapshotStep"))
     parts = []
     if isinstance(step, int) and isinstance(snapshot, int):
         parts.append(f"{max(0, step - snapshot)} steps, from {snapshot} to {step}")
+    elif isinstance(step, int) and step >= 0 and not snapshots:
+        parts.append(f"{step} steps, if the program has no checkpoints: there is no spec.snapshot")
     elif isinstance(step, int) and step >= 0:
         parts.append(f"the steps from the newest snapshot to step {step}")
     if case.again:
         ended = min(case.at, moment(incident.get("at")) or case.at)
         took = max(0.0, (case.again - ended).total_seconds())
-        parts.append(f"{duration(took)} until it ran again")
+        began = "new processes began" if case.failure.get("inPlace") else "it ran again"
+        parts.append(f"{duration(took)} until {began} (all of it: kubectl ddp account)")
     return " and ".join(parts) or "not known: the program says nothing of steps"
 
 

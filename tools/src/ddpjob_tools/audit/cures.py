@@ -110,7 +110,8 @@ _SAID: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
         " that was swapped in, clipping)"
     ),
     "buffers": lambda facts: (
-        "buffers or frozen weights (BatchNorm's averages, say) are not those of this step"
+        "buffers or frozen weights (BatchNorm's averages, or another model, such as a teacher or"
+        " a moving average) are not those of this step"
     ),
     "state": _state,
     "hyper": _hyper,
@@ -169,7 +170,8 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "between": {OWN: "save and load what changes weights between steps, such as averages"},
     "buffers": {
-        OWN: "save model.state_dict(), which has the buffers, not model.parameters()",
+        OWN: "save model.state_dict(), which has the buffers, not model.parameters(), and that of"
+        " every other model, such as a teacher",
     },
     "state": {
         OWN: "save optimizer.state_dict() with the model's, and load it after the optimizer is made"

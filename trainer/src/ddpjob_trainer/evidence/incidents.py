@@ -174,7 +174,9 @@ def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:
     """
     everybody = [(file, rank) for file in files for rank in file["ranks"]]
     cause = _cause(files) or {}
-    named = [pair for pair in everybody if pair[1]["rank"] == cause.get("rank")]
+    named = [
+        p for p in everybody if p[1]["rank"] == cause.get("rank") and p[1]["end"] != "followed"
+    ]
     failed = [pair for pair in everybody if pair[1]["end"] == "failed"]
     failed.sort(key=lambda pair: (pair[0]["at"], pair[1]["rank"]))
     over, silent = _split(files)

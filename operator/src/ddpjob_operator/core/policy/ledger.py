@@ -23,6 +23,8 @@ from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: What went on at the last answer is believed to have gone on for so long after it.
 _BELIEVED: Final = 20.0
+#: The launcher's rate of steps is the mean of so long.
+_RATED: Final = timedelta(seconds=60)
 #: A shorter wait for a node is the scheduler's own time.
 _SCHEDULING: Final = 2.0
 #: Where an account overlaps with what is booked already, it gives way in this order.
@@ -272,8 +274,13 @@ def _eta(view: View, status: Status) -> Eta | None:
         return None
     if total is None or step is None or step >= total:
         return None
-    left = (total - step) / rate
+    stalled = status.condition("Stalled")
+    if stalled and stalled.status == "True":
+        return None
     ran = sum(sums.get(name, 0.0) for name in ("productive", "data", "snapshot"))
+    if not _is_steady(view, status) and ran > 0 and step > 0:
+        rate = step * view.spec.replicas / ran  # the mean of the whole run
+    left = (total - step) / rate
     lost = sum(sums.get(name, 0.0) for name in ("recovering", "repeated", "held"))
     count = status.restarts.total + status.restarts.in_place
     more = left * lost / ran if ran > 0 else 0.0
@@ -285,6 +292,13 @@ def _eta(view: View, status: Status) -> Eta | None:
         return None
     earliest, at, latest = (time.replace(microsecond=0) for time in times)
     return Eta(at, earliest, latest, _words(left + more))
+
+
+def _is_steady(view: View, status: Status) -> bool:
+    """Tell whether the rate of the last minute is of a minute without a restart."""
+    times = (status.timings.running_at, status.timings.last_round_at)
+    since = max((at for at in times if at is not None), default=view.now)
+    return view.now - since >= _RATED
 
 
 def _words(seconds: float) -> str:

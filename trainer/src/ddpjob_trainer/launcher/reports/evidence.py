@@ -114,7 +114,9 @@ class Keeper:
             why=self.why or why or None, signal=ended.signal or None, report=ended.report,
             lost=_lost(hub, workers.round),
         )  # fmt: skip
-        first = ended.end.rank if ended.end else -1
+        # Without rounds each launcher's hub hears that launcher alone.
+        knows = self._config.hub_port is not None or self._config.replicas == 1
+        first = ended.end.rank if ended.end and knows else -1
         if first >= 0:
             said["cause"] = {"rank": first, "replica": first // self._config.nproc}
         tails = self._read()
