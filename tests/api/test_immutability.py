@@ -157,8 +157,8 @@ def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None
     plane.kubectl(*patch, "-p", json.dumps({"status": status}), check=True)
     header, row = plane.kubectl(*get, "-o", "wide", check=True).stdout.splitlines()
     assert header.split() == [
-        "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "ATTEMPT",
-        "LAST-FAILURE", "NODE", "AGE", "MESSAGE",
+        "NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "ETA", "GOODPUT",
+        "ATTEMPT", "LAST-FAILURE", "NODE", "AGE", "MESSAGE",
     ]  # fmt: skip
     *told, age, message = row.split()[1:]
     assert re.fullmatch(r"(\d+[smh])+", age)

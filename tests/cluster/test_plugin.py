@@ -116,5 +116,5 @@ def test_a_suspended_job_says_how_to_look_at_its_snapshots(site: Site, plugin: P
     assert "has no pod with a log" in plugin.refuses("logs", NAME)
     account = plugin.says("account", NAME)
     assert "productive" in account, "there is no pod to ask"
-    assert "Hang" in account
+    assert "Hang" in account, account
     assert {row["POD"] for row in gang(plugin)} == {"-"}
