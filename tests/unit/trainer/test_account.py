@@ -78,15 +78,3 @@ def test_nobody_knows_what_a_program_without_a_record_does():
     account.begin("recovering", 60.0, None)
     account.begin("round", 61.0, None)
     assert account.read(70.0, None) == {"up": 70.0, "unknown": 69.0, "recovering": 1.0}
-
-
-def test_a_record_that_cannot_be_read_once_changes_nothing_that_was_known():
-    account = Account(0.0)
-    account.begin("round", 0.0, None)
-    known = state(trained=30.0, last=40.0)
-    sums = {"warmup": 10.0, "productive": 30.0}
-    assert account.read(40.0, known) == {"up": 40.0, **sums}
-    assert account.read(41.0, None) == {"up": 41.0, **sums}
-    account.begin("recovering", 60.0, None)
-    account.begin("round", 60.0, None)
-    assert account.read(62.0, None) == {"up": 62.0, **sums, "recovering": 22.0}

@@ -37,7 +37,6 @@ class Account:
         self._began = now
         self._books = _Books({}, "held", now, "warmup")
         self._reports_steps = reports_steps
-        self._newest: RankState | None = None  # of this round: a record may not be readable once
         self.reached = reached
 
     def begin(
@@ -47,10 +46,9 @@ class Account:
 
         ``rest``: where the step goes that was under way, else to ``recovering``.
         """
-        books, state = self._books, state or self._newest
+        books = self._books
         if stretch == books.stretch:
             return
-        self._newest = None
         if books.stretch == "round" and state is not None and state.phase != "startup":
             self.reached = max(self.reached, state.step)
         sums = _plus(books.sums, self._present(now, state, rest or "recovering"))
@@ -59,7 +57,6 @@ class Account:
 
     def read(self, now: float, state: RankState | None) -> Spent:
         """Return the sums up to now; a step under way is in none of them."""
-        self._newest = state = state or self._newest
         found = _plus(self._books.sums, self._present(now, state, None))
         rounded = {name: round(seconds, _DIGITS) for name, seconds in found.items()}
         return cast("Spent", {"up": round(now - self._began, _DIGITS), **rounded})
