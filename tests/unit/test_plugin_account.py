@@ -99,3 +99,11 @@ def test_without_a_ledger_it_says_why(ledger: Any) -> None:
 def test_a_job_without_pods_so_far_is_no_old_operators() -> None:
     with pytest.raises(Failure, match="Suspended and has had no pods yet"):
         account.lines(job("Suspended", ledger={**LEDGER, "podSeconds": {}}), NOW)
+
+
+def test_a_template_that_nobody_can_read_breaks_no_table() -> None:
+    for limits in ({"nvidia.com/gpu": "9" * 5000}, {"nvidia.com/gpu": "8k"}):
+        assert "GPUs" not in "\n".join(account.lines(job(limits=limits, ledger=LEDGER), NOW))
+    found = job(ledger=LEDGER)
+    found.obj["spec"]["template"] = {}
+    assert "productive" in "\n".join(account.lines(found, NOW))

@@ -66,6 +66,14 @@ class Job:
         return dict(self.obj["spec"])
 
     @property
+    def trainer(self) -> Object:
+        """Return the template's trainer container."""
+        pod = self.spec["template"].get("spec") or {}
+        containers: list[Object] = pod.get("containers") or [{}]
+        named = (one for one in containers if one.get("name") == crd.TRAINER_CONTAINER)
+        return next(named, containers[0])
+
+    @property
     def status(self) -> Object:
         """Return the status, empty until the operator has seen the job."""
         return dict(self.obj.get("status") or {})

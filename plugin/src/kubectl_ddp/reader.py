@@ -55,14 +55,8 @@ def place(job: Job) -> str:
 
 
 def _literal(job: Job, name: str) -> str:
-    env = _trainer(job).get("env") or []
+    env = job.trainer.get("env") or []
     return next((str(one.get("value", "")) for one in env if one.get("name") == name), "")
-
-
-def _trainer(job: Job) -> Object:
-    pod = job.spec["template"].get("spec") or {}
-    containers: list[Object] = pod.get("containers") or [{}]
-    return next((one for one in containers if one.get("name") == "trainer"), containers[0])
 
 
 def read(kubectl: Kubectl, job: Job, command: Sequence[str], node: str = "") -> str:
@@ -89,7 +83,7 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], node: str = "") -> 
 def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
     """Build the pod."""
     snapshot, pod = job.spec["snapshot"], job.spec["template"].get("spec") or {}
-    trains = _trainer(job)
+    trains = job.trainer
     own = trains.get("securityContext") or {}
     security = {key: own[key] for key in _OF_CONTAINER if key in own}
     security |= {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

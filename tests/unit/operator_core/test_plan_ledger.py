@@ -387,3 +387,12 @@ def test_counters_and_ledger_have_the_same_though_an_answer_moves_seconds():
     hear(at(world, 60), up=120, warmup=100, productive=20, step=2)
     assert sums(world) == {"warmup": 300, "productive": 60}
     assert sum(one.value for one in world.booked) == 360
+
+
+def test_an_absurd_number_of_gpus_holds_up_no_write():
+    limits = {"limits": {"nvidia.com/gpu": "9" * 5000}}
+    container = {"name": "trainer", "image": "i", "resources": limits}
+    world = running(nprocPerNode=1, template={"spec": {"containers": [container]}})
+    hear(at(world, 20), up=20, productive=20)
+    assert sums(world) == {"productive": 60}
+    assert {one.name for one in world.booked} == {"pod_seconds_total"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob_contract import LEDGER_STATES
-from ddpjob_contract.crd import GPUS
+from ddpjob_contract.crd import GPUS, TERMINAL_PHASES
 from kubectl_ddp import gang
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, moment
@@ -21,6 +22,7 @@ _BAR = 30
 #: Of compare.changes(): what the fields of a DDPJob can change.
 _OF_SNAPSHOTS = frozenset({"oftener", "rarer", "best"})
 _OPTIONS = _OF_SNAPSHOTS | {"standby", "faster"}
+_PLAIN = re.compile("[0-9]{1,9}")  # as the operator reads a number of GPUs
 _LEAST = 0.0005  # of all: less is no line
 _OF_STATES: Mapping[str, str] = {
     "productive": "steps done for the first time",
@@ -80,15 +82,14 @@ def lines(job: Job, now: datetime) -> list[str]:
             ordered = sorted(causes.items(), key=lambda cause: -cause[1])
             rows += [_row(f"  {name}", each, total, "") for name, each in ordered]
     found = [*head, "", *table(["WHERE", "POD-TIME", "SHARE", "", ""], rows)]
-    return [*found, *_saved(job, total)]
+    return [*found, *_saved(job, sums, total)]
 
 
-def _saved(job: Job, total: float) -> list[str]:
+def _saved(job: Job, sums: Mapping[str, float], total: float) -> list[str]:
     """Reckon what the job's own failures would have cost if something had been otherwise."""
     parts = measured.parts(job.spec, job.status, _gpu_count(job))
     if parts is None:
         return []
-    sums = _numbers(_mapping(job.status["ledger"]).get("podSeconds"))
     now, best = formulas.goodput(parts), formulas.best_every_steps(parts)
     gains: list[tuple[float, str]] = []
     for key, (name, change) in compare.changes(parts, best, compare.What()).items():
@@ -126,16 +127,14 @@ def _gpus(job: Job, total: float) -> str:
 
 def _gpu_count(job: Job) -> int:
     """Return how many GPUs each pod asks for."""
-    containers = job.spec["template"]["spec"]["containers"]
-    trainer = next((c for c in containers if c.get("name") == "trainer"), containers[0])
-    limits = _mapping(_mapping(trainer.get("resources")).get("limits"))
-    counts = [int(text) for name in GPUS if (text := str(limits.get(name, ""))).isdecimal()]
-    return counts[0] if counts else 0
+    limits = _mapping(_mapping(job.trainer.get("resources")).get("limits"))
+    texts = (str(limits.get(name, "")) for name in GPUS)
+    return next((int(text) for text in texts if _PLAIN.fullmatch(text)), 0)
 
 
 def _open(job: Job, until: datetime, now: datetime) -> str:
     left = (now - until).total_seconds()
-    open_ = job.phase not in ("Succeeded", "Failed", "Suspended") and left >= 1
+    open_ = job.phase not in (*TERMINAL_PHASES, "Suspended") and left >= 1
     return f"; the last {duration(left)} follow" if open_ else ""
 
 

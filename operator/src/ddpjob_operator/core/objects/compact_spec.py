@@ -25,6 +25,8 @@ _QUANTITY: Final = re.compile(
 )
 _DECIMAL: Final = dict(zip("num kMGTPE", range(-9, 19, 3), strict=True))
 _BINARY: Final = {f"{letter}i": 1 << 10 * n for n, letter in enumerate(" KMGTPE") if n}
+#: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
+_PLAIN: Final = re.compile("[0-9]{1,9}")
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: With less of either, importing torch takes minutes, or is killed.
@@ -72,7 +74,7 @@ class Template:
     @property
     def gpu_count(self) -> int:
         """Return how many GPUs a pod asks for, 0 where that is no plain number."""
-        return int(self.gpus) if self.gpus.isascii() and self.gpus.isdecimal() else 0
+        return int(self.gpus) if _PLAIN.fullmatch(self.gpus) else 0
 
 
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:

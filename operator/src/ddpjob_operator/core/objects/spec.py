@@ -6,18 +6,14 @@ plan() calls read() in each planning round. The CRD's schema and CEL rules refus
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.compact_spec import Packed, Template
 from ddpjob_operator.core.objects.json_read import integer, mapping, text
-
-#: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
-_PLAIN: Final = re.compile("[0-9]{1,9}")
 
 
 class SpecError(ValueError):
@@ -174,9 +170,8 @@ def _number(raw: Mapping[str, Any], path: str) -> int:
 
 
 def _nproc(value: object, template: Template) -> int:
-    plain = _PLAIN.fullmatch(template.gpus)
-    gpus = int(template.gpus) if plain else 0
-    if value == "auto" and template.gpus and not plain:
+    gpus = template.gpu_count
+    if value == "auto" and template.gpus and not gpus:
         raise SpecError(
             f"spec.nprocPerNode is auto, and the limit {template.gpu} of the trainer container is"
             f" {template.gpus[:40]!r}: write that as a plain number, or set nprocPerNode"
