@@ -50,6 +50,7 @@ class Member:
     hang_snapshot: int
     snapshots: Snapshots | None
     progress_path: str  # "": none
+    reached: int = 0  # the last step that is known to have ended
 
     def environment(self) -> dict[str, str]:
         """Return name -> value."""
@@ -101,4 +102,6 @@ class Member:
             env[contract.REPLACEMENT] = 1
         if self.progress_path:
             env[contract.PROGRESS_PATH] = self.progress_path
+        if self.reached:
+            env[contract.REACHED_STEP] = self.reached
         return {name: str(value) for name, value in env.items()}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import POD_UID, REACHED_STEP, TOKEN, TOKEN_KEY, crd, exits
+from ddpjob_contract import POD_UID, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
@@ -82,9 +82,7 @@ def pod(
     assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
-    ours = _env(job, spec, attempt, replica, grace, since or attempt, hub or attempt)
-    if reached:
-        ours[REACHED_STEP] = str(reached)
+    ours = _env(job, spec, attempt, replica, grace, since or attempt, hub or attempt, reached)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
         {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
@@ -213,7 +211,14 @@ def _network_policy(
 
 
 def _env(
-    job: Job, spec: Spec, attempt: int, replica: int, grace: int, since: int, hub: int
+    job: Job,
+    spec: Spec,
+    attempt: int,
+    replica: int,
+    grace: int,
+    since: int,
+    hub: int,
+    reached: int,
 ) -> dict[str, str]:
     # Members of several attempts have to agree on the ports.
     found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, since, replica)
@@ -252,6 +257,7 @@ def _env(
         hang_snapshot=spec.hang.snapshot,
         snapshots=snapshots,
         progress_path=spec.restart.progress_path,
+        reached=reached,
     ).environment()
 
 
