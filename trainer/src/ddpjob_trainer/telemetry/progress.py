@@ -173,9 +173,7 @@ class Progress:
         return self._account.newest
 
     def held_up(self, slow: Straggler) -> None:
-        """Report the rank that holds up the others, or that there is none any more."""
-        if self._rank > 0:
-            return
+        """Report, as rank 0, the rank that holds up the others, or that none does any more."""
         self._writer.tell(STRAGGLER, slow)
         if not slow:
             say(0, "no rank holds up the others any more")

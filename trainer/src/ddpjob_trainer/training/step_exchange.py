@@ -90,8 +90,10 @@ class StepExchange:
         process.snapshots.learn(heard["snapshots"])
         process.replay.learn(heard["replay"])
         process.drill.learn(heard["drill"])
-        if (slow := self._stragglers.learn(heard["work"])) is not None:
-            process.progress.held_up(slow)
+        if process.world.rank == 0:  # who reports
+            slow = self._stragglers.learn(heard["work"])
+            if slow is not None:
+                process.progress.held_up(slow)
         self._check_weighted(step, heard["weighted"][0])
         self.logged.step_ended()
         process.progress.body_ended()
