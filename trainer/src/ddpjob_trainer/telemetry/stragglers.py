@@ -1,6 +1,6 @@
 """Find the rank that holds up the others, from the time that each has worked.
 
-StepExchange sends report() with each step's numbers and hands the sums to learn(), so every rank
+StepExchange sends report() with each step's numbers, and on rank 0 hands the sums to learn(): it
 knows what all have worked, without a message more. Who waits for others works less than a step
 takes; so the one that does not wait is the slow one.
 """
