@@ -109,6 +109,45 @@ properties:
     x-kubernetes-validations:
       - rule: self == oldSelf
         message: "spec.standbyPriorityClassName is immutable: create a new DDPJob"
+  scheduling:
+    description: How Kubernetes finds nodes for the pods. Immutable.
+    type: object
+    # Written out: rules are checked against this value before nested defaults are set.
+    default: {gang: Auto, topologyKey: "", priorityClassName: ""}
+    x-kubernetes-validations:
+      - rule: self == oldSelf
+        message: "spec.scheduling is immutable: create a new DDPJob"
+      - rule: self.gang != 'None' || self.topologyKey == ''
+        fieldPath: .topologyKey
+        message: >-
+          spec.scheduling.topologyKey needs a PodGroup, and gang None makes none: leave out either
+    properties:
+      gang:
+        description: >-
+          Whether all pods of an attempt are placed at once or none, by a PodGroup of Kubernetes
+          (1.36 and later, where its feature gates are on). Auto: where the API server has it and
+          the default scheduler places more than one pod, else pods are placed one by one, and given
+          back where not all find room. Native: the job waits for it. None: pods are placed one by
+          one.
+        type: string
+        enum: [Auto, Native, None]
+        default: Auto
+      topologyKey:
+        description: >-
+          Label of nodes, for example topology.kubernetes.io/rack: all pods go to nodes that have
+          the same value of it. Needs a PodGroup, so Auto waits for it as Native does.
+        type: string
+        maxLength: 317
+        pattern: ^(([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$
+        default: ""
+      priorityClassName:
+        description: >-
+          PriorityClass of the pods and of their PodGroup, in place of
+          spec.template.spec.priorityClassName.
+        type: string
+        maxLength: 253
+        pattern: ^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$
+        default: ""
   nprocPerNode:
     description: >-
       Training processes per pod: a number from 1 to 64, or "auto": the limit nvidia.com/gpu

@@ -160,6 +160,11 @@ properties:
       Lowest attempt whose pods are members of the gang. Pods of older attempts are deleted.
     type: integer
     format: int32
+  podGroup:
+    description: >-
+      Name of the PodGroup by which all pods of the attempt are placed at once; absent without one.
+    type: string
+    maxLength: 253
   births:
     description: >-
       The same for pods that were replaced since, for example "1:5,7:6": that of replica 1 in attempt 5.
@@ -435,6 +440,12 @@ properties:
         format: date-time
       attemptStartedAt:
         description: When the current attempt was decided.
+        type: string
+        format: date-time
+      placedAt:
+        description: >-
+          When a pod of the attempt's PodGroup was first seen on a node; the startup deadline counts
+          from here.
         type: string
         format: date-time
       runningAt:

@@ -27,6 +27,14 @@ namespaces is off, and discovery is open to every ServiceAccount.
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create, update]
+{{- $versions := .Capabilities.APIVersions }}
+{{- $served := or ($versions.Has "scheduling.k8s.io/v1beta1/PodGroup") ($versions.Has "scheduling.k8s.io/v1alpha2/PodGroup") }}
+{{- if or (eq .Values.rbac.podGroups "Always") (and $served (eq .Values.rbac.podGroups "Auto")) }}
+# list: to remove those of earlier attempts
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, create, delete]
+{{- end }}
 # list: of a pod that its own probe may have ended, at most three an attempt
 - apiGroups: [""]
   resources: [events]

@@ -49,6 +49,9 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "hang.startupSeconds": 600,
     "hang.stepSeconds": 300,
     "hang.snapshotSeconds": 600,
+    "scheduling.gang": "Auto",
+    "scheduling.topologyKey": "",
+    "scheduling.priorityClassName": "",
     "nodeLost.policy": "Wait",
     "nodeLost.afterSeconds": 30,
     "startupDeadlineSeconds": 600,
@@ -58,6 +61,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 }
 #: Kubernetes' own, of a pod that names none.
 GRACE_SECONDS: Final = 30
+SCHEDULER: Final = "default-scheduler"
 #: Resources of which a process takes one. Not MIG's: CUDA shows one slice to a process, whatever
 #: the container has. How many devices a ResourceClaim gives is not in the pod.
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")

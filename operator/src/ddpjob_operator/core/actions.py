@@ -115,13 +115,25 @@ class ReadEvents:
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
-    The Secret is only POSTed, with bytes drawn then: one that is there is the job's. When all
-    exist, those that were read with our owner uid, ApiFeedback.network_attempt becomes ``attempt``;
-    a refusal goes to ApiFeedback.network_refusal.
+    The Secret is only POSTed, with bytes drawn then: one that is there is the job's. A PodGroup is
+    immutable: if it cannot be had, or not whole, ApiFeedback.no_gang says why. When all exist,
+    those that were read with our owner uid, ApiFeedback.network_attempt becomes ``attempt``; a
+    refusal goes to ApiFeedback.network_refusal.
     """
 
     attempt: int
     bodies: tuple[Body, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveGroups:
+    """LIST the job's PodGroups and DELETE each, for no attempt has one now.
+
+    ApiFeedback.groups_removed becomes ``name``. ``version``: of the API; "": it is not served.
+    """
+
+    name: str
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,7 @@ class DeleteJob:
 
 
 Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents
-Action = WriteStatus | DeletePod | Read | EnsureNetwork | CreatePod | DeleteJob
+Action = WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +244,7 @@ class ApiFeedback:
 
     confirmed: QuorumRead | None = None
     network_attempt: int = 0
+    network_at: datetime | None = None  # when that was
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
     create_backoff: CreateBackoff | None = None
@@ -244,6 +257,9 @@ class ApiFeedback:
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status that was not stored as it was sent
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
+    gang_api: str = ""  # the version of the API that serves PodGroups; "": none
+    no_gang: tuple[int, str] | None = None  # an attempt that can have no PodGroup, and why
+    groups_removed: str = ""  # the last PodGroup, with all before it, that is gone or about to go
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap
 

@@ -36,7 +36,13 @@ from ddpjob_operator.core.policy.restarting import (
     rounds,
 )
 from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import node_avoidance, retry, startup, template_guard
+from ddpjob_operator.core.policy.starting import (
+    gang,
+    node_avoidance,
+    retry,
+    startup,
+    template_guard,
+)
 from ddpjob_operator.core.view import Change, View, build_view
 
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
@@ -71,9 +77,9 @@ def plan(
     if job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
-        seen = Change(replace(status, observed_generation=job.generation))
+        seen = gang.settle(view, Change(replace(status, observed_generation=job.generation)))
         return _write(view, seen) or finish.clean_up(view)
-    change = report.fill(view, _decide(view))
+    change = report.fill(view, gang.settle(view, _decide(view)))
     return _write(view, change) or _act(view)
 
 
@@ -112,7 +118,8 @@ def _decide(view: View) -> Change:
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
         loops = report.loops(view, change.status)
-        why = chain(root_cause.reasons(view), report.reasons(view), retry.reasons(view), loops)
+        why = chain(root_cause.reasons(view), gang.reasons(view), report.reasons(view))
+        why = chain(why, retry.reasons(view), loops)
         change = report.stall(view, change, replacement.with_deadline(view, why))
     return change
 
@@ -190,7 +197,8 @@ def _barrier_passed(view: View) -> bool:
     """Tell whether a quorum LIST shows no older object and the backoff is over."""
     if view.status.phase not in ("Pending", "Restarting"):
         return False
-    return _confirmed(view) and not view.others and _due(view)
+    passed = _confirmed(view) and not view.others and _due(view)
+    return passed and (view.replacing or gang.ready(view))
 
 
 def _due(view: View) -> bool:
@@ -275,6 +283,8 @@ def _act(view: View) -> Plan:
     leaving = (*_deletions(view), *finish.hidden(view, None))
     if leaving:
         return Plan(leaving, wake)
+    if removals := gang.removals(view):
+        return Plan(removals, wake)
     if _needs_all(view):
         return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
     if view.in_doubt:
@@ -331,22 +341,24 @@ def _creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
     attempt, feedback = view.status.attempt, view.feedback
     waiting = view.status.phase in ("Pending", "Restarting")
-    if template_guard.why(view):
+    if template_guard.why(view) or gang.refused(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (_read(view),) if _due(view) else ()
-    if waiting or not view.unborn or replacement.unmade(view):
+    unsure = gang.looks_again(view)
+    again = unsure is not None and view.now >= unsure
+    if waiting or not (view.unborn or again) or replacement.unmade(view):
         return ()
     if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
         return ()
-    if feedback.network_attempt != attempt:
+    if feedback.network_attempt != attempt or again:
         if retry.resting(view, view.network_refusal):
             return ()
         # Where pods did not start somebody may have removed the Secret.
         unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
         secret = feedback.network_attempt == 0 or unstarted
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
-        return (actions.EnsureNetwork(attempt, bodies),)
+        return (actions.EnsureNetwork(attempt, (*bodies, *gang.bodies(view))),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     make = partial(
@@ -356,6 +368,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         since=view.status.members_since,
         hub=view.status.hub,
         reached=view.reached_step,
+        group=gang.of(view),
     )
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (
@@ -387,7 +400,7 @@ def _wake(view: View) -> float | None:
     times += [report.lingers(view), report.quiet_at(status), template_guard.looks_again(view)]
     times.append(handover.due(view))
     if status.phase == "Starting" or view.replacing:
-        times.append(startup.deadline(view))
+        times += [startup.deadline(view), gang.looks_again(view)]
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)

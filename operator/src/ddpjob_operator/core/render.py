@@ -52,20 +52,27 @@ def pod(
     since: int = 0,
     hub: int = 0,
     reached: int = 0,
+    group: str = "",
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
     ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
     only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
     hub's number, where they are others. ``reached``: the last step that is known to have ended.
+    ``group``: the PodGroup of those that do not stand by.
     """
     template = spec.template.packed.unpack()
-    meta, body = mapping(template.get("metadata")), template["spec"]
+    written, body = mapping(template.get("metadata")), template["spec"]
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
     body["restartPolicy"] = "Never"
-    if replica >= spec.replicas and spec.standby_priority:
+    stands_by = replica >= spec.replicas
+    if stands_by and spec.standby_priority:
         body["priorityClassName"] = spec.standby_priority
+    elif spec.scheduling.priority:
+        body["priorityClassName"] = spec.scheduling.priority
+    if group and not stands_by:
+        body["schedulingGroup"] = {"podGroupName": group}
     _default(body, "automountServiceAccountToken", False)
     _default(body, "enableServiceLinks", False)
     if not body.get("nodeName"):  # else it meets no scheduler
@@ -107,14 +114,14 @@ def pod(
             "name": name,
             "namespace": job.namespace,
             "labels": {
-                **mapping(meta.get("labels")),
+                **mapping(written.get("labels")),
                 **_labels(job),
                 crd.LABEL_ATTEMPT: str(attempt),
                 crd.LABEL_REPLICA: str(replica),
             },
             "annotations": {
                 "kubectl.kubernetes.io/default-container": trainer.get("name"),
-                **mapping(meta.get("annotations")),
+                **mapping(written.get("annotations")),
                 crd.ANNOTATION_TRAINER: trainer.get("name"),
             },
             "ownerReferences": [_owner(job)],
@@ -144,7 +151,8 @@ def _owner(job: Job) -> dict[str, Any]:
     }
 
 
-def _meta(job: Job) -> dict[str, Any]:
+def meta(job: Job) -> dict[str, Any]:
+    """Return name, labels and owner of an object that the whole gang has."""
     return {
         "name": job.name,
         "namespace": job.namespace,
@@ -163,7 +171,7 @@ def _secret(job: Job) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {**_meta(job), "name": _token(job)["name"]},
+        "metadata": {**meta(job), "name": _token(job)["name"]},
         "type": "Opaque",
         "immutable": True,  # kubelets need not watch it
     }
@@ -175,7 +183,7 @@ def _service(job: Job, spec: Spec) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _meta(job),
+        "metadata": meta(job),
         "spec": {
             "clusterIP": "None",
             # Ranks look each other up before any of them can be ready.
@@ -201,7 +209,7 @@ def _network_policy(
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _meta(job),
+        "metadata": meta(job),
         "spec": {
             "podSelector": selector,
             "policyTypes": ["Ingress"],

@@ -33,6 +33,7 @@ from ddpjob_operator.shell.probes import Probes
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.recorder import Recorder
 from ddpjob_operator.shell.settings import Settings
+from ddpjob_operator.shell.watch.gang_api import GangApi
 from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
 from ddpjob_operator.shell.watch.progress import ProgressReader
@@ -81,8 +82,17 @@ class App:
         store, queue, metrics, clock = self._store, self._queue, self._metrics, self._clock
         leads, add = self._elector.leads, queue.add
         executor = Executor(self._api, store, self._recorder, metrics, leads=leads, now=clock.now)
+        self._gang_api = GangApi(self._api, self._look_at_all)
         self._reconciler = Reconciler(
-            store, queue, executor, metrics, leads, clock, settings.metrics_from, self._known
+            store,
+            queue,
+            executor,
+            metrics,
+            leads,
+            clock,
+            settings.metrics_from,
+            self._known,
+            lambda: self._gang_api.version,
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR
@@ -124,6 +134,7 @@ class App:
             "progress": self._progress.run(),
             "work": self._work(),
             "nodes": self._node_informer.run(),
+            "gang API": self._gang_api.run(),
             **{f"resync {where or ''}": part.run() for where, part in self._resyncs.items()},
             **{f"pods {where or ''}": part.run() for where, part in self._informers.items()},
         }
@@ -168,6 +179,7 @@ class App:
             await self._resyncs[where].answered.wait()
             await self._informers[where].answered.wait()
         await self._node_informer.synced.wait()
+        await self._gang_api.answered.wait()
         listed = [asyncio.create_task(self._listed(where)) for where in self._resyncs]
         try:
             await asyncio.wait(listed, return_when=asyncio.FIRST_COMPLETED)
@@ -201,8 +213,11 @@ class App:
         if leading:
             self._store.doubt_all()
             self._clock.interrupted()
-            for key in self._store.keys_in(None):
-                self._queue.add(key)
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        for key in self._store.keys_in(None):
+            self._queue.add(key)
 
     def _now(self) -> datetime:
         return self._clock.now()

@@ -24,6 +24,7 @@ from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
+from ddpjob_operator.shell import groups
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes
@@ -62,6 +63,12 @@ class Executor:
         self._api, self._store = api, store
         self._recorder, self._metrics = recorder, metrics
         self._leads, self._now = leads, now
+        self._ensurers = {
+            "Secret": self._ensure_secret,
+            "Service": self._ensure,
+            "NetworkPolicy": self._ensure,
+            "PodGroup": self._ensure_group,
+        }
 
     async def carry_out(self, job: observe.Job, todo: Iterable[actions.Action]) -> None:
         """Do all actions, or as many as still make sense.
@@ -102,6 +109,10 @@ class Executor:
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))
             case actions.EnsureNetwork():
                 return await self._ensure_network(job, action)
+            case actions.RemoveGroups():
+                await groups.remove(self._api, job, action)
+                removed = partial(replace, groups_removed=action.name)
+                self._learn(job.uid, removed)
             case actions.DeleteJob():
                 await self._delete_job(job, action)
         return True
@@ -291,12 +302,13 @@ class Executor:
             return refusal
         self._store.put_pod(pod, from_watch=False)
         self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
+        if dropped := groups.dropped_of(pod, action.body):
+            self._learn_no_group(job, action.attempt, dropped)
         return None
 
     async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
         for body in action.bodies:
-            ensure = self._ensure_secret if body["kind"] == "Secret" else self._ensure
-            refusal = await ensure(job, action.attempt, body)
+            refusal = await self._ensurers[body["kind"]](job, action.attempt, body)
             if refusal is not None:
                 before = self._store.feedback(job.uid).network_refusal
                 self._learn(job.uid, partial(replace, network_refusal=refusal))
@@ -305,9 +317,33 @@ class Executor:
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
                 return False
-        made = partial(replace, network_attempt=action.attempt, network_refusal=None)
+        at = self._now()
+        made = partial(replace, network_attempt=action.attempt, network_at=at, network_refusal=None)
         self._learn(job.uid, made)
         return True
+
+    async def _ensure_group(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
+        """Make the attempt's PodGroup; learn why if the API cannot give a whole one."""
+        try:
+            found = await groups.ensure(self._api, job, body)
+        except errors.ApiError as error:
+            if not groups.unavailable(error):
+                return self._refusal(job, attempt, error, None)
+            self._learn_no_group(job, attempt, observe.clean(error.message))
+            return None
+        existing = ownership.existing(body["kind"], found)
+        # Its protection keeps one that a stranger deletes as long as it has pods.
+        going = existing.deleting and not self._store.pods_of(job.uid)
+        if existing.owner_uid != job.uid or going:
+            taken = errors.Conflict(409, "AlreadyExists", f"PodGroup {existing.name} exists")
+            return self._refusal(job, attempt, taken, existing)
+        if dropped := groups.dropped(found, body):
+            self._learn_no_group(job, attempt, dropped)
+        return None
+
+    def _learn_no_group(self, job: observe.Job, attempt: int, why: str) -> None:
+        log.warning("%s/%s: no PodGroup: %s (uid %s)", *job.key, why, job.uid)
+        self._learn(job.uid, partial(replace, no_gang=(attempt, why)))
 
     async def _ensure_secret(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         """Make the job's Secret unless it is there; the operator may read none."""

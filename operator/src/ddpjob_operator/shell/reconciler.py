@@ -37,6 +37,7 @@ class Reconciler:
     """The work that the queue's workers do.
 
     ``known(namespace)``: its jobs and pods have been listed; until then its jobs are left alone.
+    ``gang_api()``: the version of the API that serves PodGroups, "" without one.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Reconciler:
         clock: Clock,
         metrics_from: tuple[Body, ...] = (),
         known: Callable[[str], bool] = lambda _: True,
+        gang_api: Callable[[], str] = str,
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
         self._metrics, self._leads, self._clock = metrics, leads, clock
         self._metrics_from, self._known = metrics_from, known
+        self._gang_api = gang_api
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -91,7 +94,11 @@ class Reconciler:
         seen = self._store.seen(job.uid, job.status.get("attempt"))
         since = self._clock.seen_since(job.namespace)
         feedback = replace(
-            snapshot.feedback, seen=seen, seen_since=since, metrics_from=self._metrics_from
+            snapshot.feedback,
+            seen=seen,
+            seen_since=since,
+            metrics_from=self._metrics_from,
+            gang_api=self._gang_api(),
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:

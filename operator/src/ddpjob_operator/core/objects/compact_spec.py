@@ -18,7 +18,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.objects.json_read import mapping, sequence
+from ddpjob_operator.core.objects.json_read import mapping, sequence, text
 
 _QUANTITY: Final = re.compile(
     r"\+?(\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]))?"
@@ -33,6 +33,8 @@ _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 _LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("400Mi", 399.9 * 2**20)}
 #: Probes whose failure makes the kubelet end the container.
 _PROBES: Final = frozenset({"livenessProbe", "startupProbe"})
+#: With either no scheduler is free to place the pods as one group of ours.
+_PLACED: Final = ("nodeName", "schedulingGroup")
 TEMPLATE_BYTES: Final = 128 * 1024
 VOLUME_BYTES: Final = 16 * 1024
 
@@ -58,7 +60,8 @@ class Template:
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
     are on their node's network. ``scarce``: in words, resources that the trainer has too little of.
-    ``probed``: the trainer's name if a probe may end it, else empty.
+    ``probed``: the trainer's name if a probe may end it, else empty. ``priority``: its class.
+    ``scheduler``: the one that it names. ``placed``: the field by which no group can be placed.
     """
 
     packed: Packed
@@ -70,6 +73,9 @@ class Template:
     host_network: bool
     scarce: str
     probed: str
+    priority: str
+    scheduler: str
+    placed: str
 
     @property
     def gpu_count(self) -> int:
@@ -120,6 +126,9 @@ def template(raw: object) -> Template:
         host_network=body.get("hostNetwork") is True,
         scarce=_scarce(mapping(trainer.get("resources"))),
         probed=str(trainer.get("name")) if _PROBES & trainer.keys() else "",
+        priority=text(body.get("priorityClassName")),
+        scheduler=text(body.get("schedulerName")) or crd.SCHEDULER,
+        placed=next((field for field in _PLACED if body.get(field)), ""),
     )
 
 

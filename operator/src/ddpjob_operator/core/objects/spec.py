@@ -71,12 +71,21 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduling:
+    """spec.scheduling. ``priority``: the pods' PriorityClass, wherever it is named; "": none."""
+
+    gang: str  # Auto | Native | None
+    topology_key: str  # label of nodes that all pods share; "": none
+    priority: str
+
+
+@dataclass(frozen=True, slots=True)
 class Spec:
     """The whole spec with defaults filled in. Times in seconds."""
 
     replicas: int
     standby: int  # pods beyond replicas that take over a lost one's place
-    standby_priority: str  # their PriorityClass; "": the template's
+    standby_priority: str  # their PriorityClass; "": that of the others
     nproc_per_node: int
     template: Template
     port: int
@@ -84,6 +93,7 @@ class Spec:
     restart: Restart
     snapshot: Snapshot | None
     hang: Hang
+    scheduling: Scheduling
     fence_after: float | None  # nodeLost: seconds until Fence acts; None: Wait
     startup_deadline: float
     active_deadline: float | None
@@ -115,7 +125,7 @@ def read(raw: Mapping[str, Any], name: str = "") -> Spec:
         return parse(raw, name)
     except SpecError as error:
         # The pods that run came from a valid spec: looking after them needs none of these.
-        left_out = ("template", "nprocPerNode", "nodeLost", "snapshot")
+        left_out = ("template", "nprocPerNode", "nodeLost", "snapshot", "scheduling")
         rest = {key: raw[key] for key in raw if key not in left_out}
         rest["template"] = {"spec": {"containers": [{"name": TRAINER_CONTAINER}]}}
         return replace(parse(rest), flaw=str(error))
@@ -135,6 +145,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
     standby = _number(raw, "standby")
     if standby and template.host_network:
         flaw = "spec.standby: pods on the host's network are never replaced alone: leave out either"
+    scheduling = _scheduling(mapping(raw.get("scheduling")), template)
     if flaw:
         raise SpecError(flaw)
     return Spec(
@@ -152,6 +163,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
             step=_number(hang, "hang.stepSeconds"),
             snapshot=_number(hang, "hang.snapshotSeconds"),
         ),
+        scheduling=scheduling,
         fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
         startup_deadline=_number(raw, "startupDeadlineSeconds"),
         active_deadline=raw.get("activeDeadlineSeconds"),
@@ -215,6 +227,24 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         replace_seconds=_number(raw, "restart.replaceSeconds"),
         rules=rules,
     )
+
+
+def _scheduling(raw: Mapping[str, Any], template: Template) -> Scheduling:
+    gang, key = (
+        text(raw.get(one)) or DEFAULTS[f"scheduling.{one}"] for one in ("gang", "topologyKey")
+    )
+    if template.placed and (gang == "Native" or key):
+        raise SpecError(
+            f"spec.template.spec.{template.placed} takes the pods' placement out of the hands of"
+            " spec.scheduling: leave out either"
+        )
+    asked = text(raw.get("priorityClassName"))
+    if asked and template.priority not in ("", asked):
+        raise SpecError(
+            f"spec.scheduling.priorityClassName is {asked} and that of spec.template.spec is"
+            f" {template.priority}: leave out either, for all pods of a group have the same"
+        )
+    return Scheduling(gang, key, asked or template.priority)
 
 
 def _snapshot(raw: object) -> Snapshot | None:

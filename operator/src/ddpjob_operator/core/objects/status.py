@@ -146,6 +146,7 @@ class Timings:
 
     started_at: datetime | None = None
     attempt_started_at: datetime | None = None
+    placed_at: datetime | None = None  # when a pod of its PodGroup was first seen on a node
     running_at: datetime | None = None
     last_round_at: datetime | None = None  # the newest restart in place of this attempt
     next_restart_at: datetime | None = None
@@ -181,7 +182,8 @@ class Status:
 
     ``members_since`` is the attempt of the last whole start, ``births`` by replica that of a later
     replacement. ``holds``: the gang's launchers wait while a lost one is replaced. ``serving``:
-    the seats of replicas that other pods than their own serve, as it was heard.
+    the seats of replicas that other pods than their own serve, as it was heard. ``pod_group``: the
+    PodGroup of this attempt, or of an earlier one until that is removed; "": there is none.
     """
 
     phase: Phase | None = None
@@ -194,6 +196,7 @@ class Status:
     births: Mapping[int, int] = field(default_factory=dict)
     holds: bool = False
     serving: Mapping[int, int] = field(default_factory=dict)
+    pod_group: str = ""
     template_hash: str = ""
     snapshot_hash: str = ""  # empty: stored by an older operator, or there is no snapshot
     restarts: Restarts = field(default_factory=Restarts)
@@ -255,6 +258,7 @@ def to_dict(status: Status) -> dict[str, Any]:
             "births": ranges.format_births(status.births),
             "holds": status.holds,
             "serving": ranges.format_births(status.serving),
+            "podGroup": status.pod_group,
             "templateHash": status.template_hash,
             "snapshotHash": status.snapshot_hash,
             "restarts": _written(restarts, _RESTARTS),
@@ -301,6 +305,7 @@ def from_dict(body: object) -> Status:
         births={r: n for r, n in births.items() if since < n <= attempt},
         holds=raw.get("holds") is True,
         serving=ranges.parse_births(raw.get("serving")),
+        pod_group=text(raw.get("podGroup")),
         template_hash=text(raw.get("templateHash")),
         snapshot_hash=text(raw.get("snapshotHash")),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),

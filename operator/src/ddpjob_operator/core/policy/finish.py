@@ -15,6 +15,7 @@ from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.restarting import fence
+from ddpjob_operator.core.policy.starting import gang
 from ddpjob_operator.core.view import Change, View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
@@ -81,7 +82,7 @@ def clean_up(view: View) -> Plan:
     since = view.status.timings.completed_at
     if view.hidden is None and since is not None and view.now - since < _JUST_ENDED:
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
-    todo += fence.reads(view)
+    todo += [*gang.removals(view), *fence.reads(view)]
     waits = fence.waits(view)
     completed, ttl = view.status.timings.completed_at, view.spec.ttl
     if ttl is not None and completed is not None:

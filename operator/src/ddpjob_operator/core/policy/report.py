@@ -24,7 +24,7 @@ from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.policy.restarting.replace import WAIT
-from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
+from ddpjob_operator.core.policy.starting import gang, node_avoidance, template_guard
 from ddpjob_operator.core.told import after_step, describe, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
@@ -175,7 +175,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     for pod in pods:
         if pod.waiting_reason:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
-    for pod in pods:
+    for pod in gang.in_order(pods):
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
             what = f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}"
             yield "Unschedulable", what

@@ -54,7 +54,8 @@ PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes")
 EVENTS = Resource("", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
-#: What a gang has beside its pods.
+PODGROUPS = "podgroups"
+#: What a gang has beside its pods, and the PodGroup.
 OF_KIND = {
     "Secret": Resource("", "v1", "secrets"),
     "Service": Resource("", "v1", "services"),

@@ -21,6 +21,7 @@ from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
 from ddpjob_operator.core.policy.restarting import fence
+from ddpjob_operator.core.policy.starting import gang
 from ddpjob_operator.core.view import Change, View
 
 _NAMED: Final = 10  # takeovers in one Event
@@ -48,7 +49,8 @@ def lost(
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.holds and view.spec.restart.in_place > 0
-    if not (able and in_time) or view.succeeded or _hub_ended(view, loss):
+    whole = view.succeeded or gang.preempted(view, loss) or _hub_ended(view, loss)
+    if not (able and in_time) or whole:
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members
     gone = {loss.replica, *planned, *view.missing}

@@ -19,7 +19,7 @@ from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
 from ddpjob_operator.core.policy import finish
 from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import node_avoidance, template_guard
+from ddpjob_operator.core.policy.starting import gang, node_avoidance, template_guard
 from ddpjob_operator.core.view import Change, View
 
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come
@@ -52,7 +52,7 @@ def after(
         else f"restart {restarts.charged} of at most {limits.max_restarts}"
     )
     count += "; it told of no step, so the waits are longer" * (early > delay)
-    delay = max(delay, early)
+    delay = max(delay, early, gang.PREEMPTED_SECONDS if gang.preempted(view, loss) else 0.0)
     wait = f" in {delay:g} s" if delay else ""
     gone = replacement.lost(view, loss, delay, planned)
     if gone:

@@ -19,7 +19,7 @@ from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.restarting import fence, handover, restart
 from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import node_avoidance, retry, template_guard
+from ddpjob_operator.core.policy.starting import gang, node_avoidance, retry, template_guard
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
@@ -38,22 +38,28 @@ _IN_VAIN: Final = timedelta(minutes=1)
 def begin(view: View, change: Change) -> Change:
     """Move to Starting: the barrier is passed, so the gang may be created now."""
     timings = replace(view.status.timings, attempt_started_at=view.now, next_restart_at=None)
-    return change.with_status(phase="Starting", timings=timings)
+    group = change.status.pod_group if view.replacing else gang.chosen(view)
+    return change.with_status(phase="Starting", timings=timings, pod_group=group)
 
 
-def deadline(view: View) -> datetime:
-    """Return when all members must run, counted from the first create.
+def deadline(view: View) -> datetime | None:
+    """Return when all members must run, counted from the first create; None: not yet known.
 
     It counts again after a time in which the operator could not see or act (an API server that was
     away, a take-over, a clock that was set), and from when the last pod got its node, for until
     then the gang waited for the cluster; by the cluster's clock, but between once and twice the
-    time. A replacement has its own, by which launchers wait.
+    time. A PodGroup waits without one until its first pod has a node, and then has it from there. A
+    replacement has its own, by which launchers wait.
     """
     if view.replacing:
         return replacement.deadline(view)
     since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
     patience = timedelta(seconds=view.spec.startup_deadline)
+    if gang.waits(view):
+        return None
+    if view.status.pod_group and (placed := view.status.timings.placed_at):
+        return max(placed, seen or placed) + patience
     if view.missing or not all(pod.node for pod in view.members.values()):
         return since + patience
     at = (pod.scheduled_at for pod in view.members.values())
@@ -64,7 +70,8 @@ def deadline(view: View) -> datetime:
 def late(view: View) -> bool:
     """Tell whether the deadline has passed before the whole gang runs."""
     starting = view.status.phase == "Starting" or view.replacing
-    return starting and view.now >= deadline(view) and not view.all_running
+    at = deadline(view)
+    return starting and at is not None and view.now >= at and not view.all_running
 
 
 def advance(view: View, change: Change) -> Change:
@@ -76,6 +83,9 @@ def advance(view: View, change: Change) -> Change:
         return _run(view, change) if view.all_running else change
     if template_guard.why(view) and view.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
+    if gang.refused(view):
+        plain = gang.without(view, change)
+        return plain or _release(view, change, gang.UNAVAILABLE, gang.explained(view))
     network = view.network_refusal
     refusals = [*view.refusals.values(), *([network] if network else [])]
     wrong = next((r for r in refusals if r.code in (400, 422)), None)
@@ -183,7 +193,7 @@ def _delay(view: View, released: int) -> float:
     long as it held them, so that half of the time is others', and its age does not hurry it.
     """
     timings = view.status.timings
-    held = view.now - (timings.attempt_started_at or view.now)
+    held = view.now - (timings.placed_at or timings.attempt_started_at or view.now)
     waited = view.now - (timings.started_at or view.now)
     share = held.total_seconds() * _SHARE_OF_HELD
     first = max(view.spec.restart.initial_seconds, share)

@@ -1,0 +1,160 @@
+"""Decide whether Kubernetes places an attempt's pods as one PodGroup, and wait for that.
+
+startup.py asks chosen() as a whole attempt begins and stores its name in status.podGroup; from then
+on all of the attempt's pods name it, those of replacements too. While no pod of it has a node it
+holds nothing, so there is no deadline and nothing is given back. Once a first one has, the deadline
+runs: a scheduler that places single pods after all is treated as without a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_contract import crd
+from ddpjob_operator.core import pod_groups
+from ddpjob_operator.core.actions import Action, Body, RemoveGroups
+from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.view import Change, View
+
+UNAVAILABLE: Final = "GangUnavailable"
+#: Freed room is not reserved: a preempted group that came back at once would take it again.
+PREEMPTED: Final = "PreemptionByScheduler"
+PREEMPTED_SECONDS: Final = 15.0
+#: A group that a stranger removed is made again after at most so long.
+_LOOKS_AGAIN: Final = timedelta(minutes=1)
+#: The scheduler's message to members that would fit if the others did.
+_OTHERS_DO_NOT_FIT: Final = "waiting for minCount pods"
+_CURE: Final = (
+    "it needs Kubernetes 1.36 or later with its gates for gang scheduling on, and the chart's"
+    " rights to podgroups (docs/guides/queues.md); or set spec.scheduling.gang to None"
+)
+
+
+def chosen(view: View) -> str:
+    """Return the name of the group that this whole attempt shall have; "": none."""
+    wanted = view.spec.scheduling
+    if wanted.gang == "None" or not view.feedback.gang_api:
+        return ""
+    foreign = view.spec.template.placed or view.spec.template.scheduler != crd.SCHEDULER
+    if not _demanded(view) and (foreign or view.spec.replicas == 1):
+        return ""
+    return pod_groups.name(view.job, view.status.attempt)
+
+
+def ready(view: View) -> bool:
+    """Tell whether an attempt may begin: no group of an earlier one is left, the API is there."""
+    return not _left(view) and not (_demanded(view) and not view.feedback.gang_api)
+
+
+def of(view: View) -> str:
+    """Return this attempt's group, which its pods name; "" for pods without one."""
+    return view.status.pod_group if _current(view) else ""
+
+
+def settle(view: View, change: Change) -> Change:
+    """Forget a removed group, and note when the first pod of a group has its node."""
+    status = change.status
+    over = status.pod_group == view.status.pod_group and not (_current(view) or _left(view))
+    if status.pod_group and over:
+        return change.with_status(pod_group="")
+    first = view.status.phase == "Starting" and status.pod_group and not view.replacing
+    if first and status.timings.placed_at is None and _on_nodes(view):
+        return change.with_status(timings=replace(status.timings, placed_at=view.now))
+    return change
+
+
+def refused(view: View) -> str:
+    """Say why this attempt can have no group after all; "" if it can, or has its pods."""
+    found = view.feedback.no_gang
+    if found is None or found[0] != view.status.attempt or not view.status.pod_group:
+        return ""
+    return "" if view.replacing or view.status.phase != "Starting" else found[1]
+
+
+def without(view: View, change: Change) -> Change | None:
+    """Go on without a group that was refused; None: spec.scheduling asks for one."""
+    if _demanded(view):
+        return None
+    if _left(view):
+        return change  # its pods are not made before it is gone
+    what = f"pods are made without a PodGroup: {refused(view)}"
+    return change.with_status(pod_group="").tell("Warning", UNAVAILABLE, what)
+
+
+def waits(view: View) -> bool:
+    """Tell whether the whole group waits for room, holding none.
+
+    Nodes that it avoids may be those that it needs: then startup.py's deadline ends that.
+    """
+    grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
+    whole = grouped and not view.replacing and not view.missing
+    return whole and not _on_nodes(view) and not view.status.avoided_nodes
+
+
+def looks_again(view: View) -> datetime | None:
+    """Return when to make sure again that a waiting group is there."""
+    made = view.feedback.network_at
+    return made + _LOOKS_AGAIN if made and waits(view) else None
+
+
+def bodies(view: View) -> tuple[Body, ...]:
+    """Render the group before an attempt's first pod; a replacement has it."""
+    if not of(view) or view.replacing or not view.feedback.gang_api:
+        return ()
+    attempt, version = view.status.members_since, view.feedback.gang_api
+    return (pod_groups.body(view.job, view.spec, attempt, version),)
+
+
+def removals(view: View) -> tuple[Action, ...]:
+    """Remove groups of attempts that are over."""
+    return (RemoveGroups(view.status.pod_group, view.feedback.gang_api),) if _left(view) else ()
+
+
+def preempted(view: View, loss: Failure) -> bool:
+    """Tell whether a higher priority takes the whole group's room."""
+    return bool(view.status.pod_group) and loss.reason == PREEMPTED
+
+
+def in_order(pods: list[Pod]) -> list[Pod]:
+    """Put pods that do not fit by themselves before those that only wait for them."""
+    return sorted(pods, key=lambda pod: pod.unschedulable.startswith(_OTHERS_DO_NOT_FIT))
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Explain why an attempt that needs a group does not begin."""
+    begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
+    if begins and _demanded(view) and not view.feedback.gang_api:
+        what = "the API server serves no PodGroups, and spec.scheduling asks for one"
+        yield UNAVAILABLE, f"{what}: {_CURE}"
+
+
+def explained(view: View) -> str:
+    """Say why a demanded group cannot be had, and the cure."""
+    return f"{refused(view)}: {_CURE}"
+
+
+def _demanded(view: View) -> bool:
+    """Tell whether pods without a group will not do: only a group keeps a topology."""
+    return view.spec.scheduling.gang == "Native" or bool(view.spec.scheduling.topology_key)
+
+
+def _current(view: View) -> bool:
+    """Tell whether status.podGroup is that of an attempt that is not over."""
+    status = view.status
+    live = not status.terminal and status.phase != "Suspended" and not refused(view)
+    begun = view.replacing or status.phase in ("Starting", "Running")
+    return live and begun and status.pod_group == pod_groups.name(view.job, status.members_since)
+
+
+def _left(view: View) -> bool:
+    """Tell whether a group of an attempt that is over may be there still."""
+    over = view.status.pod_group if not _current(view) else ""
+    return over not in ("", view.feedback.groups_removed)
+
+
+def _on_nodes(view: View) -> bool:
+    return any(pod.node for pod in view.members.values())
