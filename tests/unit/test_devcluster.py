@@ -16,7 +16,7 @@ import pytest
 
 from devcluster import binaries, cluster, host, lifecycle, network, process, volumes
 from devcluster.cli import main
-from devcluster.cluster import Cluster
+from devcluster.cluster import Cluster, Wanted
 from devcluster.failure import Failure
 from devcluster.layout import (
     MAX_INDEX,
@@ -78,15 +78,15 @@ def test_what_it_refuses_is_one_line_with_the_cure(
 def test_a_cluster_is_read_back_grows_and_a_damaged_record_is_named(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Cluster(Layout("one", 7, home / "one"), 3, 5)
+    made = Cluster(Layout("one", 7, home / "one"), 3, 5, gang_scheduling=True)
     made.save()
     assert cluster.load("one") == made
     assert main(["list"]) == 0
     assert capsys.readouterr().out == "one\n"
-    assert made.grown(None, None) == made
-    assert (made.grown(4, 0).nodes, made.grown(4, 0).kwok) == (4, 0)
+    assert made.changed(Wanted()) == made
+    assert made.changed(Wanted(4, 0, gang_scheduling=False)) == Cluster(made.layout, 4)
     with pytest.raises(Failure, match=r"--nodes 1: .*down"):
-        made.grown(1, None)
+        made.changed(Wanted(nodes=1))
     (home / "one" / "cluster.json").write_text("{}")
     with pytest.raises(Failure, match=r"one/cluster\.json is damaged"):
         cluster.load("one")

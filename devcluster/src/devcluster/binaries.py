@@ -20,14 +20,15 @@ from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
 from devcluster.failure import Failure
 
 KUBERNETES = "v1.36.3"
-#: A kube-apiserver of another version, to try what holds there; all else stays as it is.
-OTHER_API_SERVER = "DDPJOB_KUBE_APISERVER"
+#: Names a directory with servers of another version, to try what holds there.
+OTHER_CONTROL_PLANE = "DDPJOB_CONTROL_PLANE"
 COREDNS = "v1.14.1"  # newer ones would raise what Kubernetes is built from
 MODULES = {
     "helm": ("helm.sh/helm/v4/cmd/helm", "v4.3.1"),
     "kwok": ("sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
 }
-CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+CONTROL_PLANE = ("etcd", *SERVERS, "kubectl")
 NODE = ("kubelet", "kube-proxy", "coredns")
 KUBE = (*CONTROL_PLANE, *NODE)
 TOOLBOX = (*KUBE, "helm")  # what the tests need; KWOK is built when it is asked for
@@ -54,12 +55,31 @@ def ensure(names: Iterable[str], log: Log) -> dict[str, Path]:
     for name in wanted:
         if name in MODULES:
             found[name] = _find_module(name) or _build_module(name, log) / name
-    other = os.environ.get(OTHER_API_SERVER)
-    if other and "kube-apiserver" in found:
-        if not os.access(other, os.X_OK):
-            raise Failure(f"{OTHER_API_SERVER}={other} is no program: name a kube-apiserver")
-        found["kube-apiserver"] = Path(other).resolve()
+    others = _other_servers()
+    return {name: others.get(name, path) for name, path in found.items()}
+
+
+def _other_servers() -> dict[str, Path]:
+    directory = os.environ.get(OTHER_CONTROL_PLANE)
+    if not directory:
+        return {}
+    places = {name: Path(directory).resolve() / name for name in SERVERS}
+    found = {name: place for name, place in places.items() if os.access(place, os.X_OK)}
+    if not found:
+        raise Failure(
+            f"{OTHER_CONTROL_PLANE}={directory}: none of {', '.join(SERVERS)} is there;"
+            " name the directory of a control plane's programs"
+        )
     return found
+
+
+def minor_of(program: Path) -> int:
+    """Return the minor version of a Kubernetes component: 36 of v1.36.3."""
+    version = _version_of(program)
+    match = re.search(r"v1\.(\d+)", version)
+    if match is None:
+        raise Failure(f"{program} --version says {version.strip()!r}: it is no Kubernetes program")
+    return int(match[1])
 
 
 def toolbox(log: Log) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from devcluster import binaries, cluster, images, lifecycle, status
 from devcluster.api import ApiError
+from devcluster.cluster import Wanted
 from devcluster.failure import Failure
 
 
@@ -35,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
         "--image", action="append", default=[], help="image to load into every node; repeatable"
     )
     up.add_argument("--kwok", type=int, metavar="N", help="add N fake nodes, for scale")
+    up.add_argument(
+        "--gang-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="serve PodGroups and schedule whole gangs or none (default: not, or as before)",
+    )
     commands.add_parser("down", help="remove the cluster and all that it made, but no cache")
     shown = commands.add_parser("status", help="what is up, with versions")
     shown.add_argument("--json", action="store_true", help="as one JSON object")
@@ -59,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     name: str = arguments.name
     match arguments.command:
         case "up":
-            made = lifecycle.up(name, arguments.nodes, arguments.kwok, arguments.image, say)
+            wanted = Wanted(arguments.nodes, arguments.kwok, arguments.gang_scheduling)
+            made = lifecycle.up(name, wanted, arguments.image, say)
             print(made.layout.kubeconfig)
         case "down":
             lifecycle.down(name, say)

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from devcluster import network, process
@@ -26,12 +26,22 @@ _HOME = Path("/var/lib/devcluster")
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """Choices of one `up`; None leaves each as it is, in a new cluster at its default."""
+
+    nodes: int | None = None
+    kwok: int | None = None
+    gang_scheduling: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """A cluster that has an index, running or not."""
 
     layout: Layout
     nodes: int
     kwok: int = 0
+    gang_scheduling: bool = False
 
     @property
     def register(self) -> Register:
@@ -52,19 +62,21 @@ class Cluster:
         state = self.layout.state
         state.mkdir(parents=True, exist_ok=True)
         record = {"name": self.layout.name, "index": self.layout.index}
+        record |= {"nodes": self.nodes, "kwok": self.kwok, "gang_scheduling": self.gang_scheduling}
         aside = state / f".cluster.{os.getpid()}"
-        aside.write_text(json.dumps({**record, "nodes": self.nodes, "kwok": self.kwok}))
+        aside.write_text(json.dumps(record))
         aside.rename(state / "cluster.json")
 
-    def grown(self, nodes: int | None, kwok: int | None) -> Cluster:
-        """Return the cluster with as many nodes as asked for; it never shrinks."""
-        wanted = self.nodes if nodes is None else nodes
-        if wanted < self.nodes:
+    def changed(self, wanted: Wanted) -> Cluster:
+        """Return the cluster as asked for; its nodes never become fewer."""
+        if wanted.nodes is not None and wanted.nodes < self.nodes:
             raise Failure(
-                f"--nodes {wanted}: cluster {self.layout.name} has {self.nodes} already;"
+                f"--nodes {wanted.nodes}: cluster {self.layout.name} has {self.nodes} already;"
                 f" run `devcluster --name {self.layout.name} down` first"
             )
-        return replace(self, nodes=wanted, kwok=self.kwok if kwok is None else kwok)
+        return replace(
+            self, **{key: value for key, value in asdict(wanted).items() if value is not None}
+        )
 
     def ensure_process(
         self, component: str, argv: Sequence[str | Path], configuration: str = ""
@@ -105,7 +117,8 @@ def load(name: str) -> Cluster | None:
     try:
         record = json.loads((state / "cluster.json").read_text())
         layout = Layout(name, int(record["index"]), state)
-        return Cluster(layout, int(record["nodes"]), int(record["kwok"]))
+        gangs = bool(record.get("gang_scheduling"))  # absent from records of older versions
+        return Cluster(layout, int(record["nodes"]), int(record["kwok"]), gangs)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError) as error:
@@ -133,10 +146,10 @@ def hold(name: str, log: Log) -> Iterator[None]:
         yield
 
 
-def obtain(name: str, nodes: int | None, kwok: int | None, log: Log) -> Cluster:
+def obtain(name: str, wanted: Wanted, log: Log) -> Cluster:
     """Return the cluster to bring up, new or old, with its bridge in place."""
-    if nodes is not None and not 0 <= nodes <= MAX_NODES:
-        raise Failure(f"--nodes {nodes}: give 0 (control plane only) to {MAX_NODES}")
+    if wanted.nodes is not None and not 0 <= wanted.nodes <= MAX_NODES:
+        raise Failure(f"--nodes {wanted.nodes}: give 0 (control plane only) to {MAX_NODES}")
     found = load(name)
     if found is not None:
         with _indices(log):
@@ -146,10 +159,10 @@ def obtain(name: str, nodes: int | None, kwok: int | None, log: Log) -> Cluster:
                 f"another cluster has taken {found.layout.bridge} since cluster {name} was made:"
                 f" run `devcluster --name {name} down`, then `up` again"
             )
-        cluster = found.grown(nodes, kwok)
+        cluster = found.changed(wanted)
     else:
         require_own(home() / name)
-        cluster = _allocate(name, 2 if nodes is None else nodes, kwok or 0, log)
+        cluster = _allocate(name, wanted, log)
     cluster.save()
     return cluster
 
@@ -161,12 +174,12 @@ def _indices(log: Log) -> Iterator[None]:
         yield
 
 
-def _allocate(name: str, nodes: int, kwok: int, log: Log) -> Cluster:
+def _allocate(name: str, wanted: Wanted, log: Log) -> Cluster:
     with _indices(log):
         taken = {other.layout.index for one in names() if (other := load(one)) is not None}
         while True:
             index = free_index(taken, network.routes())
-            cluster = Cluster(Layout(name, index, home() / name), nodes, kwok)
+            cluster = Cluster(Layout(name, index, home() / name), 0).changed(wanted)
             cluster.save()  # first, so that `down` finds the bridge whatever happens next
             if network.claim_bridge(cluster.layout):
                 return cluster

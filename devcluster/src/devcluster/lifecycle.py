@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from http.client import HTTPException
@@ -33,7 +34,7 @@ from devcluster import (
 )
 from devcluster.api import Api, ApiError, connect
 from devcluster.cachedir import Log
-from devcluster.cluster import Cluster
+from devcluster.cluster import Cluster, Wanted
 from devcluster.failure import PATIENCE, Failure
 from devcluster.layout import Layout, Node
 
@@ -41,22 +42,20 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _NEVER = "1970-01-01T00:00:00Z"
 
 
-def up(
-    name: str, nodes: int | None, fake_nodes: int | None, wanted_images: Sequence[str], log: Log
-) -> Cluster:
+def up(name: str, wanted: Wanted, wanted_images: Sequence[str], log: Log) -> Cluster:
     """Bring a cluster up, or repair it."""
     host.require_root()
     host.require_space(cluster.home(), 2, f"cluster {name}", "DEVCLUSTER_HOME")
     known = cluster.load(name)
-    count = nodes if nodes is not None else known.nodes if known else 2
+    count = wanted.nodes if wanted.nodes is not None else known.nodes if known else 2
     host.ensure_packages({**host.PACKAGES, **(host.NODE_PACKAGES if count else {})}, log)
-    fake = fake_nodes if fake_nodes is not None else known.kwok if known else 0
-    wanted = [*binaries.CONTROL_PLANE, *(binaries.NODE if count else ())]
-    wanted += ["kwok"] if fake else []
-    programs = binaries.ensure(wanted, log)
+    fake = wanted.kwok if wanted.kwok is not None else known.kwok if known else 0
+    needed = [*binaries.CONTROL_PLANE, *(binaries.NODE if count else ())]
+    needed += ["kwok"] if fake else []
+    programs = binaries.ensure(needed, log)
     with cluster.hold(name, log):
         started = time.monotonic()
-        this = cluster.obtain(name, nodes, fake_nodes, log)
+        this = cluster.obtain(name, replace(wanted, nodes=count), log)
         if this.nodes > 1:
             network.require_forwarding()
         _start(this, programs, log)
@@ -73,7 +72,14 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
         pki.ensure_node(layout, node)
     this.ensure_process("etcd", [programs["etcd"], *render.etcd(layout)])
     wait(this, "etcd", lambda: _answers(f"{layout.etcd}/health"))  # else kube-apiserver gives up
-    this.ensure_process("apiserver", [programs["kube-apiserver"], *render.apiserver(layout)])
+    served, gates = _gang_scheduling(this, programs)
+    server: list[str | Path] = [
+        programs["kube-apiserver"],
+        *render.apiserver(layout),
+        *served,
+        *gates,
+    ]
+    this.ensure_process("apiserver", server)
     keep = [path.resolve().parent for path in programs.values()]
     for node in this.members:  # while the API server starts
         machine.power_on(this, node, keep)
@@ -83,9 +89,11 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     manager: list[str | Path] = [
         programs["kube-controller-manager"],
         *render.controller_manager(layout, this.nodes),
+        *gates,
     ]
     this.ensure_process("controller-manager", manager)
-    this.ensure_process("scheduler", [programs["kube-scheduler"], *render.scheduler(layout)])
+    scheduler: list[str | Path] = [programs["kube-scheduler"], *render.scheduler(layout), *gates]
+    this.ensure_process("scheduler", scheduler)
     since = {node.name: ensure_services(this, node, programs) for node in this.members}
     if this.members:
         _start_shared_services(this, api, programs)
@@ -101,6 +109,12 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
         wait(this, f"{node.name}-kubelet", partial(node_is_ready, api, node, since[node.name]))
     if this.members:
         wait(this, "coredns", lambda: _answers(f"http://{layout.loopback}:8181/ready"))
+
+
+def _gang_scheduling(this: Cluster, programs: dict[str, Path]) -> tuple[list[str], list[str]]:
+    if not this.gang_scheduling:
+        return [], []
+    return render.gang_scheduling(binaries.minor_of(programs["kube-apiserver"]))
 
 
 def ensure_services(this: Cluster, node: Node, programs: dict[str, Path]) -> float:

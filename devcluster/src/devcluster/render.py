@@ -92,6 +92,20 @@ def scheduler(layout: Layout) -> list[str]:
     ]
 
 
+def gang_scheduling(minor: int) -> tuple[list[str], list[str]]:
+    """Return the arguments that turn PodGroups on: the API server's own, and those of all three.
+
+    Alpha in 1.36; later ones serve them as beta, and know fewer gates.
+    """
+    api, gates = "v1beta1", ["GenericWorkload", "TopologyAwareWorkloadScheduling"]
+    if minor == 36:
+        api, gates = "v1alpha2", [*gates, "GangScheduling", "WorkloadAwarePreemption"]
+    enabled = ",".join(f"{gate}=true" for gate in gates)
+    # Else a gang that waits is tried again without a pause: a core for as long as it waits.
+    given = f"--feature-gates={enabled},SchedulerPopFromBackoffQ=false"
+    return [f"--runtime-config=scheduling.k8s.io/{api}=true"], [given]
+
+
 def corefile(layout: Layout) -> str:
     """Return CoreDNS' Corefile: cluster names only, uncached, so new addresses show at once."""
     return f""".:53 {{
