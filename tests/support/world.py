@@ -180,6 +180,9 @@ class World:
     graceful: bool = False  # deletions wait until finish_deletions()
     hidden: dict[str, act.Existing] = field(default_factory=dict)  # pods that no watch shows
     probed: dict[str, str] = field(default_factory=dict)  # what Events say of a failed probe
+    gang_api: str = ""  # the version that serves PodGroups
+    no_gang: str = ""  # why none can be had all the same
+    groups: dict[str, act.Body] = field(default_factory=dict)  # PodGroups by name
     serial: int = 0
     seen: set[tuple[int, int]] = field(default_factory=set)  # attempt, replica: a pod was there
 
@@ -187,7 +190,7 @@ class World:
 
     def plan(self) -> act.Plan:
         nodes = self.machines.seen(self.now) if self.machines else self.nodes
-        feedback = replace(self.feedback, seen=self._seen())
+        feedback = replace(self.feedback, seen=self._seen(), gang_api=self.gang_api)
         return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
                     feedback, self.now, nodes)  # fmt: skip
 
@@ -256,9 +259,17 @@ class World:
                 refusal = self.refuse_network(action)
                 attempt = self.feedback.network_attempt if refusal else action.attempt
                 self.feedback = replace(
-                    self.feedback, network_attempt=attempt, network_refusal=refusal
+                    self.feedback,
+                    network_attempt=attempt,
+                    network_at=self.feedback.network_at if refusal else self.now,
+                    network_refusal=refusal,
                 )
                 self._back_off(refusal)
+                self._make_group(action)
+            case act.RemoveGroups():
+                self.log.append("remove groups")
+                self.groups.clear()
+                self.feedback = replace(self.feedback, groups_removed=action.name)
             case act.CreatePod():
                 self._create(action)
             case act.DeleteJob():
@@ -437,6 +448,14 @@ class World:
         pod = self.pods[f"job-{replica}"]
         pod["spec"]["nodeName"] = f"node{replica % 2 + 1}"
         pod["status"] = {"phase": phase, "containerStatuses": [status]}
+
+    def _make_group(self, action: act.EnsureNetwork) -> None:
+        for body in action.bodies:
+            if body["kind"] == "PodGroup" and self.no_gang:
+                self.feedback = replace(self.feedback, no_gang=(action.attempt, self.no_gang))
+            elif body["kind"] == "PodGroup" and body["metadata"]["name"] not in self.groups:
+                self.log.append(f"create group {body['metadata']['name']}")
+                self.groups[body["metadata"]["name"]] = body
 
     def _create(self, action: act.CreatePod) -> None:
         refusal = self.refuse(action)

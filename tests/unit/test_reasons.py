@@ -11,8 +11,25 @@ SOURCES = (ROOT / "operator/src/ddpjob_operator/core", ROOT / "contract/src/ddpj
 PAGE = ROOT / "docs/reference/reasons.md"
 #: Words of the same shape there that are no reasons.
 OTHERS = {
-    *("Auto", "Never", "Fence", "Wait", "Fail", "Restart", "RestartFree"),  # values of the spec
-    *("DDPJob", "Pod", "Service", "NetworkPolicy", "Secret", "ValidatingAdmissionPolicy"),  # kinds
+    *(
+        "Auto",
+        "Native",
+        "Never",
+        "Fence",
+        "Wait",
+        "Fail",
+        "Restart",
+        "RestartFree",
+    ),  # values of the spec
+    *(
+        "DDPJob",
+        "Pod",
+        "Service",
+        "NetworkPolicy",
+        "PodGroup",
+        "Secret",
+        "ValidatingAdmissionPolicy",
+    ),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
     "Straggling",
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases

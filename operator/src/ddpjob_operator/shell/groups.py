@@ -70,8 +70,12 @@ def dropped(found: Object, sent: Body) -> str:
 
 def dropped_of(pod: Object, sent: Body) -> str:
     """Say that the API server has not kept a pod's group; "" if it has."""
-    kept = (pod.get("spec") or {}).get(_FIELD) == sent["spec"].get(_FIELD)
-    return "" if kept else f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
+    asked, kept = ((one.get("spec") or {}).get(_FIELD) for one in (sent, pod))
+    return (
+        ""
+        if kept == asked
+        else f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
+    )
 
 
 def _listed(fields: list[str]) -> str:

@@ -52,7 +52,9 @@ def after(
         else f"restart {restarts.charged} of at most {limits.max_restarts}"
     )
     count += "; it told of no step, so the waits are longer" * (early > delay)
-    delay = max(delay, early, gang.PREEMPTED_SECONDS if gang.preempted(view, loss) else 0.0)
+    delay = max(delay, early)
+    if gang.preempted(view, loss):
+        delay = max(delay, gang.PREEMPTED_SECONDS)
     wait = f" in {delay:g} s" if delay else ""
     gone = replacement.lost(view, loss, delay, planned)
     if gone:

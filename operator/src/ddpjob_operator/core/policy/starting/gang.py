@@ -27,7 +27,7 @@ PREEMPTED_SECONDS: Final = 15.0
 #: A group that a stranger removed is made again after at most so long.
 _LOOKS_AGAIN: Final = timedelta(minutes=1)
 #: The scheduler's message to members that would fit if the others did.
-_OTHERS_DO_NOT_FIT: Final = "waiting for minCount pods"
+_OTHERS_DO_NOT_FIT: Final = "pod group is unschedulable, waiting for minCount"
 _CURE: Final = (
     "it needs Kubernetes 1.36 or later with its gates for gang scheduling on, and the chart's"
     " rights to podgroups (docs/guides/queues.md); or set spec.scheduling.gang to None"

@@ -1,0 +1,266 @@
+"""Stories of gangs that Kubernetes places as one PodGroup: whole or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core.objects import spec as spec_
+from support.world import World, job_object
+
+MISFIT = "0/2 nodes are available: 2 Insufficient cpu."
+OTHERS = "pod group is unschedulable, waiting for minCount pods from a gang to be scheduled"
+HOUR = 3600.0
+TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
+
+
+def native(*, api: str = "v1beta1", **spec: Any) -> World:
+    return World(job_object(**spec), gang_api=api)
+
+
+def waiting(*, misfit: int = 1, **spec: Any) -> World:
+    """All pods are there and one of them fits nowhere, so that none has a node."""
+    world = native(**spec).settle()
+    for replica in range(3):
+        message = MISFIT if replica == misfit else OTHERS
+        conditions = [{"type": "PodScheduled", "status": "False", "message": message}]
+        world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
+    return world.wait(6)
+
+
+def place(world: World, *replicas: int) -> World:
+    for replica in replicas:
+        pod = world.pods[f"job-{replica}"]
+        pod["spec"]["nodeName"] = "node1"
+        pod["status"] = {"phase": "Pending"}
+    return world.settle()
+
+
+def groups_of(world: World) -> set[str]:
+    """The groups that pods name; "" for pods without one."""
+    named = (pod["spec"].get("schedulingGroup") or {} for pod in world.pods.values())
+    return {group.get("podGroupName", "") for group in named}
+
+
+@pytest.mark.parametrize(
+    ("api", "whole"), [("v1beta1", {"all": {}}), ("v1alpha2", "PodGroup")], ids=str
+)
+def test_the_group_comes_before_the_first_pod_and_all_pods_name_it(api: str, whole: object):
+    scheduling = {"topologyKey": "rack", "priorityClassName": "high"}
+    world = native(api=api, scheduling=scheduling).settle()
+    name = world.status["podGroup"]
+    assert name == "job-uid-of-j-1"
+    assert groups_of(world) == {name}
+    assert world.log.index(f"create group {name}") < world.log.index("create job-0 1")
+    body = world.groups[name]
+    assert body["apiVersion"] == f"scheduling.k8s.io/{api}"
+    assert body["spec"] == {
+        "schedulingPolicy": {"gang": {"minCount": 3}},
+        "disruptionMode": whole,
+        "priorityClassName": "high",
+        "schedulingConstraints": {"topology": [{"key": "rack"}]},
+    }
+    assert {pod["spec"]["priorityClassName"] for pod in world.pods.values()} == {"high"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"scheduling": {"gang": "None"}},
+        {"replicas": 1},
+        {"template": {"spec": {**TEMPLATE["spec"], "schedulerName": "volcano"}}},
+        {"template": {"spec": {**TEMPLATE["spec"], "nodeName": "node1"}}},
+    ],
+    ids=["none", "one pod", "another scheduler", "a node by name"],
+)
+def test_auto_leaves_the_group_out_where_it_does_nothing(spec: dict[str, Any]):
+    world = native(**spec).settle()
+    assert groups_of(world) == {""}
+    assert (world.groups, world.status.get("podGroup")) == ({}, None)
+
+
+def test_auto_without_the_api_is_as_before_and_takes_the_group_from_the_next_attempt_on():
+    world = native(api="").settle().run()
+    assert groups_of(world) == {""}
+    world.gang_api = "v1beta1"
+    world.settle().end(1, 1)
+    assert world.status["attempt"] == 2
+    assert groups_of(world) == {"job-uid-of-j-2"}
+
+
+@pytest.mark.parametrize("scheduling", [{"gang": "Native"}, {"topologyKey": "rack"}], ids=str)
+def test_a_demanded_group_is_waited_for_with_a_reason_and_charged_to_nobody(
+    scheduling: dict[str, str],
+):
+    world = native(api="", scheduling=scheduling).settle()
+    world.wait(HOUR)
+    assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
+    assert "spec.scheduling.gang to None" in world.condition("Stalled")["message"]
+    assert world.counts == (0, 0, 0)
+    world.gang_api = "v1alpha2"
+    world.settle().run()
+    assert (world.phase, world.stalled) == ("Running", "")
+
+
+def test_a_waiting_group_is_never_given_back_and_says_who_does_not_fit():
+    world = waiting()
+    assert (world.phase, world.stalled) == ("Starting", "Unschedulable")
+    assert MISFIT in world.condition("Stalled")["message"]
+    assert "job-1" in world.condition("Stalled")["message"]
+    for _ in range(24):
+        world.wait(HOUR)
+    assert (world.phase, world.status["attempt"], world.counts) == ("Starting", 1, (0, 0, 0))
+    assert len(world.told("Unschedulable")) == 1
+
+
+def test_the_startup_deadline_counts_from_the_placement():
+    world = waiting(startupDeadlineSeconds=100).wait(HOUR)
+    place(world, 0, 1, 2)
+    world.wait(99)
+    assert world.phase == "Starting"
+    world.wait(2)
+    assert world.loss["reason"] == "StartupDeadlineExceeded"
+    assert world.counts[1] == 1
+
+
+def test_pods_that_a_scheduler_places_one_by_one_are_given_back_as_without_a_group():
+    world = waiting(startupDeadlineSeconds=100).wait(HOUR)
+    place(world, 0)
+    world.wait(99)
+    assert world.phase == "Starting"
+    world.wait(2)
+    assert (world.phase, world.stalled, world.counts) == ("Pending", "Unschedulable", (0, 0, 0))
+
+
+def test_a_restart_takes_a_new_group_and_removes_the_old_one():
+    world = native().settle().run().end(1, 1)
+    assert (world.status["attempt"], set(world.groups)) == (2, {"job-uid-of-j-2"})
+    assert groups_of(world) == {"job-uid-of-j-2"}
+    assert world.log.index("remove groups") < world.log.index("create group job-uid-of-j-2")
+
+
+def test_a_replaced_pod_joins_the_group_of_the_others():
+    world = native().settle().run().poll(holds=True).wait(2)
+    world.vanish(1)
+    assert world.status["attempt"] == 2
+    assert world.status["membersSince"] == 1
+    assert groups_of(world) == {"job-uid-of-j-1"}
+    assert set(world.groups) == {"job-uid-of-j-1"}
+    world.run()
+    assert (world.phase, world.status["podGroup"]) == ("Running", "job-uid-of-j-1")
+
+
+def test_pods_that_stand_by_belong_to_no_group():
+    world = native(standby=1, scheduling={"priorityClassName": "high"}).settle().run()
+    world.poll(holds=True).wait(2)
+    assert "schedulingGroup" not in world.pods["job-3"]["spec"]
+    assert world.groups["job-uid-of-j-1"]["spec"]["schedulingPolicy"]["gang"]["minCount"] == 3
+
+
+@pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
+def test_the_group_goes_with_its_attempt(end: str):
+    world = native(restart={"maxRestarts": 0}).settle().run()
+    if end == "suspended":
+        world.patch(suspend=True)
+    else:
+        world.end(0, 0).end(1, 0).end(2, 0) if end == "succeeded" else world.end(1, 1)
+    assert (world.groups, world.status.get("podGroup")) == ({}, None)
+    removed = world.log.count("remove groups")
+    world.restart_operator().wait(HOUR)
+    assert world.log.count("remove groups") == removed == 1, "the status tells that it is done"
+    if end == "suspended":
+        world.patch(suspend=False)
+        assert groups_of(world) == {"job-uid-of-j-2"}
+
+
+def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for():
+    world = native().settle().run().poll(holds=True).wait(2)
+    for pod in world.pods.values():
+        taken = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+        pod["status"] = {**pod["status"], "conditions": [taken]}
+    world.end(0, 143)
+    assert (world.status["attempt"], world.status["membersSince"]) == (2, 2)
+    assert world.pause() == 15.0
+    assert world.counts == (1, 0, 1)
+    assert world.pods == {}
+    world.wait(16)
+    assert groups_of(world) == {"job-uid-of-j-2"}
+
+
+@pytest.mark.parametrize("when", ["group", "pod"])
+def test_auto_goes_on_without_a_group_that_cannot_be_had_whole(when: str):
+    world, why = native(), "the API server drops spec.disruptionMode"
+    if when == "group":
+        world.no_gang = why
+        world.settle()
+    else:
+        world.refuse = lambda action: _dropped(world, why)
+        world.settle()
+    assert groups_of(world) <= {"", "job-uid-of-j-1"}
+    assert (world.groups, world.status.get("podGroup")) == ({}, None)
+    assert [why in message for message in world.told("GangUnavailable")] == [True]
+    world.run()
+    assert (world.phase, world.counts) == ("Running", (0, 0, 0))
+
+
+def _dropped(world: World, why: str) -> None:
+    """As the executor learns it from the answer to the first pod's creation."""
+    world.feedback = replace(world.feedback, no_gang=(world.status["attempt"], why))
+
+
+def test_a_demanded_group_that_cannot_be_had_whole_is_tried_again_and_says_so():
+    world = native(scheduling={"gang": "Native"})
+    world.no_gang = "podgroups is forbidden"
+    world.settle()
+    assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
+    assert "podgroups is forbidden" in world.condition("Stalled")["message"]
+    world.no_gang = ""
+    world.wait(HOUR).run()
+    assert (world.phase, world.counts) == ("Running", (0, 0, 0))
+
+
+def test_avoided_nodes_are_given_up_by_a_group_that_finds_no_room_without_them():
+    world = native(startupDeadlineSeconds=100).settle().run().end(0, 74)
+    assert world.status["avoidedNodes"] == ["node1"]
+    conditions = [{"type": "PodScheduled", "status": "False", "message": MISFIT}]
+    for pod in world.pods.values():
+        pod["status"] = {"phase": "Pending", "conditions": conditions}
+    world.wait(101)
+    assert (world.phase, world.status.get("avoidedNodes")) == ("Pending", None)
+
+
+def test_a_waiting_group_that_a_stranger_removed_is_made_again():
+    world = waiting()
+    name = world.status["podGroup"]
+    world.groups.clear()
+    for _ in range(3):
+        world.wait(61)
+    assert set(world.groups) == {name}
+
+
+def test_a_group_is_not_lost_with_the_operator_that_made_it():
+    world = waiting().restart_operator().wait(HOUR)
+    assert (world.phase, world.status["attempt"]) == ("Starting", 1)
+    place(world, 0, 1, 2)
+    world.run()
+    assert world.phase == "Running"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"nodeName": "n"}, "spec.template.spec.nodeName"),
+        ({"schedulingGroup": {"podGroupName": "g"}}, "spec.template.spec.schedulingGroup"),
+        ({"priorityClassName": "low"}, "spec.scheduling.priorityClassName"),
+    ],
+    ids=["nodeName", "schedulingGroup", "priorityClassName"],
+)
+def test_a_template_that_contradicts_the_scheduling_is_refused_by_its_field(
+    fields: dict[str, Any], named: str
+):
+    scheduling = {"gang": "Native", "priorityClassName": "high"}
+    template = {"spec": {**TEMPLATE["spec"], **fields}}
+    found = spec_.read(job_object(template=template, scheduling=scheduling)["spec"])
+    assert named in found.flaw
