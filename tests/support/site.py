@@ -344,10 +344,10 @@ def installed(name: str) -> Iterator[Site]:
             cluster.down(name)
 
 
-def ready(name: str) -> Cluster:
-    """Bring up a two-node cluster and install the chart."""
+def ready(name: str, *args: str) -> Cluster:
+    """Bring up a two-node cluster and install the chart; ``args``: of `devcluster up`."""
     images = [word for image in IMAGES for word in ("--image", image)]
-    plane = cluster.up(name, "--nodes", "2", *images, timeout=3600)
+    plane = cluster.up(name, "--nodes", "2", *images, *args, timeout=3600)
     _helm_install(plane)
     return plane
 

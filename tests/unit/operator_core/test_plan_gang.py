@@ -240,6 +240,22 @@ def test_a_waiting_group_that_a_stranger_removed_is_made_again():
     assert set(world.groups) == {name}
 
 
+@pytest.mark.parametrize("gang", ["Auto", "Native"])
+def test_an_api_that_is_switched_off_while_a_group_waits_holds_nobody_for_ever(gang: str):
+    world = waiting(scheduling={"gang": gang})
+    world.gang_api = ""
+    world.settle()
+    if gang == "Auto":
+        assert world.told("GangUnavailable")
+        assert world.wait(HOUR).status["restarts"]["released"] == 1, "as without a group"
+    else:
+        assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
+        world.wait(HOUR)
+        world.gang_api = "v1alpha2"
+        assert world.wait(HOUR).run().phase == "Running"
+    assert world.counts == (0, 0, 0)
+
+
 def test_a_group_is_not_lost_with_the_operator_that_made_it():
     world = waiting().restart_operator().wait(HOUR)
     assert (world.phase, world.status["attempt"]) == ("Starting", 1)

@@ -28,6 +28,7 @@ PREEMPTED_SECONDS: Final = 15.0
 _LOOKS_AGAIN: Final = timedelta(minutes=1)
 #: The scheduler's message to members that would fit if the others did.
 _OTHERS_DO_NOT_FIT: Final = "pod group is unschedulable, waiting for minCount"
+_NOT_SERVED: Final = "the API server serves no PodGroups"
 _CURE: Final = (
     "it needs Kubernetes 1.36 or later with its gates for gang scheduling on, and the chart's"
     " rights to podgroups (docs/guides/queues.md); or set spec.scheduling.gang to None"
@@ -68,11 +69,13 @@ def settle(view: View, change: Change) -> Change:
 
 
 def refused(view: View) -> str:
-    """Say why this attempt can have no group after all; "" if it can, or has its pods."""
+    """Say why this attempt can have no group after all; "" if it can, or is placed."""
     found = view.feedback.no_gang
-    if found is None or found[0] != view.status.attempt or not view.status.pod_group:
+    if not view.status.pod_group or view.status.phase != "Starting" or view.replacing:
         return ""
-    return "" if view.replacing or view.status.phase != "Starting" else found[1]
+    if not view.feedback.gang_api and not _on_nodes(view):
+        return _NOT_SERVED
+    return found[1] if found is not None and found[0] == view.status.attempt else ""
 
 
 def without(view: View, change: Change) -> Change | None:
@@ -128,8 +131,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why an attempt that needs a group does not begin."""
     begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
     if begins and _demanded(view) and not view.feedback.gang_api:
-        what = "the API server serves no PodGroups, and spec.scheduling asks for one"
-        yield UNAVAILABLE, f"{what}: {_CURE}"
+        yield UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}"
 
 
 def explained(view: View) -> str:

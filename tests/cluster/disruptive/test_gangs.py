@@ -1,0 +1,249 @@
+"""Gangs that Kubernetes places whole or not at all, on real nodes with room for eight pods' slots.
+
+The cluster has the feature gates on; each node has four slots, and a rack. Most gangs only hold
+their slots: what they train is of no matter to the scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from support import cluster
+from support import site as support
+from support.cluster import CHECKOUT, wait_for
+from support.patience import WITHIN
+from support.rest import Rest
+from support.sharing import Shared
+from support.site import STEPS, Site, digits, job, trainer
+
+pytestmark = pytest.mark.tier("all")
+
+NAME = f"gangs-{CHECKOUT}"
+SLOT = "example.com/slot"
+SLOTS = 4
+RACK = "topology.kubernetes.io/rack"
+HIGH = "high"
+GROUPS = "/apis/scheduling.k8s.io/v1alpha2/namespaces/{}/podgroups"
+#: Ends at SIGTERM, as PID 1 does only if asked to.
+HOLD = ["sh", "-c", "trap 'exit 143' TERM; sleep 100000 & wait"]
+STUBBORN = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
+
+
+@pytest.fixture(scope="module")
+def site(shared: Shared) -> Iterator[Site]:
+    def make(name: str) -> cluster.Cluster:
+        return support.ready(name, "--gang-scheduling")
+
+    plane = cluster.shared(shared, NAME, make)
+    for number in (1, 2):
+        node = f"node{number}"
+        room = json.dumps({"status": {"capacity": {SLOT: str(SLOTS)}}})
+        patch = ("patch", "node", node, "--subresource=status", "--type=merge", "-p", room)
+        plane.kubectl(*patch, check=True)
+        plane.kubectl("label", "node", node, f"{RACK}=rack{number}", "--overwrite", check=True)
+    made = support.namespace(plane)
+    made.apply(
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": HIGH},
+            "value": 1000,
+        }
+    )
+    yield made
+    cluster.down(NAME)
+
+
+@pytest.fixture
+def gangs(site: Site) -> Iterator[Callable[..., str]]:
+    """Apply a gang of so many pods, each with so many slots; all go at the end of the test."""
+    names: list[str] = []
+
+    def apply(name: str, replicas: int, slots: int, *, command: Any = HOLD, **spec: Any) -> str:
+        body = job(name, command, replicas=replicas, **spec)
+        return apply_body(body, slots)
+
+    def apply_body(body: dict[str, Any], slots: int) -> str:
+        trainer(body)["resources"] = {"limits": {SLOT: str(slots)}}
+        site.apply(body)
+        names.append(body["metadata"]["name"])
+        return names[-1]
+
+    apply.body = apply_body  # type: ignore[attr-defined]
+    yield apply
+    for name in names:
+        site.kubectl("delete", "ddpjob", name, "--wait=false", "--ignore-not-found", check=True)
+    for name in names:
+        wait_for(lambda name=name: not site.pods(name), f"pods of {name} to go")
+    wait_for(lambda: not groups(site), "PodGroups to go with their jobs")
+
+
+def groups(site: Site) -> dict[str, dict[str, Any]]:
+    found = site.cluster.get(GROUPS.format(site.namespace))["items"]
+    return {one["metadata"]["name"]: one for one in found}
+
+
+def placed(site: Site, name: str) -> list[str]:
+    """The nodes of its pods that have one."""
+    nodes = (pod["spec"].get("nodeName") for pod in site.pods(name).values())
+    return [node for node in nodes if node]
+
+
+def waits(site: Site, name: str) -> str:
+    """Wait until it says that it has no room; return its words. Nothing of it has a node."""
+    message = site.wait_condition(name, "Stalled", "Unschedulable")
+    assert placed(site, name) == []
+    return message
+
+
+def test_of_two_gangs_that_each_fit_alone_one_runs_and_the_other_holds_nothing(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    names = {gangs("left", 3, 2), gangs("right", 3, 2)}
+
+    def runs() -> str | None:
+        return next((name for name in names if site.status(name).get("phase") == "Running"), None)
+
+    first = wait_for(runs, "one of two gangs to run")
+    (second,) = names - {first}
+    assert "Insufficient" in waits(site, second)
+    assert len(groups(site)) == 2
+    assert site.status(second)["phase"] == "Starting"
+    site.delete(first)
+    after = site.wait_phase(second, "Running")
+    assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
+    assert after["timings"]["placedAt"] >= after["timings"]["attemptStartedAt"]
+
+
+def test_a_gang_larger_than_the_cluster_leaves_its_room_to_a_small_pod(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    name = gangs("large", 3, SLOTS)
+    waits(site, name)
+    assert site.wait_phase(gangs("small", 1, SLOTS), "Running")["attempt"] == 1
+    assert site.wait_phase(gangs("pair", 2, 2), "Running")["attempt"] == 1
+    assert placed(site, name) == []
+    assert site.status(name)["restarts"]["total"] == 0
+
+
+def test_a_higher_priority_takes_the_room_of_a_whole_gang_which_comes_back_later(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    low = gangs("low", 3, 2)
+    site.wait_phase(low, "Running")
+    high = gangs("urgent", 3, 2, scheduling={"priorityClassName": HIGH})
+    site.wait_phase(high, "Running")
+    waits(site, low)
+    status = site.status(low)
+    assert (status["attempt"], status["restarts"]["charged"]) == (2, 0)
+    assert status["lastFailure"]["reason"] == "PreemptionByScheduler"
+    assert set(groups(site)) == {status["podGroup"], site.status(high)["podGroup"]}
+    site.delete(high)
+    assert site.wait_phase(low, "Running")["attempt"] == 2
+
+
+def test_racks_hold_a_gang_together(site: Site, gangs: Callable[..., str]) -> None:
+    near = gangs("near", 2, 2, scheduling={"topologyKey": RACK})
+    site.wait_phase(near, "Running")
+    assert len(set(placed(site, near))) == 1
+    wide = gangs("wide", 2, 3, scheduling={"topologyKey": RACK})
+    waits(site, wide)
+    site.wait_phase(gangs("anywhere", 2, 2), "Running")
+
+
+def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    name = "full"
+    gangs.body(digits(name, steps=STEPS, slow=1, every=5), 2)  # type: ignore[attr-defined]
+    rest = gangs("rest", 1, 2)
+    site.wait_phase(rest, "Running")
+    site.wait_running(name, 1, snapshot_after=0)
+    waits(site, gangs("waiting", 3, 2))
+    before = site.uids(name)
+    site.kubectl("delete", "pod", f"{name}-1", "--wait=false", check=True)
+    after = site.wait_running(name, 2)
+    kept = [pod for pod, uid in site.uids(name).items() if before[pod] == uid]
+    assert kept == [f"{name}-0", f"{name}-2"]
+    assert (after["membersSince"], after["restarts"]["charged"]) == (1, 0)
+    assert placed(site, "waiting") == []
+    site.hurry(name)
+    site.wait_phase(name, "Succeeded")
+    wait_for(lambda: after["podGroup"] not in groups(site), "the PodGroup to go at the job's end")
+    site.wait_phase("waiting", "Running")
+
+
+def test_pods_that_end_slowly_keep_their_room_and_their_group_till_their_end(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    body = job("stubborn", STUBBORN)
+    body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 15
+    slow = gangs.body(body, 2)  # type: ignore[attr-defined]
+    group = site.wait_phase(slow, "Running")["podGroup"]
+    patch = ("patch", "ddpjob", slow, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    site.kubectl(*patch, check=True)
+    waits(site, gangs("next", 3, 2))
+    assert "deletionTimestamp" in groups(site)[group]["metadata"]
+    site.wait_phase("next", "Running")
+    assert not site.pods(slow)
+    wait_for(lambda: group not in groups(site), "the group to go with its last pod")
+    assert "podGroup" not in site.status(slow)
+
+
+def test_who_deletes_the_group_of_a_waiting_gang_does_it_no_harm(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    first = gangs("first", 3, 2)
+    site.wait_phase(first, "Running")
+    second = gangs("second", 3, 2)
+    waits(site, second)
+    site.kubectl("delete", "podgroups", "--all", "--wait=false", check=True)
+    site.delete(first)
+    after = site.wait_phase(second, "Running")
+    assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
+
+
+def test_a_preempted_training_ends_in_the_same_weights(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    plain = digits("undisturbed", steps=STEPS, step_seconds=0)
+    gangs.body(plain, 2)  # type: ignore[attr-defined]
+    site.wait_phase("undisturbed", "Succeeded")
+    wanted = site.result("undisturbed")
+    name = "preempted"
+    gangs.body(digits(name, steps=STEPS, slow=1, every=5), 2)  # type: ignore[attr-defined]
+    site.wait_running(name, 1, snapshot_after=0)
+    high = gangs("urgent", 3, 2, scheduling={"priorityClassName": HIGH})
+    site.wait_phase(high, "Running")
+    site.delete(high)
+    after = site.wait_running(name, 2)
+    assert after["restarts"]["charged"] == 0
+    site.resumed_from(name, at_least=1)
+    site.hurry(name)
+    site.wait_phase(name, "Succeeded")
+    assert site.result(name) == wanted
+
+
+def test_the_api_is_switched_off_while_gangs_wait_and_on_again(
+    site: Site, gangs: Callable[..., str]
+) -> None:
+    running = gangs("running", 3, 2)
+    before = site.wait_phase(running, "Running")
+    native = gangs("native", 3, 2, scheduling={"gang": "Native"})
+    waits(site, native)
+    try:
+        cluster.up(NAME, "--no-gang-scheduling")
+        site.wait_condition(native, "Stalled", "GangUnavailable")
+        auto = gangs("auto", 1, 2)
+        assert "podGroup" not in site.wait_phase(auto, "Running")
+        assert site.status(running)["attempt"] == before["attempt"]
+        wait_for(lambda: not site.pods(native), "the demanded gang to hold nothing")
+    finally:
+        cluster.up(NAME, "--gang-scheduling")
+    site.delete(running)
+    assert site.wait_phase(native, "Running")["podGroup"] in groups(site)
+    assert site.status(native)["restarts"]["charged"] == 0
