@@ -32,6 +32,7 @@ from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from support import objects
 from support.cluster import ROOT
+from support.kueue import Kueue
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 JOB_UID = "uid-of-job"
@@ -185,12 +186,14 @@ class World:
     groups: dict[str, act.Body] = field(default_factory=dict)  # PodGroups by name
     serial: int = 0
     seen: set[tuple[int, int]] = field(default_factory=set)  # attempt, replica: a pod was there
+    kueue: Kueue | None = None  # None: its API is not served
 
     # --- the operator ---------------------------------------------------------------------
 
     def plan(self) -> act.Plan:
         nodes = self.machines.seen(self.now) if self.machines else self.nodes
         feedback = replace(self.feedback, seen=self._seen(), gang_api=self.gang_api)
+        feedback = replace(feedback, workloads=self.kueue.seen() if self.kueue else None)
         return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
                     feedback, self.now, nodes)  # fmt: skip
 
@@ -240,6 +243,7 @@ class World:
                     replicas=frozenset(replica for replica in mine if replica is not None),
                     begun=bool(before and before.attempt == action.attempt and before.begun),
                     seats=action.seats,
+                    over=status.parked or status.terminal,
                 )
                 self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():
@@ -274,6 +278,19 @@ class World:
                 self._create(action)
             case act.DeleteJob():
                 self.log.append("delete job")
+            case _:
+                self._ask_kueue(action)
+
+    def _ask_kueue(self, action: act.Queue | act.ReadFlavors) -> None:
+        assert self.kueue
+        self.log.append(type(action).__name__)
+        if isinstance(action, act.ReadFlavors):
+            flavors = self.kueue.read(action.names)
+            self.feedback = replace(self.feedback, flavors=(action.admission, flavors))
+            return
+        refusal = self.kueue.write(action, self.now)
+        self.feedback = replace(self.feedback, workload_refusal=refusal)
+        self._back_off(refusal)
 
     def restart_operator(self) -> World:
         self.feedback = act.ApiFeedback()

@@ -36,6 +36,9 @@ OTHERS = {
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
     *("Killing", "Unhealthy"),  # pods' Events
+    *("Workload", "QuotaReserved", "Evicted", "Finished", "Requeued", "PodsReady"),  # of Kueue
+    *("FailedToStart", "NoReservation", "NodeFailures", "Preempted", "WaitForStart"),
+    *("WaitForRecovery", "Started", "Recovered", "Admitted"),
     *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),
     "ClusterFirstWithHostNet",  # pods' fields
     *("True", "False", "TCP", "Opaque", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),

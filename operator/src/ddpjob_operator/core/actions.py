@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ddpjob_operator.core.objects.ledger import Heard
 from ddpjob_operator.core.objects.observe import Rounds
 from ddpjob_operator.core.objects.status import Progress
+from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
 
 Body = Mapping[str, Any]
 
@@ -155,8 +156,49 @@ class DeleteJob:
     uid: str
 
 
-Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents
-Action = WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob
+@dataclass(frozen=True, slots=True)
+class EnsureWorkload:
+    """POST the Workload, with the priority of its class, or of that of the pods.
+
+    ``there``: PUT its queue and its priority instead. A refusal goes to
+    ApiFeedback.workload_refusal.
+    """
+
+    body: Body
+    priority_class: str
+    there: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriteWorkload:
+    """PUT conditions of the Workload, if it is still at that version; ``give_back``: its quota."""
+
+    name: str
+    version: str
+    told: Mapping[str, Condition]
+    reclaimed: int | None = None  # pods that need no quota any more
+    give_back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteWorkload:
+    """Delete the Workload with its uid as precondition."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFlavors:
+    """GET the ResourceFlavors of an admission; ApiFeedback.flavors holds the answer."""
+
+    admission: str
+    names: tuple[str, ...]
+
+
+Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents | ReadFlavors
+Queue = EnsureWorkload | WriteWorkload | DeleteWorkload
+Action = WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob | Queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +264,7 @@ class QuorumRead:
     hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: not asked
     begun: bool = False  # this process has stored that phase Starting begins (rule O5)
     seats: frozenset[int] = frozenset()  # empty: all
+    over: bool = False  # the job was parked, or at its end: what is gone stays gone
 
     def asked(self, seat: int) -> bool:
         """Tell whether it read that seat's pods."""
@@ -262,6 +305,9 @@ class ApiFeedback:
     groups_removed: str = ""  # the last PodGroup, with all before it, that is gone or about to go
     metrics_from: tuple[Body, ...] = ()  # NetworkPolicyPeers of the settings; none: everybody
     seen_since: datetime | None = None  # since when this process has seen and acted without a gap
+    workloads: tuple[Workload, ...] | None = None  # of Kueue; None: they cannot be read
+    workload_refusal: Refusal | None = None
+    flavors: tuple[str, Mapping[str, Placement]] | None = None  # of which admission, by name
 
     def begin(self, attempt: object) -> ApiFeedback:
         """Note that this process has stored the phase Starting of that attempt."""

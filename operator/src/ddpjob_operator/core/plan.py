@@ -39,6 +39,7 @@ from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import (
     gang,
     node_avoidance,
+    queue,
     retry,
     startup,
     template_guard,
@@ -78,7 +79,7 @@ def plan(
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
         seen = gang.settle(view, Change(replace(status, observed_generation=job.generation)))
-        return _write(view, seen) or finish.clean_up(view)
+        return _write(view, seen) or _end(view)
     change = report.fill(view, gang.settle(view, _decide(view)))
     return _write(view, change) or _act(view)
 
@@ -103,9 +104,9 @@ def _decide(view: View) -> Change:
         change, what = _broken(view, change, what)
         return finish.fail(view, change, "DeadlineExceeded", what)
     change = template_guard.tell(view, change)
-    if template_guard.suspends(view):
-        return change if _may_be_done(view) else _suspend(view, change)
-    if status.phase in (None, "Suspended") or status.attempt == 0:
+    if (without_pods := _stop(view, change)) is not None:
+        return without_pods
+    if status.parked or status.attempt == 0:
         if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
@@ -118,8 +119,8 @@ def _decide(view: View) -> Change:
         change = startup.begin(view, change)
     if change.status.phase == status.phase:
         loops = report.loops(view, change.status)
-        why = chain(root_cause.reasons(view), gang.reasons(view), report.reasons(view))
-        why = chain(why, retry.reasons(view), loops)
+        why = chain(queue.reasons(view), root_cause.reasons(view), gang.reasons(view))
+        why = chain(why, report.reasons(view), retry.reasons(view), loops)
         change = report.stall(view, change, replacement.with_deadline(view, why))
     return change
 
@@ -140,8 +141,9 @@ def _restart(view: View, change: Change) -> Change | None:
 
 def _start(view: View, change: Change) -> Change:
     """Begin after the creation or a resume; the active deadline counts from here."""
-    resumed = view.status.phase == "Suspended" and view.status.attempt > 0
+    resumed = view.status.parked and view.status.attempt > 0
     reason = "Resumed" if resumed else "Started"
+    reason = "Admitted" if view.status.queued else reason
     change = restart.new_attempt(view, change, "Restarting" if resumed else "Pending", 0)
     change = change.with_status(
         timings=replace(change.status.timings, started_at=view.now),
@@ -150,7 +152,8 @@ def _start(view: View, change: Change) -> Change:
     )
     change = node_avoidance.nothing(change, "the job was suspended and resumed")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
-    change = change.condition("Suspended", False, reason, "", view.now)
+    for type_ in ("Suspended", "Stalled"):
+        change = change.condition(type_, False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
     change = change.tell("Normal", reason, message)
@@ -170,6 +173,17 @@ def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     return restart.record(view, change, loss), what
 
 
+def _stop(view: View, change: Change) -> Change | None:
+    """End the pods of a job that is suspended, or that Kueue does not admit; None: neither."""
+    suspends = template_guard.suspends(view)
+    words = "" if suspends else queue.wait(view)
+    if not (suspends or words):
+        return None
+    if _may_be_done(view):
+        return change
+    return _suspend(view, change) if suspends else _hold(view, change, words)
+
+
 def _suspend(view: View, change: Change) -> Change:
     """End the pods, with their grace period for a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
@@ -178,8 +192,27 @@ def _suspend(view: View, change: Change) -> Change:
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"
     change, message = _broken(view, change, message)
+    change = _park(view, change, "Suspended", "Suspended", message)
+    change = change.condition("Stalled", False, "Suspended", "", view.now)
+    return template_guard.suspended(view, change, message)
+
+
+def _hold(view: View, change: Change, words: str) -> Change:
+    """End the pods in the same way, if any, and wait until Kueue admits the job."""
+    if not view.status.queued:
+        if not view.status.parked:
+            change, words = _broken(view, change, words)
+        elif not template_guard.why(view):
+            made_of = {"template_hash": view.spec.template_hash}
+            change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)
+        change = _park(view, change, "Pending", queue.QUEUED, words)
+        change = change.tell("Normal", queue.QUEUED, words)
+    return change.condition("Stalled", True, queue.QUEUED, words, view.now)
+
+
+def _park(view: View, change: Change, phase: str, reason: str, message: str) -> Change:
     change = change.with_status(
-        phase="Suspended",
+        phase=phase,
         members_since=view.status.attempt + 1,
         births={},
         serving={},
@@ -188,9 +221,7 @@ def _suspend(view: View, change: Change) -> Change:
             view.status.timings, running_at=None, next_restart_at=None, replacing_since=None
         ),
     )
-    change = change.condition("Stalled", False, "Suspended", "", view.now)
-    change = change.condition("Running", False, "Suspended", message, view.now)
-    return template_guard.suspended(view, change, message)
+    return change.condition("Running", False, reason, message, view.now)
 
 
 def _barrier_passed(view: View) -> bool:
@@ -219,9 +250,11 @@ def _read(view: View) -> ConfirmGone:
 
 
 def _may_be_done(view: View) -> bool:
-    """Tell whether pods to be suspended may have succeeded, unseen by a watch."""
+    """Tell whether pods to be suspended, or to wait, may have succeeded, unseen by a watch."""
     read = view.confirmed
     asked = read and read.generation == view.job.generation and not read.seats
+    if not template_guard.suspends(view):
+        asked = read and read.hidden is not None  # no other reason while it runs
     return view.status.phase in ("Starting", "Running") and not asked
 
 
@@ -230,6 +263,8 @@ def _needs_all(view: View) -> bool:
     if finish.past_active_deadline(view) and not view.read_since(finish.active_deadline(view)):
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
+        return True
+    if queue.unproven(view) or (queue.wait(view) and _may_be_done(view)):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
 
@@ -286,14 +321,25 @@ def _act(view: View) -> Plan:
     if removals := gang.removals(view):
         return Plan(removals, wake)
     if _needs_all(view):
-        return Plan((ConfirmGone(view.status.attempt, by_name=template_guard.unsure(view)),), wake)
+        by_name = template_guard.unsure(view) or queue.managed(view)
+        return Plan((ConfirmGone(view.status.attempt, by_name=by_name),), wake)
+    if view.status.parked and (todo := queue.parked(view)):
+        return Plan(todo, wake)
     if view.in_doubt:
         return Plan((_read(view),), wake)
     if asked := probe.reads(view):
         return Plan(asked, wake)
-    if view.status.phase not in _WANTED or view.others:
+    if view.status.parked or view.status.phase not in _WANTED:
         return Plan(fence.reads(view), wake)
-    return Plan(_creations(view) or fence.reads(view) or handover.reads(view), wake)
+    todo = () if view.others else _creations(view)
+    todo = todo or fence.reads(view) or (() if view.others else handover.reads(view))
+    return Plan(todo or queue.running(view), wake)
+
+
+def _end(view: View) -> Plan:
+    """Clean up after the end, then give the quota back."""
+    left = finish.clean_up(view)
+    return left if left.actions else Plan(queue.finish(view), left.requeue_after)
 
 
 def _leave(view: View) -> Plan:
@@ -349,6 +395,8 @@ def _creations(view: View) -> tuple[Action, ...]:
     again = unsure is not None and view.now >= unsure
     if waiting or not (view.unborn or again) or replacement.unmade(view):
         return ()
+    if (asked := queue.reads(view)) is not None:
+        return asked
     if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
         return ()
     if feedback.network_attempt != attempt or again:
@@ -369,6 +417,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         hub=view.status.hub,
         reached=view.reached_step,
         group=gang.of(view),
+        placement=queue.asked(view),
     )
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (

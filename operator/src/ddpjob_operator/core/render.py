@@ -13,9 +13,11 @@ from typing import Any, Final
 from ddpjob_contract import POD_UID, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
+from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.core.objects.spec import Restart, Spec
+from ddpjob_operator.core.objects.workload import Placement
 
 SNAPSHOT_VOLUME: Final = "ddpjob-snapshot"
 SHM_VOLUME: Final = "ddpjob-shm"
@@ -53,18 +55,21 @@ def pod(
     hub: int = 0,
     reached: int = 0,
     group: str = "",
+    placement: Placement | None = None,
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
     ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
     only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
     hub's number, where they are others. ``reached``: the last step that is known to have ended.
-    ``group``: the PodGroup of those that do not stand by.
+    ``group``: the PodGroup of those that do not stand by. ``placement``: what Kueue asks of it.
     """
     template = spec.template.packed.unpack()
     written, body = mapping(template.get("metadata")), template["spec"]
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
+    if placement:
+        written = _place(written, body, placement)
     body["restartPolicy"] = "Never"
     stands_by = replica >= spec.replicas
     if stands_by and spec.standby_priority:
@@ -148,6 +153,42 @@ def _owner(job: Job) -> dict[str, Any]:
         "uid": job.uid,
         "controller": True,
         "blockOwnerDeletion": True,
+    }
+
+
+def workload(job: Job, spec: Spec, made_of: str) -> dict[str, Any]:
+    """Render Kueue's Workload: all pods as one podSet, and what is added to them needs no quota."""
+    body = spec.template.packed.unpack()["spec"]
+    if spec.scheduling.priority:
+        body["priorityClassName"] = spec.scheduling.priority
+    pods = {"name": workloads.POD_SET, "count": spec.seats, "template": {"spec": body}}
+    return {
+        "apiVersion": workloads.API_VERSION,
+        "kind": "Workload",
+        "metadata": {
+            **meta(job),
+            "name": workloads.name_of(job),
+            "labels": {**_labels(job), workloads.LABEL_OWNER: job.uid},
+            "annotations": {workloads.ANNOTATION_MADE_OF: made_of},
+        },
+        "spec": {"queueName": job.queue, "podSets": [pods]},
+    }
+
+
+def _place(
+    written: Mapping[str, Any], body: dict[str, Any], placement: Placement
+) -> Mapping[str, Any]:
+    """Add what Kueue asks of a pod; by the label of a queue it would queue the pod, too."""
+    if placement.node_selector:
+        body["nodeSelector"] = {**mapping(body.get("nodeSelector")), **placement.node_selector}
+    given = body.get("tolerations") or []
+    if placement.tolerations and isinstance(given, list):
+        body["tolerations"] = [*given, *(t for t in placement.tolerations if t not in given)]
+    labels = {**mapping(written.get("labels")), **placement.labels}
+    labels.pop(workloads.LABEL_QUEUE, None)
+    return {
+        "labels": labels,
+        "annotations": {**mapping(written.get("annotations")), **placement.annotations},
     }
 
 

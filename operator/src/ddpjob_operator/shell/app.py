@@ -38,6 +38,7 @@ from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
 from ddpjob_operator.shell.watch.progress import ProgressReader
 from ddpjob_operator.shell.watch.resync import Resync, wait_for_crd
+from ddpjob_operator.shell.watch.workloads import WorkloadInformer
 from ddpjob_operator.shell.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class App:
             self._metrics.queue_latency.observe,
             group=lambda key: key[0],  # namespaces take turns
         )
-        watches = 1 + max(1, len(settings.namespaces))  # of pods and nodes
+        watches = 1 + 2 * max(1, len(settings.namespaces))  # of pods, Workloads and nodes
         self._api = Api(credentials, self._metrics.count_call, watches)
         self._recorder = Recorder(self._api, settings.identity)
         # Separate connections: a slow list or a full pool must not cost the lease.
@@ -99,12 +100,16 @@ class App:
         # A list and a watch per namespace: one without rights holds up no other's jobs.
         self._resyncs: dict[str | None, Resync] = {}
         self._informers: dict[str | None, PodInformer] = {}
+        self._workloads: dict[str | None, WorkloadInformer] = {}
         for namespace in settings.namespaces or (None,):
             seen = partial(clock.received, namespace)
             self._resyncs[namespace] = Resync(
                 self._api, store, namespace, add, settings.resync_seconds, seen
             )
             self._informers[namespace] = PodInformer(self._api, store, namespace, add, relist)
+            if settings.kueue:
+                watch = WorkloadInformer(self._api, store, namespace, add, relist)
+                self._workloads[namespace] = watch
         self._node_informer = NodeInformer(self._api, store, None, add, relist)
         self._progress = ProgressReader(store, add, leads, settings.progress_seconds)
         host, port = settings.probe_host, settings.probe_port
@@ -137,6 +142,7 @@ class App:
             "gang API": self._gang_api.run(),
             **{f"resync {where or ''}": part.run() for where, part in self._resyncs.items()},
             **{f"pods {where or ''}": part.run() for where, part in self._informers.items()},
+            **{f"workloads {w or ''}": part.run() for w, part in self._workloads.items()},
         }
         tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
         lease = asyncio.create_task(self._elector.run(), name="lease")
@@ -178,6 +184,8 @@ class App:
         for where in self._resyncs:
             await self._resyncs[where].answered.wait()
             await self._informers[where].answered.wait()
+        for part in self._workloads.values():
+            await part.answered.wait()
         await self._node_informer.synced.wait()
         await self._gang_api.answered.wait()
         listed = [asyncio.create_task(self._listed(where)) for where in self._resyncs]
@@ -227,7 +235,10 @@ class App:
         pods = max(now - informer.alive_at for informer in self._informers.values())
         nodes = now - self._node_informer.alive_at
         jobs = max(now - resync.alive_at for resync in self._resyncs.values())
-        return {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
+        told = {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
+        if self._workloads:
+            told["workloads"] = max(now - part.alive_at for part in self._workloads.values())
+        return told
 
     def _age_of_pods(self) -> float:
         return time.monotonic() - min(pods.received_at for pods in self._informers.values())

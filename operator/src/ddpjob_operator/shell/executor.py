@@ -24,7 +24,7 @@ from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
-from ddpjob_operator.shell import groups
+from ddpjob_operator.shell import groups, workloads
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes
@@ -100,13 +100,22 @@ class Executor:
                 return await self._write_status(job, action)
             case actions.ConfirmGone():
                 return await self._confirm_gone(job, action)
-            case actions.ReadNodes():
-                await nodes.read(self._api, self._store.nodes, action.names)
+            case actions.ReadNodes(names):
+                await nodes.read(self._api, self._store.nodes, names)
             case actions.ReadLeases():
                 await self._store.nodes.read_leases(self._api)
             case actions.ReadEvents(uid):
                 found = await failed_probe(self._api, job, action)
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))
+            case actions.EnsureWorkload():
+                return await self._ensure_workload(job, action)
+            case actions.WriteWorkload():
+                return await workloads.write(self._api, self._store, job, action, self._now())
+            case actions.DeleteWorkload():
+                await workloads.delete(self._api, self._store, job, action)
+            case actions.ReadFlavors(admission, names):
+                read = admission, await workloads.flavors(self._api, names)
+                self._learn(job.uid, partial(replace, flavors=read))
             case actions.EnsureNetwork():
                 return await self._ensure_network(job, action)
             case actions.RemoveGroups():
@@ -272,6 +281,7 @@ class Executor:
             ),
             begun=before is not None and before.attempt == action.attempt and before.begun,
             seats=action.seats,
+            over=status.parked or status.terminal,
         )
         self._learn(job.uid, lambda known: replace(known, confirmed=found))
         return found.alone
@@ -305,6 +315,20 @@ class Executor:
         if dropped := groups.dropped_of(pod, action.body):
             self._learn_no_group(job, action.attempt, dropped)
         return None
+
+    async def _ensure_workload(self, job: observe.Job, action: actions.EnsureWorkload) -> bool:
+        refused, refusal = await workloads.ensure(self._api, self._store, job, action), None
+        if refused is not None:
+            refusal = self._refusal(job, job.status.get("attempt", 0), *refused)
+        before = self._store.feedback(job.uid).workload_refusal
+        self._learn(job.uid, partial(replace, workload_refusal=refusal))
+        if refusal is None:
+            self._learn(job.uid, retry.clear)
+        elif refusal.existing is None:
+            self._back_off(job, refusal)
+        elif not retry.same(before, refusal):
+            self._tell(job, refusal)
+        return refusal is None
 
     async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
         for body in action.bodies:

@@ -100,6 +100,7 @@ class Reconciler:
             metrics_from=self._metrics_from,
             gang_api=self._gang_api(),
         )
+        feedback = replace(feedback, workloads=self._store.workloads.of(job))
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
             known = len(seen) + _done(job)

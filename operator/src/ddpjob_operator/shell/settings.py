@@ -32,6 +32,12 @@ def _positive(text: str) -> float:
     return value
 
 
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+    return text == "true"
+
+
 def _peers(text: str) -> tuple[dict[str, Any], ...]:
     try:
         found = _without_empty(json.loads(text))
@@ -110,6 +116,12 @@ class Settings:
         " go; pods there are replaced before they are lost",
         _signals,
         metavar="JSON",
+    )
+    kueue: bool = _flag(
+        False,
+        "true: jobs with the label kueue.x-k8s.io/queue-name wait for their Workload's admission",
+        _boolean,
+        metavar="BOOL",
     )
     kubeconfig: str = _flag(
         "",

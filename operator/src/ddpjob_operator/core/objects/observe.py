@@ -21,6 +21,7 @@ from ddpjob_operator.core.objects.json_read import (
     opt_number,
     parse_time,
     sequence,
+    text,
 )
 from ddpjob_operator.core.objects.ledger import Heard
 from ddpjob_operator.core.objects.ranges import parse_births
@@ -30,6 +31,8 @@ _INT32: Final = 2**31
 #: No attempt has so many rounds: a larger number is ignored.
 _ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
+#: Kueue's API group, and the prefix of its labels.
+KUEUE: Final = "kueue.x-k8s.io"
 #: Waiting reasons that persist. The kubelet alternates between the two of a failing pull; one name
 #: for both keeps the condition still.
 _BLOCKED: Final = {
@@ -150,6 +153,8 @@ class Job:
     deleting: bool
     spec: Mapping[str, Any]
     status: Mapping[str, Any]
+    queue: str = ""  # of Kueue, by its label; "": none
+    queue_priority: str = ""  # the WorkloadPriorityClass there
 
     @property
     def key(self) -> tuple[str, str]:
@@ -160,7 +165,7 @@ class Job:
 def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
     """Parse a DDPJob object; reuse the packed spec of ``known`` if it is the same."""
     meta = obj["metadata"]
-    generation = meta.get("generation", 0)
+    generation, labels = meta.get("generation", 0), mapping(meta.get("labels"))
     same = known is not None and known.uid == meta["uid"] and known.generation == generation != 0
     return Job(
         namespace=meta["namespace"],
@@ -171,6 +176,8 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
         deleting="deletionTimestamp" in meta,
         spec=known.spec if known and same else compact_spec.spec(mapping(obj.get("spec"))),
         status=mapping(obj.get("status")),
+        queue=text(labels.get(f"{KUEUE}/queue-name")),
+        queue_priority=text(labels.get(f"{KUEUE}/priority-class")),
     )
 
 

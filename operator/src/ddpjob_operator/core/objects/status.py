@@ -216,6 +216,16 @@ class Status:
         """Tell whether the job is Succeeded or Failed: absorbing."""
         return self.phase in TERMINAL_PHASES
 
+    @property
+    def parked(self) -> bool:
+        """Tell whether no pods are wanted now: those of the last attempt, if any, are to go."""
+        return self.phase in (None, "Suspended") or self.members_since > self.attempt
+
+    @property
+    def queued(self) -> bool:
+        """Tell whether it is parked until Kueue admits it."""
+        return self.phase == "Pending" and self.members_since > self.attempt
+
     def floor(self, replica: int | None) -> int:
         """Return the lowest attempt whose pod is this replica's member (rule O1)."""
         birth = 0 if replica is None else self.births.get(replica, 0)
@@ -291,7 +301,7 @@ def from_dict(body: object) -> Status:
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     # Later than that, its pods would belong to no attempt.
-    since = min(integer(raw.get("membersSince")), attempt + (phase == "Suspended"))
+    since = min(integer(raw.get("membersSince")), attempt + (phase in ("Suspended", "Pending")))
     since = since if since > 0 else attempt
     return Status(
         phase=phase if phase in PHASES else None,

@@ -54,8 +54,8 @@ def fail(view: View, change: Change, reason: str, message: str) -> Change:
 
 def past_active_deadline(view: View) -> bool:
     """Tell whether activeDeadlineSeconds ends the job now."""
-    if view.spec.suspend or view.status.phase == "Suspended":
-        return False  # the resume restarts the clock
+    if view.spec.suspend or view.status.parked:
+        return False  # the resume, or the admission, restarts the clock
     end = active_deadline(view)
     return end is not None and view.now >= end
 

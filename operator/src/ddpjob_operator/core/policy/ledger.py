@@ -47,7 +47,7 @@ def book(view: View, change: Change) -> Change:
     if ledger.until > view.now or status.terminal:  # another clock has written it
         return change if change.status.phase == "Running" else change.with_status(eta=None)
     books = _Books(view, change.status)
-    if status.phase in (None, "Suspended"):
+    if status.parked:
         seen, left = view.feedback.seen_since, books.left(view.now)
         if seen and seen > ledger.until and not change.status.replicas.active:
             left = min(left, _BELIEVED)  # the pods ended while no operator looked
@@ -69,7 +69,7 @@ def _book(view: View, new: Status, books: _Books) -> None:
     found, final = _heard(view, books.ledger)
     if found is not None:
         books.hear(found)
-    over = new.terminal or new.phase == "Suspended" or new.hub != status.hub
+    over = new.terminal or new.parked or new.hub != status.hub
     if books.ledger.hub == status.hub > 0:
         if over:
             books.end(final=final)
@@ -163,9 +163,8 @@ class _Books:
         left = self.left(view.now)
         loss = new.last_loss if new.failures != view.status.failures else None
         if final:
-            state = {"Succeeded": "idle", "Suspended": "snapshot"}.get(
-                new.phase or "", "recovering"
-            )
+            state = "snapshot" if new.parked else "recovering"
+            state = "idle" if new.phase == "Succeeded" else state
             self.spend({state: left}, view.now, loss.cls if loss else "")
         elif loss is not None and not _seen_at_once(loss):
             self.spend({"recovering": left}, view.now, loss.cls)

@@ -95,7 +95,7 @@ def fill(view: View, change: Change) -> Change:
     if status.terminal:
         parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         parts |= {"succeeded": view.succeeded}
-    elif status.phase == "Suspended":
+    elif status.phase == "Suspended" or status.queued:
         active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas, active=active)}
     elif status.members_since == view.status.members_since:

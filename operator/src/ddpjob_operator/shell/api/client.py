@@ -18,6 +18,7 @@ import aiohttp
 
 from ddpjob_contract import crd
 from ddpjob_operator import __version__
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.api import decode, errors
 from ddpjob_operator.shell.api.credentials import Credentials
 
@@ -53,6 +54,7 @@ JOBS = Resource(crd.GROUP, crd.VERSION, crd.PLURAL)
 PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes")
 EVENTS = Resource("", "v1", "events")
+WORKLOADS = Resource(observe.KUEUE, "v1beta2", "workloads")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 PODGROUPS = "podgroups"
 #: What a gang has beside its pods, and the PodGroup.

@@ -20,6 +20,7 @@ from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.pods import SlimPod, number, slim_pod
+from ddpjob_operator.shell.cache.workloads import WorkloadCache
 
 Key = tuple[str, str]  # namespace, name
 Owner = tuple[str, str]  # namespace of the pod, uid of the job: no pod of another namespace is its
@@ -82,6 +83,7 @@ class Store:
         self._owners: dict[str, Owner] = {}  # by pod uid
         self._outcomes: dict[str, ApiFeedback] = {}
         self.nodes = nodes or NodeCache()
+        self.workloads = WorkloadCache()
         #: Uids of pods that are gone, and in which version; 0: unknown.
         self._buried: OrderedDict[str, int] = OrderedDict()
         self._newest: dict[str, int] = {}  # the newest version seen, by plural
@@ -278,6 +280,10 @@ class Store:
             for owner, gang in self._gangs.items()
             if any(known.pod.node in nodes for known in gang.pods.values())
         )
+
+    def keys_of(self, namespace: str, job_uid: str) -> set[Key]:
+        """Return the key of the job with that uid there, if it is known."""
+        return self._keys_of([(namespace, job_uid)])
 
     def seen(self, job_uid: str, attempt: object) -> frozenset[int]:
         """Return replicas of that attempt whose pods this process has seen, gone or not."""

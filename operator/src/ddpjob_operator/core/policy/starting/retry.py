@@ -117,8 +117,8 @@ def ready(view: View) -> list[int]:
 
 def waits(view: View) -> list[datetime]:
     """Return when each refused creation may be tried again."""
-    found = [*view.refusals.values(), *([view.network_refusal] if view.network_refusal else [])]
-    return [rests_until(view, refusal) for refusal in found]
+    found = (view.network_refusal, view.feedback.workload_refusal, *view.refusals.values())
+    return [rests_until(view, refusal) for refusal in found if refusal]
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:

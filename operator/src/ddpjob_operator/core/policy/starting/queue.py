@@ -1,0 +1,283 @@
+"""Wait in a queue of Kueue: a job with its label has pods only while its Workload is admitted.
+
+plan() asks wait() whether the job may have pods, and actions to keep the Workload right. A job
+that waits is parked as a suspended one is (Status.parked): its pods end with their own grace
+period, nothing is charged and no deadline counts; the admission is a new start. Quota is given back
+once a quorum read has shown that no pod is left. Restarts and replacements, and pods that stand by,
+are within the admitted count, so Kueue is not asked again.
+
+A webhook keeps the label of Kueue's own jobs as it is while they run. Here the same follows from
+what is seen: while a Workload holds quota its queue stays, whatever the label says by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from ddpjob_operator.core import actions, render
+from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
+from ddpjob_operator.core.objects import workload as workloads
+from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
+from ddpjob_operator.core.policy import report
+from ddpjob_operator.core.policy.starting import retry, template_guard
+from ddpjob_operator.core.view import View
+
+QUEUED: Final = "Queued"
+#: After these the job is back in its queue at once; after others Kueue decides when.
+_AT_ONCE: Final = ("Preempted", "NodeFailures")
+_UNKNOWN: Final = (
+    "the label kueue.x-k8s.io/queue-name asks for Kueue, and its Workloads cannot be read: install"
+    " Kueue and give the operator the right (its chart's value kueue.enabled), or remove the label"
+)
+_AGAIN: Final = "suspend the job and resume it to ask again"
+
+
+def own(view: View) -> Workload | None:
+    """Return the job's Workload, if it is seen."""
+    found = view.feedback.workloads or ()
+    name, uid = workloads.name_of(view.job), view.job.uid
+    return next((one for one in found if (one.name, one.owner_uid) == (name, uid)), None)
+
+
+def managed(view: View) -> bool:
+    """Tell whether Kueue decides when the job may have pods."""
+    found = own(view)
+    return bool(view.job.queue) or (found is not None and (found.reserved or view.status.parked))
+
+
+def wait(view: View) -> str:
+    """Say why the job may have no pods now; "" if it may.
+
+    Where Workloads cannot be read a gang that has pods keeps them: reads() holds back new ones.
+    """
+    if not managed(view):
+        return ""
+    if view.feedback.workloads is None:
+        return _UNKNOWN if view.status.parked else ""
+    found = own(view)
+    if found is None:
+        return _unmade(view)
+    if view.status.parked and not view.job.queue:
+        return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
+    admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
+    if not admitted or found.true("Finished") or not found.active:
+        return _words(found)
+    if found.topology:
+        what = "Kueue wants to place each pod by its topology, which the operator cannot do"
+        return f"{what}: use a queue whose flavours have no topologyName"
+    if found.reclaimed > len(view.succeeded):
+        return "a part of its quota was given back as replicas ended, and it needs all of it again"
+    if not view.status.parked:
+        return ""
+    if found.made_of != _made_of(view):
+        return "its Workload was made of another template: it is made again"
+    where = placement(view)
+    if isinstance(where, Placement):
+        return ""
+    return _conflict(where) if where else found.said("Admitted").message
+
+
+def reads(view: View) -> tuple[Action, ...] | None:
+    """Return what to read before pods can be made; None if they can, () if it cannot be read."""
+    found, where = own(view), placement(view)
+    if isinstance(where, Placement):
+        return None
+    if found is None or where:
+        return ()
+    return (ReadFlavors(found.admission, found.flavors),)
+
+
+def placement(view: View) -> Placement | str:
+    """Return what admission asks of the pods; in words what is in conflict, "" if unread."""
+    found, read = own(view), view.feedback.flavors
+    if not managed(view):
+        return Placement()
+    if found is None or read is None or read[0] != found.admission:
+        return ""
+    flavors = (read[1][name] for name in found.flavors if name in read[1])
+    own_label = Placement(labels={workloads.LABEL_POD_SET: workloads.POD_SET})
+    template = view.spec.template.packed.unpack()
+    return workloads.merged((*flavors, *found.updates, own_label), template)
+
+
+def asked(view: View) -> Placement | None:
+    """Return what pods are made with; None without Kueue."""
+    where = placement(view) if managed(view) else None
+    return where if isinstance(where, Placement) else None
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Explain why a gang that lost pods gets no new ones."""
+    if not (managed(view) and view.missing):
+        return
+    where = placement(view)
+    if view.feedback.workloads is None:
+        yield QUEUED, _UNKNOWN
+    elif isinstance(where, str) and where:
+        yield QUEUED, _conflict(where)
+
+
+def unproven(view: View) -> bool:
+    """Tell whether something waits for the proof that no pod of a parked job is left."""
+    found, status = own(view), view.status
+    holds = found is not None and not found.true("Finished")
+    over = status.queued or (found and status.phase == "Suspended") or (holds and status.terminal)
+    if not over or status.attempt == 0 or _on(view):
+        return False
+    read, again = view.confirmed, template_guard.looks_again(view)
+    asked = read is not None and read.over and read.hidden is not None
+    return not asked or (again is not None and view.now >= again)
+
+
+def parked(view: View) -> tuple[Action, ...]:
+    """Ask for quota while the job waits, and give it back, once no pod is left."""
+    found, waits = own(view), view.status.queued
+    if view.feedback.workloads is None or _on(view) or not _proven(view):
+        return ()
+    if found is None:
+        able = waits and view.job.queue and not template_guard.why(view)
+        return (_ensure(view),) if able and not retry.resting(view, _refusal(view)) else ()
+    if not waits or not view.job.queue or found.made_of != _made_of(view):
+        return () if found.deleting else (actions.DeleteWorkload(found.name, found.uid),)
+    if found.reserved and (found.true("Evicted") or found.reclaimed):
+        return (_give_back(found),)
+    if found.reserved and found.true("Admitted"):
+        where = placement(view)
+        if isinstance(where, str) and where:
+            failed = Condition(True, "FailedToStart", _conflict(where), "")
+            return (WriteWorkload(found.name, found.version, {"Finished": failed}),)
+        return reads(view) or ()
+    return _follow(view, found)
+
+
+def running(view: View) -> tuple[Action, ...]:
+    """Keep the Workload of a gang that has its quota up to date."""
+    found = own(view)
+    if found is not None and not (view.job.queue or found.reserved):
+        return (actions.DeleteWorkload(found.name, found.uid),)  # admitted as its label went
+    if found is None or not found.reserved or not found.true("Admitted"):
+        return ()
+    other = found.priority not in ("", view.job.queue_priority) and not found.pod_priority
+    if other and view.job.queue and view.job.queue_priority:
+        return (_ensure(view, found),)
+    told = dict(_pods_ready(view, found))
+    lingers = report.lingers(view)
+    done = len(view.status.succeeded) if lingers and view.now >= lingers else 0
+    reclaimed = done if done > found.reclaimed else None
+    if not told and reclaimed is None:
+        return ()
+    return (WriteWorkload(found.name, found.version, told, reclaimed),)
+
+
+def finish(view: View) -> tuple[Action, ...]:
+    """Give the quota of a job that has ended back once its last pod has."""
+    found, status = own(view), view.status
+    if found is None or found.true("Finished") or found.deleting:
+        return ()
+    if unproven(view):
+        return (ConfirmGone(status.attempt, by_name=True),)
+    if _on(view) or not _proven(view):
+        return ()
+    end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
+    told = Condition(True, str(status.phase), end.message if end else "", "")
+    return (WriteWorkload(found.name, found.version, {"Finished": told}),)
+
+
+def _proven(view: View) -> bool:
+    """Tell whether a quorum read made since then has shown that no pod is left."""
+    read = view.confirmed
+    return view.status.attempt == 0 or (read is not None and read.over and read.hidden == ())
+
+
+def _on(view: View) -> bool:
+    """Tell whether the cache shows a pod that has not ended."""
+    return any(not pod.ended for pod in view.pods)
+
+
+def _made_of(view: View) -> str:
+    return f"{view.spec.template_hash} {view.spec.replicas}+{view.spec.standby}"
+
+
+def _ensure(view: View, found: Workload | None = None) -> Action:
+    """Make the Workload, or write its queue and its priority."""
+    body = render.workload(view.job, view.spec, _made_of(view))
+    return actions.EnsureWorkload(body, view.job.queue_priority, found is not None)
+
+
+def _follow(view: View, found: Workload) -> tuple[Action, ...]:
+    """Follow the labels while no quota is reserved."""
+    wanted = view.job.queue_priority
+    same = found.priority == wanted or (not wanted and found.pod_priority)
+    if (
+        found.reserved
+        or found.true("Finished")
+        or found.deleting
+        or (found.queue == view.job.queue and same)
+    ):
+        return ()
+    return () if retry.resting(view, _refusal(view)) else (_ensure(view, found),)
+
+
+def _refusal(view: View) -> actions.Refusal | None:
+    return view.feedback.workload_refusal
+
+
+def _unmade(view: View) -> str:
+    refusal = _refusal(view)
+    if refusal is not None:
+        return f"its Workload is refused: {report.refused(view, refusal)[1]}"
+    return _new(view.job.queue)
+
+
+def _new(queue: str) -> str:
+    return f"in the queue {queue}: Kueue has not looked at it yet"
+
+
+def _words(found: Workload) -> str:
+    """Say in Kueue's words why it is not admitted, or not any more."""
+    told = found.said("QuotaReserved")
+    if found.true("Finished"):
+        return f"{found.said('Finished').message}; {_AGAIN}"
+    if found.deleting:
+        return f"somebody has deleted its Workload {found.name}"
+    if not found.active:
+        said = found.said("Evicted").message or "the Workload is deactivated"
+        return f"{said}: set spec.active of Workload {found.name} to true, or {_AGAIN}"
+    if found.true("Evicted") and told.true:
+        return found.said("Evicted").message
+    if told.true and found.checks:
+        return f"{told.message}, and it waits for admission checks: {found.checks}"
+    return told.message or _new(found.queue)
+
+
+def _conflict(what: str) -> str:
+    return f"the flavour or an admission check does not go with spec.template: {what}"
+
+
+def _give_back(found: Workload) -> Action:
+    """End the reservation: from then on Kueue lends the quota to others."""
+    why = found.said("Evicted")
+    message = why.message or "asking for the whole quota again"
+    told = {
+        "QuotaReserved": Condition(False, "Pending", message, ""),
+        "Admitted": Condition(False, "NoReservation", "The workload has no reservation", ""),
+    }
+    if why.true:
+        told["Requeued"] = Condition(why.reason in _AT_ONCE, why.reason, message, "")
+    if found.true("PodsReady"):
+        told["PodsReady"] = Condition(False, "WaitForStart", _UNREADY, "")
+    return WriteWorkload(found.name, found.version, told, give_back=True)
+
+
+_UNREADY: Final = "Not all pods are ready or succeeded"
+
+
+def _pods_ready(view: View, found: Workload) -> Iterator[tuple[str, Condition]]:
+    """Tell Kueue when the gang runs, and when it does not any more."""
+    said, runs = found.said("PodsReady"), view.status.phase == "Running"
+    if runs and not said.true:
+        reason = "Recovered" if said.reason in ("WaitForRecovery", "Recovered") else "Started"
+        yield "PodsReady", Condition(True, reason, "All pods run", "")
+    if not runs and said.true:
+        yield "PodsReady", Condition(False, "WaitForRecovery", _UNREADY, "")

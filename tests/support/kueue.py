@@ -1,0 +1,153 @@
+"""Play Kueue: the Workloads of a test, and the words that v0.17's own code writes into them.
+
+Pure functions on objects as the API server would hold them, so that unit tests, the model and the
+api level (by PUT of the result) play the same part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ddpjob_operator.core import actions as act
+from ddpjob_operator.core.objects import workload
+from ddpjob_operator.core.objects.workload import Placement, Workload
+
+Object = dict[str, Any]
+QUEUE = "kueue.x-k8s.io/queue-name"
+CLUSTER_QUEUE = "cq"
+
+
+def stamp(now: datetime) -> str:
+    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def condition(obj: Object, type_: str) -> Object:
+    told = obj.get("status", {}).get("conditions", [])
+    return next((one for one in told if one["type"] == type_), {})
+
+
+def true(obj: Object, type_: str) -> bool:
+    return bool(condition(obj, type_).get("status") == "True")
+
+
+def tell(obj: Object, now: datetime, type_: str, value: bool, reason: str, message: str) -> Object:
+    """Set a condition, in place."""
+    status = obj.setdefault("status", {})
+    told = [one for one in status.get("conditions", []) if one["type"] != type_]
+    old, spelt = condition(obj, type_), "True" if value else "False"
+    since = old["lastTransitionTime"] if old.get("status") == spelt else stamp(now)
+    new = {"type": type_, "status": spelt, "reason": reason, "message": message}
+    status["conditions"] = [*told, {**new, "lastTransitionTime": since}]
+    return obj
+
+
+def reserve(obj: Object, now: datetime, *flavors: str, **assigned: Any) -> Object:
+    """Reserve quota, in flavours for cpu, memory, ..."""
+    used = dict(zip(("cpu", "memory", "nvidia.com/gpu"), flavors or ("default",), strict=False))
+    pod_set = {"name": "trainer", "flavors": used, "count": obj["spec"]["podSets"][0]["count"]}
+    admission = {"clusterQueue": CLUSTER_QUEUE, "podSetAssignments": [{**pod_set, **assigned}]}
+    obj.setdefault("status", {})["admission"] = admission
+    tell(
+        obj,
+        now,
+        "QuotaReserved",
+        True,
+        "QuotaReserved",
+        f"Quota reserved in ClusterQueue {CLUSTER_QUEUE}",
+    )
+    for type_ in ("Evicted", "Preempted"):
+        if true(obj, type_):
+            said = f"Previously: {condition(obj, type_)['message']}"
+            tell(obj, now, type_, False, "QuotaReserved", said)
+    return obj
+
+
+def admit(obj: Object, now: datetime, *flavors: str, **assigned: Any) -> Object:
+    reserve(obj, now, *flavors, **assigned)
+    return tell(obj, now, "Admitted", True, "Admitted", "The workload is admitted")
+
+
+def evict(obj: Object, now: datetime, reason: str = "Preempted") -> Object:
+    message = f"Preempted to accommodate a workload (UID: x) due to {reason}"
+    return tell(obj, now, "Evicted", True, reason, message)
+
+
+def deactivate(obj: Object, now: datetime) -> Object:
+    obj["spec"]["active"] = False
+    return tell(obj, now, "Evicted", True, "Deactivated", "The workload is deactivated")
+
+
+def pending(obj: Object, now: datetime, message: str = "couldn't assign flavors") -> Object:
+    return tell(obj, now, "QuotaReserved", False, "Pending", message)
+
+
+@dataclass
+class Kueue:
+    """Workloads by name and flavours, with the operator's writes checked as the webhook does."""
+
+    objects: dict[str, Object] = field(default_factory=dict)
+    flavors: dict[str, Object] = field(default_factory=lambda: {"default": {}})
+    refuse: Callable[[act.Action], act.Refusal | None] = lambda _: None
+    serial: int = 0
+
+    def seen(self) -> tuple[Workload, ...]:
+        return tuple(map(workload.workload, self.objects.values()))
+
+    def read(self, names: tuple[str, ...]) -> Mapping[str, Placement]:
+        return {name: workload.placement(self.flavors[name]) for name in names}
+
+    @property
+    def only(self) -> Object:
+        (found,) = self.objects.values()
+        return found
+
+    def write(self, action: act.Queue, now: datetime) -> act.Refusal | None:
+        if refusal := self.refuse(action):
+            return refusal
+        self.serial += 1
+        match action:
+            case act.EnsureWorkload(body, priority, there):
+                name, reference = (
+                    body["metadata"]["name"],
+                    {"name": priority, "group": "kueue.x-k8s.io"},
+                )
+                obj = (
+                    self.objects[name]
+                    if there
+                    else {
+                        **body,
+                        "metadata": {
+                            **body["metadata"],
+                            "uid": f"wl-{self.serial}",
+                            "namespace": "ns",
+                        },
+                    }
+                )
+                assert there or name not in self.objects, f"{name} is there"
+                assert not (
+                    there
+                    and true(obj, "QuotaReserved")
+                    and obj["spec"]["queueName"] != body["spec"]["queueName"]
+                )
+                obj["spec"] = {**obj["spec"], "queueName": body["spec"]["queueName"]}
+                if priority:
+                    obj["spec"] |= {"priorityClassRef": reference, "priority": 100}
+                self.objects[name] = obj
+            case act.WriteWorkload(name, version, told, reclaimed, give_back):
+                obj = self.objects[name]
+                assert obj["metadata"]["resourceVersion"] == version
+                obj = workload.with_status(obj, told, now, reclaimed=reclaimed, give_back=give_back)
+                self.objects[name] = obj
+            case act.DeleteWorkload(name, uid):
+                obj = self.objects.pop(name)
+                assert obj["metadata"]["uid"] == uid
+        self.touch(obj)
+        return None
+
+    def touch(self, obj: Object) -> None:
+        """It has a new version."""
+        self.serial += 1
+        obj["metadata"]["resourceVersion"] = str(self.serial)
