@@ -25,6 +25,19 @@ RIGHTS = {
     ("networking.k8s.io", "networkpolicies"): {"get", "create", "update"},
     ("", "events"): {"list", "create"},
 }
+#: With kueue.enabled, beside those.
+KUEUE = "kueue.x-k8s.io"
+QUEUE_RIGHTS = {
+    (KUEUE, "workloads"): {"get", "list", "watch", "create", "update", "delete"},
+    (KUEUE, "workloads/status"): {"update"},
+}
+OF_QUEUES = {
+    "ClusterRole/ops:ddpjob-operator-kueue": {
+        (KUEUE, "resourceflavors"): {"get"},
+        (KUEUE, "workloadpriorityclasses"): {"get"},
+        ("scheduling.k8s.io", "priorityclasses"): {"get"},
+    }
+}
 NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
 LEASES = ("coordination.k8s.io", "leases")
 OF_NODES = {"Role/kube-node-lease/ops:ddpjob-operator-node-leases": {LEASES: {"list"}}}
@@ -118,7 +131,8 @@ def test_arguments_are_the_operators_own(template: Template) -> None:
     assert (tuned.workers, tuned.resync_seconds, tuned.lease_seconds) == (3, 40, 20)
     assert tuned.probe_host == "::"
     plain = settings.parse(operator(template())["args"], {})
-    assert plain.namespaces == ()
+    assert (plain.namespaces, plain.kueue) == ((), False)
+    assert settings.parse(operator(template("--set", "kueue.enabled=true"))["args"], {}).kueue
     assert "KernelDeadlock" in plain.node_signals.conditions
     assert "karpenter.sh/disrupted" in plain.node_signals.taints
     assert not plain.node_signals.cordon
@@ -235,6 +249,10 @@ def test_the_operators_rights_are_these_and_no_others(template: Template) -> Non
         (
             "namespaces={a},rbac.nodes=true",
             {"Role/a/ddpjob-operator": RIGHTS, f"ClusterRole/{nodes}": NODE_RIGHTS, **OF_NODES},
+        ),
+        (
+            "namespaces={a},kueue.enabled=true",
+            {"Role/a/ddpjob-operator": {**RIGHTS, **QUEUE_RIGHTS}, **OF_QUEUES},
         ),
     ):
         objects = template("--set", f"{values},rbac.userRoles=false,leaseName=mine")

@@ -107,6 +107,13 @@ class Cluster:
         new = {**old, "status": body["status"]}
         return self._commit("MODIFIED", (plural, NAMESPACE, name), new, by)
 
+    def replace_spec(self, plural: str, name: str, body: Object, by: str = "") -> Object:
+        old = self.get(plural, name)
+        if body["metadata"].get("resourceVersion") != old["metadata"]["resourceVersion"]:
+            raise _error(409, "Conflict", "the object has been modified")
+        new = {**old, "spec": body["spec"]}
+        return self._commit("MODIFIED", (plural, NAMESPACE, name), new, by)
+
     def delete(
         self,
         plural: str,
@@ -384,7 +391,8 @@ def deadline(pod: Object) -> datetime | None:
 
 def _plural(obj: Object) -> str:
     kinds = {"Service": "services", "NetworkPolicy": "networkpolicies", "Pod": "pods",
-             "Secret": "secrets"}  # fmt: skip
+             "Secret": "secrets", "Workload": "workloads", "ResourceFlavor": "resourceflavors",
+             "WorkloadPriorityClass": "workloadpriorityclasses"}  # fmt: skip
     return kinds.get(obj.get("kind", ""), crd.PLURAL if "kind" in obj else "nodes")
 
 

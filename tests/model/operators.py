@@ -19,7 +19,7 @@ from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.objects import observe, status
 from ddpjob_operator.core.plan import plan as real_plan
 from ddpjob_operator.shell import app, reconciler
-from ddpjob_operator.shell.api.client import Listing, Resource
+from ddpjob_operator.shell.api.client import WORKLOADS, Listing, Resource
 from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
@@ -28,6 +28,7 @@ from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.watch.resync import Resync
+from ddpjob_operator.shell.watch.workloads import WorkloadInformer
 from model.cluster import START, Cluster, Object, selects
 from model.wire import Call, Crash, Wire
 
@@ -59,10 +60,11 @@ class ModelApi:
     async def replace(
         self, resource: Resource, namespace: str, name: str, body: Object, *, sub: str = ""
     ) -> Any:
-        assert sub == "status", "the spec is never written"
-        assert body["metadata"].get("resourceVersion"), "a status is guarded by its version"
+        assert sub == "status" or resource == WORKLOADS, "the spec is never written"
+        assert body["metadata"].get("resourceVersion"), "a write is guarded by its version"
         by = self._operator.name
-        do = lambda c: c.replace_status(resource.plural, name, body, by)  # noqa: E731
+        replace = "replace_status" if sub else "replace_spec"
+        do = lambda c: getattr(c, replace)(resource.plural, name, body, by)  # noqa: E731
         return await self._send("replace", resource, name, do)
 
     async def delete(
@@ -190,12 +192,13 @@ class Operator:
         self._informers = {
             "pods": PodInformer(api, self.store, None, self.queue.add),
             "nodes": NodeInformer(api, self.store, None, self.queue.add),
+            "workloads": WorkloadInformer(api, self.store, None, self.queue.add),
         }
         self._resync = Resync(api, self.store, None, self.queue.add)
         self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
         self.cursor: dict[str, int] = {}
         pods = behind if pods_behind is None else pods_behind
-        self._start({crd.PLURAL: behind, "pods": pods, "nodes": 0})
+        self._start({crd.PLURAL: behind, "pods": pods, "nodes": 0, "workloads": behind})
 
     def clock(self) -> datetime:
         """Time as it passes, for timers."""

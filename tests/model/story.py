@@ -22,7 +22,7 @@ from support.invariants import State, Violation, at_rest, check, gang_of, i19_ex
 from support.objects import attempt, labels, owner, replica, status, uid_of
 from support.world import job_object
 
-WATCHED = (crd.PLURAL, "pods", "nodes")
+WATCHED = (crd.PLURAL, "pods", "nodes", "workloads")
 #: Nobody may be silent for longer.
 PATIENCE = timedelta(seconds=60)
 #: Of a restart's waits.

@@ -403,10 +403,10 @@ def i7_success_earned(state: State, write: Write) -> str | None:
 def i7_success_kept(state: State, write: Write) -> str | None:
     """A gang of which every replica has succeeded is never failed, restarted or suspended."""
     pair, done = _statuses(state, write), state.done.get(write.uid)
-    if pair is None or done is None or pair[0].get("phase") in (*TERMINAL, "Suspended"):
+    if pair is None or done is None or pair[0].get("phase") in TERMINAL or _parked(pair[0]):
         return None
     new = pair[1]
-    lost = new.get("phase") in ("Failed", "Suspended") or new.get("attempt", 0) > done
+    lost = new.get("phase") == "Failed" or _parked(new) or new.get("attempt", 0) > done
     return f"attempt {done} had succeeded; now {new.get('phase')}" if lost else None
 
 
@@ -686,6 +686,13 @@ def i19_explained(state: State, job: Object, now: datetime) -> str | None:
     if (told and told[0].get("reason")) or (waits and waits > now.strftime("%Y-%m-%dT%H:%M:%S")):
         return None
     return f"{name(job)} is {phase} with {len(on)} of {wanted} alive, and nothing says why"
+
+
+def _parked(found: Mapping[str, Any]) -> bool:
+    """Suspended, or waiting for a queue: no pod is a member."""
+    return found.get("phase") == "Suspended" or found.get("membersSince", 0) > found.get(
+        "attempt", 0
+    )
 
 
 def _done(found: Object) -> set[int]:

@@ -39,6 +39,14 @@ namespaces is off, and discovery is open to every ServiceAccount.
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]
+{{- if .Values.kueue.enabled }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, update, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [update]
+{{- end }}
 {{- end }}
 
 {{/* Nodes are of no namespace: a Role cannot give these. For spec.nodeLost. */}}

@@ -52,6 +52,9 @@ def book(view: View, change: Change) -> Change:
         if seen and seen > ledger.until and not change.status.replicas.active:
             left = min(left, _BELIEVED)  # the pods ended while no operator looked
         books.add("snapshot", status.replicas.active * left)
+        if status.queued:
+            rest = view.spec.replicas * books.left(view.now) - status.replicas.active * left
+            books.add("waiting", max(0.0, rest))
         books.until = view.now
     else:
         _book(view, change.status, books)

@@ -57,12 +57,12 @@ def wait(view: View) -> str:
         return _UNKNOWN if view.status.parked else ""
     found = own(view)
     if found is None:
-        return _unmade(view)
+        return _new(view.job.queue) + _refused(view)
     if view.status.parked and not view.job.queue:
         return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
-        return _words(found)
+        return _words(found) + _refused(view)
     if found.topology:
         what = "Kueue wants to place each pod by its topology, which the operator cannot do"
         return f"{what}: use a queue whose flavours have no topologyName"
@@ -223,11 +223,9 @@ def _refusal(view: View) -> actions.Refusal | None:
     return view.feedback.workload_refusal
 
 
-def _unmade(view: View) -> str:
+def _refused(view: View) -> str:
     refusal = _refusal(view)
-    if refusal is not None:
-        return f"its Workload is refused: {report.refused(view, refusal)[1]}"
-    return _new(view.job.queue)
+    return f"; its Workload is refused: {report.refused(view, refusal)[1]}" if refusal else ""
 
 
 def _new(queue: str) -> str:

@@ -1,0 +1,302 @@
+"""A queue of Kueue, on its real definitions of v0.17: the test writes what Kueue would write.
+
+What Kueue itself does with it is the business of tests/cluster/test_kueue.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import yaml
+
+from devcluster import binaries
+from support import arena as support
+from support import kueue
+from support.arena import Arena
+from support.chart import CHART
+from support.cluster import Cluster
+from support.proxy import Call, Fault
+from support.rest import Object, RestError, eventually
+from support.sharing import Shared
+
+MODULE = ("sigs.k8s.io/kueue", "v0.17.0")
+GROUP = "/apis/kueue.x-k8s.io/v1beta2"
+KINDS = ("workloads", "resourceflavors", "workloadpriorityclasses")
+
+
+@pytest.fixture(scope="module")
+def definitions(control_plane: Cluster, shared: Shared) -> None:
+    """Kueue's own, once for all tests of a run."""
+
+    def apply() -> bool:
+        folder = binaries.module(*MODULE) / "config/components/crd/bases"
+        files = [f"--filename={folder / f'kueue.x-k8s.io_{kind}.yaml'}" for kind in KINDS]
+        control_plane.kubectl("apply", "--server-side", *files, check=True)
+        every = ",".join(f"{kind}.kueue.x-k8s.io" for kind in KINDS)
+        served = lambda: control_plane.kubectl("get", every).returncode == 0  # noqa: E731
+        eventually("the API server serves them", served)
+        return True
+
+    shared.once("kueue", apply)
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[dict[str, Any]]:
+    """What the chart gives the operator, and nothing else."""
+    helm = binaries.ensure(["helm"], print)["helm"]
+    values = ("--set", "kueue.enabled=true,rbac.userRoles=false")
+    command = [helm, "template", "ddpjob", CHART, *values]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    roles = [one for one in yaml.safe_load_all(made) if one and one["kind"].endswith("Role")]
+    return [rule for role in roles for rule in role["rules"]]
+
+
+@pytest.fixture(scope="module")
+def stage(
+    control_plane: Cluster,
+    definitions: None,
+    rules: list[dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Arena]:
+    """An operator that looks at queues, with the chart's rights."""
+    with support.arena(control_plane.kubeconfig, tmp_path_factory.mktemp("queue")) as found:
+        found.rights().give(rules)
+        found.start_operator("--kueue", "true")
+        yield found
+
+
+class Queue:
+    """Kueue's part for one job of a stage."""
+
+    def __init__(self, stage: Arena, gang: str, **spec: Any) -> None:
+        self.stage, self.gang = stage, gang
+        job = stage.job(gang, **spec)
+        job["metadata"]["labels"] = {kueue.QUEUE: "team"}
+        stage.rest.post(stage.job_path(), job)
+
+    @property
+    def _all(self) -> str:
+        return self.stage.path("workloads", group=GROUP)
+
+    def seen(self) -> Object | None:
+        """The job's Workload."""
+        for one in self.stage.rest.items(self._all):
+            if any(owner["name"] == self.gang for owner in one["metadata"]["ownerReferences"]):
+                return one
+        return None
+
+    def wait(self, what: str, check: Callable[[Object], object]) -> Object:
+        def found() -> Object | None:
+            one = self.seen()
+            return one if one is not None and check(one) else None
+
+        return eventually(f"the Workload of {self.gang}: {what}", found)
+
+    def play(self, what: Callable[..., Object], *args: Any) -> None:
+        """Write it as Kueue would; again if the operator was faster."""
+
+        def written() -> bool:
+            one = self.wait("is there", lambda _: True)
+            body = what(one, datetime.now(UTC), *args)
+            path = f"{self._all}/{one['metadata']['name']}/status"
+            try:
+                self.stage.rest.call("PUT", path, body)
+            except RestError as error:
+                if error.code != 409:
+                    raise
+                return False
+            return True
+
+        eventually("Kueue's write", written)
+
+    def label(self, **labels: str | None) -> None:
+        named = {f"kueue.x-k8s.io/{name.replace('_', '-')}": one for name, one in labels.items()}
+        body = {"metadata": {"labels": named}}
+        self.stage.rest.merge(self.stage.job_path(self.gang), body)
+
+    def words(self, part: str) -> None:
+        """Wait until the job says so."""
+        self.stage.wait_condition(self.gang, "Stalled", "Queued")
+        said = lambda: part in self.stage.condition(self.gang, "Stalled")["message"]  # noqa: E731
+        eventually(f"{self.gang} says {part}", said)
+
+    def pods(self) -> list[Object]:
+        return self.stage.kubelet.pods(self.gang)
+
+
+@pytest.fixture
+def flavor(stage: Arena) -> Iterator[str]:
+    name = f"flavor-{stage.namespace}"
+    toleration = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
+    spec = {"nodeLabels": {"gpu": "a100"}, "tolerations": [toleration]}
+    body = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor",
+            "metadata": {"name": name}, "spec": spec}  # fmt: skip
+    stage.rest.post(f"{GROUP}/resourceflavors", body)
+    yield name
+    stage.rest.delete(f"{GROUP}/resourceflavors/{name}")
+
+
+def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
+    stage: Arena, gang: str, flavor: str
+) -> None:
+    queue = Queue(stage, gang)
+    queue.play(kueue.pending, "couldn't assign flavors to pod set trainer: insufficient quota")
+    queue.words("insufficient quota")
+    assert queue.pods() == []
+    assert stage.status(gang)["phase"] == "Pending"
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running", attempt=1)
+    for pod in queue.pods():
+        assert pod["spec"]["nodeSelector"] == {"gpu": "a100"}
+        assert "spot" in [one.get("key") for one in pod["spec"]["tolerations"]]
+        assert pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] == "trainer"
+    ready = lambda one: kueue.condition(one, "PodsReady").get("reason") == "Started"  # noqa: E731
+    queue.wait("PodsReady", ready)
+    stage.succeed(gang)
+    queue.wait("Finished", lambda one: kueue.condition(one, "Finished").get("reason"))
+    assert stage.quiet_resyncs() == []
+
+
+def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
+    stage: Arena, gang: str, flavor: str
+) -> None:
+    queue = Queue(stage, gang)
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running")
+    stage.kubelet.keeps = lambda pod: pod["metadata"]["name"].endswith("-0")
+    queue.play(kueue.evict)
+    stage.wait_phase(gang, "Pending", attempt=1)
+    eventually("one pod is left", lambda: len(queue.pods()) == 1)
+    stage.quiet_resyncs()
+    held = queue.seen()
+    assert held
+    assert kueue.true(held, "QuotaReserved"), "a pod is left"
+    stage.kubelet.keeps = lambda _: False
+    given = queue.wait("given back", lambda one: not kueue.true(one, "QuotaReserved"))
+    assert queue.pods() == []
+    assert "admission" not in given["status"]
+    assert kueue.true(given, "Requeued")
+    restarts = stage.status(gang)["restarts"]
+    assert (restarts["total"], restarts["disruptions"]) == (0, 0)
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running", attempt=2)
+
+
+def test_an_operator_that_dies_as_it_gives_back_is_followed_by_one_that_does(
+    stage: Arena, gang: str, flavor: str
+) -> None:
+    queue = Queue(stage, gang)
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running")
+
+    def gives_back(call: Call) -> bool:
+        return call.method == "PUT" and call.path.endswith("/status") and "workloads" in call.path
+
+    ready = lambda one: kueue.true(one, "PodsReady")  # noqa: E731
+    queue.wait("PodsReady", ready)
+    operator = stage.operators[-1]
+    stage.proxy.faults = [Fault("kill-before", gives_back)]
+    queue.play(kueue.evict)
+    operator.wait()
+    stage.proxy.faults = []
+    held = queue.seen()
+    assert held
+    assert kueue.true(held, "QuotaReserved")
+    operator.start()
+    operator.wait_ready()
+    queue.wait("given back", lambda one: not kueue.true(one, "QuotaReserved"))
+    assert queue.pods() == []
+
+
+def test_suspend_leaves_the_queue_and_resume_joins_it(stage: Arena, gang: str, flavor: str) -> None:
+    queue = Queue(stage, gang)
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running")
+    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
+    stage.wait_condition(gang, "Suspended")
+    eventually("it has left the queue", lambda: queue.seen() is None)
+    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
+    queue.wait("is there", lambda one: not kueue.true(one, "Admitted"))
+    assert queue.pods() == []
+
+
+def test_labels_are_followed_as_far_as_kueues_definitions_allow(
+    stage: Arena, gang: str, flavor: str
+) -> None:
+    """The name of a priority class is looked up, and a queue stays while quota is held."""
+    cls = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "WorkloadPriorityClass", "value": 7,
+           "metadata": {"name": gang}}  # fmt: skip
+    stage.rest.post(f"{GROUP}/workloadpriorityclasses", cls)
+    queue = Queue(stage, gang)
+    queue.wait("is there", lambda one: one["spec"]["queueName"] == "team")
+    queue.label(queue_name="other", priority_class=gang)
+    found = queue.wait("follows", lambda one: one["spec"]["queueName"] == "other")
+    found = queue.wait("follows", lambda one: one["spec"].get("priority") == 7)
+    assert found["spec"]["priorityClassRef"]["kind"] == "WorkloadPriorityClass"
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running")
+    queue.label(queue_name="third")
+    stage.quiet_resyncs()
+    held = queue.seen()
+    assert held
+    assert held["spec"]["queueName"] == "other"
+    assert stage.status(gang)["phase"] == "Running"
+    stage.rest.delete(f"{GROUP}/workloadpriorityclasses/{gang}")
+
+
+def test_a_class_that_is_not_there_is_told(stage: Arena, gang: str) -> None:
+    queue = Queue(stage, gang)
+    queue.wait("is there", lambda _: True)
+    queue.label(priority_class="nobodys")
+    queue.words("nobodys")
+
+
+def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(
+    stage: Arena, gang: str, flavor: str
+) -> None:
+    queue = Queue(stage, gang)
+    queue.play(kueue.admit, flavor)
+    stage.wait_phase(gang, "Running")
+    old = queue.seen()
+    assert old
+    stage.rest.delete(stage.path("workloads", old["metadata"]["name"], group=GROUP))
+    queue.wait("is another", lambda one: one["metadata"]["uid"] != old["metadata"]["uid"])
+    assert queue.pods() == []
+    assert stage.status(gang)["phase"] == "Pending"
+
+
+def test_without_the_right_a_job_waits_and_a_gang_that_runs_goes_on(
+    arena: Arena, definitions: None, rules: list[dict[str, Any]]
+) -> None:
+    """As without Kueue: there the API server says 404 instead of 403."""
+    rights = arena.rights()
+    rights.give(rules)
+    operator = arena.start_operator("--kueue", "true")
+    queue = Queue(arena, "gang")
+    arena.rest.post(
+        f"{GROUP}/resourceflavors",
+        {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "spec": {},
+         "metadata": {"name": arena.namespace}},
+    )  # fmt: skip
+    queue.play(kueue.admit, arena.namespace)
+    arena.wait_phase("gang", "Running")
+    rights.give([rule for rule in rules if "kueue.x-k8s.io" not in rule["apiGroups"]])
+    operator.kill()
+    operator.wait()
+    operator.start()
+    operator.wait_ready()
+    operator.wait_leading()
+    other = Queue(arena, "other")
+    other.words("install Kueue")
+    arena.kubelet.finish("gang-1", 1)
+    queue.words("install Kueue")
+    assert other.seen() is None
+    assert queue.pods() == []
+    rights.give(rules)
+    arena.wait_phase("gang", "Running")
+    other.wait("is there", lambda _: True)
+    arena.rest.delete(f"{GROUP}/resourceflavors/{arena.namespace}")
