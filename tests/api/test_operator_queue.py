@@ -15,7 +15,7 @@ import yaml
 
 from devcluster import binaries
 from support import arena as support
-from support import kueue
+from support import workloads
 from support.arena import Arena
 from support.chart import CHART
 from support.cluster import Cluster
@@ -75,7 +75,7 @@ class Queue:
     def __init__(self, stage: Arena, gang: str, **spec: Any) -> None:
         self.stage, self.gang = stage, gang
         job = stage.job(gang, **spec)
-        job["metadata"]["labels"] = {kueue.QUEUE: "team"}
+        job["metadata"]["labels"] = {workloads.QUEUE: "team"}
         stage.rest.post(stage.job_path(), job)
 
     @property
@@ -144,20 +144,20 @@ def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     queue = Queue(stage, gang)
-    queue.play(kueue.pending, "couldn't assign flavors to pod set trainer: insufficient quota")
+    queue.play(workloads.pending, "couldn't assign flavors to pod set trainer: insufficient quota")
     queue.words("insufficient quota")
     assert queue.pods() == []
     assert stage.status(gang)["phase"] == "Pending"
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running", attempt=1)
     for pod in queue.pods():
         assert pod["spec"]["nodeSelector"] == {"gpu": "a100"}
         assert "spot" in [one.get("key") for one in pod["spec"]["tolerations"]]
         assert pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] == "trainer"
-    ready = lambda one: kueue.condition(one, "PodsReady").get("reason") == "Started"  # noqa: E731
+    ready = lambda one: workloads.condition(one, "PodsReady").get("reason") == "Started"  # noqa: E731
     queue.wait("PodsReady", ready)
     stage.succeed(gang)
-    queue.wait("Finished", lambda one: kueue.condition(one, "Finished").get("reason"))
+    queue.wait("Finished", lambda one: workloads.condition(one, "Finished").get("reason"))
     assert stage.quiet_resyncs() == []
 
 
@@ -165,24 +165,24 @@ def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     queue = Queue(stage, gang)
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
     stage.kubelet.keeps = lambda pod: pod["metadata"]["name"].endswith("-0")
-    queue.play(kueue.evict)
+    queue.play(workloads.evict)
     stage.wait_phase(gang, "Pending", attempt=1)
     eventually("one pod is left", lambda: len(queue.pods()) == 1)
     stage.quiet_resyncs()
     held = queue.seen()
     assert held
-    assert kueue.true(held, "QuotaReserved"), "a pod is left"
+    assert workloads.true(held, "QuotaReserved"), "a pod is left"
     stage.kubelet.keeps = lambda _: False
-    given = queue.wait("given back", lambda one: not kueue.true(one, "QuotaReserved"))
+    given = queue.wait("given back", lambda one: not workloads.true(one, "QuotaReserved"))
     assert queue.pods() == []
     assert "admission" not in given["status"]
-    assert kueue.true(given, "Requeued")
+    assert workloads.true(given, "Requeued")
     restarts = stage.status(gang)["restarts"]
     assert (restarts["total"], restarts["disruptions"]) == (0, 0)
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running", attempt=2)
 
 
@@ -190,37 +190,37 @@ def test_an_operator_that_dies_as_it_gives_back_is_followed_by_one_that_does(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     queue = Queue(stage, gang)
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
 
     def gives_back(call: Call) -> bool:
         return call.method == "PUT" and call.path.endswith("/status") and "workloads" in call.path
 
-    ready = lambda one: kueue.true(one, "PodsReady")  # noqa: E731
+    ready = lambda one: workloads.true(one, "PodsReady")  # noqa: E731
     queue.wait("PodsReady", ready)
     operator = stage.operators[-1]
     stage.proxy.faults = [Fault("kill-before", gives_back)]
-    queue.play(kueue.evict)
+    queue.play(workloads.evict)
     operator.wait()
     stage.proxy.faults = []
     held = queue.seen()
     assert held
-    assert kueue.true(held, "QuotaReserved")
+    assert workloads.true(held, "QuotaReserved")
     operator.start()
     operator.wait_ready()
-    queue.wait("given back", lambda one: not kueue.true(one, "QuotaReserved"))
+    queue.wait("given back", lambda one: not workloads.true(one, "QuotaReserved"))
     assert queue.pods() == []
 
 
 def test_suspend_leaves_the_queue_and_resume_joins_it(stage: Arena, gang: str, flavor: str) -> None:
     queue = Queue(stage, gang)
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
     stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
     stage.wait_condition(gang, "Suspended")
     eventually("it has left the queue", lambda: queue.seen() is None)
     stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
-    queue.wait("is there", lambda one: not kueue.true(one, "Admitted"))
+    queue.wait("is there", lambda one: not workloads.true(one, "Admitted"))
     assert queue.pods() == []
 
 
@@ -237,7 +237,7 @@ def test_labels_are_followed_as_far_as_kueues_definitions_allow(
     found = queue.wait("follows", lambda one: one["spec"]["queueName"] == "other")
     found = queue.wait("follows", lambda one: one["spec"].get("priority") == 7)
     assert found["spec"]["priorityClassRef"]["kind"] == "WorkloadPriorityClass"
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
     queue.label(queue_name="third")
     stage.quiet_resyncs()
@@ -259,7 +259,7 @@ def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     queue = Queue(stage, gang)
-    queue.play(kueue.admit, flavor)
+    queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
     old = queue.seen()
     assert old
@@ -282,7 +282,7 @@ def test_without_the_right_a_job_waits_and_a_gang_that_runs_goes_on(
         {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "spec": {},
          "metadata": {"name": arena.namespace}},
     )  # fmt: skip
-    queue.play(kueue.admit, arena.namespace)
+    queue.play(workloads.admit, arena.namespace)
     arena.wait_phase("gang", "Running")
     rights.give([rule for rule in rules if "kueue.x-k8s.io" not in rule["apiGroups"]])
     operator.kill()

@@ -15,7 +15,7 @@ from ddpjob_operator.core.plan import plan as real_plan
 from model.cluster import NAMESPACE, Cluster, Key, Object, controller
 from model.operators import Planner
 from model.story import Fate, World, finishes, job_body
-from support import kueue
+from support import workloads
 from support.invariants import Violation, Write
 from support.objects import ended, owner, uid_of
 
@@ -25,7 +25,7 @@ PRIORITIES = {"low": 1, "high": 100}
 
 def queued(name: str, priority: str = "", queue: str = "team", **spec: Any) -> dict[str, Any]:
     """A DDPJob with the labels of a queue."""
-    labels = {kueue.QUEUE: queue}
+    labels = {workloads.QUEUE: queue}
     if priority:
         labels["kueue.x-k8s.io/priority-class"] = priority
     body = job_body(name, **spec)
@@ -63,20 +63,20 @@ class Kueue:
         if self.asleep:
             return False
         for found in self.all():
-            if found["spec"].get("active") is False and not kueue.true(found, "Evicted"):
-                return self.play(found, kueue.evict, "Deactivated")
+            if found["spec"].get("active") is False and not workloads.true(found, "Evicted"):
+                return self.play(found, workloads.evict, "Deactivated")
         waiting = [o for o in self.all() if self._waits(o)]
         if not waiting:
             return False
         first = waiting[0]
         if self.used() + _count(first) <= self.quota:
-            return self.play(first, kueue.admit, "default")
+            return self.play(first, workloads.admit, "default")
         weaker = [o for o in self.all() if _reserved(o) and _priority(o) < _priority(first)]
-        going = any(kueue.true(o, "Evicted") for o in self.all() if _reserved(o))
+        going = any(workloads.true(o, "Evicted") for o in self.all() if _reserved(o))
         if weaker and self.preempts and not going and _count(first) <= self.quota:
-            return self.play(weaker[-1], kueue.evict)
-        if not kueue.condition(first, "QuotaReserved"):
-            return self.play(first, kueue.pending)
+            return self.play(weaker[-1], workloads.evict)
+        if not workloads.condition(first, "QuotaReserved"):
+            return self.play(first, workloads.pending)
         return False
 
     def play(self, found: Object, what: Any, *args: Any) -> bool:
@@ -92,7 +92,7 @@ class Kueue:
     def _waits(self, found: Object) -> bool:
         return not (
             _reserved(found)
-            or kueue.true(found, "Finished")
+            or workloads.true(found, "Finished")
             or found["spec"].get("active") is False
         )
 
@@ -129,7 +129,7 @@ class QueueWorld(World):
             return
         if write.plural == "pods" and write.kind == "ADDED":
             job = before.get((crd.PLURAL, NAMESPACE, _job_of(write.obj)))
-            asked = job is not None and kueue.QUEUE in (job["metadata"].get("labels") or {})
+            asked = job is not None and workloads.QUEUE in (job["metadata"].get("labels") or {})
             mine = [o for o in _workloads(before) if controller(o) == owner(write.obj)]
             if asked and not any(map(_reserved, mine)):
                 name = write.obj["metadata"]["name"]
@@ -174,7 +174,8 @@ def _workloads(state: dict[Key, Object]) -> list[Object]:
 
 
 def _reserved(found: Object) -> bool:
-    return kueue.true(dict(found), "QuotaReserved") and not kueue.true(dict(found), "Finished")
+    obj = dict(found)
+    return workloads.true(obj, "QuotaReserved") and not workloads.true(obj, "Finished")
 
 
 def _count(found: Object) -> int:

@@ -19,9 +19,9 @@ from model.kueue import QueueWorld, queued
 from model.operators import Planner
 from model.test_machine import CODES, INDEX, JOBS, LOOP, move
 from model.wrong import Question
-from support import kueue
+from support import workloads
 from support.invariants import Violation
-from support.kueue import QUEUE
+from support.workloads import QUEUE
 
 SPECS = st.fixed_dictionaries(
     {"replicas": st.integers(1, 3)},
@@ -98,9 +98,9 @@ class QueueMachine(RuleBasedStateMachine):
         reason=st.sampled_from(("Preempted", "PodsReadyTimeout", "ClusterQueueStopped")),
     )
     def kueue_evicts(self, index: int, reason: str) -> None:
-        held = [o for o in self.world.kueue.all() if kueue.true(dict(o), "QuotaReserved")]
-        if held and not kueue.true(dict(held[index % len(held)]), "Finished"):
-            self.world.kueue.play(held[index % len(held)], kueue.evict, reason)
+        held = [o for o in self.world.kueue.all() if workloads.true(dict(o), "QuotaReserved")]
+        if held and not workloads.true(dict(held[index % len(held)]), "Finished"):
+            self.world.kueue.play(held[index % len(held)], workloads.evict, reason)
 
     @move(index=INDEX, active=st.booleans())
     def somebody_deactivates(self, index: int, active: bool) -> None:

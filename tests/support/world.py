@@ -32,7 +32,7 @@ from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from support import objects
 from support.cluster import ROOT
-from support.kueue import Kueue
+from support.workloads import Kueue
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 JOB_UID = "uid-of-job"

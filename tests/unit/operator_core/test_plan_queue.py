@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
-from support import kueue
-from support.kueue import QUEUE, Kueue
+from support import workloads
+from support.workloads import QUEUE, Kueue
 from support.world import World, job_object, refusal
 
 LATER = 10.0  # seconds after which a report may be written again
@@ -32,7 +32,7 @@ def kueue_does(world: World, what: Callable[..., Any], *args: Any, **more: Any) 
 
 
 def admitted(**spec: Any) -> World:
-    return kueue_does(queued(**spec), kueue.admit)
+    return kueue_does(queued(**spec), workloads.admit)
 
 
 def running(**spec: Any) -> World:
@@ -65,11 +65,11 @@ def test_a_job_with_the_label_waits_without_pods_and_its_workload_asks_for_all_o
 
 
 def test_kueues_words_are_told_and_replaced_by_newer_ones_with_one_event():
-    world = kueue_does(queued(), kueue.pending, "couldn't assign flavors: 1 more needed").wait(
+    world = kueue_does(queued(), workloads.pending, "couldn't assign flavors: 1 more needed").wait(
         LATER
     )
     assert world.condition("Stalled")["message"] == "couldn't assign flavors: 1 more needed"
-    world = kueue_does(world, kueue.pending, "2 more needed").wait(LATER)
+    world = kueue_does(world, workloads.pending, "2 more needed").wait(LATER)
     assert world.condition("Stalled")["message"] == "2 more needed"
     assert len(world.told("Queued")) == 1
 
@@ -78,9 +78,13 @@ def test_nothing_is_charged_and_no_deadline_counts_while_it_waits():
     world = queued(startupDeadlineSeconds=60, activeDeadlineSeconds=60).wait(100_000)
     assert (world.phase, world.stalled) == ("Pending", "Queued")
     assert world.counts == (0, 0, 0)
-    world = kueue_does(world, kueue.admit).run()
+    world = kueue_does(world, workloads.admit).run()
     assert (world.phase, world.status["attempt"]) == ("Running", 1)
     assert world.stalled == ""
+    assert world.wait(59).phase == "Running"
+    kueue_does(world, workloads.evict).finish_deletions()
+    assert world.wait(100_000).phase == "Pending"
+    kueue_does(world, workloads.admit).run()
     assert world.wait(59).phase == "Running"
     assert world.wait(1).phase == "Failed"
 
@@ -90,7 +94,7 @@ def test_the_admission_is_a_start_with_the_flavours_labels_and_tolerations():
     assert world.kueue
     spot = {"key": "spot", "operator": "Exists"}
     world.kueue.flavors["a100"] = {"nodeLabels": {"gpu": "a100"}, "tolerations": [spot]}
-    world = kueue_does(world, kueue.admit, "default", "a100")
+    world = kueue_does(world, workloads.admit, "default", "a100")
     assert len(world.pods) == 3
     for pod in world.pods.values():
         assert pod["spec"]["nodeSelector"] == {"gpu": "a100"}
@@ -120,11 +124,11 @@ def test_an_admission_check_adds_labels_annotations_selectors_and_tolerations():
     world = queued()
     check = {"name": "prov", "state": "Pending", "message": "no nodes yet"}
     workload(world).setdefault("status", {})["admissionChecks"] = [check]
-    world = kueue_does(world, kueue.reserve).wait(LATER)
+    world = kueue_does(world, workloads.reserve).wait(LATER)
     assert world.pods == {}
     assert "no nodes yet" in world.condition("Stalled")["message"]
     check |= {"state": "Ready", "podSetUpdates": [update]}
-    world = kueue_does(world, kueue.admit)
+    world = kueue_does(world, workloads.admit)
     for pod in world.pods.values():
         assert pod["metadata"]["labels"]["l"] == pod["metadata"]["annotations"]["a"] == "1"
         assert pod["spec"]["nodeSelector"] == {"n": "1"}
@@ -136,38 +140,38 @@ def test_a_conflict_with_the_template_is_told_and_ends_the_workload_as_kueues_ow
     world = queued(template=template)
     assert world.kueue
     world.kueue.flavors["default"] = {"nodeLabels": {"zone": "b"}}
-    world = kueue_does(world, kueue.admit).wait(LATER)
+    world = kueue_does(world, workloads.admit).wait(LATER)
     assert (world.pods, world.stalled) == ({}, "Queued")
     assert "zone is to be b, and is a" in world.condition("Stalled")["message"]
-    assert kueue.condition(workload(world), "Finished")["reason"] == "FailedToStart"
+    assert workloads.condition(workload(world), "Finished")["reason"] == "FailedToStart"
     world.patch(suspend=True)
     assert world.kueue.objects == {}
     world.kueue.flavors["default"] = {}
-    kueue_does(world.patch(suspend=False), kueue.admit)
+    kueue_does(world.patch(suspend=False), workloads.admit)
     assert len(world.pods) == 3
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_evicted_gang_ends_gracefully_and_gives_its_quota_back_after_the_last_pod(at_once: bool):
-    world = kueue_does(running(), kueue.evict, "Preempted" if at_once else "PodsReadyTimeout")
+    world = kueue_does(running(), workloads.evict, "Preempted" if at_once else "PodsReadyTimeout")
     assert (world.phase, world.stalled) == ("Pending", "Queued")
     assert {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.pods.values()} == {30}
-    assert kueue.true(workload(world), "QuotaReserved")
+    assert workloads.true(workload(world), "QuotaReserved")
     del world.pods["job-0"]
-    assert kueue.true(world.settle() and workload(world), "QuotaReserved")
+    assert workloads.true(world.settle() and workload(world), "QuotaReserved")
     world.finish_deletions()
     given = workload(world)
-    assert not kueue.true(given, "QuotaReserved")
-    assert not kueue.true(given, "Admitted")
+    assert not workloads.true(given, "QuotaReserved")
+    assert not workloads.true(given, "Admitted")
     assert "admission" not in given["status"]
-    assert kueue.true(given, "Requeued") is at_once
+    assert workloads.true(given, "Requeued") is at_once
     assert world.counts == (0, 0, 0)
-    world = kueue_does(world, kueue.admit).run()
+    world = kueue_does(world, workloads.admit).run()
     assert (world.phase, world.status["attempt"]) == ("Running", 2)
 
 
 def test_quota_is_not_given_back_on_the_word_of_the_cache_alone():
-    world = kueue_does(running(), kueue.evict)
+    world = kueue_does(running(), workloads.evict)
     world.pods.clear()  # a watch says so
     world.log.clear()
     todo = world.plan().actions
@@ -175,22 +179,26 @@ def test_quota_is_not_given_back_on_the_word_of_the_cache_alone():
     world.hidden["job-0"] = act.Existing("Pod", "job-0", "uid-of-job", 1, False, uid="u")
     world.settle()
     assert world.hidden["job-0"].deleting
-    assert kueue.true(workload(world), "QuotaReserved")
+    assert workloads.true(workload(world), "QuotaReserved")
     world.hidden.clear()
-    assert not kueue.true(workload(world.wait(20)), "QuotaReserved")
+    assert not workloads.true(workload(world.wait(20)), "QuotaReserved")
 
 
 def test_a_gang_that_has_succeeded_as_it_was_evicted_has_succeeded():
+    """No watch has shown that yet: a quorum is asked first."""
     world = running()
+    assert world.kueue
+    world.kueue.touch(workloads.evict(world.kueue.only, world.now))
+    (first,) = world.plan().actions
+    assert isinstance(first, act.ConfirmGone)
     world.all_end(0)
-    world = kueue_does(world, kueue.evict)
-    assert world.phase == "Succeeded"
+    assert world.settle().phase == "Succeeded"
 
 
 def test_a_gang_that_was_broken_as_it_was_evicted_has_its_failure_told_uncharged():
     world = running()
     world.end(0, 1, settle=False)
-    world = kueue_does(world, kueue.evict)
+    world = kueue_does(world, workloads.evict)
     assert (world.phase, world.counts, world.loss["exitCode"]) == ("Pending", (0, 0, 0), 1)
 
 
@@ -198,20 +206,20 @@ def test_restarts_are_within_the_admitted_quota():
     world = running().end(0, 1)
     world.finish_deletions().run()
     assert (world.phase, world.status["attempt"], world.counts[1]) == ("Running", 2, 1)
-    assert kueue.true(workload(world), "Admitted")
+    assert workloads.true(workload(world), "Admitted")
 
 
 def test_kueue_hears_when_the_gang_runs_and_when_it_does_not():
     world = admitted()
-    assert kueue.condition(workload(world), "PodsReady") == {}
+    assert workloads.condition(workload(world), "PodsReady") == {}
     world.run()
-    assert kueue.condition(workload(world), "PodsReady")["reason"] == "Started"
+    assert workloads.condition(workload(world), "PodsReady")["reason"] == "Started"
     world.end(0, 1)
-    assert kueue.condition(workload(world), "PodsReady")["reason"] == "WaitForRecovery"
+    assert workloads.condition(workload(world), "PodsReady")["reason"] == "WaitForRecovery"
     world.finish_deletions().run()
-    assert kueue.condition(workload(world), "PodsReady")["reason"] == "Recovered"
-    kueue_does(world, kueue.evict).finish_deletions()
-    assert kueue.condition(workload(world), "PodsReady")["reason"] == "WaitForStart"
+    assert workloads.condition(workload(world), "PodsReady")["reason"] == "Recovered"
+    kueue_does(world, workloads.evict).finish_deletions()
+    assert workloads.condition(workload(world), "PodsReady")["reason"] == "WaitForStart"
 
 
 @pytest.mark.parametrize(("code", "end"), [(0, "Succeeded"), (2, "Failed")])
@@ -219,9 +227,9 @@ def test_the_end_of_the_job_finishes_the_workload_after_the_last_pod(code: int, 
     world = running()
     world.end(0, code).end(1, 0) if code else world.all_end(0).settle()
     assert world.phase == end
-    assert kueue.true(workload(world), "Finished") is (end == "Succeeded")
+    assert workloads.true(workload(world), "Finished") is (end == "Succeeded")
     world.finish_deletions()
-    assert kueue.condition(workload(world), "Finished")["reason"] == end
+    assert workloads.condition(workload(world), "Finished")["reason"] == end
     assert world.restart_operator().settle().plan().actions == ()
 
 
@@ -232,19 +240,19 @@ def test_a_new_operator_finishes_the_workload_of_a_job_that_ended_long_ago():
     world.all_end(0).settle().wait(3600)
     world.kueue = held
     world.restart_operator().settle()
-    assert kueue.condition(workload(world), "Finished")["reason"] == "Succeeded"
+    assert workloads.condition(workload(world), "Finished")["reason"] == "Succeeded"
 
 
 def test_suspend_leaves_the_queue_after_the_last_pod_and_resume_joins_it_anew():
     world = running().patch(suspend=True)
     assert world.kueue
-    assert (world.phase, kueue.true(workload(world), "Admitted")) == ("Suspended", True)
+    assert (world.phase, workloads.true(workload(world), "Admitted")) == ("Suspended", True)
     world.finish_deletions()
     assert world.kueue.objects == {}
     world.patch(suspend=False)
     assert (world.phase, world.pods, world.stalled) == ("Pending", {}, "Queued")
     assert world.condition("Suspended")["status"] == "False"
-    kueue_does(world, kueue.admit).run()
+    kueue_does(world, workloads.admit).run()
     assert (world.phase, world.status["attempt"]) == ("Running", 2)
 
 
@@ -259,7 +267,7 @@ def test_a_template_that_changed_while_suspended_asks_with_the_new_one():
     world = queued().patch(suspend=True).patch(template=other).patch(suspend=False)
     assert workload(world)["spec"]["podSets"][0]["template"]["spec"] == other["spec"]
     assert world.condition("Invalid").get("status") != "True"
-    kueue_does(world, kueue.admit)
+    kueue_does(world, workloads.admit)
     assert world.pods["job-0"]["spec"]["containers"][0]["image"] == "other"
 
 
@@ -268,18 +276,18 @@ def test_a_template_that_changed_over_a_suspension_that_nobody_saw():
     world = running().edit(suspend=True, template=other).edit(suspend=False).settle()
     world.finish_deletions()
     assert workload(world)["spec"]["podSets"][0]["template"]["spec"] == other["spec"]
-    assert not kueue.true(workload(world), "Admitted")
+    assert not workloads.true(workload(world), "Admitted")
 
 
 def test_deactivation_ends_the_pods_and_says_how_to_go_on():
-    world = kueue_does(running(), kueue.deactivate).finish_deletions()
+    world = kueue_does(running(), workloads.deactivate).finish_deletions()
     given = workload(world)
-    assert not kueue.true(given, "QuotaReserved")
-    assert not kueue.true(given, "Requeued")
+    assert not workloads.true(given, "QuotaReserved")
+    assert not workloads.true(given, "Requeued")
     world.wait(LATER)
     assert "spec.active" in world.condition("Stalled")["message"]
     given["spec"]["active"] = True
-    kueue_does(world, kueue.admit)
+    kueue_does(world, workloads.admit)
     assert len(world.pods) == 3
 
 
@@ -307,7 +315,7 @@ def test_a_new_operator_reads_the_flavours_before_it_makes_a_pod():
     world = queued()
     assert world.kueue
     world.kueue.flavors["default"] = {"nodeLabels": {"gpu": "a100"}}
-    kueue_does(world, kueue.admit).run()
+    kueue_does(world, workloads.admit).run()
     world.restart_operator().end(0, 1).finish_deletions()
     assert {pod["spec"]["nodeSelector"]["gpu"] for pod in world.pods.values()} == {"a100"}
 
@@ -341,7 +349,7 @@ def test_a_label_that_changes_while_it_runs_counts_once_the_quota_is_free(value:
     world = label(running(), QUEUE, value)
     assert (world.phase, len(world.pods)) == ("Running", 3)
     assert workload(world)["spec"]["queueName"] == "team"
-    kueue_does(world, kueue.evict).finish_deletions()
+    kueue_does(world, workloads.evict).finish_deletions()
     assert world.kueue
     if value is None:
         assert (world.kueue.objects, len(world.pods)) == ({}, 3)
@@ -367,14 +375,15 @@ def test_replicas_done_for_long_give_their_quota_back_and_a_restart_asks_for_all
     assert (world.phase, world.stalled) == ("Pending", "Queued")
     world.finish_deletions()
     given = workload(world)
-    assert not kueue.true(given, "QuotaReserved")
+    assert not workloads.true(given, "QuotaReserved")
     assert "reclaimablePods" not in given["status"]
-    kueue_does(world, kueue.admit).run()
+    kueue_does(world, workloads.admit).run()
     assert world.phase == "Running"
 
 
 def test_pods_that_kueue_wants_to_place_by_topology_are_not_made():
-    world = kueue_does(queued(), kueue.admit, topologyAssignment={"levels": ["rack"]}).wait(LATER)
+    racks = {"levels": ["rack"]}
+    world = kueue_does(queued(), workloads.admit, topologyAssignment=racks).wait(LATER)
     assert (world.pods, world.stalled) == ({}, "Queued")
     assert "topology" in world.condition("Stalled")["message"]
 

@@ -11,13 +11,13 @@ from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, workload
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects.workload import Condition, Placement
-from support import kueue
+from support import workloads
 from support.world import START, job_object, rendered
 
 
 def made(**meta: Any) -> dict[str, Any]:
     job = job_object()
-    job["metadata"] |= {"labels": {kueue.QUEUE: "team"}, **meta}
+    job["metadata"] |= {"labels": {workloads.QUEUE: "team"}, **meta}
     seen = observe.job(job)
     body = render.workload(seen, spec_.parse(job["spec"]), "hash 3+0")
     body["metadata"] |= {"uid": "wl", "resourceVersion": "7"}
@@ -40,9 +40,9 @@ def test_its_name_is_a_labels_value_and_that_of_no_other_job(name: str):
 
 
 def test_an_admission_is_named_unlike_the_next_one():
-    first = workload.workload(kueue.admit(made(), START)).admission
+    first = workload.workload(workloads.admit(made(), START)).admission
     second = made()
-    kueue.admit(second, START + timedelta(seconds=1))
+    workloads.admit(second, START + timedelta(seconds=1))
     assert workload.workload(second).admission != first
 
 
@@ -66,7 +66,7 @@ def test_a_strange_status_is_read_as_nothing(strange: object, field: str):
 
 
 def test_words_of_a_stranger_are_bounded_and_escaped():
-    body = kueue.pending(made(), START, "\x1b[31m" + "x" * 5000)
+    body = workloads.pending(made(), START, "\x1b[31m" + "x" * 5000)
     said = workload.workload(body).said("QuotaReserved").message
     assert len(said) <= 600
     assert "\x1b" not in said
@@ -105,7 +105,7 @@ def test_a_toleration_of_two_flavours_is_there_once():
 def test_a_pod_keeps_what_the_template_asks_beside_the_placement():
     placement = Placement({"l": "1"}, {"a": "1"}, {"n": "1"}, ({"key": "k"},))
     job = job_object()
-    job["spec"]["template"]["metadata"] = {"labels": {"mine": "1", kueue.QUEUE: "team"}}
+    job["spec"]["template"]["metadata"] = {"labels": {"mine": "1", workloads.QUEUE: "team"}}
     job["spec"]["template"]["spec"] |= {"nodeSelector": {"zone": "a"}}
     job["spec"]["template"]["spec"]["tolerations"] = [{"key": "own", "operator": "Exists"}]
     spec = spec_.parse(job["spec"])
@@ -115,21 +115,21 @@ def test_a_pod_keeps_what_the_template_asks_beside_the_placement():
     assert {"key": "own", "operator": "Exists"} in pod["spec"]["tolerations"]
     assert pod["metadata"]["labels"].items() >= {"l": "1", "mine": "1"}.items()
     assert pod["metadata"]["annotations"]["a"] == "1"
-    assert kueue.QUEUE not in pod["metadata"]["labels"]
+    assert workloads.QUEUE not in pod["metadata"]["labels"]
     assert "nodeSelector" not in rendered()["spec"]
 
 
 def test_a_write_keeps_what_others_wrote_and_moves_a_time_only_with_its_status():
-    body = kueue.admit(made(), START)
+    body = workloads.admit(made(), START)
     body["status"]["schedulingStats"] = {"evictions": []}
     told = {"Admitted": Condition(False, "NoReservation", "words", "")}
     later = START + timedelta(seconds=60)
     new = workload.with_status(body, told, later, reclaimed=None, give_back=True)
     assert new["status"]["schedulingStats"] == {"evictions": []}
     assert "admission" not in new["status"]
-    assert kueue.condition(new, "Admitted")["lastTransitionTime"] == kueue.stamp(later)
-    assert kueue.true(new, "QuotaReserved")
+    assert workloads.condition(new, "Admitted")["lastTransitionTime"] == workloads.stamp(later)
+    assert workloads.true(new, "QuotaReserved")
     again = workload.with_status(new, told, later + timedelta(days=1), reclaimed=2, give_back=False)
-    assert kueue.condition(again, "Admitted")["lastTransitionTime"] == kueue.stamp(later)
+    assert workloads.condition(again, "Admitted")["lastTransitionTime"] == workloads.stamp(later)
     assert again["status"]["reclaimablePods"] == [{"name": "trainer", "count": 2}]
-    assert kueue.true(body, "Admitted")
+    assert workloads.true(body, "Admitted")

@@ -198,7 +198,9 @@ class ReadFlavors:
 
 Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents | ReadFlavors
 Queue = EnsureWorkload | WriteWorkload | DeleteWorkload
-Action = WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob | Queue
+Action = (
+    WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob | Queue
+)
 
 
 @dataclass(frozen=True, slots=True)

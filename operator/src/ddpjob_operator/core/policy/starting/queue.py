@@ -95,10 +95,9 @@ def placement(view: View) -> Placement | str:
         return Placement()
     if found is None or read is None or read[0] != found.admission:
         return ""
-    flavors = (read[1][name] for name in found.flavors if name in read[1])
     own_label = Placement(labels={workloads.LABEL_POD_SET: workloads.POD_SET})
     template = view.spec.template.packed.unpack()
-    return workloads.merged((*flavors, *found.updates, own_label), template)
+    return workloads.merged((*read[1].values(), *found.updates, own_label), template)
 
 
 def asked(view: View) -> Placement | None:
@@ -209,14 +208,10 @@ def _follow(view: View, found: Workload) -> tuple[Action, ...]:
     """Follow the labels while no quota is reserved."""
     wanted = view.job.queue_priority
     same = found.priority == wanted or (not wanted and found.pod_priority)
-    if (
-        found.reserved
-        or found.true("Finished")
-        or found.deleting
-        or (found.queue == view.job.queue and same)
-    ):
+    fixed = found.reserved or found.true("Finished") or found.deleting
+    if fixed or (found.queue == view.job.queue and same) or retry.resting(view, _refusal(view)):
         return ()
-    return () if retry.resting(view, _refusal(view)) else (_ensure(view, found),)
+    return (_ensure(view, found),)
 
 
 def _refusal(view: View) -> actions.Refusal | None:

@@ -1,0 +1,77 @@
+"""The cache of Workloads: the newest wins, what is gone stays gone, and unread is not none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.shell.cache.workloads import WorkloadCache
+from support.world import job_object
+
+
+def obj(version: int, uid: str = "wl", namespace: str = "ns") -> dict[str, Any]:
+    owner = {"uid": job_object()["metadata"]["uid"], "controller": True}
+    meta = {"namespace": namespace, "name": "w", "uid": uid, "resourceVersion": str(version)}
+    return {"metadata": {**meta, "ownerReferences": [owner]}, "spec": {"queueName": str(version)}}
+
+
+JOB = observe.job(job_object())
+
+
+@pytest.fixture
+def cache() -> WorkloadCache:
+    made = WorkloadCache()
+    made.replace_all(None, [], "1")
+    return made
+
+
+def queues(cache: WorkloadCache) -> list[str]:
+    return [one.queue for one in cache.of(JOB) or ()]
+
+
+def test_before_a_list_and_after_a_refusal_nothing_is_known() -> None:
+    cache = WorkloadCache()
+    assert cache.of(JOB) is None
+    cache.replace_all(None, [], "1")
+    assert cache.of(JOB) == ()
+    cache.forget(None)
+    assert cache.of(JOB) is None
+
+
+def test_each_namespace_is_known_by_its_own_list() -> None:
+    cache = WorkloadCache()
+    cache.replace_all("other", [], "1")
+    assert cache.of(JOB) is None
+    cache.replace_all("ns", [], "1")
+    assert cache.of(JOB) == ()
+
+
+def test_an_older_version_never_replaces_a_newer_one(cache: WorkloadCache) -> None:
+    cache.put(obj(5))
+    cache.put(obj(4))
+    assert queues(cache) == ["5"]
+    cache.put(obj(6))
+    assert queues(cache) == ["6"]
+
+
+def test_a_list_drops_what_it_lacks_but_nothing_younger(cache: WorkloadCache) -> None:
+    cache.put(obj(5, "old"))
+    cache.put(obj(9, "young"))
+    cache.replace_all(None, [], "7")
+    assert queues(cache) == ["9"]
+
+
+def test_what_we_deleted_no_late_event_brings_back(cache: WorkloadCache) -> None:
+    cache.put(obj(5))
+    cache.remove(JOB.uid, "wl", for_good=True)
+    cache.put(obj(6))
+    assert queues(cache) == []
+    cache.put(obj(7, "next"))
+    assert queues(cache) == ["7"]
+
+
+def test_another_namespaces_workload_is_nobodys(cache: WorkloadCache) -> None:
+    cache.put(obj(5, namespace="elsewhere"))
+    assert queues(cache) == []
