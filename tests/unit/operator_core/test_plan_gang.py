@@ -241,10 +241,13 @@ def test_a_waiting_group_that_a_stranger_removed_is_made_again():
 
 
 @pytest.mark.parametrize("gang", ["Auto", "Native"])
-def test_an_api_that_is_switched_off_while_a_group_waits_holds_nobody_for_ever(gang: str):
+@pytest.mark.parametrize("alone", [[], [0]], ids=["none placed", "one placed alone"])
+def test_an_api_that_is_switched_off_while_a_group_waits_holds_nobody_for_ever(
+    gang: str, alone: list[int]
+):
     world = waiting(scheduling={"gang": gang})
     world.gang_api = ""
-    world.settle()
+    place(world, *alone)
     if gang == "Auto":
         assert world.told("GangUnavailable")
         assert world.wait(HOUR).status["restarts"]["released"] == 1, "as without a group"

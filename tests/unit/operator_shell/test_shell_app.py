@@ -50,6 +50,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> App:
     """An operator of which no part does anything."""
     made = App(Settings(identity="a"), NOWHERE)
     lists = (*made._resyncs.values(), *made._informers.values(), made._node_informer)
+    lists = (*lists, made._gang_api)
     for part in (made._watcher, made._recorder, made._progress, *lists):
         monkeypatch.setattr(part, "run", endless)
     monkeypatch.setattr(made._elector, "run", endless)
@@ -152,6 +153,9 @@ class HalfRefused:
     def __init__(self, error: errors.ApiError) -> None:
         self.error, self.given_back = error, False
         self.planned: list[str] = []
+
+    async def discover(self, path: str) -> Object:
+        return {}
 
     async def list_all(
         self,

@@ -62,7 +62,8 @@ def settle(view: View, change: Change) -> Change:
     over = status.pod_group == view.status.pod_group and not (_current(view) or _left(view))
     if status.pod_group and over:
         return change.with_status(pod_group="")
-    first = view.status.phase == "Starting" and status.pod_group and not view.replacing
+    goes_on = view.status.phase == "Starting" == status.phase and not view.replacing
+    first = goes_on and status.attempt == view.status.attempt and status.pod_group
     if first and status.timings.placed_at is None and _on_nodes(view):
         return change.with_status(timings=replace(status.timings, placed_at=view.now))
     return change
@@ -73,8 +74,8 @@ def refused(view: View) -> str:
     found = view.feedback.no_gang
     if not view.status.pod_group or view.status.phase != "Starting" or view.replacing:
         return ""
-    if not view.feedback.gang_api and not _on_nodes(view):
-        return _NOT_SERVED
+    if not view.feedback.gang_api and not all(pod.node for pod in view.members.values()):
+        return _NOT_SERVED  # single pods of it may be placed from now on
     return found[1] if found is not None and found[0] == view.status.attempt else ""
 
 
