@@ -203,6 +203,7 @@ async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
         monkeypatch.setattr(part, "run", endless)
     monkeypatch.setattr(made._api, "list_all", api.list_all)
     monkeypatch.setattr(made._api, "watch", api.watch)
+    monkeypatch.setattr(made._api, "discover", api.discover)
     monkeypatch.setattr(made._elector, "leads", lambda: True)
     monkeypatch.setattr(made._reconciler, "_leads", lambda: True)
     monkeypatch.setattr(made._elector, "run", endless)
