@@ -23,7 +23,6 @@ from support.proxy import Call, Fault
 from support.rest import Object, RestError, eventually
 from support.sharing import Shared
 
-MODULE = ("sigs.k8s.io/kueue", "v0.17.0")
 GROUP = "/apis/kueue.x-k8s.io/v1beta2"
 KINDS = ("workloads", "resourceflavors", "workloadpriorityclasses")
 
@@ -33,7 +32,7 @@ def definitions(control_plane: Cluster, shared: Shared) -> None:
     """Kueue's own, once for all tests of a run."""
 
     def apply() -> bool:
-        folder = binaries.module(*MODULE) / "config/components/crd/bases"
+        folder = binaries.module_directory("kueue") / "config/components/crd/bases"
         files = [f"--filename={folder / f'kueue.x-k8s.io_{kind}.yaml'}" for kind in KINDS]
         control_plane.kubectl("apply", "--server-side", *files, check=True)
         every = ",".join(f"{kind}.kueue.x-k8s.io" for kind in KINDS)
@@ -161,6 +160,7 @@ def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
     assert stage.quiet_resyncs() == []
 
 
+@pytest.mark.fault("U19")
 def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
     stage: Arena, gang: str, flavor: str
 ) -> None:
@@ -186,6 +186,7 @@ def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
     stage.wait_phase(gang, "Running", attempt=2)
 
 
+@pytest.mark.fault("U19")
 def test_an_operator_that_dies_as_it_gives_back_is_followed_by_one_that_does(
     stage: Arena, gang: str, flavor: str
 ) -> None:
@@ -255,6 +256,7 @@ def test_a_class_that_is_not_there_is_told(stage: Arena, gang: str) -> None:
     queue.words("nobodys")
 
 
+@pytest.mark.fault("U19")
 def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(
     stage: Arena, gang: str, flavor: str
 ) -> None:
@@ -269,10 +271,23 @@ def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(
     assert stage.status(gang)["phase"] == "Pending"
 
 
+@pytest.mark.fault("U20")
+def test_without_kueue_a_job_waits_until_it_is_installed(arena: Arena, definitions: None) -> None:
+    absent = Fault("answer", lambda call: "kueue.x-k8s.io" in call.path, times=10_000, code=404)
+    arena.proxy.faults = [absent]
+    arena.start_operator("--kueue", "true")
+    queue = Queue(arena, "gang")
+    queue.words("install Kueue")
+    plain = arena.apply("plain")["metadata"]["name"]
+    arena.wait_phase(plain, "Running")
+    arena.proxy.faults = []
+    queue.wait("is there", lambda _: True)
+
+
+@pytest.mark.fault("U20")
 def test_without_the_right_a_job_waits_and_a_gang_that_runs_goes_on(
     arena: Arena, definitions: None, rules: list[dict[str, Any]]
 ) -> None:
-    """As without Kueue: there the API server says 404 instead of 403."""
     rights = arena.rights()
     rights.give(rules)
     operator = arena.start_operator("--kueue", "true")

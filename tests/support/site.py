@@ -380,7 +380,10 @@ def _helm_install(plane: Cluster) -> None:
     command = [helm, "--kubeconfig", plane.kubeconfig, "upgrade", "--install", "ddpjob"]
     command += [ROOT / "charts" / "ddpjob", "--namespace", SYSTEM, "--create-namespace"]
     # On a cluster that an interrupted run has left, the operator is to be of this checkout, too.
-    command += ["--set", f"progressSeconds=1,podAnnotations.installed=at-{uuid.uuid4().hex[:6]}"]
+    command += [
+        "--set",
+        f"progressSeconds=1,kueue.enabled=true,podAnnotations.installed=at-{uuid.uuid4().hex[:6]}",
+    ]
     command += ["--wait", WITHIN]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

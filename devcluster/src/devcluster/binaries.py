@@ -7,7 +7,6 @@ versions. Each build is kept in the cache under a hash of all that it was made f
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -97,14 +96,6 @@ def toolbox(log: Log) -> Path:
 
     ensure_dir(home, make, log)
     return home
-
-
-def module(path: str, version: str) -> Path:
-    """Return the source of a Go module, which go fetches once."""
-    go, _ = _go()
-    command = ["env", f"HOME={Path.home()}", go, "mod", "download", "-json", f"{path}@{version}"]
-    said = host.run(command, f"fetching {path} {version}", timeout=600, cwd=_SOURCE)
-    return Path(json.loads(said)["Dir"])
 
 
 def _candidates(name: str) -> list[Path]:

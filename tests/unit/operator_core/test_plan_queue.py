@@ -279,6 +279,7 @@ def test_a_template_that_changed_over_a_suspension_that_nobody_saw():
     assert not workloads.true(workload(world), "Admitted")
 
 
+@pytest.mark.fault("U19")
 def test_deactivation_ends_the_pods_and_says_how_to_go_on():
     world = kueue_does(running(), workloads.deactivate).finish_deletions()
     given = workload(world)
@@ -301,6 +302,7 @@ def test_without_kueue_the_job_waits_and_says_why():
     assert len(world.pods) == 3
 
 
+@pytest.mark.fault("U20")
 def test_a_gang_that_runs_goes_on_while_kueues_api_is_away_and_gets_no_new_pods():
     world = running()
     held, world.kueue = world.kueue, None
@@ -336,6 +338,13 @@ def test_a_label_that_changes_while_it_waits_is_followed():
     assert workload(world)["spec"]["queueName"] == "other"
     world.job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "high"
     assert workload(world.settle())["spec"]["priorityClassRef"]["name"] == "high"
+
+
+def test_a_label_that_changes_while_quota_is_reserved_counts_later():
+    world = label(kueue_does(queued(), workloads.reserve), QUEUE, "other")
+    assert workload(world)["spec"]["queueName"] == "team"
+    kueue_does(world, workloads.evict)
+    assert workload(world)["spec"]["queueName"] == "other"
 
 
 def test_a_label_that_goes_while_it_waits_frees_the_job():
