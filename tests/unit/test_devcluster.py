@@ -45,6 +45,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (["status"], 0, "`devcluster --name nobody up`"),
         (["load", "an-image"], 0, "`devcluster --name nobody up`"),
         (["kubectl", "get", "nodes"], 0, "`devcluster --name nobody up`"),
+        (["kueue"], 0, "`devcluster --name nobody up`"),
+        (["kueue"], 1000, "devcluster needs root"),
         (["up"], 1000, "devcluster needs root"),
         (["down"], 1000, "devcluster needs root"),
         (["node", "stop", "1"], 1000, "devcluster needs root"),

@@ -82,24 +82,25 @@ TEMPLATE = {
     ("asked", "words"),
     [
         ([Placement(labels={"l": "1", "m": "2"})], ""),
-        ([Placement(labels={"l": "2"})], "label l"),
-        ([Placement(annotations={"a": "2"})], "annotation a"),
-        ([Placement(node_selector={"n": "2"})], "nodeSelector n"),
-        ([Placement(labels={"m": "1"}), Placement(labels={"m": "2"})], "label m"),
+        ([Placement(labels={"l": "2"})], "labels: l is to be 2, and is 1"),
+        ([Placement(annotations={"a": "2"})], "annotations: a"),
+        ([Placement(node_selector={"n": "2"})], "nodeSelector: n"),
+        ([Placement(labels={"m": "1"}), Placement(labels={"m": "2"})], "labels: m"),
         ([Placement(node_selector={"m": "1"}), Placement(node_selector={"m": "1"})], ""),
     ],
 )
 def test_another_value_under_a_key_is_a_conflict(asked: list[Placement], words: str):
-    found = workload.merged(asked, TEMPLATE)
+    found = workload.placed(TEMPLATE, asked)
     assert isinstance(found, str) == bool(words)
     assert not words or (isinstance(found, str) and words in found)
 
 
 def test_a_toleration_of_two_flavours_is_there_once():
     one = {"key": "spot", "operator": "Exists"}
-    found = workload.merged([Placement(tolerations=(one,)), Placement(tolerations=(one,))], {})
-    assert isinstance(found, Placement)
-    assert found.tolerations == (one,)
+    found = workload.placed(TEMPLATE, [Placement(tolerations=(one,))] * 2)
+    assert isinstance(found, dict)
+    assert found["spec"]["tolerations"] == [one]
+    assert "tolerations" not in TEMPLATE["spec"], "the template itself stays"
 
 
 def test_a_pod_keeps_what_the_template_asks_beside_the_placement():
@@ -109,7 +110,7 @@ def test_a_pod_keeps_what_the_template_asks_beside_the_placement():
     job["spec"]["template"]["spec"] |= {"nodeSelector": {"zone": "a"}}
     job["spec"]["template"]["spec"]["tolerations"] = [{"key": "own", "operator": "Exists"}]
     spec = spec_.parse(job["spec"])
-    pod = render.pod(observe.job(job), spec, 1, 0, placement=placement)
+    pod = render.pod(observe.job(job), spec, 1, 0, placements=(placement,))
     assert pod["spec"]["nodeSelector"] == {"zone": "a", "n": "1"}
     assert {"key": "k"} in pod["spec"]["tolerations"]
     assert {"key": "own", "operator": "Exists"} in pod["spec"]["tolerations"]

@@ -417,7 +417,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         hub=view.status.hub,
         reached=view.reached_step,
         group=gang.of(view),
-        placement=queue.asked(view),
+        placements=queue.asked(view),
     )
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (

@@ -55,21 +55,22 @@ def pod(
     hub: int = 0,
     reached: int = 0,
     group: str = "",
-    placement: Placement | None = None,
+    placements: Sequence[Placement] = (),
 ) -> dict[str, Any]:
     """Render the pod of one replica in one attempt, with name and hostname `<job>-<replica>`.
 
     ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
     only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
     hub's number, where they are others. ``reached``: the last step that is known to have ended.
-    ``group``: the PodGroup of those that do not stand by. ``placement``: what Kueue asks of it.
+    ``group``: the PodGroup of those that do not stand by. ``placements``: what Kueue asks of it, all
+    of it compatible.
     """
     template = spec.template.packed.unpack()
+    if placements and isinstance(placed := workloads.placed(template, placements), dict):
+        template = placed
     written, body = mapping(template.get("metadata")), template["spec"]
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
-    if placement:
-        written = _place(written, body, placement)
     body["restartPolicy"] = "Never"
     stands_by = replica >= spec.replicas
     if stands_by and spec.standby_priority:
@@ -172,23 +173,6 @@ def workload(job: Job, spec: Spec, made_of: str) -> dict[str, Any]:
             "annotations": {workloads.ANNOTATION_MADE_OF: made_of},
         },
         "spec": {"queueName": job.queue, "podSets": [pods]},
-    }
-
-
-def _place(
-    written: Mapping[str, Any], body: dict[str, Any], placement: Placement
-) -> Mapping[str, Any]:
-    """Add what Kueue asks of a pod; by the label of a queue it would queue the pod, too."""
-    if placement.node_selector:
-        body["nodeSelector"] = {**mapping(body.get("nodeSelector")), **placement.node_selector}
-    given = body.get("tolerations") or []
-    if placement.tolerations and isinstance(given, list):
-        body["tolerations"] = [*given, *(t for t in placement.tolerations if t not in given)]
-    labels = {**mapping(written.get("labels")), **placement.labels}
-    labels.pop(workloads.LABEL_QUEUE, None)
-    return {
-        "labels": labels,
-        "annotations": {**mapping(written.get("annotations")), **placement.annotations},
     }
 
 

@@ -19,7 +19,6 @@ from ddpjob_operator.core.objects.observe import KUEUE, Job, clean
 
 API_VERSION: Final = f"{KUEUE}/v1beta2"
 LABEL_QUEUE: Final = f"{KUEUE}/queue-name"
-LABEL_POD_SET: Final = f"{KUEUE}/podset"
 LABEL_OWNER: Final = f"{KUEUE}/job-uid"
 #: The template and the counts that its podSet was made of.
 ANNOTATION_MADE_OF: Final = f"{crd.GROUP}/made-of"
@@ -48,6 +47,10 @@ class Placement:
     annotations: Mapping[str, str] = field(default_factory=dict)
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: tuple[Mapping[str, Any], ...] = ()
+
+
+#: Of every pod of a job in a queue.
+OWN: Final = Placement(labels={f"{KUEUE}/podset": "trainer"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +140,28 @@ def placement(raw: Mapping[str, Any]) -> Placement:
     )
 
 
-def merged(parts: Iterable[Placement], template: Mapping[str, Any]) -> Placement | str:
-    """Merge what is asked of the pods; return instead in words where two of them differ.
+def placed(template: Mapping[str, Any], parts: Iterable[Placement]) -> dict[str, Any] | str:
+    """Add what is asked of the pods to their template; return in words instead what is in conflict.
 
-    Kueue's rule: another value under a key, of the template too, is an error. Two flavours that
-    differ are one here, where Kueue lets chance decide.
+    Kueue's rule: another value under a key is an error. Two flavours that differ are one here,
+    where Kueue lets chance decide. By the label of a queue it would queue the pod, too.
     """
-    meta, spec = mapping(template.get("metadata")), mapping(template.get("spec"))
-    given = (meta.get("labels"), meta.get("annotations"), spec.get("nodeSelector"))
-    found: list[dict[str, str]] = [{}, {}, {}]
-    tolerations: list[Mapping[str, Any]] = []
+    meta, spec = {**mapping(template.get("metadata"))}, {**mapping(template.get("spec"))}
     for part in parts:
-        asked = (part.labels, part.annotations, part.node_selector)
-        for name, old, new, written in zip(_MAPS, found, asked, given, strict=True):
-            for key, value in new.items():
-                before = old.get(key, mapping(written).get(key, value))
-                if before != value:
-                    return f"{name} {key} is to be {value}, and is {before}"
-            old.update(new)
-        tolerations += [one for one in part.tolerations if one not in tolerations]
-    labels, annotations, node_selector = found
-    return Placement(labels, annotations, node_selector, tuple(tolerations))
-
-
-_MAPS: Final = ("the label", "the annotation", "the nodeSelector")
+        for holder, name, asked in (
+            (meta, "labels", part.labels),
+            (meta, "annotations", part.annotations),
+            (spec, "nodeSelector", part.node_selector),
+        ):
+            given = mapping(holder.get(name))
+            for key, value in asked.items():
+                if given.get(key, value) != value:
+                    return f"{name}: {key} is to be {value}, and is {given[key]}"
+            holder[name] = {key: v for key, v in {**given, **asked}.items() if key != LABEL_QUEUE}
+        there = spec.get("tolerations") or []
+        if isinstance(there, list):  # else the API server has to name it
+            spec["tolerations"] = [*there, *(one for one in part.tolerations if one not in there)]
+    return {**template, "metadata": meta, "spec": spec}
 
 
 def name_of(job: Job) -> str:

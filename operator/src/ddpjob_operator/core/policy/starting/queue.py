@@ -72,49 +72,39 @@ def wait(view: View) -> str:
         return ""
     if found.made_of != _made_of(view):
         return "its Workload was made of another template: it is made again"
-    where = placement(view)
-    if isinstance(where, Placement):
-        return ""
-    return _conflict(where) if where else found.said("Admitted").message
+    return _trouble(view) if asked(view) else found.said("Admitted").message
 
 
 def reads(view: View) -> tuple[Action, ...] | None:
     """Return what to read before pods can be made; None if they can, () if it cannot be read."""
-    found, where = own(view), placement(view)
-    if isinstance(where, Placement):
-        return None
-    if found is None or where:
-        return ()
-    return (ReadFlavors(found.admission, found.flavors),)
+    found = own(view)
+    if asked(view) or not managed(view):
+        return () if _trouble(view) else None
+    return (ReadFlavors(found.admission, found.flavors),) if found else ()
 
 
-def placement(view: View) -> Placement | str:
-    """Return what admission asks of the pods; in words what is in conflict, "" if unread."""
+def asked(view: View) -> tuple[Placement, ...]:
+    """Return what pods are made with; nothing without Kueue, or before it was read."""
     found, read = own(view), view.feedback.flavors
-    if not managed(view):
-        return Placement()
-    if found is None or read is None or read[0] != found.admission:
+    if not managed(view) or found is None or read is None or read[0] != found.admission:
+        return ()
+    return (*read[1].values(), *found.updates, workloads.OWN)
+
+
+def _trouble(view: View) -> str:
+    """Say where the template contradicts what pods are made with; "" if it does not."""
+    if not (parts := asked(view)):
         return ""
-    own_label = Placement(labels={workloads.LABEL_POD_SET: workloads.POD_SET})
-    template = view.spec.template.packed.unpack()
-    return workloads.merged((*read[1].values(), *found.updates, own_label), template)
-
-
-def asked(view: View) -> Placement | None:
-    """Return what pods are made with; None without Kueue."""
-    where = placement(view) if managed(view) else None
-    return where if isinstance(where, Placement) else None
+    made = workloads.placed(view.spec.template.packed.unpack(), parts)
+    what = "the flavour or an admission check does not go with spec.template"
+    return f"{what}: {made}" if isinstance(made, str) else ""
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a gang that lost pods gets no new ones."""
-    if not (managed(view) and view.missing):
-        return
-    where = placement(view)
-    if view.feedback.workloads is None:
-        yield QUEUED, _UNKNOWN
-    elif isinstance(where, str) and where:
-        yield QUEUED, _conflict(where)
+    if managed(view) and view.missing:
+        what = _UNKNOWN if view.feedback.workloads is None else _trouble(view)
+        yield from [(QUEUED, what)] if what else ()
 
 
 def unproven(view: View) -> bool:
@@ -142,9 +132,8 @@ def parked(view: View) -> tuple[Action, ...]:
     if found.reserved and (found.true("Evicted") or found.reclaimed):
         return (_give_back(found),)
     if found.reserved and found.true("Admitted"):
-        where = placement(view)
-        if isinstance(where, str) and where:
-            failed = Condition(True, "FailedToStart", _conflict(where), "")
+        if what := _trouble(view):
+            failed = Condition(True, "FailedToStart", what, "")
             return (WriteWorkload(found.name, found.version, {"Finished": failed}),)
         return reads(view) or ()
     return _follow(view, found)
@@ -242,10 +231,6 @@ def _words(found: Workload) -> str:
     if told.true and found.checks:
         return f"{told.message}, and it waits for admission checks: {found.checks}"
     return told.message or _new(found.queue)
-
-
-def _conflict(what: str) -> str:
-    return f"the flavour or an admission check does not go with spec.template: {what}"
 
 
 def _give_back(found: Workload) -> Action:
