@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -193,6 +194,18 @@ def test_a_gang_that_has_succeeded_as_it_was_evicted_has_succeeded():
     assert isinstance(first, act.ConfirmGone)
     world.all_end(0)
     assert world.settle().phase == "Succeeded"
+
+
+def test_a_read_for_another_reason_is_not_taken_for_that_one():
+    world = admitted(startupDeadlineSeconds=60)
+    world.now += timedelta(seconds=61)
+    world.carry_out(world.plan().actions[0])  # that no pod has a node
+    (read,) = world.plan().actions
+    assert read == act.ConfirmGone(1)
+    world.carry_out(read)
+    assert world.kueue
+    world.kueue.touch(workloads.evict(world.kueue.only, world.now))
+    assert world.plan().actions == (act.ConfirmGone(1, by_name=True),)
 
 
 def test_a_gang_that_was_broken_as_it_was_evicted_has_its_failure_told_uncharged():

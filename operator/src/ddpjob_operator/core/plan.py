@@ -264,9 +264,13 @@ def _needs_all(view: View) -> bool:
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
         return True
-    if queue.unproven(view) or (queue.wait(view) and _may_be_done(view)):
+    if _queue_asks(view):
         return True
     return startup.late(view) and not view.read_since(startup.deadline(view))
+
+
+def _queue_asks(view: View) -> bool:
+    return queue.unproven(view) or (bool(queue.wait(view)) and _may_be_done(view))
 
 
 def _write(view: View, change: Change) -> Plan | None:
@@ -321,7 +325,7 @@ def _act(view: View) -> Plan:
     if removals := gang.removals(view):
         return Plan(removals, wake)
     if _needs_all(view):
-        by_name = template_guard.unsure(view) or queue.managed(view)
+        by_name = template_guard.unsure(view) or _queue_asks(view)
         return Plan((ConfirmGone(view.status.attempt, by_name=by_name),), wake)
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo, wake)
