@@ -41,6 +41,8 @@ async def ensure(
             body = {**action.body, "spec": {**wanted, **priority}}
             written = await api.create(WORKLOADS, job.namespace, body, strict=True)
     except errors.ApiError as error:
+        if error.reason == "Conflict":
+            return None  # changed meanwhile: the next look sees that
         if error.reason != "AlreadyExists":
             return error, None
         written = await api.get(WORKLOADS, job.namespace, name)
@@ -59,7 +61,10 @@ async def write(api: Api, store: Store, job: Job, action: WriteWorkload, now: da
         body = workload.with_status(
             found, action.told, now, reclaimed=action.reclaimed, give_back=action.give_back
         )
-        found = await api.replace(WORKLOADS, job.namespace, action.name, body, sub="status")
+        try:
+            found = await api.replace(WORKLOADS, job.namespace, action.name, body, sub="status")
+        except errors.Conflict:
+            return False
     store.workloads.put(found)
     return fresh
 

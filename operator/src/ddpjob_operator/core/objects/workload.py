@@ -189,7 +189,7 @@ def with_status(
             "status": value,
             "reason": new.reason,
             "message": new.message,
-            "lastTransitionTime": before.get("lastTransitionTime") if same else stamp,
+            "lastTransitionTime": before.get("lastTransitionTime", stamp) if same else stamp,
             "observedGeneration": found["metadata"].get("generation", 0),
         }
     status["conditions"] = list(old.values())
