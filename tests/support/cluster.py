@@ -115,6 +115,10 @@ class Cluster:
         """`devcluster node stop|start|partition|heal N`."""
         _devcluster(self.name, "node", verb, name.removeprefix("node"), timeout=PATIENCE)
 
+    def install_kueue(self) -> None:
+        """`devcluster kueue`; it builds Kueue first, once."""
+        _devcluster(self.name, "kueue", timeout=1800)
+
     def apply_crd(self) -> None:
         """Install the DDPJob definition and wait until the API server serves it."""
         self.kubectl("apply", "-f", str(CRD), check=True)

@@ -1,12 +1,13 @@
 """The programs: found when the machine has them in the right version, else built and cached.
 
 Every Kubernetes component, etcd and kubectl are one binary built from devcluster/kube, and CoreDNS
-is another, with only the plugins that are used; KWOK and Helm come by `go install` at pinned
+is another, with only the plugins that are used; Helm, KWOK and Kueue come by `go install` at pinned
 versions. Each build is kept in the cache under a hash of all that it was made from.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -25,13 +26,14 @@ OTHER_CONTROL_PLANE = "DDPJOB_CONTROL_PLANE"
 COREDNS = "v1.14.1"  # newer ones would raise what Kubernetes is built from
 MODULES = {
     "helm": ("helm.sh/helm/v4/cmd/helm", "v4.3.1"),
+    "kueue": ("sigs.k8s.io/kueue/cmd/kueue", "v0.17.0"),
     "kwok": ("sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
 }
 SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CONTROL_PLANE = ("etcd", *SERVERS, "kubectl")
 NODE = ("kubelet", "kube-proxy", "coredns")
 KUBE = (*CONTROL_PLANE, *NODE)
-TOOLBOX = (*KUBE, "helm")  # what the tests need; KWOK is built when it is asked for
+TOOLBOX = (*KUBE, "helm")  # what the tests need; the others are built when asked for
 _SOURCE = Path(__file__).resolve().parents[2] / "kube"
 _GO = (1, 26)
 _OLDEST_ETCD = (3, 5)
@@ -222,3 +224,13 @@ def _build_module(name: str, log: Log) -> Path:
 
     ensure_dir(home, make, log)
     return home
+
+
+def module_directory(name: str) -> Path:
+    """Return the sources of a program's module, from Go's cache: they hold its chart too."""
+    go, _ = _go()
+    package, version = MODULES[name]
+    module = package.partition("/cmd/")[0]
+    command = ["env", f"HOME={Path.home()}", "GOFLAGS=", "GOWORK=off", go, "mod", "download"]
+    told = host.run([*command, "-json", f"{module}@{version}"], f"the sources of {name}")
+    return Path(json.loads(told)["Dir"])

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from devcluster import binaries, cluster, images, lifecycle, status
+from devcluster import binaries, cluster, images, kueue, lifecycle, status
 from devcluster.api import ApiError
 from devcluster.cluster import Wanted
 from devcluster.failure import Failure
@@ -51,8 +51,9 @@ def parser() -> argparse.ArgumentParser:
     node = commands.add_parser("node", help="make a node fail, or come back")
     node.add_argument("verb", choices=("stop", "start", "partition", "heal"))
     node.add_argument("number", type=int, metavar="N")
+    commands.add_parser("kueue", help="install Kueue, or change what is there of it")
     commands.add_parser(
-        "build", help="build the programs, all but KWOK; print the directory that holds them"
+        "build", help="build the programs, all but KWOK and Kueue; print the directory they are in"
     )
     kubectl = commands.add_parser("kubectl", help="run kubectl against the cluster")
     kubectl.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS")
@@ -68,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
             wanted = Wanted(arguments.nodes, arguments.kwok, arguments.gang_scheduling)
             made = lifecycle.up(name, wanted, arguments.image, say)
             print(made.layout.kubeconfig)
-        case "down":
-            lifecycle.down(name, say)
+        case "down" | "kueue" as command:
+            {"down": lifecycle.down, "kueue": kueue.install}[command](name, say)
         case "status":
             return status.show(name, arguments.json)
         case "load":

@@ -50,6 +50,8 @@ def apiserver(layout: Layout) -> list[str]:
         f"--service-cluster-ip-range={SERVICE_NETWORK}",
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
+        # The service network ends in the nodes: webhooks are reached at their pods' addresses.
+        "--enable-aggregator-routing=true",
         "--allow-privileged=true",
         "--profiling=false",
     ]
