@@ -335,10 +335,10 @@ def trainer(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def installed(name: str) -> Iterator[Site]:
+def installed(name: str, *args: str) -> Iterator[Site]:
     """A two-node cluster of one's own with the chart, and a namespace in it."""
     try:
-        yield namespace(ready(name))
+        yield namespace(ready(name, *args))
     finally:
         if not os.environ.get("DDPJOB_KEEP_CLUSTER"):
             cluster.down(name)
