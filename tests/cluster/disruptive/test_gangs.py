@@ -15,8 +15,6 @@ import pytest
 from support import cluster
 from support import site as support
 from support.cluster import CHECKOUT, wait_for
-from support.patience import WITHIN
-from support.rest import Rest
 from support.sharing import Shared
 from support.site import STEPS, Site, digits, job, trainer
 

@@ -24,7 +24,7 @@ from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
-from ddpjob_operator.shell import groups, workloads
+from ddpjob_operator.shell.scheduling import groups, workloads
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes

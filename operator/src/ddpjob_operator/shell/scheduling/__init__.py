@@ -1,0 +1,1 @@
+"""Objects of schedulers beside the pods: PodGroups, and Workloads of Kueue."""

@@ -1,0 +1,150 @@
+"""PodGroups on a real API server with the feature gates on: what is made, kept and removed.
+
+How the scheduler places them is the business of tests/cluster/disruptive/test_gangs.py: here a hand
+binds the pods.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from devcluster import binaries
+from support import arena as support
+from support import cluster
+from support.arena import Arena
+from support.chart import CHART
+from support.proxy import Call, Fault
+from support.rest import Object, eventually
+from support.sharing import Shared
+
+GROUP = "/apis/scheduling.k8s.io/v1alpha2"
+NATIVE = {"gang": "Native", "topologyKey": "rack"}
+
+
+@pytest.fixture(scope="module")
+def gated(shared: Shared) -> cluster.Cluster:
+    """A control plane of its own, with PodGroups."""
+
+    def make(name: str) -> cluster.Cluster:
+        plane = cluster.up(name, "--nodes", "0", "--gang-scheduling")
+        plane.apply_crd()
+        return plane
+
+    run = shared.once("run", lambda: secrets.token_hex(3))
+    return cluster.shared(shared, f"t-gang-{run}", make)
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[Object]:
+    """What the chart gives the operator where the API server serves PodGroups."""
+    helm = binaries.ensure(["helm"], print)["helm"]
+    values = (
+        "--api-versions",
+        "scheduling.k8s.io/v1alpha2/PodGroup",
+        "--set",
+        "rbac.userRoles=false",
+    )
+    command = [helm, "template", "ddpjob", CHART, *values]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    roles = [one for one in yaml.safe_load_all(made) if one and one["kind"].endswith("Role")]
+    return [rule for role in roles for rule in role["rules"]]
+
+
+@pytest.fixture(scope="module")
+def stage(
+    gated: cluster.Cluster, rules: list[Object], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Arena]:
+    with support.arena(gated.kubeconfig, tmp_path_factory.mktemp("gang")) as found:
+        found.rights().give(rules)
+        found.start_operator()
+        yield found
+
+
+def groups(stage: Arena, gang: str) -> dict[str, Object]:
+    found = stage.rest.items(stage.path("podgroups", group=GROUP))
+    mine = [one for one in found if one["metadata"]["name"].startswith(f"{gang}-")]
+    return {one["metadata"]["name"]: one for one in mine}
+
+
+def named(stage: Arena, gang: str) -> set[str]:
+    """The groups that its pods name; "" for pods without one."""
+    pods = stage.kubelet.pods(gang)
+    return {(pod["spec"].get("schedulingGroup") or {}).get("podGroupName", "") for pod in pods}
+
+
+def test_each_attempt_has_its_group_and_none_outlives_the_job(stage: Arena, gang: str) -> None:
+    stage.apply(gang, scheduling=NATIVE)
+    first = stage.wait_phase(gang, "Running")["podGroup"]
+    assert named(stage, gang) == {first}
+    spec = groups(stage, gang)[first]["spec"]
+    assert spec["schedulingPolicy"] == {"gang": {"minCount": 3}}
+    assert spec["disruptionMode"] == "PodGroup"
+    assert spec["schedulingConstraints"] == {"topology": [{"key": "rack"}]}
+    assert stage.quiet_resyncs() == []
+
+    stage.kubelet.finish(f"{gang}-1", 1)
+    second = stage.wait_phase(gang, "Running", 2)["podGroup"]
+    assert named(stage, gang) == {second} != {first}
+    eventually("the first is gone", lambda: set(groups(stage, gang)) == {second})
+
+    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
+    stage.wait_status(gang, "no group", lambda s: s["phase"] == "Suspended" and "podGroup" not in s)
+    eventually("the second is gone", lambda: groups(stage, gang) == {})
+    assert stage.quiet_resyncs() == []
+
+    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
+    stage.wait_phase(gang, "Running", 3)
+    stage.succeed(gang)
+    eventually("the third is gone", lambda: groups(stage, gang) == {})
+    stage.wait_status(gang, "no group", lambda s: "podGroup" not in s)
+    assert stage.quiet_resyncs() == []
+
+
+def test_a_group_that_may_not_be_made_is_done_without_or_waited_for(
+    stage: Arena, gang: str
+) -> None:
+    def of_groups(call: Call) -> bool:
+        return call.path.endswith("/podgroups") and call.method == "POST"
+
+    forbidden = Fault("answer", of_groups, times=10_000, code=403)
+    stage.proxy.faults = [forbidden]
+    stage.apply(gang, scheduling={"gang": "Native"})
+    told = stage.wait_condition(gang, "Stalled", "GangUnavailable")
+    assert "spec.scheduling.gang to None" in told["message"]
+    assert stage.kubelet.pods(gang) == []
+    assert stage.status(gang)["restarts"]["charged"] == 0
+    stage.proxy.faults = []
+    stage.wait_phase(gang, "Running")
+    assert named(stage, gang) == set(groups(stage, gang))
+
+
+def test_an_operator_killed_at_any_write_leaves_one_group(gated: cluster.Cluster, tmp_path: Path):
+    """Before and after each creation and deletion of a group, and once more on its way."""
+    with support.arena(gated.kubeconfig, tmp_path) as stage:
+        operator = stage.start_operator()
+        for number, method in enumerate(("POST", "POST", "DELETE", "DELETE")):
+            kind = "kill-before" if number % 2 == 0 else "kill-commit"
+            at = lambda call, method=method: "/podgroups" in call.path and call.method == method  # noqa: E731
+            name = f"gang-{number}"
+            if method == "POST":
+                stage.proxy.faults = [Fault(kind, at)]
+            stage.apply(name, scheduling={"gang": "Native"})
+            if method == "DELETE":
+                stage.wait_phase(name, "Running")
+                stage.proxy.faults = [Fault(kind, at)]
+                stage.kubelet.finish(f"{name}-1", 1)
+            assert operator.wait() != 0
+            stage.proxy.faults = []
+            operator = stage.start_operator()
+            stage.wait_phase(name, "Running", 1 if method == "POST" else 2)
+            group = stage.status(name)["podGroup"]
+            assert named(stage, name) == {group}
+            eventually(
+                "one group", lambda name=name, group=group: set(groups(stage, name)) == {group}
+            )
