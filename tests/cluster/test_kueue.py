@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from support import kueue
-from support.cluster import wait_for
+from support.cluster import CHECKOUT, wait_for
 from support.sharing import Shared
 from support.site import Site
 
 pytestmark = [pytest.mark.root, pytest.mark.tier("all")]
 
-QUEUE = "jobs"
+NAMESPACE = "queued-jobs"
 
 
 def job(name: str, seconds: int) -> dict[str, Any]:
@@ -28,37 +28,41 @@ def job(name: str, seconds: int) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "labels": {kueue.QUEUE_LABEL: QUEUE}},
+        "metadata": {"name": name, "labels": {kueue.QUEUE_LABEL: "jobs"}},
         "spec": {"suspend": False, "template": {"spec": pod}},
     }
 
 
 @pytest.fixture
-def queue(site: Site, shared: Shared) -> Iterator[None]:
-    kueue.ensure(shared, site.cluster)
-    objects = kueue.queue(QUEUE, site.namespace, {"cpu": "10m"})
-    site.apply(*objects)
-    yield
-    site.kubectl("delete", "jobs", "--all", check=True)
-    for one in reversed(objects):
-        site.kubectl("delete", one["kind"], one["metadata"]["name"], check=True)
+def jobs(sites: Callable[[str], Site], shared: Shared) -> Iterator[Site]:
+    """A namespace with a queue; no DDPJobs in it, so their invariants do not hold."""
+    cluster = sites(f"t-{CHECKOUT}").cluster
+    kueue.ensure(shared, cluster)
+    found = Site(cluster, NAMESPACE)
+    cluster.kubectl("create", "namespace", NAMESPACE, check=True)
+    queue = kueue.queue("jobs", NAMESPACE, {"cpu": "10m"})
+    found.apply(*queue)
+    yield found
+    for one in reversed(queue):
+        found.kubectl("delete", one["kind"], one["metadata"]["name"], "--wait=false", check=True)
+    found.kubectl("delete", "namespace", NAMESPACE, check=True)
 
 
-def test_kueue_admits_a_job_once_another_has_freed_the_quota(site: Site, queue: None) -> None:
-    site.apply(job("first", 1000))
-    wait_for(lambda: site.get("job", "first")["status"].get("active"), "the first to be admitted")
-    site.apply(job("second", 0))
-    assert site.get("job", "second")["spec"]["suspend"], "Kueue's webhook suspends it"
+def test_kueue_admits_a_job_once_another_has_freed_the_quota(jobs: Site) -> None:
+    jobs.apply(job("first", 1000))
+    wait_for(lambda: jobs.get("job", "first")["status"].get("active"), "the first to be admitted")
+    jobs.apply(job("second", 0))
+    assert jobs.get("job", "second")["spec"]["suspend"], "Kueue's webhook suspends it"
 
     def told() -> str | None:
         """Why the second has no quota."""
-        for workload in site.get("workloads.kueue.x-k8s.io")["items"]:
+        for workload in jobs.get("workloads.kueue.x-k8s.io")["items"]:
             if workload["metadata"]["ownerReferences"][0]["name"] == "second":
                 conditions = workload.get("status", {}).get("conditions", [])
                 return next((c["message"] for c in conditions if c["status"] == "False"), None)
         return None
 
     assert "insufficient unused quota" in wait_for(told, "Kueue to hold the second back")
-    assert site.get("job", "second")["spec"]["suspend"]
-    site.kubectl("delete", "job", "first", check=True)
-    wait_for(lambda: site.get("job", "second")["status"].get("succeeded"), "the second to succeed")
+    assert jobs.get("job", "second")["spec"]["suspend"]
+    jobs.kubectl("delete", "job", "first", check=True)
+    wait_for(lambda: jobs.get("job", "second")["status"].get("succeeded"), "the second to succeed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import shutil
 import tarfile
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from devcluster.imageload import Containerd
 
 NAMESPACE = "kueue-system"
 VERSION = binaries.MODULES["kueue"][1]
-_FORMAT = "1"
+_FORMAT = "2"
 _REPOSITORY = "docker.io/devcluster/kueue"
 _NOBODY = "65532:65532"
 _SMALL = {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}}
@@ -57,20 +58,22 @@ def install(name: str, log: Log) -> None:
         )
     programs = binaries.ensure(["helm", "kueue"], log)
     image = f"{_REPOSITORY}:{digest(_FORMAT, programs['kueue'].parent.name)}"
-    archive = _archive(programs["kueue"], image, log)
+    made = _make(programs["kueue"], image, log)
     lacking = [
         node.containerd_socket
         for node in this.members
         if Containerd(node.containerd_socket).image_digest(image) is None
     ]
-    images.load_into(lacking, str(archive), log)
-    chart = binaries.module_directory("kueue") / "charts" / "kueue"
+    images.load_into(lacking, str(made / "image.tar"), log)
     helm: list[str | Path] = [programs["helm"], f"--kubeconfig={this.layout.kubeconfig}"]
     options = f"--namespace {NAMESPACE} --create-namespace --values - --wait --timeout"
-    command = [*helm, "upgrade", "--install", "kueue", chart, *options.split(), f"{PATIENCE:.0f}s"]
+    chart: list[str | Path] = [made / "chart", *options.split(), f"{PATIENCE:.0f}s"]
+    command = [*helm, "upgrade", "--install", "kueue", *chart]
     with timed(f"installing Kueue {VERSION} in namespace {NAMESPACE}", log):
         text = json.dumps(values(image))
-        host.run(command, f"installing Kueue (see pods in {NAMESPACE})", timeout=PATIENCE + 10, text=text)
+        host.run(
+            command, f"installing Kueue (see pods in {NAMESPACE})", timeout=PATIENCE + 10, text=text
+        )
         _wait_for_webhooks(connect(this.layout))
 
 
@@ -82,13 +85,18 @@ def values(image: str) -> dict[str, Any]:
         "resources": _SMALL,
     }
     return {
-        "controllerManager": {"replicas": 1, "manager": manager, "readinessProbe": _PROBE},
+        "controllerManager": {
+            "replicas": 1,
+            "manager": manager,
+            "readinessProbe": _PROBE,
+            "featureGates": [{"name": "VisibilityOnDemand", "enabled": False}],
+        },
         "managerConfig": {"controllerManagerConfigYaml": json.dumps(_CONFIGURATION)},
     }
 
 
-def _archive(program: Path, image: str, log: Log) -> Path:
-    """Return the manager's image as an OCI archive, made once per build."""
+def _make(program: Path, image: str, log: Log) -> Path:
+    """Return a directory with the manager's image and the chart, made once per build."""
     home = cache_root() / f"kueue-{image.rpartition(':')[2]}"
 
     def make(aside: Path) -> None:
@@ -98,8 +106,13 @@ def _archive(program: Path, image: str, log: Log) -> Path:
         config = {"User": _NOBODY, "Cmd": ["/manager"]}
         (aside / "image.tar").write_bytes(ociarchive.pack(image, packed.getvalue(), config))
 
+        # An API behind the API server: while it is down no namespace could be removed.
+        unwanted = shutil.ignore_patterns("visibility")
+        chart = binaries.module_directory("kueue") / "charts" / "kueue"
+        shutil.copytree(chart, aside / "chart", ignore=unwanted)
+
     ensure_dir(home, make, log)
-    return home / "image.tar"
+    return home
 
 
 def _wait_for_webhooks(api: Api) -> None:
