@@ -103,7 +103,7 @@ def undisturbed(site: Site, sizes: Iterable[int]) -> dict[int, str]:
         site.wait_phase(name, "Succeeded")
         hashes[size] = site.result(name)["weights_sha256"]
         site.delete(name)
-        print(f"undisturbed, {size} pods: {hashes[size]}", flush=True)
+        print(f"undisturbed, pods: {size}, hash: {hashes[size]}", flush=True)
     return hashes
 
 
@@ -354,8 +354,10 @@ def main() -> int:
     found = findings(rows, order, args.part_seconds)
     most = max(sum(pod.holds for pod in look.pods) for look in play.looks)
     gap = max(b.at - a.at for a, b in zip(play.looks, play.looks[1:], strict=False))
-    print(f"\n{len(play.strikes)} deletions in {play.looks[-1].at:.0f} s; at most {most} pods at")
-    print(f"once; {len(play.looks)} looks, the longest gap {gap:.1f} s")
+    print(
+        f"\n{len(play.strikes)} deletions in {play.looks[-1].at:.0f} s; {most} pods at most at once"
+    )
+    print(f"{len(play.looks)} looks, the longest gap {gap:.1f} s")
     print("\n".join(["", *(f"FINDING: {one}" for one in found)]) if found else "no findings")
     result = {
         "seed": args.seed,

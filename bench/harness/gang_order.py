@@ -159,7 +159,7 @@ class Order:
             had = self._since(earlier, number, spare, preempts=False)
             explained = had <= BACKOFF_SECONDS
             reason = f"there was room, for {had:.1f} s"
-            reason += ": it was not tried again yet" if explained else ""
+            reason += ": within its pause between tries" if explained else ""
         else:
             reason = f"room for {fit} of {missing} pods of {earlier.slots}"
             had = self._since(earlier, number, spare, preempts=True)

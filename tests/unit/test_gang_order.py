@@ -62,7 +62,7 @@ def test_who_had_room_for_long_should_have_been_first() -> None:
     (short,) = order([FULL, EARLY, LATE], looks(BUSY + waiting, waiting, on)).inversions()
     assert (short.explained, short.reason) == (
         True,
-        "there was room, for 2.0 s: it was not tried again yet",
+        "there was room, for 2.0 s: within its pause between tries",
     )
     (long,) = order([FULL, EARLY, LATE], looks(BUSY + waiting, *[waiting] * 20, on)).inversions()
     assert (long.explained, long.reason) == (False, "there was room, for 21.0 s")
