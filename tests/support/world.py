@@ -260,28 +260,20 @@ class World:
                 told = self.probed.get(action.pod_uid, "")
                 self.feedback = probe.answered(self.feedback, action.pod_uid, told)
             case act.EnsureNetwork():
-                refusal = self.refuse_network(action)
-                attempt = self.feedback.network_attempt if refusal else action.attempt
-                self.feedback = replace(
-                    self.feedback,
-                    network_attempt=attempt,
-                    network_at=self.feedback.network_at if refusal else self.now,
-                    network_refusal=refusal,
-                )
-                self._back_off(refusal)
-                self._make_group(action)
-            case act.RemoveGroups():
-                self.log.append("remove groups")
-                self.groups.clear()
-                self.feedback = replace(self.feedback, groups_removed=action.name)
+                self._ensure_network(action)
             case act.CreatePod():
                 self._create(action)
             case act.DeleteJob():
                 self.log.append("delete job")
             case _:
-                self._ask_kueue(action)
+                self._do_beside(action)
 
-    def _ask_kueue(self, action: act.Queue | act.ReadFlavors) -> None:
+    def _do_beside(self, action: act.RemoveGroups | act.Queue | act.ReadFlavors) -> None:
+        if isinstance(action, act.RemoveGroups):
+            self.log.append("remove groups")
+            self.groups.clear()
+            self.feedback = replace(self.feedback, groups_removed=action.name)
+            return
         assert self.kueue
         self.log.append(type(action).__name__)
         if isinstance(action, act.ReadFlavors):
@@ -466,7 +458,16 @@ class World:
         pod["spec"]["nodeName"] = f"node{replica % 2 + 1}"
         pod["status"] = {"phase": phase, "containerStatuses": [status]}
 
-    def _make_group(self, action: act.EnsureNetwork) -> None:
+    def _ensure_network(self, action: act.EnsureNetwork) -> None:
+        refusal = self.refuse_network(action)
+        attempt = self.feedback.network_attempt if refusal else action.attempt
+        self.feedback = replace(
+            self.feedback,
+            network_attempt=attempt,
+            network_at=self.feedback.network_at if refusal else self.now,
+            network_refusal=refusal,
+        )
+        self._back_off(refusal)
         for body in action.bodies:
             if body["kind"] == "PodGroup" and self.no_gang:
                 self.feedback = replace(self.feedback, no_gang=(action.attempt, self.no_gang))

@@ -62,8 +62,8 @@ def pod(
     ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
     only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
     hub's number, where they are others. ``reached``: the last step that is known to have ended.
-    ``group``: the PodGroup of those that do not stand by. ``placements``: what Kueue asks of it, all
-    of it compatible.
+    ``group``: the PodGroup of those that do not stand by. ``placements``: what Kueue asks of it,
+    all of it compatible.
     """
     template = spec.template.packed.unpack()
     if placements and isinstance(placed := workloads.placed(template, placements), dict):

@@ -24,7 +24,6 @@ from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
-from ddpjob_operator.shell.scheduling import groups, workloads
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes
@@ -32,6 +31,7 @@ from ddpjob_operator.shell.cache.pods import failed_probe, hidden_pods, slim_pod
 from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.recorder import Recorder
+from ddpjob_operator.shell.scheduling import groups, workloads
 
 log = logging.getLogger(__name__)
 
@@ -107,12 +107,8 @@ class Executor:
             case actions.ReadEvents(uid):
                 found = await failed_probe(self._api, job, action)
                 self._learn(job.uid, lambda known: probe.answered(known, uid, found))
-            case actions.EnsureWorkload():
-                return await self._ensure_workload(job, action)
-            case actions.WriteWorkload():
-                return await workloads.write(self._api, self._store, job, action, self._now())
-            case actions.DeleteWorkload():
-                await workloads.delete(self._api, self._store, job, action)
+            case actions.EnsureWorkload() | actions.WriteWorkload() | actions.DeleteWorkload():
+                return await self._do_workload(job, action)
             case actions.ReadFlavors(admission, names):
                 read = admission, await workloads.flavors(self._api, names)
                 self._learn(job.uid, partial(replace, flavors=read))
@@ -315,6 +311,16 @@ class Executor:
         if dropped := groups.dropped_of(pod, action.body):
             self._learn_no_group(job, action.attempt, dropped)
         return None
+
+    async def _do_workload(self, job: observe.Job, action: actions.Queue) -> bool:
+        match action:
+            case actions.EnsureWorkload():
+                return await self._ensure_workload(job, action)
+            case actions.WriteWorkload():
+                return await workloads.write(self._api, self._store, job, action, self._now())
+            case actions.DeleteWorkload():
+                await workloads.delete(self._api, self._store, job, action)
+        return True
 
     async def _ensure_workload(self, job: observe.Job, action: actions.EnsureWorkload) -> bool:
         refused, refusal = await workloads.ensure(self._api, self._store, job, action), None
