@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ddpjob_operator.core.pod_groups import WHOLE
 from devcluster import binaries
 from support import arena as support
 from support import cluster
@@ -23,7 +24,7 @@ from support.proxy import Call, Fault
 from support.rest import Object, eventually
 from support.sharing import Shared
 
-GROUP = "/apis/scheduling.k8s.io/v1alpha2"
+GROUP = "/apis/scheduling.k8s.io"
 NATIVE = {"gang": "Native", "topologyKey": "rack"}
 
 
@@ -67,9 +68,15 @@ def stage(
 
 
 def groups(stage: Arena, gang: str) -> dict[str, Object]:
-    found = stage.rest.items(stage.path("podgroups", group=GROUP))
+    found = stage.rest.items(stage.path("podgroups", group=f"{GROUP}/{version(stage)}"))
     mine = [one for one in found if one["metadata"]["name"].startswith(f"{gang}-")]
     return {one["metadata"]["name"]: one for one in mine}
+
+
+def version(stage: Arena) -> str:
+    """The newest that serves PodGroups: DDPJOB_CONTROL_PLANE may be of another Kubernetes."""
+    served = {one["version"] for one in stage.rest.get(GROUP)["versions"]}
+    return next(one for one in WHOLE if one in served)
 
 
 def named(stage: Arena, gang: str) -> set[str]:
@@ -89,7 +96,7 @@ def test_each_attempt_has_its_group_and_none_outlives_the_job(stage: Arena, gang
     assert named(stage, gang) == {first}
     spec = groups(stage, gang)[first]["spec"]
     assert spec["schedulingPolicy"] == {"gang": {"minCount": 3}}
-    assert spec["disruptionMode"] == "PodGroup"
+    assert spec["disruptionMode"] == WHOLE[version(stage)]
     assert spec["schedulingConstraints"] == {"topology": [{"key": "rack"}]}
     settles(stage)
 
