@@ -52,6 +52,8 @@ FIXED = (
     ("spec.replicas", 4),
     ("spec.standby", 1),
     ("spec.standbyPriorityClassName", "low"),
+    ("spec.scheduling", {"gang": "Native"}),
+    ("spec.scheduling.topologyKey", "rack"),
     ("spec.nprocPerNode", 2),
     ("spec.port", 29501),
     ("spec.snapshot.path", "/other"),

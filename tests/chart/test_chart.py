@@ -273,6 +273,20 @@ def test_the_operators_rights_are_these_and_no_others(template: Template) -> Non
         assert [rule["resourceNames"] for rule in named] == [["mine"]]
 
 
+@pytest.mark.parametrize("served", ["v1alpha2", "v1beta1", "v1"])
+@pytest.mark.parametrize("when", ["Auto", "Always", "Never"])
+def test_rights_to_pod_groups_are_given_where_they_are_served(
+    template: Template, served: str, when: str
+) -> None:
+    """v1 has no PodGroups so far."""
+    kinds = f"scheduling.k8s.io/{served}/{'PriorityClass' if served == 'v1' else 'PodGroup'}"
+    objects = template("--api-versions", kinds, "--set", f"rbac.podGroups={when}")
+    given = rights(objects["ClusterRole/ops:ddpjob-operator"])
+    found = given.get(("scheduling.k8s.io", "podgroups"), set())
+    wanted = when == "Always" or (when == "Auto" and served != "v1")
+    assert found == ({"get", "list", "create", "delete"} if wanted else set())
+
+
 def test_users_get_rights_by_aggregation(template: Template) -> None:
     """Status is the operator's: nobody else may claim that a job has succeeded."""
     objects = template()
