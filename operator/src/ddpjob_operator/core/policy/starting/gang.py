@@ -119,8 +119,12 @@ def removals(view: View) -> tuple[Action, ...]:
 
 
 def preempted(view: View, loss: Failure) -> bool:
-    """Tell whether a higher priority takes the whole group's room."""
-    return bool(view.status.pod_group) and loss.reason == PREEMPTED
+    """Tell whether a higher priority takes the whole group's room.
+
+    The first member may be gone before its condition was seen; the others still have theirs.
+    """
+    reasons = {loss.reason, *(pod.disruption for pod in view.members.values())}
+    return bool(view.status.pod_group) and PREEMPTED in reasons
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:
