@@ -233,8 +233,11 @@ def test_avoided_nodes_are_given_up_by_a_group_that_finds_no_room_without_them()
     assert (world.phase, world.status.get("avoidedNodes")) == ("Pending", None)
 
 
-def test_a_waiting_group_that_a_stranger_removed_is_made_again():
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_waiting_group_that_a_stranger_removed_is_made_again(restarted: bool):
     world = waiting()
+    if restarted:  # another process has made it
+        world.restart_operator()
     name = world.status["podGroup"]
     world.groups.clear()
     for _ in range(3):

@@ -101,7 +101,7 @@ def waits(view: View) -> bool:
 
 def looks_again(view: View) -> datetime | None:
     """Return when to make sure again that a waiting group is there."""
-    made = view.feedback.network_at
+    made = view.feedback.network_at or view.begun_at
     return made + _LOOKS_AGAIN if made and waits(view) else None
 
 
