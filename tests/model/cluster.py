@@ -16,6 +16,7 @@ from typing import Any
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import PODGROUPS
 from support.invariants import Write
 from support.objects import ended
 
@@ -26,6 +27,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 NAMESPACE = "ns"
 GRACE = 30
 NODES = ("node-0", "node-1")
+PROTECTION = "scheduling.k8s.io/podgroup-protection"
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Cluster:
     quota: int | None = None  # pods that have not ended
     refuse: Callable[[Object], errors.ApiError | None] = lambda body: None  # admission
     nodes: tuple[str, ...] = NODES
+    gang_api: bool = False  # PodGroups are served
+    rooms: dict[str, int] | None = None  # of pods, by node: a scheduler binds; None: always room
     silent: set[str] = field(default_factory=set)  # those that nobody hears of
     objects: dict[Key, Object] = field(default_factory=dict)
     history: list[Write] = field(default_factory=list)  # the watch log
@@ -55,6 +59,7 @@ class Cluster:
     # --- the API server ---
 
     def get(self, plural: str, name: str) -> Object:
+        self._check_served(plural)
         found = self.objects.get((plural, NAMESPACE, name))
         if found is None:
             raise _error(404, "NotFound", f"{plural} {name} not found")
@@ -62,6 +67,7 @@ class Cluster:
 
     def list(self, plural: str, selector: str = "", behind: int = 0) -> tuple[list[Object], int]:
         """The objects and the version of the list; ``behind`` writes ago."""
+        self._check_served(plural)
         at = max(0, len(self.history) - behind)
         if behind and self.history:
             state = self.states[at]
@@ -71,6 +77,7 @@ class Cluster:
         return [o for k, o in state.items() if k[0] == plural and selects(selector, o)], version
 
     def create(self, plural: str, body: Object, by: str = "") -> Object:
+        self._check_served(plural)
         name = body["metadata"]["name"]
         key = (plural, body["metadata"].get("namespace", NAMESPACE), name)
         if key in self.objects:
@@ -92,6 +99,10 @@ class Cluster:
         obj = {**body, "metadata": meta}
         if plural == "pods":
             obj["status"] = {"phase": "Pending"}
+            if not self.gang_api:  # a field whose gate is off is dropped without a word
+                obj["spec"] = {k: v for k, v in body["spec"].items() if k != "schedulingGroup"}
+        if plural == PODGROUPS:
+            obj["metadata"]["finalizers"] = [PROTECTION]
         if plural == crd.PLURAL:
             obj["metadata"]["generation"] = 1
         return self._commit("ADDED", key, obj, by)
@@ -128,6 +139,11 @@ class Cluster:
             raise _error(409, "Conflict", "the uid in the precondition differs")
         if version not in ("", old["metadata"]["resourceVersion"]):
             raise _error(409, "Conflict", "the resourceVersion in the precondition differs")
+        if plural == PODGROUPS and self.protected(name):
+            gone = {**old["metadata"], "deletionTimestamp": stamp(self.now)}
+            leaving = "deletionTimestamp" in old["metadata"]
+            key = (plural, NAMESPACE, name)
+            return old if leaving else self._commit("MODIFIED", key, {**old, "metadata": gone}, by)
         wanted = self._grace(old, grace) if plural == "pods" else 0
         if by and grace == 0 and plural == "pods" and not self.hears(old):
             self.forced.add(old["metadata"]["uid"])  # Fence: the lineage shuts the zombie out
@@ -201,12 +217,23 @@ class Cluster:
         self.history.append(Write(kind, key[0], new, self.now, by))
         return new
 
+    def _check_served(self, plural: str) -> None:
+        if plural == PODGROUPS and not self.gang_api:
+            raise _error(404, "NotFound", "the server could not find the requested resource")
+
     # --- what is there ---
 
     def pods(self, job: str = "") -> list[Object]:
         found = [o for (plural, _, _), o in self.objects.items() if plural == "pods"]
         mine = [o for o in found if not job or label(o, crd.LABEL_JOB_NAME) == job]
         return sorted(mine, key=lambda o: o["metadata"]["name"])
+
+    def groups(self) -> list[Object]:
+        return [o for (plural, _, _), o in self.objects.items() if plural == PODGROUPS]
+
+    def protected(self, group: str) -> bool:
+        """Whether a pod that has not ended names the PodGroup, which therefore stays."""
+        return any(group_of(pod) == group and not ended(pod) for pod in self.pods())
 
     def jobs(self) -> list[Object]:
         return [o for (plural, _, _), o in self.objects.items() if plural == crd.PLURAL]
@@ -306,14 +333,23 @@ class Cluster:
         orphans = [
             (key, obj)
             for key, obj in list(self.objects.items())
-            if key[0] not in (crd.PLURAL, "nodes")
+            if key[0] not in (crd.PLURAL, "nodes", *([] if self.gang_api else [PODGROUPS]))
             and (owner := controller(obj)) is not None
             and owner not in uids
             and "deletionTimestamp" not in obj["metadata"]
         ]
         for key, obj in orphans:
             self.delete(key[0], key[2], uid=obj["metadata"]["uid"])
-        return bool(orphans)
+        return bool(orphans) or (self.gang_api and self._let_groups_go())
+
+    def _let_groups_go(self) -> bool:
+        """The controller manager takes the finalizer off PodGroups that nobody needs any more."""
+        for group in self.groups():
+            name = group["metadata"]["name"]
+            if "deletionTimestamp" in group["metadata"] and not self.protected(name):
+                self._remove((PODGROUPS, NAMESPACE, name), "")
+                return True
+        return False
 
     def runs(self, pod: Object) -> bool:
         return pod["metadata"]["uid"] in self.processes and not ended(pod)
@@ -355,7 +391,7 @@ class Cluster:
         return {
             "phase": phase,
             "podIP": "10.0.0.1",
-            "conditions": [c for c in old if c["type"] != "PodScheduled"],
+            "conditions": [c for c in old if (c["type"], c["status"]) != ("PodScheduled", "False")],
             "containerStatuses": [{"name": c["name"], **one} for c in containers],
         }
 
@@ -368,6 +404,11 @@ def stamp(at: datetime) -> str:
 def label(obj: Object, key: str) -> str | None:
     found = (obj["metadata"].get("labels") or {}).get(key)
     return None if found is None else str(found)
+
+
+def group_of(pod: Object) -> str:
+    """The PodGroup that it names; "": none."""
+    return str((pod["spec"].get("schedulingGroup") or {}).get("podGroupName", ""))
 
 
 def controller(obj: Object) -> str | None:
@@ -391,7 +432,8 @@ def deadline(pod: Object) -> datetime | None:
 
 def _plural(obj: Object) -> str:
     kinds = {"Service": "services", "NetworkPolicy": "networkpolicies", "Pod": "pods",
-             "Secret": "secrets", "Workload": "workloads", "ResourceFlavor": "resourceflavors",
+             "Secret": "secrets", "PodGroup": PODGROUPS, "Workload": "workloads",
+             "ResourceFlavor": "resourceflavors",
              "WorkloadPriorityClass": "workloadpriorityclasses"}  # fmt: skip
     return kinds.get(obj.get("kind", ""), crd.PLURAL if "kind" in obj else "nodes")
 

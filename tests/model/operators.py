@@ -188,7 +188,16 @@ class Operator:
         queue: Any = self.queue
         leads = lambda: self.leading  # noqa: E731
         executor = Executor(api, self.store, recorder, metrics, leads=leads, now=self._clock.now)
-        self._reconciler = Reconciler(self.store, queue, executor, metrics, leads, self._clock)
+        self.gang_api = ""
+        self._reconciler = Reconciler(
+            self.store,
+            queue,
+            executor,
+            metrics,
+            leads,
+            self._clock,
+            gang_api=lambda: self.gang_api,
+        )
         self._informers = {
             "pods": PodInformer(api, self.store, None, self.queue.add),
             "nodes": NodeInformer(api, self.store, None, self.queue.add),
@@ -221,6 +230,7 @@ class Operator:
     def _start(self, behind: dict[str, int]) -> None:
         """The first lists, maybe of an old state; the watches go on from there."""
         self.api.behind = behind
+        self.discover()
         self.relist()
         self.resync()
         self.api.behind = {}
@@ -242,6 +252,15 @@ class Operator:
         self._clock.received()
         self.resynced_at = self.clock()
 
+    def discover(self) -> None:
+        """Ask which API serves PodGroups."""
+        found = "v1alpha2" if self.wire.cluster.gang_api else ""
+        if found != self.gang_api:
+            self.gang_api = found
+            for job in list(self.store.jobs()):
+                self.queue.add(job.key)
+        self.discovered_at = self.clock()
+
     def _list(self, listing: Coroutine[Any, Any, Any]) -> None:
         if self.dead:
             listing.close()
@@ -250,6 +269,13 @@ class Operator:
             self._loop.run_until_complete(listing)
         except RewoundError:
             self.dead = True  # the process ends, and starts anew
+
+    @property
+    def at_rest(self) -> bool:
+        """It has heard of all there is, and is not about to look at anything."""
+        heard = min(self.cursor.values()) == len(self.wire.cluster.history)
+        busy = any(at <= self.clock() for at in self.queue.due.values())
+        return heard and not (self.blind or self.task or busy)
 
     def deliver(self, plural: str) -> None:
         """Pass on the next events of one watch."""

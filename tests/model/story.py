@@ -17,6 +17,7 @@ from ddpjob_operator.core.objects import compact_spec
 from ddpjob_operator.core.plan import plan as real_plan
 from model.cluster import NAMESPACE, Cluster, Object, deadline
 from model.operators import RELIST, RESYNC, Operator, Planner
+from model.scheduler import Scheduler
 from model.wire import Wire
 from support.invariants import State, Violation, at_rest, check, gang_of, i19_explained
 from support.objects import attempt, labels, owner, replica, status, uid_of
@@ -62,6 +63,7 @@ class World:
         self.loop, self.fate, self.planner = loop, fate, planner
         self.cluster = cluster or Cluster()
         self.wire = Wire(self.cluster)
+        self.scheduler = Scheduler(self.cluster)
         self.operators: list[Operator] = []
         self.state = State()
         self.checked = 0
@@ -155,9 +157,12 @@ class World:
         if any(operator.work() for operator in self.operators):
             return True
         # A process outlives its object for as long as it can.
-        return self.cluster.collect() or self.move_machines() or self.cluster.reap()
+        machines = self.cluster.collect() or self.move_machines() or self.cluster.reap()
+        return machines or self.scheduler.move()
 
     def _periodic(self, operator: Operator) -> None:
+        if self.cluster.now - operator.discovered_at >= RESYNC:
+            operator.discover()
         jobs, pods = ((operator.name, plural) in self.frozen for plural in WATCHED[:2])
         if not jobs and self.cluster.now - operator.resynced_at >= RESYNC:
             operator.resync()
@@ -188,7 +193,9 @@ class World:
 
     def _can_start(self, pod: Object) -> bool:
         fresh = pod["status"].get("phase") == "Pending" and self.cluster.hears(pod)
-        room = pod["spec"].get("nodeName") or self.cluster.fitting(pod)
+        room = pod["spec"].get("nodeName")
+        if self.cluster.rooms is None:
+            room = room or self.cluster.fitting(pod)
         return fresh and bool(room) and "deletionTimestamp" not in pod["metadata"]
 
     def _end_one(self, job: Object) -> bool:
@@ -223,10 +230,8 @@ class World:
         quiet = last is not None and self.cluster.now - last > PATIENCE
         if any(o.skew for o in self.operators):
             self._skewed_at = self.cluster.now
-        now = self.cluster.now
-        sane = all(not (o.blind or o.task) for o in self.operators)
-        # One that has just started, after a long sleep, has had no turn yet.
-        sane &= all(at > now for o in self.operators for at in o.queue.due.values())
+        # One that has just started, or after a long sleep, has had no turn yet.
+        sane = all(o.at_rest for o in self.operators)
         # Times that were written by another clock are wrong for as long as a wait may last.
         sane &= self.cluster.now - self._skewed_at > LONGEST_WAIT
         if quiet and sane and self.operators and not self.frozen:
@@ -311,6 +316,8 @@ class World:
             self.cluster.force(pod)
         elif how == "evict":
             self.cluster.disrupt(pod, "EvictionByEvictionAPI")
+        elif how == "preempt":
+            self.cluster.disrupt(pod, "PreemptionByScheduler")
         elif self.cluster.runs(pod):
             self.cluster.finish(pod, int(how))
 
