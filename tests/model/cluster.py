@@ -39,6 +39,7 @@ class Cluster:
     refuse: Callable[[Object], errors.ApiError | None] = lambda body: None  # admission
     nodes: tuple[str, ...] = NODES
     gang_api: bool = False  # PodGroups are served
+    gang_scheduler: bool = True  # the scheduler's own gate is on
     rooms: dict[str, int] | None = None  # of pods, by node: a scheduler binds; None: always room
     silent: set[str] = field(default_factory=set)  # those that nobody hears of
     objects: dict[Key, Object] = field(default_factory=dict)
@@ -222,6 +223,11 @@ class Cluster:
             raise _error(404, "NotFound", "the server could not find the requested resource")
 
     # --- what is there ---
+
+    @property
+    def places_groups(self) -> bool:
+        """A scheduler without its gate places the pods of a group one by one."""
+        return self.gang_api and self.gang_scheduler
 
     def pods(self, job: str = "") -> list[Object]:
         found = [o for (plural, _, _), o in self.objects.items() if plural == "pods"]

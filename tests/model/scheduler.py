@@ -50,7 +50,7 @@ class Scheduler:
         """Single pods, and groups that are there and have enough pods, the oldest first."""
         pods = [pod for pod in self._cluster.pods() if _waits(pod)]
         pods.sort(key=lambda pod: int(pod["metadata"]["uid"].partition("-")[2]))
-        if not self._cluster.gang_api:
+        if not self._cluster.places_groups:
             return [Unit((pod,), 1) for pod in pods]
         found = [Unit((pod,), 1) for pod in pods if not group_of(pod)]
         wanted = {g["metadata"]["name"]: g["spec"] for g in self._cluster.groups()}
@@ -86,7 +86,7 @@ class Scheduler:
 
     def _preempt(self, unit: Unit) -> bool:
         """Evict a group of a lower priority whole, if that makes enough room."""
-        if not unit.group or not self._cluster.gang_api:
+        if not unit.group or not self._cluster.places_groups:
             return False
         fitting = set(self._cluster.fitting(unit.pods[0]))
         free = sum(map(self._free, fitting))

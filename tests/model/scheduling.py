@@ -169,7 +169,7 @@ class GroupWorld(World):
             self.checked += 1
         super().verify()
         groups = self.cluster.groups()
-        if not self.cluster.gang_api or any(not one.gang_api for one in self.operators):
+        if not self.cluster.places_groups or any(not one.gang_api for one in self.operators):
             self.promises.excuse(self.state, groups)
         self.promises.must_be_placed_whole(self.state)
         kept = [(one, self.cluster.protected(name(one))) for one in groups]

@@ -83,9 +83,9 @@ def day(loop: asyncio.AbstractEventLoop, planner: Planner = plan) -> GroupWorld:
     _until_running(world, "a")
     _create(world, "b", startupDeadlineSeconds=60)
     world.run(lambda: False, 300)  # it waits whole, and a runs
-    world.cluster.gang_api = False  # now b is placed one by one, and half of it fits
+    world.cluster.gang_scheduler = False  # now b is placed one by one, and half of it fits
     world.run(lambda: False, 300)
-    world.cluster.gang_api = True
+    world.cluster.gang_scheduler = True
     assert world.run(lambda: bool(world.cluster.status("b").get("podGroup")))
     world.run(lambda: False, 100)
     world.edit("a", suspend=True)
