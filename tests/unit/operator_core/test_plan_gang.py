@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects import spec as spec_
-from support.world import World, job_object
+from ddpjob_operator.core.objects.nodes import Lease
+from support.world import Machines, World, job_object, refusal
 
 MISFIT = "0/2 nodes are available: 2 Insufficient cpu."
 OTHERS = "pod group is unschedulable, waiting for minCount pods from a gang to be scheduled"
+#: The same of Kubernetes 1.37.
+OTHERS_TOO = (
+    "pod group is unschedulable, pod group is unschedulable, 0/1 placements are available, first"
+    " placement status: minCount (3) cannot be satisfied: 2 scheduled, 0 remaining"
+)
 HOUR = 3600.0
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
 
@@ -288,3 +296,138 @@ def test_a_template_that_contradicts_the_scheduling_is_refused_by_its_field(
     template = {"spec": {**TEMPLATE["spec"], **fields}}
     found = spec_.read(job_object(template=template, scheduling=scheduling)["spec"])
     assert named in found.flaw
+
+
+# --- In trouble ---------------------------------------------------------------------------
+
+
+def unfit(world: World, replica: int, message: str) -> World:
+    conditions = [{"type": "PodScheduled", "status": "False", "message": message}]
+    world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
+    return world.settle()
+
+
+def test_a_standby_pod_that_is_preempted_is_replaced_alone():
+    world = native(standby=1).settle().run()
+    world.poll(holds=True).wait(2)
+    world.run(3).wait(2).end(3, 143, settle=False)
+    taken = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    world.pods["job-3"]["status"]["conditions"] = [taken]
+    world.settle()
+    assert (world.status["attempt"], world.status["membersSince"]) == (2, 1)
+    assert groups_of(world) == {"", "job-uid-of-j-1"}
+
+
+def test_a_group_that_is_gone_is_made_again_by_another_operator_too():
+    world = waiting()
+    name = world.status["podGroup"]
+    world.groups.clear()
+    world.restart_operator().wait(61)
+    assert set(world.groups) == {name}
+
+
+def test_a_silent_node_that_came_back_is_no_reason_to_wait_for_ever():
+    """New pods are kept off it for its first minute, by a rule that they keep."""
+    machines, snapshot = Machines(), {"path": "/snapshots", "volume": {"emptyDir": {}}}
+    fence = {"policy": "Fence", "afterSeconds": 30}
+    job = job_object(nodeLost=fence, snapshot=snapshot, restart={"replaceSeconds": 0})
+    world = World(job, gang_api="v1beta1", machines=machines).settle().run()
+    world.poll(holds=True).wait(2)
+    machines.leases["node2"] = Lease(15.0, 10.0)
+    uids = frozenset([world.pods["job-1"]["metadata"]["uid"]])
+    world.feedback = replace(world.feedback, away=uids, away_at=world.now)
+    world.settle()
+    assert world.loss["reason"] == "NodeSilent"
+    machines.leases.clear()
+    for replica in range(3):
+        unfit(world, replica, MISFIT)
+    world.wait(HOUR).wait(HOUR)
+    assert not any(pod["spec"].get("affinity") for pod in world.pods.values())
+    assert world.counts == (1, 0, 1)
+
+
+def test_a_refusal_while_a_group_waited_is_forgotten_once_it_has_nodes():
+    world = waiting()
+    world.refuse_network = lambda _: refusal(world, 500, "etcd is away")
+    world.wait(61)
+    place(world, 0, 1, 2).run().wait(61)
+    assert (world.phase, world.stalled) == ("Running", "")
+
+
+def test_only_the_group_is_looked_for_while_it_waits():
+    """A second write to a Service would be a war with whoever changed it."""
+    world = waiting()
+    world.now += timedelta(seconds=61)
+    (action,) = world.plan().actions
+    assert isinstance(action, act.EnsureNetwork)
+    assert [body["kind"] for body in action.bodies] == ["PodGroup"]
+
+
+def test_an_api_that_is_switched_off_before_the_first_pod_is_noticed_before_it():
+    world = native()
+    while world.job.get("status", {}).get("phase") != "Starting":
+        for action in world.plan().actions:
+            world.carry_out(action)
+    world.gang_api = ""
+    world.settle()
+    assert groups_of(world) == {""}
+
+
+def test_pods_placed_one_by_one_after_all_have_their_time_from_the_last_one():
+    world = waiting(startupDeadlineSeconds=100).wait(HOUR)
+    place(world, 0).wait(99)
+    place(world, 1, 2)
+    at = {"type": "PodScheduled", "status": "True", "lastTransitionTime": world.now.isoformat()}
+    for replica in (1, 2):
+        world.pods[f"job-{replica}"]["status"]["conditions"] = [at]
+    world.wait(99)
+    assert (world.phase, world.counts) == ("Starting", (0, 0, 0))
+    world.wait(2)
+    assert world.counts == (1, 1, 0)
+
+
+def test_in_1_37_too_it_says_who_does_not_fit():
+    world = native().settle()
+    unfit(unfit(unfit(world, 0, OTHERS_TOO), 2, OTHERS_TOO), 1, MISFIT).wait(6)
+    assert MISFIT in world.condition("Stalled")["message"]
+
+
+@pytest.mark.parametrize("first", [OTHERS, OTHERS_TOO, ""], ids=["1.36", "1.37", "none yet"])
+def test_a_cause_that_shows_later_replaces_words_that_name_none(first: str):
+    world = native().settle().wait(21)
+    if first:
+        unfit(world, 0, first)
+    assert world.stalled == "Unschedulable"
+    unfit(world, 0, OTHERS)
+    unfit(world, 1, MISFIT)
+    for _ in range(3):
+        world.wait(61)
+        assert MISFIT in world.condition("Stalled")["message"]
+    assert len(world.told("Unschedulable")) == 2
+
+
+def test_avoided_nodes_are_given_up_with_the_words_about_who_does_not_fit():
+    world = native(startupDeadlineSeconds=100).settle().run().end(0, 74)
+    unfit(unfit(world, 0, OTHERS), 1, MISFIT).wait(101)
+    assert MISFIT in world.condition("Stalled")["message"]
+
+
+def test_pods_that_have_just_got_their_nodes_are_not_called_stuck():
+    world = waiting().wait(HOUR)
+    place(world, 0, 1, 2)
+    assert not world.told("ContainerCreating")
+    assert world.plan().requeue_after is not None
+    assert 0 < world.plan().requeue_after <= 20
+    world.wait(21)
+    assert world.told("ContainerCreating")
+
+
+def test_a_group_that_cannot_be_removed_is_told_of():
+    world = native().settle().run().end(1, 1, settle=False)
+    for _ in range(30):
+        for action in world.plan().actions:
+            if not isinstance(action, act.RemoveGroups):  # each time an error
+                world.carry_out(action)
+        world.now += timedelta(seconds=2)
+    assert (world.phase, world.stalled) == ("Restarting", "WaitingForDeletion")
+    assert "job-uid-of-j-1" in world.condition("Stalled")["message"]

@@ -23,6 +23,7 @@ from ddpjob_operator.core.actions import (
     Measurement,
     QuorumRead,
     ReadEvents,
+    RemoveGroups,
     WriteStatus,
 )
 from ddpjob_operator.core.objects.observe import Job
@@ -80,7 +81,7 @@ class ScriptedApi:
         selector: str = "",
         *,
         fields: str = "",
-        keep: Callable[[Any], Any],
+        keep: Callable[[Any], Any] = dict,
     ) -> Any:
         listing = self._answer("list", resource, selector or fields)
         return Listing(list(map(keep, listing.items)), listing.resource_version)
@@ -635,3 +636,31 @@ async def test_pods_that_are_taken_widen_the_way_up_to_a_bound(stage: Stage) -> 
     assert widths[0] == 1
     assert max(widths) == 32
     assert under_way == [0]
+
+
+GROUP = {
+    "apiVersion": "scheduling.k8s.io/v1alpha2",
+    "kind": "PodGroup",
+    "metadata": {"name": "job-u1-2"},
+    "spec": {},
+}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage: Stage, waits: bool) -> None:
+    """Its group is there: only a right to look is gone, as after an upgrade of the chart."""
+    if waits:
+        stage.store.put_pod(pod(), from_watch=False)
+    forbidden = errors.Forbidden(403, "Forbidden", "podgroups is forbidden")
+    stage.api.script = {"get podgroups": [forbidden]}
+    await stage.do(EnsureNetwork(2, (GROUP,)))
+    assert (stage.feedback.no_gang is None) == waits
+    assert (stage.feedback.network_refusal is not None) == waits
+
+
+async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
+    """As those of v1alpha2 that an upgrade to Kubernetes 1.37 has left in etcd."""
+    unread = 'no kind "PodGroup" is registered for version "scheduling.k8s.io/v1alpha2"'
+    stage.api.script = {"list podgroups": [errors.Unavailable(500, "InternalError", unread)]}
+    await stage.do(RemoveGroups("job-u1-1", "v1beta1"))
+    assert stage.feedback.groups_removed == "job-u1-1"
