@@ -119,12 +119,14 @@ def removals(view: View) -> tuple[Action, ...]:
 
 
 def preempted(view: View, loss: Failure) -> bool:
-    """Tell whether a higher priority takes the whole group's room.
+    """Tell whether a higher priority takes the whole group's room, not that of a standby pod.
 
     The first member may be gone before its condition was seen; the others still have theirs.
     """
-    reasons = {loss.reason, *(pod.disruption for pod in view.members.values())}
-    return bool(view.status.pod_group) and PREEMPTED in reasons
+    grouped = [pod for seat, pod in view.members.items() if seat < view.spec.replicas]
+    taken = loss.reason == PREEMPTED and loss.replica < view.spec.replicas
+    taken = taken or any(pod.disruption == PREEMPTED for pod in grouped)
+    return bool(view.status.pod_group) and taken
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:
