@@ -18,6 +18,7 @@ from ddpjob_operator.core import pod_groups
 from ddpjob_operator.core.actions import Action, Body, RemoveGroups
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.policy.starting import node_avoidance
 from ddpjob_operator.core.view import Change, View
 
 UNAVAILABLE: Final = "GangUnavailable"
@@ -96,7 +97,7 @@ def waits(view: View) -> bool:
     """
     grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
     whole = grouped and not view.replacing and not view.missing
-    return whole and not _on_nodes(view) and not view.status.avoided_nodes
+    return whole and not _on_nodes(view) and not node_avoidance.of_attempt(view)
 
 
 def looks_again(view: View) -> datetime | None:

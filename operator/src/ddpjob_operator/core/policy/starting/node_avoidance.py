@@ -9,7 +9,7 @@ suspends and resumes the job. A node that is only suspected is avoided where the
 from __future__ import annotations
 
 from collections import Counter
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core import classify
@@ -70,10 +70,19 @@ def at_once(view: View) -> tuple[str, ...]:
 
     By then Kubernetes itself has noticed, if they are lost.
     """
+    return _avoided(view, view.now)
+
+
+def of_attempt(view: View) -> tuple[str, ...]:
+    """Return the nodes that pods of this attempt may have been kept off as they were made."""
+    return _avoided(view, view.begun_at or view.now)
+
+
+def _avoided(view: View, at: datetime) -> tuple[str, ...]:
     silent = [
         loss.node
         for loss in view.status.failures
-        if loss.reason == classify.NODE_SILENT and view.now - loss.detected_at < _NOTICED
+        if loss.reason == classify.NODE_SILENT and at - loss.detected_at < _NOTICED
     ]
     return tuple(dict.fromkeys((*view.status.avoided_nodes, *silent)))
 
