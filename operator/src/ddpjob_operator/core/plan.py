@@ -406,6 +406,8 @@ def _creations(view: View) -> tuple[Action, ...]:
     if feedback.network_attempt != attempt or again:
         if retry.resting(view, view.network_refusal):
             return ()
+        if feedback.network_attempt == attempt:
+            return (actions.EnsureNetwork(attempt, gang.bodies(view)),)
         # Where pods did not start somebody may have removed the Secret.
         unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
         secret = feedback.network_attempt == 0 or unstarted

@@ -91,9 +91,12 @@ class View:
 
     @property
     def network_refusal(self) -> Refusal | None:
-        """Return the API's refusal of this attempt's Service or NetworkPolicy."""
+        """Return the API's refusal of what this attempt's pods need until they have nodes."""
         found = self.feedback.network_refusal
-        return found if found and found.attempt == self.status.attempt else None
+        if found is None or found.attempt != self.status.attempt:
+            return None
+        placed = not self.missing and all(pod.node for pod in self.members.values())
+        return None if placed else found
 
     @property
     def confirmed(self) -> QuorumRead | None:
