@@ -75,7 +75,8 @@ def refused(view: View) -> str:
     found = view.feedback.no_gang
     if not view.status.pod_group or view.status.phase != "Starting" or view.replacing:
         return ""
-    if not view.feedback.gang_api and not all(pod.node for pod in view.members.values()):
+    placed = view.members and all(pod.node for pod in view.members.values())
+    if not view.feedback.gang_api and not placed:
         return _NOT_SERVED  # single pods of it may be placed from now on
     return found[1] if found is not None and found[0] == view.status.attempt else ""
 
