@@ -58,8 +58,8 @@ def deadline(view: View) -> datetime | None:
     patience = timedelta(seconds=view.spec.startup_deadline)
     if gang.waits(view):
         return None
-    if view.status.pod_group and (placed := view.status.timings.placed_at):
-        return max(placed, seen or placed) + patience
+    if view.status.pod_group and (first := view.status.timings.placed_at):
+        since = max(first, seen or first)
     if view.missing or not all(pod.node for pod in view.members.values()):
         return since + patience
     at = (pod.scheduled_at for pod in view.members.values())
