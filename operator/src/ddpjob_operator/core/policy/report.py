@@ -160,6 +160,7 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
     reason, message = found
     news = fence.advises(message) and not (old and fence.advises(old.message))
     news = news or (old is not None and (WAIT in message) != (WAIT in old.message))
+    news = news or (old is not None and gang.says_more(old.message, message))
     if old and old.status == "True" and old.reason == reason and not news:
         return change  # the same trouble in other words
     change = change.condition("Stalled", True, reason, message, view.now)
@@ -188,7 +189,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         # Two clocks: good for a message, never for a decision.
         old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
         if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
-            hint = "no scheduler has looked at it yet: does the one of spec.schedulerName run?"
+            hint = f"{gang.UNSEEN}: does the one of spec.schedulerName run?"
             yield "Unschedulable", f"pod {pod.name}: {hint}"
     yield from _unresolved(view)
     yield from _lingering(view)

@@ -27,8 +27,10 @@ PREEMPTED: Final = "PreemptionByScheduler"
 PREEMPTED_SECONDS: Final = 15.0
 #: A group that a stranger removed is made again after at most so long.
 _LOOKS_AGAIN: Final = timedelta(minutes=1)
-#: The scheduler's message to members that would fit if the others did.
-_OTHERS_DO_NOT_FIT: Final = "pod group is unschedulable, waiting for minCount"
+#: In the scheduler's message to members that would fit if the others did.
+_OTHERS_DO_NOT_FIT: Final = "pod group is unschedulable"
+#: Of a pod that no scheduler has spoken of, as those of a group that is not complete.
+UNSEEN: Final = "no scheduler has looked at it yet"
 _NOT_SERVED: Final = "the API server serves no PodGroups"
 _CURE: Final = (
     "it needs Kubernetes 1.36 or later with its gates for gang scheduling on, and the chart's"
@@ -133,7 +135,16 @@ def preempted(view: View, loss: Failure) -> bool:
 
 def in_order(pods: list[Pod]) -> list[Pod]:
     """Put pods that do not fit by themselves before those that only wait for them."""
-    return sorted(pods, key=lambda pod: pod.unschedulable.startswith(_OTHERS_DO_NOT_FIT))
+    return sorted(pods, key=lambda pod: _OTHERS_DO_NOT_FIT in pod.unschedulable)
+
+
+def says_more(old: str, new: str) -> bool:
+    """Tell whether the scheduler has named the cause only now: its words come pod by pod."""
+
+    def empty(message: str) -> bool:
+        return _OTHERS_DO_NOT_FIT in message or UNSEEN in message
+
+    return empty(old) and not empty(new)
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,8 @@ def advance(view: View, change: Change) -> Change:
         return restart.after(view, change, classify.removed(leaving, view.now))
     waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
     if waiting:
-        what = f"pod {waiting[0].name}: {waiting[0].unschedulable or 'no scheduler has seen it'}"
+        first = gang.in_order(waiting)[0]
+        what = f"pod {first.name}: {first.unschedulable or gang.UNSEEN}"
         change = node_avoidance.nothing(change, "no room elsewhere")
         return _release(view, change, "Unschedulable", what + node_avoidance.words(view))
     silent = fence.suspect(view, late=True)
