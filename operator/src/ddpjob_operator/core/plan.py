@@ -460,6 +460,8 @@ def _wake(view: View) -> float | None:
         times.append(view.begun_at + report.SCHEDULING_PATIENCE)
         times.append(view.begun_at + report.PATIENCE)
     times += [retry.due(view), *retry.waits(view)]
+    if view.status.timings.placed_at:
+        times.append(view.status.timings.placed_at + report.PATIENCE)
     if view.feedback.status_written_at:
         times.append(view.feedback.status_written_at + REPORT_INTERVAL)
     times += [pod.deletion_at + report.PATIENCE for pod in view.pods if pod.deletion_at]

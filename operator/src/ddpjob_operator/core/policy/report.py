@@ -182,7 +182,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             yield "Unschedulable", what
     for pod in pods:
         started = classify.running(pod) or pod.trainer.state == "terminated"
-        if pod.node and not started and not fresh(view):
+        if pod.node and not started and not (fresh(view) or gang.just_placed(view, PATIENCE)):
             hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
             yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
     for pod in pods:

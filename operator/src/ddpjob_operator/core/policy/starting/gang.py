@@ -147,6 +147,15 @@ def says_more(old: str, new: str) -> bool:
     return empty(old) and not empty(new)
 
 
+def just_placed(view: View, patience: timedelta) -> bool:
+    """Tell whether a group that has waited got its nodes too lately for a container to run."""
+    status = view.status
+    if not status.pod_group or status.phase != "Starting" or view.replacing:
+        return False
+    placed = status.timings.placed_at
+    return placed is None or view.now - placed < patience
+
+
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why an attempt that needs a group does not begin."""
     begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
