@@ -254,6 +254,9 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
         for pod in view.others:
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
             yield "WaitingForDeletion", f"{where} is still being deleted"
+        if gang.removals(view):
+            what = f"PodGroup {view.status.pod_group} of an earlier attempt cannot be removed"
+            yield "WaitingForDeletion", f"{what}: see the operator's log"
 
 
 def fresh(view: View, patience: timedelta = PATIENCE) -> bool:

@@ -45,6 +45,10 @@ async def remove(api: Api, job: observe.Job, action: RemoveGroups) -> None:
                 await _delete(api, resource, job, found.name, found.uid)
     except (errors.NotFound, errors.Forbidden):
         return
+    except errors.Unavailable as error:
+        if "is registered for version" not in error.message:
+            raise
+        # Left in etcd by an older Kubernetes, in a version that this one cannot read.
 
 
 async def _delete(api: Api, resource: Resource, job: observe.Job, name: str, uid: str) -> None:
