@@ -357,7 +357,8 @@ class Executor:
         try:
             found = await groups.ensure(self._api, job, body)
         except errors.ApiError as error:
-            if not groups.unavailable(error):
+            # With pods there is a group: a right that is gone, or a blink of it, is no loss of it.
+            if not groups.unavailable(error) or self._store.pods_of(job.uid):
                 return self._refusal(job, attempt, error, None)
             self._learn_no_group(job, attempt, observe.clean(error.message))
             return None
