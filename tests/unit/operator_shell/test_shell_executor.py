@@ -664,3 +664,14 @@ async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
     stage.api.script = {"list podgroups": [errors.Unavailable(500, "InternalError", unread)]}
     await stage.do(RemoveGroups("job-u1-1", "v1beta1"))
     assert stage.feedback.groups_removed == "job-u1-1"
+
+
+async def test_a_priority_class_that_is_missing_is_no_missing_api(stage: Stage) -> None:
+    """Its words would be of feature gates and rights, and the cure is a class."""
+    wrong = 'podgroups "job-u1-2" is forbidden: no PriorityClass with name high was found'
+    refused = errors.Forbidden(403, "Forbidden", wrong)
+    stage.api.script = {"get podgroups": [missing()], "create podgroups": [refused]}
+    await stage.do(EnsureNetwork(2, (GROUP,)))
+    assert stage.feedback.no_gang is None
+    assert stage.feedback.network_refusal is not None
+    assert stage.feedback.network_refusal.message == wrong
