@@ -19,6 +19,8 @@ from ddpjob_operator.shell.api.client import PODGROUPS, Api, Object, Resource
 
 #: Of a pod.
 _FIELD: Final = "schedulingGroup"
+#: In a 403 that is about this group alone: pods would meet the same, or it passes.
+_OF_THIS_GROUP: Final = ("exceeded quota", "no PriorityClass", "admission webhook")
 
 
 async def ensure(api: Api, job: observe.Job, body: Body) -> Object:
@@ -59,10 +61,10 @@ async def _delete(api: Api, resource: Resource, job: observe.Job, name: str, uid
 
 
 def unavailable(error: errors.ApiError) -> bool:
-    """Tell a missing API or right from a refusal that passes, such as a quota's."""
+    """Tell a missing API or right from a refusal of this group, such as a quota's."""
     if not isinstance(error, errors.NotFound | errors.Forbidden | errors.Invalid):
         return False
-    return "exceeded quota" not in error.message
+    return not any(words in error.message for words in _OF_THIS_GROUP)
 
 
 def dropped(found: Object, sent: Body) -> str:
