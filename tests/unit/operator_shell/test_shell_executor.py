@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_contract.crd import LABEL_JOB_UID
+from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID
 from ddpjob_operator.core.actions import (
     Action,
     ApiFeedback,
@@ -675,3 +675,20 @@ async def test_a_priority_class_that_is_missing_is_no_missing_api(stage: Stage) 
     assert stage.feedback.no_gang is None
     assert stage.feedback.network_refusal is not None
     assert stage.feedback.network_refusal.message == wrong
+
+
+async def test_a_late_removal_by_a_deposed_operator_spares_the_group_of_a_newer_attempt(
+    stage: Stage,
+) -> None:
+    """Without pods so far nothing protects it, and all pods would wait for a group in vain."""
+
+    def group(attempt: int) -> Object:
+        labels = {LABEL_ATTEMPT: str(attempt)}
+        meta = {"name": f"job-u1-{attempt}", "uid": f"g{attempt}", "labels": labels}
+        return {"metadata": meta | {"ownerReferences": [{"controller": True, "uid": "u1"}]}}
+
+    found = Listing([group(1), group(2), group(3)], "9")
+    stage.api.script = {"list podgroups": [found], "delete podgroups": [{}, {}, {}]}
+    await stage.do(RemoveGroups("job-u1-2", "v1beta1"))
+    gone = [body[1] for body in stage.api.bodies if isinstance(body, tuple)]
+    assert gone == ["g1", "g2"]
