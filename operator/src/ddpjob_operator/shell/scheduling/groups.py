@@ -33,17 +33,20 @@ async def ensure(api: Api, job: observe.Job, body: Body) -> Object:
 
 
 async def remove(api: Api, job: observe.Job, action: RemoveGroups) -> None:
-    """Delete all PodGroups of the job; without the API or the right there is none. Raises ApiError.
+    """Delete the job's PodGroups up to this one; without API or right there is none.
 
-    The protection of a PodGroup keeps it until its pods have ended.
+    The protection of a PodGroup keeps it until its pods have ended. Newer ones stay: this operator
+    may be deposed by now. Raises ApiError.
     """
     if not action.version:
         return
+    newest = action.name.rpartition("-")[2]
     resource = Resource(GROUP, action.version, PODGROUPS)
     try:
         listing = await api.list_all(resource, job.namespace, f"{crd.LABEL_JOB_UID}={job.uid}")
         for found in (ownership.existing("PodGroup", one) for one in listing.items):
-            if found.owner_uid == job.uid and not found.deleting:
+            newer = newest.isdecimal() and (found.attempt or 0) > int(newest)
+            if found.owner_uid == job.uid and not (found.deleting or newer):
                 await _delete(api, resource, job, found.name, found.uid)
     except (errors.NotFound, errors.Forbidden):
         return
