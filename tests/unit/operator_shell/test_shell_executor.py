@@ -692,3 +692,16 @@ async def test_a_late_removal_by_a_deposed_operator_spares_the_group_of_a_newer_
     await stage.do(RemoveGroups("job-u1-2", "v1beta1"))
     gone = [body[1] for body in stage.api.bodies if isinstance(body, tuple)]
     assert gone == ["g1", "g2"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(
+    stage: Stage, waits: bool
+) -> None:
+    """A backoff would outlast the wait: only a pod that is created ends it."""
+    if waits:
+        stage.store.put_pod(pod(), from_watch=False)
+    stage.api.script = {"get podgroups": [errors.Unavailable(500, "InternalError", "etcd")]}
+    await stage.do(EnsureNetwork(2, (GROUP,)))
+    assert stage.feedback.network_refusal is not None
+    assert (stage.feedback.create_backoff is None) == waits
