@@ -467,7 +467,8 @@ class World:
             network_at=self.feedback.network_at if refusal else self.now,
             network_refusal=refusal,
         )
-        self._back_off(refusal)
+        looks = bool(self.pods) and [one["kind"] for one in action.bodies] == ["PodGroup"]
+        self._back_off(None if looks else refusal)
         for body in action.bodies:
             if body["kind"] == "PodGroup" and self.no_gang:
                 self.feedback = replace(self.feedback, no_gang=(action.attempt, self.no_gang))

@@ -342,7 +342,8 @@ class Executor:
             if refusal is not None:
                 before = self._store.feedback(job.uid).network_refusal
                 self._learn(job.uid, partial(replace, network_refusal=refusal))
-                if refusal.code != 409:
+                looks = body["kind"] == "PodGroup" and bool(self._store.pods_of(job.uid))
+                if refusal.code != 409 and not looks:  # a look creates nothing
                     self._back_off(job, refusal)
                 elif not retry.same(before, refusal):
                     self._tell(job, refusal)
