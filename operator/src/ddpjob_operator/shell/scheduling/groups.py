@@ -50,7 +50,7 @@ async def remove(api: Api, job: observe.Job, action: RemoveGroups) -> None:
                 await _delete(api, resource, job, found.name, found.uid)
     except (errors.NotFound, errors.Forbidden):
         return
-    except errors.Unavailable as error:
+    except errors.ApiError as error:  # seen: a 429, for ever
         if "is registered for version" not in error.message:
             raise
         # Left in etcd by an older Kubernetes, in a version that this one cannot read.
