@@ -445,3 +445,11 @@ def test_a_job_without_the_label_never_meets_kueue():
     assert world.kueue
     assert (world.phase, world.kueue.objects) == ("Running", {})
     assert "kueue.x-k8s.io/podset" not in world.pods["job-0"]["metadata"]["labels"]
+
+
+def test_a_gang_evicted_in_the_middle_of_a_restart_starts_with_a_timeout_of_its_start():
+    """Kueue counts WaitForRecovery from when that was told, however long the job was in a queue."""
+    world = running().end(0, 1)
+    assert workloads.condition(workload(world), "PodsReady")["reason"] == "WaitForRecovery"
+    kueue_does(world, workloads.evict, "PodsReadyTimeout").finish_deletions()
+    assert workloads.condition(workload(world), "PodsReady")["reason"] == "WaitForStart"
