@@ -243,7 +243,7 @@ def _give_back(found: Workload) -> Action:
     }
     if why.true:
         told["Requeued"] = Condition(why.reason in _AT_ONCE, why.reason, message, "")
-    if found.true("PodsReady"):
+    if "PodsReady" in found.conditions:  # a recovery's timeout would be over at the next admission
         told["PodsReady"] = Condition(False, "WaitForStart", _UNREADY, "")
     return WriteWorkload(found.name, found.version, told, give_back=True)
 
