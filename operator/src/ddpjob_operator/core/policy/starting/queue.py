@@ -62,7 +62,7 @@ def wait(view: View) -> str:
         return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
-        return _words(found) + _refused(view)
+        return _words(found) + (_refused(view) if _differs(view, found) else "")
     if found.topology:
         what = "Kueue wants to place each pod by its topology, which the operator cannot do"
         return f"{what}: use a queue whose flavours have no topologyName"
@@ -146,9 +146,8 @@ def running(view: View) -> tuple[Action, ...]:
         return (actions.DeleteWorkload(found.name, found.uid),)  # admitted as its label went
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
-    other = found.priority not in ("", view.job.queue_priority) and not found.pod_priority
-    if other and view.job.queue and view.job.queue_priority:
-        return (_ensure(view, found),)
+    if todo := _follow(view, found):
+        return todo
     told = dict(_pods_ready(view, found))
     lingers = report.lingers(view)
     done = len(view.status.succeeded) if lingers and view.now >= lingers else 0
@@ -194,13 +193,19 @@ def _ensure(view: View, found: Workload | None = None) -> Action:
 
 
 def _follow(view: View, found: Workload) -> tuple[Action, ...]:
-    """Follow the labels while no quota is reserved."""
+    """Follow the labels."""
+    fixed = found.true("Finished") or found.deleting or not _differs(view, found)
+    return () if fixed or retry.resting(view, _refusal(view)) else (_ensure(view, found),)
+
+
+def _differs(view: View, found: Workload) -> bool:
+    """Tell whether the labels ask for what may be written now; with quota: another class of ours."""
     wanted = view.job.queue_priority
     same = found.priority == wanted or (not wanted and found.pod_priority)
-    fixed = found.reserved or found.true("Finished") or found.deleting
-    if fixed or (found.queue == view.job.queue and same) or retry.resting(view, _refusal(view)):
-        return ()
-    return (_ensure(view, found),)
+    if found.reserved:
+        named = view.job.queue and wanted and found.priority and not found.pod_priority
+        return bool(named) and not same
+    return found.queue != view.job.queue or not same
 
 
 def _refusal(view: View) -> actions.Refusal | None:
