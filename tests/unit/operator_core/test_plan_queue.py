@@ -484,3 +484,11 @@ def admitted_urgent() -> World:
 def refused_class(world: World, action: act.Action) -> act.Refusal | None:
     missing = isinstance(action, act.EnsureWorkload)
     return refusal(world, 404, "no typo") if missing else None
+
+
+def test_a_job_that_kueue_wants_to_place_by_topology_gives_its_quota_back():
+    """Else the advice, another queue, could not be taken: the label counts once quota is free."""
+    world = kueue_does(queued(), workloads.admit, topologyAssignment={"levels": ["rack"]})
+    assert workloads.condition(workload(world), "Finished")["reason"] == "FailedToStart"
+    label(world, QUEUE, "other").patch(suspend=True).patch(suspend=False)
+    assert workload(world)["spec"]["queueName"] == "other"
