@@ -63,16 +63,13 @@ def wait(view: View) -> str:
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
         return _words(found) + (_refused(view) if _differs(view, found) else "")
-    if found.topology:
-        what = "Kueue wants to place each pod by its topology, which the operator cannot do"
-        return f"{what}: use a queue whose flavours have no topologyName"
     if found.reclaimed > len(view.succeeded):
         return "a part of its quota was given back as replicas ended, and it needs all of it again"
     if not view.status.parked:
         return ""
     if found.made_of != _made_of(view):
         return "its Workload was made of another template: it is made again"
-    return _trouble(view) if asked(view) else found.said("Admitted").message
+    return _trouble(view) or ("" if asked(view) else found.said("Admitted").message)
 
 
 def reads(view: View) -> tuple[Action, ...] | None:
@@ -92,8 +89,12 @@ def asked(view: View) -> tuple[Placement, ...]:
 
 
 def _trouble(view: View) -> str:
-    """Say where the template contradicts what pods are made with; "" if it does not."""
-    if not (parts := asked(view)):
+    """Say why no pod can be made as Kueue asks: its template contradicts that; "" if it can."""
+    found, parts = own(view), asked(view)
+    if found and found.reserved and found.topology:
+        what = "Kueue wants to place each pod by its topology, which the operator cannot do"
+        return f"{what}: use a queue whose flavours have no topologyName"
+    if not parts:
         return ""
     made = workloads.placed(view.spec.template.packed.unpack(), parts)
     what = "the flavour or an admission check does not go with spec.template"
