@@ -492,3 +492,13 @@ def test_a_job_that_kueue_wants_to_place_by_topology_gives_its_quota_back():
     assert workloads.condition(workload(world), "Finished")["reason"] == "FailedToStart"
     label(world, QUEUE, "other").patch(suspend=True).patch(suspend=False)
     assert workload(world)["spec"]["queueName"] == "other"
+
+
+def test_an_evicted_pod_that_does_not_end_is_named_as_it_keeps_the_quota():
+    world = kueue_does(running(), workloads.evict)
+    world.pods = {"job-0": world.pods["job-0"]}
+    world.settle().wait(3600).wait(LATER)
+    assert world.stalled == "WaitingForDeletion"
+    assert "pod job-0 has not ended" in world.condition("Stalled")["message"]
+    world.finish_deletions().wait(LATER)
+    assert world.stalled == "Queued"
