@@ -207,7 +207,8 @@ def _hold(view: View, change: Change, words: str) -> Change:
             change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)
         change = _park(view, change, "Pending", queue.QUEUED, words)
         change = change.tell("Normal", queue.QUEUED, words)
-    return change.condition("Stalled", True, queue.QUEUED, words, view.now)
+    reason, words = next(report.outlived(view), (queue.QUEUED, words))  # it keeps the quota
+    return change.condition("Stalled", True, reason, words, view.now)
 
 
 def _park(view: View, change: Change, phase: str, reason: str, message: str) -> Change:

@@ -171,7 +171,8 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from _refusals(view)
     yield from fence.reasons(view)
-    yield from _stuck_deletions(view)
+    yield from outlived(view)
+    yield from _older(view)
     pods = _awaited(view)
     for pod in pods:
         if pod.waiting_reason:
@@ -241,8 +242,8 @@ def _refusals(view: View) -> Iterator[tuple[str, str]]:
             yield refused(view, refusal)
 
 
-def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
-    """Report pods that outlive their grace period, and old pods that hold up this attempt."""
+def outlived(view: View) -> Iterator[tuple[str, str]]:
+    """Report pods that outlive their grace period."""
     for pod in view.pods:
         if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
             if not pod.node or pod.ended:
@@ -250,6 +251,10 @@ def _stuck_deletions(view: View) -> Iterator[tuple[str, str]]:
                 yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
             else:
                 yield "WaitingForDeletion", f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
+
+
+def _older(view: View) -> Iterator[tuple[str, str]]:
+    """Report old pods that hold up this attempt."""
     if not fresh(view):
         for pod in view.others:
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
