@@ -502,3 +502,17 @@ def test_an_evicted_pod_that_does_not_end_is_named_as_it_keeps_the_quota():
     assert "pod job-0 has not ended" in world.condition("Stalled")["message"]
     world.finish_deletions().wait(LATER)
     assert world.stalled == "Queued"
+
+
+def test_the_share_of_a_replica_whose_sidecar_runs_stays_in_use():
+    sidecar = {"name": "sidecar", "image": "sidecar"}
+    trainer = job_object()["spec"]["template"]["spec"]["containers"]
+    world = running(template={"spec": {"containers": [*trainer, sidecar]}}).end(0, 0)
+    status = world.pods["job-0"]["status"]
+    status["phase"] = "Running"
+    status["containerStatuses"].append({"name": "sidecar", "state": {"running": {}}})
+    world.wait(700)
+    assert "reclaimablePods" not in workload(world)["status"]
+    status["containerStatuses"].pop()
+    status["phase"] = "Succeeded"
+    assert workload(world.settle())["status"]["reclaimablePods"][0]["count"] == 1
