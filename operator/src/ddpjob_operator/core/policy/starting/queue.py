@@ -151,7 +151,8 @@ def running(view: View) -> tuple[Action, ...]:
         return todo
     told = dict(_pods_ready(view, found))
     lingers = report.lingers(view)
-    done = len(view.status.succeeded) if lingers and view.now >= lingers else 0
+    on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
+    done = len(view.status.succeeded - on) if lingers and view.now >= lingers else 0
     reclaimed = done if done > found.reclaimed else None
     if not told and reclaimed is None:
         return ()
