@@ -516,3 +516,10 @@ def test_the_share_of_a_replica_whose_sidecar_runs_stays_in_use():
     status["containerStatuses"].pop()
     status["phase"] = "Succeeded"
     assert workload(world.settle())["status"]["reclaimablePods"][0]["count"] == 1
+
+
+def test_a_workload_that_is_going_is_not_deleted_again_and_again():
+    world = label(running(), QUEUE, None)
+    left = workloads.pending(workload(world), world.now)
+    left["metadata"]["deletionTimestamp"] = workloads.stamp(world.now)  # a finalizer keeps it
+    assert world.plan().actions == ()
