@@ -144,7 +144,8 @@ def running(view: View) -> tuple[Action, ...]:
     """Keep the Workload of a gang that has its quota up to date."""
     found = own(view)
     if found is not None and not (view.job.queue or found.reserved):
-        return (actions.DeleteWorkload(found.name, found.uid),)  # admitted as its label went
+        gone = found.deleting  # else it was admitted as its label went
+        return () if gone else (actions.DeleteWorkload(found.name, found.uid),)
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
     if todo := _follow(view, found):
