@@ -523,3 +523,9 @@ def test_a_workload_that_is_going_is_not_deleted_again_and_again():
     left = workloads.pending(workload(world), world.now)
     left["metadata"]["deletionTimestamp"] = workloads.stamp(world.now)  # a finalizer keeps it
     assert world.plan().actions == ()
+
+
+def test_an_admission_of_fewer_pods_than_it_asked_for_is_given_up():
+    """Somebody has edited its Workload."""
+    world = kueue_does(queued(), workloads.admit, count=2)
+    assert (world.pods, workload(world).get("status")) == ({}, None)
