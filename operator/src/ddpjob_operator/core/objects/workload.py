@@ -71,6 +71,7 @@ class Workload:
     deleting: bool = False
     conditions: Mapping[str, Condition] = field(default_factory=dict)
     flavors: tuple[str, ...] = ()
+    count: int = 0  # of pods that are admitted
     topology: bool = False  # Kueue wants to choose the node of each pod
     updates: tuple[Placement, ...] = ()  # of admission checks
     checks: str = ""  # in words, those that are not ready
@@ -120,6 +121,7 @@ def workload(obj: Mapping[str, Any]) -> Workload:
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in meta,
         conditions=dict(_conditions(status.get("conditions"))),
+        count=counter(assigned.get("count")),
         flavors=tuple(dict.fromkeys(sorted(_strings(assigned.get("flavors")).values()))),
         topology=bool(assigned.get("topologyAssignment") or assigned.get("delayedTopologyRequest")),
         updates=tuple(placement(_ours(one.get("podSetUpdates"))) for one in checks),

@@ -67,7 +67,7 @@ def wait(view: View) -> str:
         return "a part of its quota was given back as replicas ended, and it needs all of it again"
     if not view.status.parked:
         return ""
-    if found.made_of != _made_of(view):
+    if _other(view, found):
         return "its Workload was made of another template: it is made again"
     return _trouble(view) or ("" if asked(view) else found.said("Admitted").message)
 
@@ -128,7 +128,7 @@ def parked(view: View) -> tuple[Action, ...]:
     if found is None:
         able = waits and view.job.queue and not template_guard.why(view)
         return (_ensure(view),) if able and not retry.resting(view, _refusal(view)) else ()
-    if not waits or not view.job.queue or found.made_of != _made_of(view):
+    if not waits or not view.job.queue or _other(view, found):
         return () if found.deleting else (actions.DeleteWorkload(found.name, found.uid),)
     if found.reserved and (found.true("Evicted") or found.reclaimed):
         return (_give_back(found),)
@@ -187,6 +187,11 @@ def _on(view: View) -> bool:
 
 def _made_of(view: View) -> str:
     return f"{view.spec.template_hash} {view.spec.replicas}+{view.spec.standby}"
+
+
+def _other(view: View, found: Workload) -> bool:
+    """Tell whether it is of another template, or admitted for fewer pods."""
+    return found.made_of != _made_of(view) or 0 < found.count < view.spec.seats
 
 
 def _ensure(view: View, found: Workload | None = None) -> Action:
