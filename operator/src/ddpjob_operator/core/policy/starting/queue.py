@@ -207,7 +207,7 @@ def _follow(view: View, found: Workload) -> tuple[Action, ...]:
 
 
 def _differs(view: View, found: Workload) -> bool:
-    """Tell whether the labels ask for what may be written now; with quota: another class of ours."""
+    """Tell whether the labels ask for what may be written; with quota: only another class."""
     wanted = view.job.queue_priority
     same = found.priority == wanted or (not wanted and found.pod_priority)
     if found.reserved:
