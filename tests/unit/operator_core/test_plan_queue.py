@@ -529,3 +529,29 @@ def test_an_admission_of_fewer_pods_than_it_asked_for_is_given_up():
     """Somebody has edited its Workload."""
     world = kueue_does(queued(), workloads.admit, count=2)
     assert (world.pods, workload(world).get("status")) == ({}, None)
+
+
+def test_a_restart_waits_for_kueues_api_without_a_deadline_and_one_event():
+    world = running(startupDeadlineSeconds=60)
+    held, world.kueue = world.kueue, None
+    world.end(0, 1).finish_deletions()
+    for _ in range(60):
+        world.wait(60)
+    assert (world.phase, world.status["attempt"], world.stalled) == ("Restarting", 2, "Queued")
+    assert len(world.told("Queued")) == 1
+    world.kueue = held
+    assert len(world.settle().pods) == 3
+
+
+def test_a_restart_that_the_template_contradicts_waits_without_a_deadline():
+    """An administrator has changed the flavour since."""
+    template = {"spec": {**job_object()["spec"]["template"]["spec"], "nodeSelector": {"zone": "a"}}}
+    world = running(startupDeadlineSeconds=60, template=template)
+    assert world.kueue
+    world.kueue.flavors["default"] = {"nodeLabels": {"zone": "b"}}
+    world.restart_operator().end(0, 1).finish_deletions()
+    for _ in range(60):
+        world.wait(60)
+    assert (world.stalled, len(world.told("Queued"))) == ("Queued", 2)
+    world.patch(suspend=True)  # as the message says
+    assert world.kueue.objects == {}
