@@ -321,7 +321,7 @@ def test_a_gang_that_runs_goes_on_while_kueues_api_is_away_and_gets_no_new_pods(
     held, world.kueue = world.kueue, None
     assert (world.settle().phase, len(world.pods)) == ("Running", 3)
     world.end(0, 1).finish_deletions().wait(60)
-    assert (world.phase, world.pods, world.stalled) == ("Starting", {}, "Queued")
+    assert (world.phase, world.pods, world.stalled) == ("Restarting", {}, "Queued")
     world.kueue = held
     assert len(world.settle().pods) == 3
 

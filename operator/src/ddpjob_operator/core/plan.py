@@ -230,7 +230,7 @@ def _barrier_passed(view: View) -> bool:
     if view.status.phase not in ("Pending", "Restarting"):
         return False
     passed = _confirmed(view) and not view.others and _due(view)
-    return passed and (view.replacing or gang.ready(view))
+    return passed and (view.replacing or (gang.ready(view) and not any(queue.reasons(view))))
 
 
 def _due(view: View) -> bool:
