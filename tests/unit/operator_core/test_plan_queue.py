@@ -555,3 +555,19 @@ def test_a_restart_that_the_template_contradicts_waits_without_a_deadline():
     assert (world.stalled, len(world.told("Queued"))) == ("Queued", 2)
     world.patch(suspend=True)  # as the message says
     assert world.kueue.objects == {}
+
+
+def test_an_admitted_job_that_does_not_start_yet_says_what_it_waits_for():
+    """Its flavours cannot be read: the right is missing, or one was removed."""
+    world = running().patch(suspend=True)
+    world.restart_operator().patch(suspend=False).wait(LATER)
+    assert "are read: default" in world.condition("Stalled")["message"]
+
+
+def test_an_eviction_is_not_called_a_suspension_by_the_user():
+    world = running()
+    world.status["avoidedNodes"] = ["node1"]
+    kueue_does(world, workloads.evict).finish_deletions()
+    kueue_does(world, workloads.admit)
+    (told,) = world.told("NodesTriedAgain")
+    assert "the job was admitted" in told
