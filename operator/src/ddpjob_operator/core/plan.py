@@ -150,7 +150,7 @@ def _start(view: View, change: Change) -> Change:
         restarts=replace(change.status.restarts, consecutive=0, released=0),
         handed_over=(),
     )
-    change = node_avoidance.nothing(change, "the job was suspended and resumed")
+    change = node_avoidance.nothing(change, f"the job was {reason.lower()}")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     for type_ in ("Suspended", "Stalled"):
         change = change.condition(type_, False, reason, "", view.now)

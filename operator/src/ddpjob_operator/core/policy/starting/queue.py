@@ -69,7 +69,8 @@ def wait(view: View) -> str:
         return ""
     if _other(view, found):
         return "its Workload was made of another template: it is made again"
-    return _trouble(view) or ("" if asked(view) else found.said("Admitted").message)
+    unread = f"admitted: pods of before end, then its flavours are read: {', '.join(found.flavors)}"
+    return _trouble(view) or ("" if asked(view) else unread)
 
 
 def reads(view: View) -> tuple[Action, ...] | None:
