@@ -553,7 +553,8 @@ def test_a_restart_that_the_template_contradicts_waits_without_a_deadline():
     for _ in range(60):
         world.wait(60)
     assert (world.stalled, len(world.told("Queued"))) == ("Queued", 2)
-    world.patch(suspend=True)  # as the message says
+    assert "suspend the job" in world.condition("Stalled")["message"]
+    world.patch(suspend=True)
     assert world.kueue.objects == {}
 
 

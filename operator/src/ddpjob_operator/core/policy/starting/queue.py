@@ -105,8 +105,10 @@ def _trouble(view: View) -> str:
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a gang that lost pods gets no new ones."""
     if managed(view) and view.missing:
-        what = _UNKNOWN if view.feedback.workloads is None else _trouble(view)
-        yield from [(QUEUED, what)] if what else ()
+        if view.feedback.workloads is None:
+            yield QUEUED, _UNKNOWN
+        elif what := _trouble(view):
+            yield QUEUED, f"{what}; {_AGAIN}"
 
 
 def unproven(view: View) -> bool:
