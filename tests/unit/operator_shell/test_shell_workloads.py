@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import observe, workload
 from ddpjob_operator.shell.cache.workloads import WorkloadCache
 from support.world import job_object
 
 
+JOB = observe.job(job_object())
+
+
 def obj(version: int, uid: str = "wl", namespace: str = "ns") -> dict[str, Any]:
     owner = {"uid": job_object()["metadata"]["uid"], "controller": True}
-    meta = {"namespace": namespace, "name": "w", "uid": uid, "resourceVersion": str(version)}
+    name = workload.name_of(JOB)
+    meta = {"namespace": namespace, "name": name, "uid": uid, "resourceVersion": str(version)}
     return {"metadata": {**meta, "ownerReferences": [owner]}, "spec": {"queueName": str(version)}}
-
-
-JOB = observe.job(job_object())
 
 
 @pytest.fixture
@@ -75,3 +76,12 @@ def test_what_we_deleted_no_late_event_brings_back(cache: WorkloadCache) -> None
 def test_another_namespaces_workload_is_nobodys(cache: WorkloadCache) -> None:
     cache.put(obj(5, namespace="elsewhere"))
     assert queues(cache) == []
+
+
+def test_one_that_lost_its_owner_is_no_second_one_as_it_was(cache: WorkloadCache) -> None:
+    """Else an eviction would never be seen."""
+    cache.put(obj(5))
+    orphan = obj(6)
+    orphan["metadata"]["ownerReferences"] = []
+    cache.put(orphan)
+    assert [one.owner_uid for one in cache.of(JOB) or ()] in ([], [""])
