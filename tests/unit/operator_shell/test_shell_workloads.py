@@ -10,7 +10,6 @@ from ddpjob_operator.core.objects import observe, workload
 from ddpjob_operator.shell.cache.workloads import WorkloadCache
 from support.world import job_object
 
-
 JOB = observe.job(job_object())
 
 
@@ -66,7 +65,7 @@ def test_a_list_drops_what_it_lacks_but_nothing_younger(cache: WorkloadCache) ->
 
 def test_what_we_deleted_no_late_event_brings_back(cache: WorkloadCache) -> None:
     cache.put(obj(5))
-    cache.remove(JOB.uid, "wl", for_good=True)
+    cache.remove(("ns", workload.name_of(JOB)), "wl", for_good=True)
     cache.put(obj(6))
     assert queues(cache) == []
     cache.put(obj(7, "next"))

@@ -78,7 +78,7 @@ async def delete(api: Api, store: Store, job: Job, action: DeleteWorkload) -> No
     if left.get("kind") == "Workload" and left["metadata"].get("finalizers"):
         store.workloads.put(left)
     else:
-        store.workloads.remove(job.uid, action.uid, for_good=True)
+        store.workloads.remove((job.namespace, action.name), action.uid, for_good=True)
 
 
 async def flavors(api: Api, names: tuple[str, ...]) -> Mapping[str, Placement]:

@@ -33,7 +33,7 @@ class WorkloadInformer(Informer):
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         found = self._store.workloads.put(obj)
         if kind == "DELETED":
-            self._store.workloads.remove(found.owner_uid, found.uid)
+            self._store.workloads.remove((found.namespace, found.name), found.uid)
         return self._store.keys_of(found.namespace, found.owner_uid)
 
     def _refused(self, error: errors.ApiError) -> None:
