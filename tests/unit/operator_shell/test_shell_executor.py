@@ -661,7 +661,7 @@ async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage: Stage, w
 async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
     """As those of v1alpha2 that an upgrade to Kubernetes 1.37 has left in etcd."""
     unread = 'no kind "PodGroup" is registered for version "scheduling.k8s.io/v1alpha2"'
-    stage.api.script = {"list podgroups": [errors.Unavailable(500, "InternalError", unread)]}
+    stage.api.script = {"list podgroups": [errors.Throttled(429, "TooManyRequests", unread)]}
     await stage.do(RemoveGroups("job-u1-1", "v1beta1"))
     assert stage.feedback.groups_removed == "job-u1-1"
 
