@@ -71,8 +71,6 @@ MUTATIONS = (
     Mutation("a job that waits keeps the template of before", CORE + "plan.py",
              "change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)",
              "pass", CORE_TESTS + "test_plan_queue.py"),
-    Mutation("the queue of a Workload that holds quota is changed", STARTING + "queue.py",
-             "if found.reserved:", "if False:", CORE_TESTS + "test_plan_queue.py"),
     Mutation("a watch that is behind brings a deleted Workload back", SHELL + "cache/workloads.py",
              "if not older and new.uid not in self._deleted:", "if not older:",
              SHELL_TESTS + "test_shell_workloads.py"),

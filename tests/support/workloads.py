@@ -109,30 +109,13 @@ class Kueue:
             return refusal
         self.serial += 1
         match action:
-            case act.EnsureWorkload(body, priority, there):
-                name, reference = (
-                    body["metadata"]["name"],
-                    {"name": priority, "group": "kueue.x-k8s.io"},
-                )
-                obj = (
-                    self.objects[name]
-                    if there
-                    else {
-                        **body,
-                        "metadata": {
-                            **body["metadata"],
-                            "uid": f"wl-{self.serial}",
-                            "namespace": "ns",
-                        },
-                    }
-                )
-                assert there or name not in self.objects, f"{name} is there"
-                assert not (
-                    there
-                    and true(obj, "QuotaReserved")
-                    and obj["spec"]["queueName"] != body["spec"]["queueName"]
-                )
-                obj["spec"] = {**obj["spec"], "queueName": body["spec"]["queueName"]}
+            case act.EnsureWorkload(body, priority):
+                name = body["metadata"]["name"]
+                assert name not in self.objects, f"{name} is there"
+                reference = {"name": priority, "group": "kueue.x-k8s.io"}
+                meta = {**body["metadata"], "uid": f"wl-{self.serial}", "namespace": "ns"}
+                obj = {**body, "metadata": meta}
+                obj["spec"] = {**obj["spec"]}
                 if priority:
                     obj["spec"] |= {"priorityClassRef": reference, "priority": 100}
                 self.objects[name] = obj

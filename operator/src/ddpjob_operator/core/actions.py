@@ -160,13 +160,11 @@ class DeleteJob:
 class EnsureWorkload:
     """POST the Workload, with the priority of its class, or of that of the pods.
 
-    ``there``: PUT its queue and its priority instead. A refusal goes to
-    ApiFeedback.workload_refusal.
+    A refusal goes to ApiFeedback.workload_refusal.
     """
 
     body: Body
     priority_class: str
-    there: bool = False
 
 
 @dataclass(frozen=True, slots=True)

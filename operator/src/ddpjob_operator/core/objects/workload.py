@@ -21,7 +21,7 @@ from ddpjob_operator.core.objects.observe import KUEUE, Job, clean
 API_VERSION: Final = f"{KUEUE}/v1beta2"
 LABEL_QUEUE: Final = f"{KUEUE}/queue-name"
 LABEL_OWNER: Final = f"{KUEUE}/job-uid"
-#: The template and the counts that its podSet was made of.
+#: The template, the counts and the labels that it was made of.
 ANNOTATION_MADE_OF: Final = f"{crd.GROUP}/made-of"
 POD_SET: Final = "trainer"
 #: Of Kueue's lists: a stranger may have written them.
@@ -65,8 +65,6 @@ class Workload:
     owner_uid: str
     made_of: str = ""
     queue: str = ""
-    priority: str = ""  # its class, ...
-    pod_priority: bool = False  # ... which is a PriorityClass of pods
     active: bool = True
     deleting: bool = False
     conditions: Mapping[str, Condition] = field(default_factory=dict)
@@ -103,7 +101,6 @@ def workload(obj: Mapping[str, Any]) -> Workload:
     """Parse a Workload object, whatever Kueue or a user may have written into it."""
     meta, spec, status = obj["metadata"], mapping(obj.get("spec")), mapping(obj.get("status"))
     owners = map(mapping, sequence(meta.get("ownerReferences")))
-    priority = mapping(spec.get("priorityClassRef"))
     admission = mapping(status.get("admission"))
     assigned = _ours(admission.get("podSetAssignments"))
     checks = [mapping(one) for one in sequence(status.get("admissionChecks"))[:_MOST]]
@@ -116,8 +113,6 @@ def workload(obj: Mapping[str, Any]) -> Workload:
         owner_uid=next((text(one.get("uid")) for one in owners if one.get("controller")), ""),
         made_of=text(mapping(meta.get("annotations")).get(ANNOTATION_MADE_OF)),
         queue=text(spec.get("queueName")),
-        priority=text(priority.get("name")),
-        pod_priority=bool(priority) and priority.get("group") != KUEUE,
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in meta,
         conditions=dict(_conditions(status.get("conditions"))),

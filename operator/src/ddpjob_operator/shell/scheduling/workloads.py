@@ -28,21 +28,13 @@ _POD_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses")
 async def ensure(
     api: Api, store: Store, job: Job, action: EnsureWorkload
 ) -> tuple[errors.ApiError, Existing | None] | None:
-    """Create the Workload, or write its queue and priority; return the refusal, if any."""
+    """Create the Workload; return the refusal, if any."""
     name, wanted = action.body["metadata"]["name"], action.body["spec"]
     try:
         priority = await _priority(api, action)
-        if action.there:
-            found = await api.get(WORKLOADS, job.namespace, name)
-            kept = {k: v for k, v in found["spec"].items() if not k.startswith("priority")}
-            spec = {**kept, "queueName": wanted["queueName"], **priority}
-            written = await api.replace(WORKLOADS, job.namespace, name, {**found, "spec": spec})
-        else:
-            body = {**action.body, "spec": {**wanted, **priority}}
-            written = await api.create(WORKLOADS, job.namespace, body, strict=True)
+        body = {**action.body, "spec": {**wanted, **priority}}
+        written = await api.create(WORKLOADS, job.namespace, body, strict=True)
     except errors.ApiError as error:
-        if error.reason == "Conflict":
-            return None  # changed meanwhile: the next look sees that
         if error.reason != "AlreadyExists":
             return error, None
         written = await api.get(WORKLOADS, job.namespace, name)

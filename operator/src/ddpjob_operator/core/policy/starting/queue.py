@@ -62,13 +62,13 @@ def wait(view: View) -> str:
         return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
-        return _words(found) + (_refused(view) if _differs(view, found) else "")
+        return _words(found)
     if found.reclaimed > len(view.succeeded):
         return "a part of its quota was given back as replicas ended, and it needs all of it again"
     if not view.status.parked:
         return ""
     if _other(view, found):
-        return "its Workload was made of another template: it is made again"
+        return "its Workload was made of another template or label: it is made again"
     unread = f"admitted: pods of before end, then its flavours are read: {', '.join(found.flavors)}"
     return _trouble(view) or ("" if asked(view) else unread)
 
@@ -130,7 +130,9 @@ def parked(view: View) -> tuple[Action, ...]:
         return ()
     if found is None:
         able = waits and view.job.queue and not template_guard.why(view)
-        return (_ensure(view),) if able and not retry.resting(view, _refusal(view)) else ()
+        body = render.workload(view.job, view.spec, _made_of(view))
+        wanted = actions.EnsureWorkload(body, view.job.queue_priority)
+        return (wanted,) if able and not retry.resting(view, _refusal(view)) else ()
     if not waits or not view.job.queue or _other(view, found):
         return () if found.deleting else (actions.DeleteWorkload(found.name, found.uid),)
     if found.reserved and (found.true("Evicted") or found.reclaimed):
@@ -140,7 +142,7 @@ def parked(view: View) -> tuple[Action, ...]:
             failed = Condition(True, "FailedToStart", what, "")
             return (WriteWorkload(found.name, found.version, {"Finished": failed}),)
         return reads(view) or ()
-    return _follow(view, found)
+    return ()
 
 
 def running(view: View) -> tuple[Action, ...]:
@@ -151,8 +153,6 @@ def running(view: View) -> tuple[Action, ...]:
         return () if gone else (actions.DeleteWorkload(found.name, found.uid),)
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
-    if todo := _follow(view, found):
-        return todo
     told = dict(_pods_ready(view, found))
     lingers = report.lingers(view)
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
@@ -189,34 +189,14 @@ def _on(view: View) -> bool:
 
 
 def _made_of(view: View) -> str:
-    return f"{view.spec.template_hash} {view.spec.replicas}+{view.spec.standby}"
+    job, spec = view.job, view.spec
+    counts = f"{spec.replicas}+{spec.standby}"
+    return f"{spec.template_hash} {counts} {job.queue} {job.queue_priority}".strip()
 
 
 def _other(view: View, found: Workload) -> bool:
     """Tell whether it is of another template, or admitted for fewer pods."""
     return found.made_of != _made_of(view) or 0 < found.count < view.spec.seats
-
-
-def _ensure(view: View, found: Workload | None = None) -> Action:
-    """Make the Workload, or write its queue and its priority."""
-    body = render.workload(view.job, view.spec, _made_of(view))
-    return actions.EnsureWorkload(body, view.job.queue_priority, found is not None)
-
-
-def _follow(view: View, found: Workload) -> tuple[Action, ...]:
-    """Follow the labels."""
-    fixed = found.true("Finished") or found.deleting or not _differs(view, found)
-    return () if fixed or retry.resting(view, _refusal(view)) else (_ensure(view, found),)
-
-
-def _differs(view: View, found: Workload) -> bool:
-    """Tell whether the labels ask for what may be written; with quota: only another class."""
-    wanted = view.job.queue_priority
-    same = found.priority == wanted or (not wanted and found.pod_priority)
-    if found.reserved:
-        named = view.job.queue and wanted and found.priority and not found.pod_priority
-        return bool(named) and not same
-    return found.queue != view.job.queue or not same
 
 
 def _refusal(view: View) -> actions.Refusal | None:
