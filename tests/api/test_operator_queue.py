@@ -160,6 +160,17 @@ def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
     assert stage.quiet_resyncs() == []
 
 
+def test_a_pods_field_that_kueue_does_not_know_yet_keeps_no_job_out_of_its_queue(
+    stage: Arena, gang: str, flavor: str
+) -> None:
+    """Kueue 0.17 has the pods of Kubernetes 1.35."""
+    template = stage.job(gang)["spec"]["template"]
+    template["spec"] |= {"schedulingGroup": {"podGroupName": "another"}, "schedulerName": "hand"}
+    queue = Queue(stage, gang, template=template)
+    queue.play(workloads.admit, flavor)
+    stage.wait_phase(gang, "Running")
+
+
 @pytest.mark.fault("U19")
 def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
     stage: Arena, gang: str, flavor: str

@@ -183,6 +183,15 @@ def test_the_group_goes_with_its_attempt(end: str):
         assert groups_of(world) == {"job-uid-of-j-2"}
 
 
+def test_the_group_goes_before_a_job_whose_time_to_live_is_over():
+    world = native(ttlSecondsAfterFinished=0).settle().run().end(0, 0).end(1, 0)
+    world.end(2, 0, settle=False)
+    while "delete job" not in world.log:
+        for action in world.plan().actions:
+            world.carry_out(action)
+    assert world.log.index("remove groups") < world.log.index("delete job")
+
+
 @pytest.mark.parametrize("first", ["ended", "gone"])
 def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for(first: str):
     """The first pod may be gone before anybody has seen its condition."""

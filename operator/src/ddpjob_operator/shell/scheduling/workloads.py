@@ -33,7 +33,8 @@ async def ensure(
     try:
         priority = await _priority(api, action)
         body = {**action.body, "spec": {**wanted, **priority}}
-        written = await api.create(WORKLOADS, job.namespace, body, strict=True)
+        # Not strict: Kueue's definition may know fewer fields of pods than the API server does.
+        written = await api.create(WORKLOADS, job.namespace, body)
     except errors.ApiError as error:
         if error.reason != "AlreadyExists":
             return error, None
