@@ -128,7 +128,7 @@ def test_a_group_that_may_not_be_made_is_done_without_or_waited_for(
     stage.proxy.faults = [forbidden]
     stage.apply(gang, scheduling={"gang": "Native"})
     told = stage.wait_condition(gang, "Stalled", "GangUnavailable")
-    assert "spec.scheduling.gang to None" in told["message"]
+    assert "apply it again with gang None" in told["message"]
     assert stage.kubelet.pods(gang) == []
     assert stage.status(gang)["restarts"]["charged"] == 0
     stage.proxy.faults = []

@@ -105,7 +105,7 @@ def test_a_demanded_group_is_waited_for_with_a_reason_and_charged_to_nobody(
     world = native(api="", scheduling=scheduling).settle()
     world.wait(HOUR)
     assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
-    assert "spec.scheduling.gang to None" in world.condition("Stalled")["message"]
+    assert "apply it again with gang None" in world.condition("Stalled")["message"]
     assert world.counts == (0, 0, 0)
     world.gang_api = "v1alpha2"
     world.settle().run()

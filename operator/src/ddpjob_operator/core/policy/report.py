@@ -179,8 +179,8 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
     for pod in gang.in_order(pods):
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
-            what = f"pod {pod.name}: {pod.unschedulable}{node_avoidance.words(view)}"
-            yield "Unschedulable", what
+            more = node_avoidance.words(view) + gang.words(view)
+            yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}{more}"
     for pod in pods:
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not (fresh(view) or gang.just_placed(view, PATIENCE)):

@@ -34,7 +34,8 @@ UNSEEN: Final = "no scheduler has looked at it yet"
 _NOT_SERVED: Final = "the API server serves no PodGroups"
 _CURE: Final = (
     "it needs Kubernetes 1.36 or later with its gates for gang scheduling on, and the chart's"
-    " rights to podgroups (docs/guides/queues.md); or set spec.scheduling.gang to None"
+    " rights to podgroups (docs/guides/queues.md); or delete the job and apply it again with gang"
+    " None and without a topologyKey: its snapshots stay"
 )
 
 
@@ -136,6 +137,12 @@ def preempted(view: View, loss: Failure) -> bool:
 def in_order(pods: list[Pod]) -> list[Pod]:
     """Put pods that do not fit by themselves before those that only wait for them."""
     return sorted(pods, key=lambda pod: _OTHERS_DO_NOT_FIT in pod.unschedulable)
+
+
+def words(view: View) -> str:
+    """Say in the message of a pod that finds no room that the others wait for it, too."""
+    group = of(view)
+    return f"; all {view.spec.replicas} are placed together or none ({group})" if group else ""
 
 
 def says_more(old: str, new: str) -> bool:
