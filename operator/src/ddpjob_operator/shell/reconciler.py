@@ -99,8 +99,8 @@ class Reconciler:
             seen_since=since,
             metrics_from=self._metrics_from,
             gang_api=self._gang_api(),
+            workloads=self._store.workloads.of(job),
         )
-        feedback = replace(feedback, workloads=self._store.workloads.of(job))
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)
         if todo.actions:
             known = len(seen) + _done(job)

@@ -80,11 +80,9 @@ def dropped(found: Object, sent: Body) -> str:
 def dropped_of(pod: Object, sent: Body) -> str:
     """Say that the API server has not kept a pod's group; "" if it has."""
     asked, kept = ((one.get("spec") or {}).get(_FIELD) for one in (sent, pod))
-    return (
-        ""
-        if kept == asked
-        else f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
-    )
+    if kept == asked:
+        return ""
+    return f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
 
 
 def _listed(fields: list[str]) -> str:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from ddpjob_operator.core.pod_groups import GROUP, WHOLE
 from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import Api
+from ddpjob_operator.shell.api.client import PODGROUPS, Api
 
 log = logging.getLogger(__name__)
 
 _EVERY = 60.0
 _RETRY = 2.0
-_PLURAL = "podgroups"
 
 
 class GangApi:
@@ -30,7 +28,6 @@ class GangApi:
         self._api, self._changed, self._seconds = api, changed, seconds
         self.version = ""
         self.answered = asyncio.Event()
-        self.alive_at = time.monotonic()
 
     async def run(self) -> None:
         """Ask until cancelled; while the API server does not answer, keep what it said last."""
@@ -44,7 +41,6 @@ class GangApi:
                     self.version = found
                     self._changed()
                 self.answered.set()
-            self.alive_at = time.monotonic()
             await asyncio.sleep(delay)
 
     async def _find(self) -> str:
@@ -58,6 +54,6 @@ class GangApi:
             if version not in served:
                 continue
             kinds = await self._api.discover(f"/apis/{GROUP}/{version}")
-            if any(one["name"] == _PLURAL for one in kinds.get("resources", ())):
+            if any(one["name"] == PODGROUPS for one in kinds.get("resources", ())):
                 return version
         return ""
