@@ -7,19 +7,16 @@ binds the pods.
 from __future__ import annotations
 
 import secrets
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ddpjob_operator.core.pod_groups import WHOLE
-from devcluster import binaries
 from support import arena as support
 from support import cluster
 from support.arena import Arena
-from support.chart import CHART
+from support.chart import operator_rules
 from support.proxy import Call, Fault
 from support.rest import Object, eventually
 from support.sharing import Shared
@@ -42,27 +39,9 @@ def gated(shared: Shared) -> cluster.Cluster:
 
 
 @pytest.fixture(scope="module")
-def rules() -> list[Object]:
-    """What the chart gives the operator where the API server serves PodGroups."""
-    helm = binaries.ensure(["helm"], print)["helm"]
-    values = (
-        "--api-versions",
-        "scheduling.k8s.io/v1alpha2/PodGroup",
-        "--set",
-        "rbac.userRoles=false",
-    )
-    command = [helm, "template", "ddpjob", CHART, *values]
-    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    roles = [one for one in yaml.safe_load_all(made) if one and one["kind"].endswith("Role")]
-    return [rule for role in roles for rule in role["rules"]]
-
-
-@pytest.fixture(scope="module")
-def stage(
-    gated: cluster.Cluster, rules: list[Object], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Arena]:
+def stage(gated: cluster.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     with support.arena(gated.kubeconfig, tmp_path_factory.mktemp("gang")) as found:
-        found.rights().give(rules)
+        found.rights().give(operator_rules("--api-versions", "scheduling.k8s.io/v1alpha2/PodGroup"))
         found.start_operator()
         yield found
 

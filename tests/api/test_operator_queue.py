@@ -5,19 +5,17 @@ What Kueue itself does with it is the business of tests/cluster/test_kueue.py.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-import yaml
 
 from devcluster import binaries
 from support import arena as support
 from support import workloads
 from support.arena import Arena
-from support.chart import CHART
+from support.chart import operator_rules
 from support.cluster import Cluster
 from support.proxy import Call, Fault
 from support.rest import Object, RestError, eventually
@@ -45,13 +43,7 @@ def definitions(control_plane: Cluster, shared: Shared) -> None:
 
 @pytest.fixture(scope="module")
 def rules() -> list[dict[str, Any]]:
-    """What the chart gives the operator, and nothing else."""
-    helm = binaries.ensure(["helm"], print)["helm"]
-    values = ("--set", "kueue.enabled=true,rbac.userRoles=false")
-    command = [helm, "template", "ddpjob", CHART, *values]
-    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    roles = [one for one in yaml.safe_load_all(made) if one and one["kind"].endswith("Role")]
-    return [rule for role in roles for rule in role["rules"]]
+    return operator_rules("--set", "kueue.enabled=true")
 
 
 @pytest.fixture(scope="module")

@@ -73,18 +73,10 @@ def move(**drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any
     return decorate
 
 
-class Machine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(LOOP, fate=lambda *_: None)
-        self.harms: dict[int, str] = {}
-        self.world.wire.gate = lambda call: self.harms.pop(call.number, "")
+class Story(RuleBasedStateMachine):
+    """Every write of the world is held against the invariants, and in the end all is well."""
 
-    @initialize(first=SPECS, second=SPECS, holds=st.booleans())
-    def begin(self, first: dict[str, Any], second: dict[str, Any], holds: bool) -> None:
-        self.world.holds = holds
-        for name, spec in zip(JOBS, (first, second), strict=True):
-            self.world.cluster.create(crd.PLURAL, job_body(name, **spec))
+    world: World
 
     @invariant()
     def all_hold(self) -> None:
@@ -99,11 +91,25 @@ class Machine(RuleBasedStateMachine):
                 operator.dead = True
             self.world.bury()
 
-    # --- time passes ---
-
     @move()
     def nothing_happens(self) -> None:
         pass
+
+
+class Machine(Story):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(LOOP, fate=lambda *_: None)
+        self.harms: dict[int, str] = {}
+        self.world.wire.gate = lambda call: self.harms.pop(call.number, "")
+
+    @initialize(first=SPECS, second=SPECS, holds=st.booleans())
+    def begin(self, first: dict[str, Any], second: dict[str, Any], holds: bool) -> None:
+        self.world.holds = holds
+        for name, spec in zip(JOBS, (first, second), strict=True):
+            self.world.cluster.create(crd.PLURAL, job_body(name, **spec))
+
+    # --- time passes ---
 
     @move()
     def all_goes_well(self) -> None:

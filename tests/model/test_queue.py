@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from hypothesis.stateful import initialize
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.actions import Plan, QuorumRead, WriteWorkload
@@ -17,7 +17,7 @@ from ddpjob_operator.core.objects.workload import Condition, Workload
 from model.faults import SEEN, UNSEEN
 from model.kueue import QueueWorld, queued
 from model.operators import Planner
-from model.test_machine import CODES, INDEX, JOBS, LOOP, move
+from model.test_machine import CODES, INDEX, JOBS, LOOP, Story, move
 from model.wrong import Question
 from support import workloads
 from support.invariants import Violation
@@ -34,7 +34,7 @@ SPECS = st.fixed_dictionaries(
 )
 
 
-class QueueMachine(RuleBasedStateMachine):
+class QueueMachine(Story):
     """Two jobs of one queue, and whatever befalls them, Kueue and the operator."""
 
     def __init__(self) -> None:
@@ -50,23 +50,6 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self, specs: tuple[Any, ...], priorities: tuple[str, ...]) -> None:
         for name, spec, priority in zip(JOBS, specs, priorities, strict=True):
             self.world.cluster.create(crd.PLURAL, queued(name, priority, **spec))
-
-    @invariant()
-    def all_hold(self) -> None:
-        self.world.verify()
-
-    def teardown(self) -> None:
-        try:
-            self.world.heal()
-            self.world.must_end()
-        finally:
-            for operator in self.world.operators:
-                operator.dead = True
-            self.world.bury()
-
-    @move()
-    def nothing_happens(self) -> None:
-        pass
 
     @move(seconds=st.sampled_from((1, 31, 700)))
     def time_passes(self, seconds: float) -> None:

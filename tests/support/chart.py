@@ -7,6 +7,9 @@ import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import yaml
+
+from devcluster import binaries
 from support.cluster import ROOT
 
 CHART = ROOT / "charts" / "ddpjob"
@@ -14,6 +17,15 @@ CHART = ROOT / "charts" / "ddpjob"
 Objects = dict[str, dict[str, Any]]
 Template = Callable[..., Objects]
 Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def operator_rules(*flags: str) -> list[dict[str, Any]]:
+    """What the chart gives the operator with these flags of helm, and nothing else."""
+    helm = binaries.ensure(["helm"], print)["helm"]
+    command = [helm, "template", "ddpjob", CHART, "--set", "rbac.userRoles=false", *flags]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    roles = [one for one in yaml.safe_load_all(made) if one and one["kind"].endswith("Role")]
+    return [rule for role in roles for rule in role["rules"]]
 
 
 def panels() -> Iterator[dict[str, Any]]:
