@@ -53,6 +53,8 @@ BASES: dict[str, dict[str, Any]] = {
     "11": {"replicas": 11},
     "10000 and 1": {"replicas": 10000, "standby": 1},
     "standby": {"standby": 1},
+    "high": {"scheduling": {"priorityClassName": "high"}},
+    "high": {"scheduling": {"priorityClassName": "high"}},
     "8 processes": {"nprocPerNode": 8},
 }
 
@@ -189,6 +191,7 @@ ANOTHER: dict[str, tuple[tuple[Any, ...], ...]] = {
         (f"{TRAINER}.volumeMounts.0", {"name": "mine", "mountPath": "/snapshots/"},
          "spec.snapshot.path", "mountPath", "remove that mount"),
     ),
+    "high": ((f"{POD}.priorityClassName", "low", "spec.scheduling", "leave out either"),),
     "standby": tuple(
         (path, value, "spec.standby needs at least 2 replicas")
         for path, value in (("spec.replicas", 1), ("spec.restart.maxRestarts", 0),
@@ -243,6 +246,7 @@ GOOD = (
     (f"{TRAINER}.env.0", {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}),
     (f"{POD}.terminationGracePeriodSeconds", 1),
     (f"{POD}.restartPolicy", "Never"),
+    (f"{POD}.priorityClassName", "high"),
     (f"{POD}.tolerations", [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]),
     # A client library writes such a null.
     ("spec.template.metadata", {"creationTimestamp": None, "labels": {"team": "a"}}),

@@ -81,7 +81,11 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
     ]
     for name, (when, said) in found.items():
         text = re.sub(r"\s+", " ", said.replace(namespace, "NAMESPACE"))
-        text = re.sub(r"^released all pods, next try in \d+ s: |; suspend the job, .*", "", text)
+        text = re.sub(
+            r"^(released all pods|no pod was made), next try in \d+ s: |; suspend the job, .*",
+            "",
+            text,
+        )
         text = text.encode("unicode_escape").decode().replace("|", "\\|").replace("<", "&lt;")
         text = text if len(text) <= _SAID else f"{text[:_SAID]} …"
         lines.append(f"| {name} | {when} | {text} |")

@@ -222,7 +222,7 @@ class TestStatus:
     def test_the_head_has_reason_budget_and_failure(self) -> None:
         found = job(
             phase="Starting", attempt=2, reason="Unschedulable", lastFailure=FAILURE,
-            timings={"attemptStartedAt": at(60)},
+            timings={"attemptStartedAt": at(60)}, podGroup="d-u-2",
             conditions=[
                 {"type": "Stalled", "status": "True", "reason": "Unschedulable", "message": "0/3"},
                 {"type": "Failed", "status": "False", "reason": "Progressing", "message": "no"},
@@ -235,6 +235,7 @@ class TestStatus:
             "Phase:     Starting",
             "Stalled:   Unschedulable: 0/3",
             "Attempt:   2, begun 60s ago",
+            "PodGroup:  d-u-2",
             "Restarts:  1 with new pods (1 of 3 charged, 0 of 100 disruptions), 2 in place",
             "Progress:  step 7",
             "Snapshot:  step 5",

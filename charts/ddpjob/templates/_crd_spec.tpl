@@ -68,6 +68,13 @@ x-kubernetes-validations:
     message: >-
       spec.standby needs at least 2 replicas, and spec.restart with inPlace.enabled, maxRestarts
       and replaceSeconds of at least 1: without them no pod ever takes another one's place
+  - rule: >-
+      self.scheduling.priorityClassName == '' || !has(self.template.spec.priorityClassName)
+      || self.template.spec.priorityClassName in ['', self.scheduling.priorityClassName]
+    fieldPath: .scheduling
+    message: >-
+      spec.scheduling.priorityClassName differs from that of spec.template.spec, and all pods have
+      the same: leave out either
   - rule: self.nodeLost.policy != 'Fence' || has(self.snapshot)
     fieldPath: .nodeLost
     message: >-

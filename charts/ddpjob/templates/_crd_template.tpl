@@ -136,6 +136,10 @@ properties:
               spec.template.spec.terminationGracePeriodSeconds must be at least 1: with 0 a pod is
               gone from the API while its processes still run, and the next attempt would train
               beside them
+      priorityClassName:
+        description: PriorityClass of the pods; spec.scheduling.priorityClassName is the other place.
+        type: string
+        maxLength: 253
       hostname:
         description: Not supported; set by the operator to <job>-<replica>.
         type: string

@@ -208,6 +208,19 @@ def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for(first: str)
     assert groups_of(world) == {"job-uid-of-j-2"}
 
 
+@pytest.mark.parametrize("taken", ["whole", "one"])
+def test_preempted_pods_without_a_group_leave_the_room_for_as_long(taken: str):
+    """A preempting pod is not bound yet, and of a preempting gang only some are."""
+    world = World(job_object(scheduling={"gang": "None"})).settle().run()
+    world.poll(holds=taken == "one").wait(2)
+    told = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    world.pods["job-1"]["status"] = {**world.pods["job-1"]["status"], "conditions": [told]}
+    world.vanish(0)
+    assert world.pause() == 15.0
+    since = {"whole": 2, "one": 1}[taken]
+    assert (world.status["attempt"], world.status["membersSince"]) == (2, since)
+
+
 @pytest.mark.parametrize("when", ["group", "pod"])
 def test_auto_goes_on_without_a_group_that_cannot_be_had_whole(when: str):
     world, why = native(), "the API server drops spec.disruptionMode"

@@ -32,7 +32,7 @@ def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str,
     restarts = world.status["restarts"]
     assert (world.counts, restarts["consecutive"]) == ((0, 0, 0), 0)
     assert restarts["released"] > 1
-    told = [event.message for event in world.events if "released" in event.message]
+    told = [event.message for event in world.events if "next try in" in event.message]
     assert [words in message for message in told] == [True] * restarts["released"]
     world.refuse, world.refuse_network = (lambda _: None), (lambda _: None)
     world.wait(500).wait(500).run()

@@ -143,7 +143,7 @@ def _start(view: View, change: Change) -> Change:
     """Begin after the creation or a resume; the active deadline counts from here."""
     resumed = view.status.parked and view.status.attempt > 0
     reason = "Resumed" if resumed else "Started"
-    reason = "Admitted" if view.status.queued else reason
+    reason = "Admitted" if view.status.queued and view.job.queue else reason
     change = restart.new_attempt(view, change, "Restarting" if resumed else "Pending", 0)
     change = change.with_status(
         timings=replace(change.status.timings, started_at=view.now),
@@ -207,7 +207,8 @@ def _hold(view: View, change: Change, words: str) -> Change:
             change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)
         change = _park(view, change, "Pending", queue.QUEUED, words)
         change = change.tell("Normal", queue.QUEUED, words)
-    reason, words = next(report.outlived(view), (queue.QUEUED, words))  # it keeps the quota
+    reason = queue.QUEUED if view.feedback.workloads is not None else queue.UNAVAILABLE
+    reason, words = next(report.outlived(view), (reason, words))  # it keeps the quota
     return change.condition("Stalled", True, reason, words, view.now)
 
 

@@ -158,6 +158,8 @@ def head_lines(
         began = moment(timings.get("attemptStartedAt"))
         told_of = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"
         lines.append(("Attempt", f"{attempt}, {told_of}"))
+    if group := status.get("podGroup"):
+        lines.append(("PodGroup", group))
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
     lost, begun = moment(timings.get("replacingSince")), job.replaced
     if lost and begun:

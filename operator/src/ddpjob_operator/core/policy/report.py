@@ -64,6 +64,11 @@ _REFUSERS: Final = (
         "the rights of the operator's own account",
         "the operator's chart gives them in the namespaces that its value `namespaces` lists",
     ),
+    (
+        "no PriorityClass with name ",
+        "the API server",
+        "create it: it is tried again by itself; or delete the job, and apply it with another",
+    ),
     (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
     ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),

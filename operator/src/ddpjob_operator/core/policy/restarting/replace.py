@@ -49,7 +49,8 @@ def lost(
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.holds and view.spec.restart.in_place > 0
-    whole = view.succeeded or gang.preempted(view, loss) or _hub_ended(view, loss)
+    group = view.status.pod_group and gang.preempted(view, loss)  # it is taken whole
+    whole = view.succeeded or group or _hub_ended(view, loss)
     if not (able and in_time) or whole:
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members

@@ -22,7 +22,7 @@ from ddpjob_operator.core.policy.starting import node_avoidance
 from ddpjob_operator.core.view import Change, View
 
 UNAVAILABLE: Final = "GangUnavailable"
-#: Freed room is not reserved: a preempted group that came back at once would take it again.
+#: Freed room is not reserved: preempted pods that came back at once would take it again.
 PREEMPTED: Final = "PreemptionByScheduler"
 PREEMPTED_SECONDS: Final = 15.0
 #: A group that a stranger removed is made again after at most so long.
@@ -124,14 +124,13 @@ def removals(view: View) -> tuple[Action, ...]:
 
 
 def preempted(view: View, loss: Failure) -> bool:
-    """Tell whether a higher priority takes the whole group's room, not that of a standby pod.
+    """Tell whether a higher priority takes the gang's room, not that of a standby pod.
 
     The first member may be gone before its condition was seen; the others still have theirs.
     """
-    grouped = [pod for seat, pod in view.members.items() if seat < view.spec.replicas]
+    needed = [pod for seat, pod in view.members.items() if seat < view.spec.replicas]
     taken = loss.reason == PREEMPTED and loss.replica < view.spec.replicas
-    taken = taken or any(pod.disruption == PREEMPTED for pod in grouped)
-    return bool(view.status.pod_group) and taken
+    return taken or any(pod.disruption == PREEMPTED for pod in needed)
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:

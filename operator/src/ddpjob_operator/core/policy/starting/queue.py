@@ -24,6 +24,7 @@ from ddpjob_operator.core.policy.starting import retry, template_guard
 from ddpjob_operator.core.view import View
 
 QUEUED: Final = "Queued"
+UNAVAILABLE: Final = "QueueUnavailable"
 #: After these the job is back in its queue at once; after others Kueue decides when.
 _AT_ONCE: Final = ("Preempted", "NodeFailures")
 _UNKNOWN: Final = (
@@ -57,7 +58,7 @@ def wait(view: View) -> str:
         return _UNKNOWN if view.status.parked else ""
     found = own(view)
     if found is None:
-        return _new(view.job.queue) + _refused(view)
+        return _refused(view) or _new(view.job.queue)
     if view.status.parked and not view.job.queue:
         return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
@@ -106,7 +107,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a gang that lost pods gets no new ones."""
     if managed(view) and view.missing:
         if view.feedback.workloads is None:
-            yield QUEUED, _UNKNOWN
+            yield UNAVAILABLE, _UNKNOWN
         elif what := _trouble(view):
             yield QUEUED, f"{what}; {_AGAIN}"
 
@@ -133,7 +134,7 @@ def parked(view: View) -> tuple[Action, ...]:
         body = render.workload(view.job, view.spec, _made_of(view))
         wanted = actions.EnsureWorkload(body, view.job.queue_priority)
         return (wanted,) if able and not retry.resting(view, _refusal(view)) else ()
-    if not waits or not view.job.queue or _other(view, found):
+    if not waits or not view.job.queue or _other(view, found) or template_guard.why(view):
         return () if found.deleting else (actions.DeleteWorkload(found.name, found.uid),)
     if found.reserved and (found.true("Evicted") or found.reclaimed):
         return (_give_back(found),)
@@ -205,7 +206,7 @@ def _refusal(view: View) -> actions.Refusal | None:
 
 def _refused(view: View) -> str:
     refusal = _refusal(view)
-    return f"; its Workload is refused: {report.refused(view, refusal)[1]}" if refusal else ""
+    return f"its Workload is refused: {report.refused(view, refusal)[1]}" if refusal else ""
 
 
 def _new(queue: str) -> str:

@@ -182,7 +182,8 @@ def _release(
     wait = _delay(view, released)
     change = restart.new_attempt(view, change, "Pending", wait)
     change = change.with_status(restarts=replace(change.status.restarts, released=released))
-    what = f"released all pods, next try in {wait:.0f} s: {message}"
+    did = "released all pods" if view.pods else "no pod was made"
+    what = f"{did}, next try in {wait:.0f} s: {message}"
     change = change.condition(condition, True, reason, what, view.now)
     return change.tell("Warning", reason, what)
 
