@@ -49,6 +49,7 @@ def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) 
     assert before.isdisjoint(site.uids("lost").values())
     site.resumed_from("lost", at_least=10)
     status = site.wait_phase("lost", "Succeeded")
-    assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
+    # Their ends are heard one by one: a replacement that has begun becomes a start of all.
+    assert (status["attempt"] in (2, 3), status["restarts"]["total"]) == (True, 1)
     assert site.result("lost") == expected
     site.delete("lost")
