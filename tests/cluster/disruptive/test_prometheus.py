@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.site import SYSTEM, Site, digits, job
 
 pytestmark = pytest.mark.tier("all")
 
+GPU = "nvidia.com/gpu"
 #: What takes minutes or hours is to take seconds here; the conditions themselves stay.
 SHORTENED = {
     "> 900": "> 8",
@@ -94,9 +96,10 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(
 
     # A restart loop, and its end.
     backoff = {"initialSeconds": 1, "maxSeconds": 1}
-    site.apply(
-        job("looping", ["sh", "-c", "exit 3"], restart={"maxRestarts": 3, "backoff": backoff})
-    )
+    body = job("looping", ["sh", "-c", "exit 3"], restart={"maxRestarts": 3, "backoff": backoff})
+    give_gpus(site)
+    body["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {GPU: 1}}
+    site.apply(body)
     wait_firing(watch, "DDPJobRestartLoop", namespace=site.namespace)
     site.wait_phase("looping", "Failed")
     wait_firing(watch, "DDPJobFailed", namespace=site.namespace)
@@ -111,6 +114,14 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(
     wait_resolved(watch, "DDPJobOperatorDown")
     for name in ("watched", "looping"):
         site.delete(name)
+
+
+def give_gpus(site: Site) -> None:
+    """Let the nodes say that they have GPUs, which they have not: a resource is only a number."""
+    room = json.dumps({"status": {"capacity": {GPU: "3"}, "allocatable": {GPU: "3"}}})
+    for node in ("node1", "node2"):
+        patch = ("patch", "node", node, "--subresource=status", "--type=merge", "-p", room)
+        site.cluster.kubectl(*patch, check=True)
 
 
 def check_panels(site: Site, watch: Prometheus) -> None:

@@ -112,9 +112,6 @@ def test_every_cause_is_readable_when_all_pods_are_gone(site: Site, machines: No
     assert "rank 0,2 was stopped for it" in by_attempt[1], done.stdout
     logs = plugin.run("logs", NAME, "--attempt", "2", "--rank", "1", "--tail", "1")
     assert (logs.returncode, logs.stdout) == (0, "last words of life 2\n"), logs.stderr
-    readers = site.kubectl(
-        "get", "pods", "-l", "app.kubernetes.io/name=ddpjob-evidence", "-o", "name"
-    )
-    gone = lambda: not site.kubectl("get", "pods", "-o", "name").stdout.strip()  # noqa: E731
-    wait_for(gone, f"the readers to be deleted: {readers.stdout}")
+    readers = ("get", "pods", "-l", "app.kubernetes.io/name=ddpjob-evidence", "-o", "name")
+    wait_for(lambda: not site.kubectl(*readers).stdout.strip(), "the readers to be deleted")
     site.delete(NAME)
