@@ -54,7 +54,6 @@ BASES: dict[str, dict[str, Any]] = {
     "10000 and 1": {"replicas": 10000, "standby": 1},
     "standby": {"standby": 1},
     "high": {"scheduling": {"priorityClassName": "high"}},
-    "high": {"scheduling": {"priorityClassName": "high"}},
     "8 processes": {"nprocPerNode": 8},
 }
 
