@@ -43,7 +43,7 @@ def stored(plane: Cluster) -> dict[str, Any]:
     body = ddpjob(f"job{next(_numbers)}", snapshot=SNAPSHOT)
     body = changed(body, f"{TRAINER}.resources", CPU)
     body = changed(body, "spec.template.spec.volumes", [{"name": "v", "emptyDir": {}}])
-    body = changed(body, "spec.template.spec.priorityClassName", "low")
+    body = changed(body, "spec.template.spec.schedulerName", "mine")
     plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
     return body
 
@@ -69,13 +69,13 @@ FIXED = (
     # CEL has no type for these: a value, a field, one that is removed.
     (f"{TRAINER}.resources.limits.cpu", "2"),
     ("spec.template.spec.nodeName", "node1"),
-    ("spec.template.spec.priorityClassName", DELETE),
+    ("spec.template.spec.schedulerName", DELETE),
     # A field with a type goes, one without comes.
     (
         "spec.template.spec",
         {
             "containers": [{"name": "trainer", "image": "example/train:1", "resources": CPU}],
-            "priorityClassName": "low",
+            "schedulerName": "mine",
             "nodeName": "node1",
         },
     ),
@@ -122,7 +122,7 @@ def test_accepts_change(plane: Cluster, stored: dict[str, Any]) -> None:
         said = replace(plane, changed(stored, path, value), "--dry-run=server")
         assert (path, said) == (path, "")
     # No rule sees one field without a type for another: the operator compares hashes (U1).
-    other = changed(stored, "spec.template.spec.priorityClassName", DELETE)
+    other = changed(stored, "spec.template.spec.schedulerName", DELETE)
     other = changed(other, "spec.template.spec.nodeName", "node1")
     assert replace(plane, other, "--dry-run=server") == ""
 

@@ -109,9 +109,9 @@ class Queue:
         body = {"metadata": {"labels": named}}
         self.stage.rest.merge(self.stage.job_path(self.gang), body)
 
-    def words(self, part: str) -> None:
+    def words(self, part: str, reason: str = "Queued") -> None:
         """Wait until the job says so."""
-        self.stage.wait_condition(self.gang, "Stalled", "Queued")
+        self.stage.wait_condition(self.gang, "Stalled", reason)
         said = lambda: part in self.stage.condition(self.gang, "Stalled")["message"]  # noqa: E731
         eventually(f"{self.gang} says {part}", said)
 
@@ -280,7 +280,7 @@ def test_without_kueue_a_job_waits_until_it_is_installed(arena: Arena, definitio
     arena.proxy.faults = [absent]
     arena.start_operator("--kueue", "true")
     queue = Queue(arena, "gang")
-    queue.words("install Kueue")
+    queue.words("install Kueue", "QueueUnavailable")
     plain = arena.apply("plain")["metadata"]["name"]
     arena.wait_phase(plain, "Running")
     arena.proxy.faults = []
@@ -309,9 +309,9 @@ def test_without_the_right_a_job_waits_and_a_gang_that_runs_goes_on(
     operator.wait_ready()
     operator.wait_leading()
     other = Queue(arena, "other")
-    other.words("install Kueue")
+    other.words("install Kueue", "QueueUnavailable")
     arena.kubelet.finish("gang-1", 1)
-    queue.words("install Kueue")
+    queue.words("install Kueue", "QueueUnavailable")
     assert other.seen() is None
     assert queue.pods() == []
     rights.give(rules)
