@@ -98,6 +98,17 @@ def test_a_gang_that_rests_for_the_refusals_of_the_attempt_before_says_so_and_un
     assert world.run().stalled == ""
 
 
+def test_an_attempt_that_another_operator_began_says_what_this_one_rests_for():
+    world, _ = refusing()
+    world.job["spec"]["startupDeadlineSeconds"] = DAY
+    live(world, 1500)
+    begun = {"attemptStartedAt": f"{world.now:%Y-%m-%dT%H:%M:%SZ}"}
+    status = world.job["status"]
+    status |= {"attempt": 2, "membersSince": 2, "timings": {**status["timings"], **begun}}
+    live(world, 60)
+    assert (world.phase, world.stalled) == ("Starting", "CreationFailed")
+
+
 def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason():
     world, _ = refusing()
     world.job["spec"]["startupDeadlineSeconds"] = 60

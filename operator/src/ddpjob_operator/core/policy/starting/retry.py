@@ -124,8 +124,9 @@ def waits(view: View) -> list[datetime]:
 def reasons(view: View) -> Iterator[tuple[str, str]]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.feedback.create_backoff
-    if at is None or found is None or view.now >= at or view.status.phase != "Restarting":
-        return  # report.py reports this attempt's refusals, startup.py the wait in Pending
+    waits = view.status.phase in ("Restarting", "Starting")  # startup.py tells it in Pending
+    if at is None or found is None or view.now >= at or not waits:
+        return  # report.py tells of this attempt's refusals first
     if not report.fresh(view):
         what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
         yield "CreationFailed", what
