@@ -533,7 +533,7 @@ def test_a_restart_waits_for_kueues_api_without_a_deadline_and_one_event():
     for _ in range(60):
         world.wait(60)
     assert (world.phase, world.status["attempt"]) == ("Restarting", 2)
-    assert len(world.told("QueueUnavailable")) == 1
+    assert (world.stalled, len(world.told("QueueUnavailable"))) == ("QueueUnavailable", 1)
     world.kueue = held
     assert len(world.settle().pods) == 3
 
