@@ -42,6 +42,8 @@ SNAPSHOT_DIR: Final = "DDPJOB_SNAPSHOT_DIR"  # <spec.snapshot.path>/<job name>
 SNAPSHOT_EVERY_STEPS: Final = "DDPJOB_SNAPSHOT_EVERY_STEPS"
 SNAPSHOT_KEEP: Final = "DDPJOB_SNAPSHOT_KEEP"
 SNAPSHOT_RESUME: Final = "DDPJOB_SNAPSHOT_RESUME"  # Auto | Never
+#: Step of the newest snapshot that this job is known to have had on its volume; unset: none.
+SNAPSHOT_STEP: Final = "DDPJOB_SNAPSHOT_STEP"
 METRICS_PORT: Final = "DDPJOB_METRICS_PORT"
 HUB_PORT: Final = "DDPJOB_HUB_PORT"
 GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"

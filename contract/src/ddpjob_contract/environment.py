@@ -13,12 +13,16 @@ import ddpjob_contract as contract
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
-    """spec.snapshot, as a program sees it. ``directory``: of this job alone."""
+    """spec.snapshot, as a program sees it. ``directory``: of this job alone.
+
+    ``step``: of the newest snapshot that this job is known to have had there; 0: of none.
+    """
 
     directory: str
     every_steps: int
     keep: int
     resume: str
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,8 @@ class Member:
                 contract.SNAPSHOT_KEEP: self.snapshots.keep,
                 contract.SNAPSHOT_RESUME: self.snapshots.resume,
             }
+            if self.snapshots.step > 0:
+                env[contract.SNAPSHOT_STEP] = self.snapshots.step
         if self.standby:
             env[contract.STANDBY] = self.standby
         if self.replacement:

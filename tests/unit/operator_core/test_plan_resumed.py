@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+import ddpjob_contract as contract
 from ddpjob_operator.core.objects import resumed
-from support.world import World, running
+from support.world import World, env_of, running
 
 KINDS = ("OtherSnapshots", "ProgramChanged", "StepsRepeatedEqual", "StepsDiffer")
 OTHER = {"step": 400, "uid": "8f1c-2", "changed": ["script"]}
@@ -112,3 +113,24 @@ def test_a_difference_stays_until_a_later_restart_is_proven():
     assert [kind for kind, _ in told(world)] == ["Warning"]
     assert proven(poll(world, proof=EQUAL))[:2] == ("True", "StepsRepeatedEqual")
     assert [kind for kind, _ in told(world)] == ["Warning", "Normal"]
+
+
+def saved(world: World) -> set[str | None]:
+    return {env_of(pod).get(contract.SNAPSHOT_STEP) for pod in world.pods.values()}
+
+
+@pytest.mark.parametrize("resume", ["Auto", "Never"])
+def test_new_pods_are_told_the_newest_snapshot_that_the_status_knows_of(resume: str):
+    snapshot = {"path": "/s", "volume": {"emptyDir": {}}, "resume": resume}
+    world = poll(running(snapshot=snapshot), step=7, snapshotStep=0)
+    assert saved(world.end(1, 1).wait(1).run()) == {None}
+    poll(world, step=60, snapshotStep=50)
+    assert saved(world.restart_operator().end(1, 1).wait(5)) == {"50"}
+    world.run().end(2, 137, message=json.dumps({"version": 1, "kind": "exit", "snapshotStep": 90}))
+    assert saved(world.wait(5)) == {"90"}
+    world.run().patch(snapshot=snapshot | {"volume": {"hostPath": {}}}).end(1, 1).wait(5)
+    assert world.pods == {}  # these snapshots lie elsewhere
+
+
+def test_pods_without_snapshots_of_ours_are_told_of_none():
+    assert saved(poll(running(), step=60, snapshotStep=50).end(1, 1).wait(5)) == {None}

@@ -424,6 +424,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         since=view.status.members_since,
         hub=view.status.hub,
         reached=view.reached_step,
+        saved=view.saved_step,
         group=gang.of(view),
         placements=queue.asked(view),
     )

@@ -54,6 +54,7 @@ def pod(
     since: int = 0,
     hub: int = 0,
     reached: int = 0,
+    saved: int = 0,
     group: str = "",
     placements: Sequence[Placement] = (),
 ) -> dict[str, Any]:
@@ -62,8 +63,8 @@ def pod(
     ``avoided``: names of nodes that it must not be scheduled to, ``suspected``: of those that it is
     only where no other has room. ``since``: the attempt of the last whole start, and ``hub``: the
     hub's number, where they are others. ``reached``: the last step that is known to have ended.
-    ``group``: the PodGroup of those that do not stand by. ``placements``: what Kueue asks of it,
-    all of it compatible.
+    ``saved``: that of the newest snapshot that is known. ``group``: the PodGroup of those that do
+    not stand by. ``placements``: what Kueue asks of it, all of it compatible.
     """
     template = spec.template.packed.unpack()
     if placements and isinstance(placed := workloads.placed(template, placements), dict):
@@ -95,7 +96,9 @@ def pod(
     assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
-    ours = _env(job, spec, attempt, replica, grace, since or attempt, hub or attempt, reached)
+    ours = _env(
+        job, spec, attempt, replica, grace, since or attempt, hub or attempt, reached, saved
+    )
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
         {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
@@ -252,6 +255,7 @@ def _env(
     since: int,
     hub: int,
     reached: int,
+    saved: int,
 ) -> dict[str, str]:
     # Members of several attempts have to agree on the ports.
     found = ports.of(spec.template, spec.port, spec.metrics_port, job.uid, since, replica)
@@ -262,6 +266,7 @@ def _env(
             every_steps=given.every_steps,
             keep=given.keep,
             resume=given.resume,
+            step=saved,
         )
     return Member(
         name=job.name,

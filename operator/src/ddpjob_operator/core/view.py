@@ -197,6 +197,14 @@ class View:
         return max(told.snapshot_step or 0 for told in self._told)
 
     @property
+    def saved_step(self) -> int:
+        """Return the newest snapshot that the status knows of; 0: none.
+
+        They lie on the volume of now: template_guard.py makes no pods for another.
+        """
+        return max(self.status.progress.snapshot_step or 0, self.status.restarts.snapshot_step)
+
+    @property
     def reached_step(self) -> int:
         """Return the last step that any source reports as finished."""
         told = (self.status.progress, self.feedback.progress, *self.status.failures)
