@@ -44,6 +44,7 @@ SNAPSHOT_KEEP: Final = "DDPJOB_SNAPSHOT_KEEP"
 SNAPSHOT_RESUME: Final = "DDPJOB_SNAPSHOT_RESUME"  # Auto | Never
 #: Step of the newest snapshot that this job is known to have had on its volume; unset: none.
 SNAPSHOT_STEP: Final = "DDPJOB_SNAPSHOT_STEP"
+SNAPSHOT_EPHEMERAL: Final = "DDPJOB_SNAPSHOT_EPHEMERAL"  # 1: the volume ends with the pod
 METRICS_PORT: Final = "DDPJOB_METRICS_PORT"
 HUB_PORT: Final = "DDPJOB_HUB_PORT"
 GRACE_SECONDS: Final = "DDPJOB_GRACE_SECONDS"

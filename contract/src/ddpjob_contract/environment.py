@@ -16,6 +16,7 @@ class Snapshots:
     """spec.snapshot, as a program sees it. ``directory``: of this job alone.
 
     ``step``: of the newest snapshot that this job is known to have had there; 0: of none.
+    ``ephemeral``: the volume ends with the pod.
     """
 
     directory: str
@@ -23,6 +24,7 @@ class Snapshots:
     keep: int
     resume: str
     step: int = 0
+    ephemeral: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class Member:
             }
             if self.snapshots.step > 0:
                 env[contract.SNAPSHOT_STEP] = self.snapshots.step
+            if self.snapshots.ephemeral:
+                env[contract.SNAPSHOT_EPHEMERAL] = 1
         if self.standby:
             env[contract.STANDBY] = self.standby
         if self.replacement:

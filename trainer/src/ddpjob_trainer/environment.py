@@ -51,6 +51,9 @@ class Identity:
     attempt: int
     round: int
     unique: bool
+    #: Derived from the job's token, hexadecimal: start records are signed with it. "": none.
+    secret: str = field(default="", repr=False, compare=False)
+    namespace: str = field(default="", compare=False)
 
     @property
     def key(self) -> str:
@@ -76,6 +79,8 @@ class SnapshotSettings:
     staging: str = "auto"  # see options.SnapshotOptions
     allow_changes: frozenset[str] = frozenset()  # see options.CHANGES
     upload: str = ""  # URL to copy finished snapshots to
+    ends_with_pod: bool = False  # the volume does: only an uploaded snapshot outlives the pod
+    known_step: int = 0  # of the newest snapshot that the job is known to have had
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,8 @@ def _identity(env: Mapping[str, str]) -> Identity:
     if uid := env.get(contract.UID, ""):
         # torchrun's restarts inside a DDPJob: the operator's round stays, the count grows.
         round_ = _integer(env, contract.ROUND, restarts)
-        return Identity(uid, _integer(env, contract.ATTEMPT, 1), round_, unique=True)
+        attempt, namespace = _integer(env, contract.ATTEMPT, 1), env.get(contract.NAMESPACE, "")
+        return Identity(uid, attempt, round_, unique=True, namespace=namespace)
     run = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default is "none" as well
     ours = run == env.get(RUN_ID)  # else a torchrun below our launcher, which restarts by itself
     round_ = _integer(env, contract.ROUND, 0) if ours else restarts
@@ -207,6 +213,8 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
         max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULTS["snapshot.keep"], least=1)),
         resume == "Auto",
         upload=env.get(SNAPSHOT_UPLOAD, ""),
+        ends_with_pod=env.get(contract.SNAPSHOT_EPHEMERAL) == "1",
+        known_step=_integer(env, contract.SNAPSHOT_STEP, 0),
     )
 
 

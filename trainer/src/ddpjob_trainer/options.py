@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddpjob_trainer.data import fetch
 
 #: Names for start(allow_changes=...): other changes make another run.
-CHANGES = ("global_batch", "data", "ema")
+CHANGES = ("global_batch", "data", "ema", "namespace")
 
 Several = str | Sequence[Any]  # names with commas between them, or one by one
 Log = Callable[[int, Mapping[str, float]], None]  # step, values by name

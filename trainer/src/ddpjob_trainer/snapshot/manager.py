@@ -70,7 +70,7 @@ class Snapshots:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
             fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
-        resumed = resume(self._settings.directory, self._world, own_only=not self._settings.resume)
+        resumed = resume(self._settings.directory, self._world, self._settings)
         failpoints.reach("load")
         if (source := resumed.source) is None:
             self._open(resumed)
@@ -110,7 +110,7 @@ class Snapshots:
             cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
             say(world.rank, what if settings.upload else f"warning: {what}. {cure}")
         if settings.upload and world.rank == 0:
-            self._uploads = Uploads(settings, sequence, self._progress.uploaded)
+            self._uploads = Uploads(settings, sequence, world.identity.secret, self._progress.uploaded)
 
     # --- Save ----------------------------------------------------------------------------
 

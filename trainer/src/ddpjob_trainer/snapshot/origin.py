@@ -75,7 +75,8 @@ def marks(identity: Identity) -> dict[str, Any]:
     Without an operator each run has another uid, though it is meant to go on from the last.
     """
     alone = not identity.unique or identity.uid.startswith("local-")
-    return {"job": None if alone else identity.uid, "program": _program()}
+    job = None if alone else identity.uid
+    return {"job": job, "namespace": identity.namespace, "program": _program()}
 
 
 def tell(step: int, stored: Config, config: Config) -> Resumed:

@@ -55,7 +55,7 @@ def find(root: Path) -> Iterator[Found]:
     if not root.is_dir() or not lineage.sequences(root):
         raise SnapshotToolError(f"{root} holds no snapshots; give <spec.snapshot.path>/<job name>")
     starts = lineage.read_starts(lineage.Disk(root))
-    limits = dict(lineage.chain(starts))
+    limits = dict(lineage.chain(starts, lineage.newest(starts)))
     for sequence in lineage.sequences(root):
         try:
             paths = manifest.listed(lineage.directory(root, sequence))

@@ -23,6 +23,9 @@ from ddpjob_trainer import failpoints
 
 #: What O_DIRECT asks of lengths, offsets and addresses, at most, on the usual disks.
 _BLOCK = 4096
+#: So that a restart works on a disk that is full. Random: a file system may pack the rest.
+RESERVE = "reserve"
+_RESERVE_BYTES = 1 << 20
 _READ = os.O_RDONLY | os.O_CLOEXEC
 
 
@@ -174,12 +177,6 @@ def commit(final: Path, content: bytes) -> None:
     sync_directory(final.parent)
 
 
-def set_aside(path: Path) -> None:
-    """Rename a file that must not be used, so that nobody takes it again. Raises OSError."""
-    with _folder(path) as folder:
-        os.rename(path.name, f"{path.name}.invalid", src_dir_fd=folder, dst_dir_fd=folder)
-
-
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     with _operation("fsync", path):
@@ -188,6 +185,15 @@ def sync_directory(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and those above it, durably. Raises OSError."""
+    made = [one for one in (path, *path.parents) if not exists(one)]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in reversed(made or [path]):  # one that a start made which was killed, perhaps
+        with contextlib.suppress(PermissionError):  # above the volume it need not be readable
+            sync_directory(one.parent)
 
 
 def make_directory(path: Path) -> None:
@@ -232,3 +238,19 @@ def remove_tree(path: Path) -> None:
     """Remove a directory; what cannot be removed now is left for the next time."""
     with _operation("rmtree", path), contextlib.suppress(RecursionError):  # deep, made by strangers
         shutil.rmtree(path, ignore_errors=True)
+
+
+# --- Room ---------------------------------------------------------------------------------------
+
+
+def keep_reserve(root: Path) -> None:
+    """Keep room for the next start: it writes some names and a record. Raises OSError."""
+    if not exists(root / RESERVE):
+        write_new(root / RESERVE, [os.urandom(_RESERVE_BYTES)])
+
+
+def use_reserve(root: Path) -> bool:
+    """Free that room; return whether there was any."""
+    there = exists(root / RESERVE)
+    remove(root / RESERVE)
+    return there

@@ -10,6 +10,8 @@ removes later is on no chain: no lock, no clock.
 from __future__ import annotations
 
 import errno
+import hmac
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,16 +20,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
 from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
 START = "start.json"
+SIGNATURE = "start.hmac"
 _MAX_PREDECESSORS = 32
 _MAX_UID = 256
 _MAX_START_BYTES = 128 << 10  # the longest uids in JSON take 99 KiB
-_NUMBER = re.compile("[0-9]{8,}")
+_SIGNATURE_BYTES = 64  # of hexadecimal digits
+#: Longer names are foreign: no job has a billion incarnations.
+_NUMBER = re.compile("[0-9]{8,9}")
+_NUMBERS = 10**9
 _CLAIMS = 1000
 
 
@@ -76,6 +82,13 @@ class Disk:
         return disk.read_bounded(directory(self.root, number) / name, most)
 
 
+def foreign(root: Path) -> list[str]:
+    """Name what has a number for its name and is no directory of ours, cut and printable."""
+    names = {name for name in disk.names(root) if name.isdecimal()}
+    names -= {f"{number:08d}" for number in sequences(root)}
+    return sorted(ascii(name[:40]) for name in names)
+
+
 def directory(root: Path, sequence: int) -> Path:
     """Return the directory of an incarnation."""
     return root / f"{sequence:08d}"
@@ -83,16 +96,42 @@ def directory(root: Path, sequence: int) -> Path:
 
 def sequences(root: Path) -> list[int]:
     """Return all numbers taken on a disk, ascending, with or without a start record."""
-    names = filter(_NUMBER.fullmatch, disk.directories(root))
-    return sorted(number for name in names if name == f"{(number := int(name)):08d}")
+    return _numbers(disk.directories(root))
 
 
-def read_start(folders: Folders, number: int) -> Start:
-    """Return an incarnation's start record. Raises OSError, ValueError."""
+def _numbers(names: Iterable[str]) -> list[int]:
+    found = filter(_NUMBER.fullmatch, names)
+    return sorted(number for name in found if name == f"{(number := int(name)):08d}")
+
+
+def read_start(folders: Folders, number: int, reader: Identity | None = None) -> Start:
+    """Return an incarnation's start record. Raises OSError, ValueError.
+
+    A later incarnation of the ``reader``'s own job ends it. So a record that says there is one
+    must be signed with the job's secret, where there is one.
+    """
     data = folders.read(number, START, _MAX_START_BYTES)
     if len(data) > _MAX_START_BYTES:
         raise ValueError(f"more than {_MAX_START_BYTES} bytes")
-    return parse_start(unseal(data))
+    start = parse_start(unseal(data))
+    if reader is not None and reader.secret and is_later(start, reader):
+        try:
+            signature = folders.read(number, SIGNATURE, _SIGNATURE_BYTES)
+        except FileNotFoundError:
+            signature = b""
+        if not hmac.compare_digest(signature, _signature(data, reader.secret)):
+            raise ValueError("it is of this job, later, and not signed by it: forged")
+    return start
+
+
+def _signature(record: bytes, secret: str) -> bytes:
+    return hmac.digest(bytes.fromhex(secret), record, "sha256").hex().encode()
+
+
+def is_later(start: Start, than: Identity) -> bool:
+    """Tell whether it is a later incarnation of the same job."""
+    later = (start.attempt, start.round) > (than.attempt, than.round)
+    return start.uid == than.uid and later
 
 
 def parse_start(body: Any) -> Start:
@@ -118,12 +157,13 @@ def read_starts(
     folders: Folders,
     unread: dict[int, Exception] | None = None,
     retry: Callable[[Callable[[], Start]], Start] = lambda read: read(),
+    reader: Identity | None = None,
 ) -> dict[int, Start]:
     """Read every start record, by number. ``unread`` gets why one cannot be read."""
     starts = {}
     for number in folders.numbers():
         try:
-            start = retry(partial(read_start, folders, number))
+            start = retry(partial(read_start, folders, number, reader))
         except FileNotFoundError:
             continue  # a claim that never started
         except (OSError, ValueError) as error:
@@ -150,9 +190,9 @@ def newest(starts: dict[int, Start]) -> Start | None:
     return max(ours, key=lambda start: (start.attempt, start.round, start.sequence))
 
 
-def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:
-    """Yield (number, highest step that counts there, None: any), newest first."""
-    start = newest(starts)
+def chain(starts: dict[int, Start], head: Start | None) -> Iterator[tuple[int, int | None]]:
+    """Yield (number, highest step that counts there, None: any) from a head on, newest first."""
+    start = head
     limit: int | None = None
     while start is not None:
         yield start.sequence, limit
@@ -160,6 +200,23 @@ def chain(starts: dict[int, Start]) -> Iterator[tuple[int, int | None]]:
             return
         limit = start.parent_step if limit is None else min(limit, start.parent_step)
         start = starts.get(start.parent_sequence)
+
+
+def heads(starts: dict[int, Start], uid: str) -> list[Start]:
+    """Return the heads of the chains that a job may go on from, the best first.
+
+    Its own chain comes first: a record that another job, or a stranger, has written hides none of
+    its snapshots. Jobs that began after it, and name it as a predecessor, are not asked.
+    """
+    left = {n: start for n, start in starts.items() if uid not in start.predecessors}
+    found = []
+    while left:
+        own = {n: start for n, start in left.items() if start.uid == uid}
+        head = newest(own or left)
+        assert head is not None
+        found.append(head)
+        left = {n: start for n, start in left.items() if start.uid != head.uid}
+    return found
 
 
 def steps(folders: Folders, number: int, limit: int | None) -> list[int]:
@@ -178,21 +235,45 @@ def unneeded(
     """Return the numbers below ``own`` outside the folders that hold our chain's ``keep`` steps.
 
     None while the chain is short: an earlier run's snapshots may still be somebody's last.
-    ``steps_of``: steps that a folder holds up to a limit.
+    ``steps_of``: steps that count in a folder up to a limit.
     """
     needed: set[int] = set()
     found: set[int] = set()
-    for number, limit in chain(starts):
+    parent = starts[own].parent_sequence if own in starts else 0
+    for number, limit in chain(starts, newest(starts)):
         needed.add(number)
         found.update(steps_of(number, limit))
         if len(found) >= keep:
-            return [n for n in taken if n < own and n not in needed]
+            # A number without a record may belong to a newer incarnation that is about to write
+            # it, and would then be the head. Only what is below our parent is surely abandoned.
+            over = {n for n in taken if n in starts or n < parent}
+            return sorted(n for n in over if n < own and n not in needed)
     return []
 
 
+def last_of_others(folders: Folders, starts: dict[int, Start], own: int) -> set[int]:
+    """Return the folders with the newest snapshot of each other job: only a user removes those.
+
+    Runs without an operator or a launcher of ours have another uid each time, and are one job.
+    Raises OSError.
+    """
+
+    def job(start: Start) -> str:
+        return "local" if start.uid.startswith("local-") else start.uid
+
+    last = {}
+    for start in sorted(starts.values(), key=lambda s: (s.attempt, s.round, s.sequence)):
+        if job(start) != job(starts[own]) and steps(folders, start.sequence, None):
+            last[job(start)] = start.sequence
+    return set(last.values())
+
+
 def predecessors(starts: dict[int, Start], uid: str) -> tuple[str, ...]:
-    """Return uids of earlier jobs, oldest first: carried on, for their records will go."""
-    known = (starts[sequence] for sequence in sorted(starts))
+    """Return uids of earlier jobs, oldest first: carried on, for their records will go.
+
+    A job that names this one came after it.
+    """
+    known = (s for _, s in sorted(starts.items()) if uid not in s.predecessors)
     return newest_uids([name for s in known for name in (*s.predecessors, s.uid)], uid)
 
 
@@ -204,37 +285,27 @@ def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
 
 
 def refuse_if_stale(starts: dict[int, Start], identity: Identity) -> None:
-    """Raise PeerLostError when a later incarnation has started, ConfigError for another job.
-
-    Two jobs that began in the same moment do not know of each other: the one with the highest
-    number has the directory then, lest the other goes on from snapshots that are not its own.
-    """
-    mine = (identity.attempt, identity.round)
-    head = newest(starts)
+    """Raise PeerLostError when a later incarnation of this job has started."""
     for start in starts.values():
-        if identity.uid in start.predecessors:
-            raise _taken_over(start.uid, identity)
-        if start.uid == identity.uid and head is not None and head.uid != identity.uid:
-            raise _taken_over(head.uid, identity)
-        if start.uid == identity.uid and (start.attempt, start.round) > mine:
+        if is_later(start, identity):
             raise PeerLostError(
-                f"attempt {start.attempt} round {start.round} of this job has already started;"
-                f" this is attempt {mine[0]} round {mine[1]}, which is out of date and ends"
+                f"attempt {start.attempt} round {start.round} of this job has already started; this"
+                f" is attempt {identity.attempt} round {identity.round}, which is out of date and"
+                " ends"
             )
 
 
-def _taken_over(uid: str, identity: Identity) -> ConfigError:
-    return ConfigError(
-        f"another job has taken over this snapshot directory (uid {uid}); this process belongs to"
-        f" uid {identity.uid} and ends. Give each job a directory of its own: another name, another"
-        " snapshot.path or another volume"
-    )
-
-
 def claim(root: Path) -> int:
-    """Take the next number by creating its directory. Raises OSError."""
-    for turn in range(_CLAIMS):
-        sequence = max(sequences(root), default=0) + 1 + turn  # something else may have the name
+    """Take the next number by creating its directory. Raises OSError.
+
+    It is above all that have a start record, and so above its parent's. Names that something else
+    has are left out, though they be the highest of all.
+    """
+    for _ in range(_CLAIMS):
+        begun = (n for n in sequences(root) if disk.exists(directory(root, n) / START))
+        above, taken = max(begun, default=0) + 1, {*_numbers(disk.names(root))}
+        numbers = itertools.chain(range(above, _NUMBERS), range(_NUMBERS - 1, 0, -1))
+        sequence = next((n for n in numbers if n not in taken), 0)
         try:
             disk.make_directory(directory(root, sequence))
         except FileExistsError:
@@ -246,6 +317,14 @@ def claim(root: Path) -> int:
     )
 
 
-def write_start(root: Path, start: Start) -> None:
+def write_start(root: Path, start: Start, secret: str = "") -> None:
     """Make an incarnation part of the lineage, durably. Raises OSError."""
-    disk.commit(directory(root, start.sequence) / START, seal(asdict(start)))
+    for name, content in records(start, secret):
+        disk.commit(directory(root, start.sequence) / name, content)
+
+
+def records(start: Start, secret: str) -> list[tuple[str, bytes]]:
+    """Return what to write, in this order: names and contents. ``secret``: of its job."""
+    record = seal(asdict(start))
+    signed = [(SIGNATURE, _signature(record, secret))] if secret else []
+    return [*signed, (START, record)]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,44 +17,55 @@ _STEP = re.compile(r"step-([0-9]{1,15})\b.*", re.DOTALL)
 _OURS = re.compile(r"start\.json|step-[0-9]")
 
 
-def retain(root: Path, sequence: int, keep: int) -> None:
+def retain(root: Path, sequence: int, keep: int, verified: Container[int]) -> None:
     """Keep the newest ``keep`` snapshots of an incarnation and what its chain needs.
 
-    What cannot be removed now is left for the next time.
+    One counts if it is among the ``verified`` steps and its files are there. Others take no place
+    of one that counts: so many more of them stay. What cannot be removed now is left for the next
+    time.
     """
     with contextlib.suppress(OSError):
         directory = lineage.directory(root, sequence)
-        unread: list[Path] = []
-        ours = _readable(manifest.listed(directory), unread)
-        for path in [*ours][:-keep]:
+        found = _Folder(directory)
+        good = [path for path in found.whole if manifest.step_of(path.name) in verified]
+        other = [path for path in found.whole if path not in good]
+        late = [path for path in other if len(good) < keep or path > good[-keep]]
+        for path in {*good[:-keep], *other} - {*late[-keep:]}:
             _remove(path)
-            del ours[path]
-        if ours and not unread:
-            _remove_leftovers(directory, [*ours][-1], set().union(*ours.values()))
-        _retain_chain(lineage.Disk(root), sequence, keep)
+            del found.named[path]
+        if good and not found.unread:
+            _remove_leftovers(directory, good[-1], set().union(*found.named.values()))
+        _retain_chain(lineage.Disk(root), sequence, keep, verified)
 
 
-def _readable(paths: Iterable[Path], unread: list[Path]) -> dict[Path, set[str]]:
-    """Return the data files of those manifests that say what they consist of.
+class _Folder:
+    """The manifests of a directory that say what they consist of, by step.
 
-    What only has the name of a manifest must not take the place of a snapshot. ``unread`` gets
-    those that the disk does not give: perhaps later.
+    What only has the name of a manifest must not take the place of a snapshot. ``named``: to data
+    files. ``whole``: those whose files are there in their sizes. ``unread``: those that
+    this rank cannot read now: their data files stay.
     """
-    found = {}
-    for path in paths:
-        try:
-            found[path] = set(_data_files(path, os.lstat(path).st_mtime_ns))
-        except InvalidSnapshotError:
-            continue
-        except OSError:
-            unread.append(path)
-    return found
+
+    def __init__(self, directory: Path) -> None:
+        self.named: dict[Path, set[str]] = {}
+        self.whole: list[Path] = []
+        self.unread: list[Path] = []
+        for path in manifest.listed(directory):
+            try:
+                files = _data_files(path, os.lstat(path).st_mtime_ns)
+            except (InvalidSnapshotError, OSError):
+                self.unread.append(path)
+                continue
+            self.named[path] = {name for name, _ in files}
+            with contextlib.suppress(FileNotFoundError):
+                if all((directory / n).lstat().st_size == size for n, size in files):
+                    self.whole.append(path)
 
 
 @lru_cache(16)
-def _data_files(path: Path, written: int) -> frozenset[str]:
+def _data_files(path: Path, written: int) -> frozenset[tuple[str, int]]:
     """Read a manifest once. To parse a large one keeps the interpreter from the training thread."""
-    return frozenset(file.name for file in manifest.read(path).files)
+    return frozenset((file.name, file.bytes) for file in manifest.read(path).files)
 
 
 def _remove_ours(directory: Path) -> None:
@@ -81,7 +92,9 @@ def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:
             _remove(directory / name)
 
 
-def _retain_chain(folders: lineage.Disk, sequence: int, keep: int) -> None:
+def _retain_chain(
+    folders: lineage.Disk, sequence: int, keep: int, verified: Container[int]
+) -> None:
     """Remove earlier directories that our chain needs no more, and surplus copies in it."""
     taken = folders.numbers()
     starts = {} if taken[:1] in ([], [sequence]) else lineage.read_starts(folders)
@@ -91,24 +104,31 @@ def _retain_chain(folders: lineage.Disk, sequence: int, keep: int) -> None:
     copies: Counter[int] = Counter()
 
     def steps_of(number: int, limit: int | None) -> set[int]:
-        found = _readable(manifest.listed(lineage.directory(folders.root, number)), [])
-        steps = {p: s for p in found if (s := manifest.step_of(p.name)) is not None}
+        found = _Folder(lineage.directory(folders.root, number))
+        steps = {p: s for p in found.whole if (s := manifest.step_of(p.name)) is not None}
         counting = {p: s for p, s in steps.items() if limit is None or s <= limit}
         for path, step in counting.items():
             copies[step] += 1
             if copies[step] > keep and number != sequence:
-                _remove_copy(path, found)
-        return set(counting.values())
+                _remove_copy(path, found.named)
+        return {s for s in counting.values() if number != sequence or s in verified}
 
+    spared = lineage.last_of_others(folders, starts, sequence)
     for number in lineage.unneeded(starts, taken, sequence, keep, steps_of):
-        _remove_ours(lineage.directory(folders.root, number))
+        directory = lineage.directory(folders.root, number)
+        if number in spared:
+            found = _Folder(directory)
+            for path in found.whole[:-1]:
+                _remove_copy(path, found.named)
+        else:
+            _remove_ours(directory)
 
 
-def _remove_copy(path: Path, found: dict[Path, set[str]]) -> None:
-    """Remove what a restart without progress has copied where there are no hard links.
+def _remove_copy(path: Path, named: dict[Path, set[str]]) -> None:
+    """Remove a snapshot that others of its directory do not need.
 
-    ``found``: all of its directory.
+    ``named``: the data files of all of them.
     """
     _remove(path)
-    for name in found.pop(path).difference(*found.values()):
+    for name in named.pop(path).difference(*named.values()):
         _remove(path.parent / name)

@@ -118,10 +118,14 @@ class Uploads:
     """Rank 0's uploads. Nothing of it raises, and nothing but wait() waits."""
 
     def __init__(
-        self, settings: SnapshotSettings, sequence: int, count: Callable[[int | None], None]
+        self,
+        settings: SnapshotSettings,
+        sequence: int,
+        secret: str,
+        count: Callable[[int | None], None],
     ) -> None:
         self._settings = settings
-        self._sequence = sequence
+        self._own = {"sequence": sequence, "secret": secret}
         self._count = count
         self._process: RemoteProcess | None = None
         self._over = False
@@ -135,7 +139,7 @@ class Uploads:
         try:
             if self._process is None or self._process.ended:
                 self.close()
-                self._process = RemoteProcess("upload", self._settings, sequence=self._sequence)
+                self._process = RemoteProcess("upload", self._settings, **self._own)
         except OSError as error:
             self._failed(step, f"no process for it: {error}")
             return

@@ -125,10 +125,8 @@ class UploadQueue:
 
 def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any]]) -> NoReturn:
     """Answer {uploaded} or {failed, text}; asked for it {now}, do not wait after a failure."""
-    root, sequence, keep = Path(order["root"]), order["sequence"], order["keep"]
-    uploads = UploadQueue(
-        lambda: Uploader(Store(order["url"]), root, sequence, keep), time.monotonic
-    )
+    root, own = Path(order["root"]), (order["sequence"], order["keep"], order["secret"])
+    uploads = UploadQueue(lambda: Uploader(Store(order["url"]), root, *own), time.monotonic)
     kept: EvidenceCopy | None = None
     while True:
         request: dict[str, Any] = {}

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import lineage
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
-_FOLDER = re.compile("[0-9]{15}")
+#: Drawn numbers grow by a million: the highest digit is free, and a folder that has one is foreign.
+_FOLDER = re.compile("0[0-9]{14}")
 _PIECE = 4 << 20
 
 
@@ -33,6 +35,11 @@ class Store:
         """Return all numbers taken, ascending, with or without a start record."""
         return sorted(int(name) for name in self._list(self._root) if _FOLDER.fullmatch(name))
 
+    def foreign(self) -> list[str]:
+        """Name what has a number for its name and is no folder of ours, cut and printable."""
+        names = [n for n in self._list(self._root) if n.isdecimal() and not _FOLDER.fullmatch(n)]
+        return sorted(ascii(name[:40]) for name in names)
+
     def names(self, number: int) -> list[str]:
         """Return the names in a folder, none where it does not exist."""
         return self._list(self._path(number))
@@ -45,10 +52,10 @@ class Store:
             return []
         return [posixpath.basename(str(name).rstrip("/")) for name in found if name != path]
 
-    def starts(self) -> tuple[dict[int, Start], list[NewerFormatError]]:
+    def starts(self, reader: Identity) -> tuple[dict[int, Start], list[NewerFormatError]]:
         """Read every start record, and tell which only a newer program can read."""
         unread: dict[int, Exception] = {}
-        known = lineage.read_starts(self, unread)
+        known = lineage.read_starts(self, unread, reader=reader)
         for why in unread.values():
             if isinstance(why, OSError):
                 raise why  # never begin from nothing for want of a network

@@ -10,32 +10,38 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, seal
+from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError, Manifest
 from ddpjob_trainer.snapshot.remote.store import Store
 
 _PINS = "uploading"
 _DRAWN = 10**6
+_MOST = 10**14  # see store.py
 
 
 class Uploader:
     """One incarnation's side of the uploads. Everything may be tried again after an error."""
 
-    def __init__(self, store: Store, root: Path, sequence: int, keep: int) -> None:
+    def __init__(
+        self, store: Store, root: Path, sequence: int, keep: int, secret: str = ""
+    ) -> None:
         self._store = store
         self._root = root
         self._directory = lineage.directory(root, sequence)
         self._pins = self._directory / _PINS
         self._start = lineage.read_start(lineage.Disk(root), sequence)
         self._keep = keep
+        self._secret = secret
+        start = self._start
+        self._identity = Identity(start.uid, start.attempt, start.round, unique=True, secret=secret)
         self._number = 0  # ours in the store, once drawn
         self._begun = False
         self.newest = -1
@@ -55,9 +61,9 @@ class Uploader:
 
     def _begin(self, step: int) -> None:
         """Copy the parent, then write the start record: no other's retention can hurt it then."""
-        known, _ = self._store.starts()
+        known, _ = self._store.starts(self._identity)
         start = self._start
-        lineage.refuse_if_stale(known, Identity(start.uid, start.attempt, start.round, unique=True))
+        lineage.refuse_if_stale(known, self._identity)
         self._number = self._number or draw(self._store.numbers())
         if start.parent_step >= 0:
             first = self._directory / manifest.file_name(start.parent_step)
@@ -70,7 +76,8 @@ class Uploader:
             parent_sequence=self._parent(known),
             predecessors=lineage.newest_uids(earlier, start.uid),
         )
-        self._store.write(self._number, lineage.START, seal(asdict(record)))
+        for name, content in lineage.records(record, self._secret):
+            self._store.write(self._number, name, content)
         self._begun = True
 
     def _parent(self, known: dict[int, Start]) -> int:
@@ -116,24 +123,33 @@ class Uploader:
     def _retain(self) -> None:
         """Keep the newest of ours and what our chain needs. The rest goes, the manifest first."""
         store, number = self._store, self._number
-        ours = lineage.steps(store, number, None)
-        needed: set[str] = set()
-        for step in ours[-self._keep :]:
-            needed |= {file.name for file in read(store, number, step).files}
-        for step in ours[: -self._keep]:
-            with contextlib.suppress(InvalidSnapshotError):
-                names = {file.name for file in read(store, number, step).files}
-                store.remove(number, manifest.file_name(step))
-                for name in names - needed:
-                    store.remove(number, name)
-        known, taken = store.starts()[0], store.numbers()
+        _trim(store, number, self._keep)
+        known, taken = store.starts(self._identity)[0], store.numbers()
         mine = known.get(number)
         if mine is None or lineage.newest(known) != mine:
             raise PeerLostError("a later incarnation uploads to the same place")
+        spared = lineage.last_of_others(store, known, number)
         for old in lineage.unneeded(
             known, taken, number, self._keep, partial(lineage.steps, store)
         ):
-            store.remove_folder(old)
+            if old in spared:
+                _trim(store, old, 1)
+            else:
+                store.remove_folder(old)
+
+
+def _trim(store: Store, number: int, keep: int) -> None:
+    """Keep the newest snapshots of a folder."""
+    steps = lineage.steps(store, number, None)
+    needed: set[str] = set()
+    for step in steps[-keep:]:
+        needed |= {file.name for file in read(store, number, step).files}
+    for step in steps[:-keep]:
+        with contextlib.suppress(InvalidSnapshotError):
+            names = {file.name for file in read(store, number, step).files}
+            store.remove(number, manifest.file_name(step))
+            for name in names - needed:
+                store.remove(number, name)
 
 
 def read(store: Store, number: int, step: int) -> Manifest:
@@ -143,5 +159,5 @@ def read(store: Store, number: int, step: int) -> Manifest:
 
 def draw(taken: list[int]) -> int:
     """Return a number above all others, that nobody draws at the same time."""
-    highest = max(taken, default=0)
+    highest = max((n for n in taken if n < _MOST - 2 * _DRAWN), default=0)
     return (highest // _DRAWN + 1) * _DRAWN + secrets.randbelow(_DRAWN)

@@ -2,9 +2,10 @@
 
 manager.restore() calls resume() on all ranks at the same point. Rank 0 takes a directory, walks the
 newest chain of start records, links each candidate's files into that directory and proposes it.
-Each rank that sees the directory checks an equal number of the data files; if one cannot, all go on
-to an older candidate. Then rank 0 publishes the manifest there, and its start record. What is read
-later comes from the same ranks, piece by piece.
+Each rank that sees the directory checks an equal number of the data files. What one rank cannot
+read another one tries: if that one can, the first is sick and ends; else all go on to an older
+candidate. Nothing is renamed or removed. Then rank 0 publishes the manifest there, and its start
+record. What is read later comes from the same ranks, piece by piece.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeGuard, TypeVar
@@ -23,7 +24,8 @@ from typing import TypeGuard, TypeVar
 import torch
 
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.environment import SnapshotSettings
+from ddpjob_trainer.errors import ConfigError, HardwareError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import (
@@ -36,7 +38,9 @@ from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.restore.load import FileSpan, Source
 from ddpjob_trainer.telemetry.console import say
 
-_PROPOSED = b"candidate "
+_LIST, _LOOK, _PROPOSED, _SICK = b"list ", b"look ", b"candidate ", b"sick "
+_CALL = "the start of run.steps()"
+_NAMED = 3  # of the files that failed
 _ATTEMPTS = 20
 _FIRST_SECONDS = 0.25
 _RETRY_SECONDS = 15.0
@@ -102,13 +106,15 @@ class Retry:
             pause *= 2
 
 
-def resume(root: Path, world: World, *, own_only: bool, retry: Retry | None = None) -> Resumed:
-    """Start this incarnation on all ranks, from the newest snapshot that all can read.
+def resume(
+    root: Path, world: World, settings: SnapshotSettings, retry: Retry | None = None
+) -> Resumed:
+    """Start this incarnation on all ranks, from the newest snapshot that can be read.
 
-    ``own_only``: only from what this job wrote itself. Raises OSError, PeerLostError, ConfigError.
+    Raises OSError, PeerLostError, ConfigError; HardwareError on a rank that alone cannot read it.
     """
     if world.rank == 0:
-        start, source = _open(root, world, own_only, retry or Retry(0))
+        start, source = _open(root, world, settings, retry or Retry(0))
         world.broadcast_bytes(json.dumps(asdict(start)).encode())
     else:
         start, source = _follow(root, world)
@@ -118,19 +124,23 @@ def resume(root: Path, world: World, *, own_only: bool, retry: Retry | None = No
 # --- Choose: rank 0 ---------------------------------------------------------------------------
 
 
-def _open(root: Path, world: World, own_only: bool, retry: Retry) -> tuple[Start, Source | None]:
-    opening = _Opening(root, world, retry)
+def _open(
+    root: Path, world: World, settings: SnapshotSettings, retry: Retry
+) -> tuple[Start, Source | None]:
+    opening = _Opening(root, world, settings, retry)
     left = _ATTEMPTS
     while True:
         try:
-            retry(lambda: root.mkdir(parents=True, exist_ok=True))
-            return opening.run(own_only)
+            retry(lambda: disk.make_directories(root))
+            return opening.run()
         except FileNotFoundError:  # a live zombie may remove what we are about to take
             left -= 1
             if not left:
                 raise
         except OSError as error:
-            raise _with_cure(root, error) from None
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not disk.use_reserve(root):
+                raise _with_cure(root, error) from None
+            say(0, f"{root} is full: this start takes the room of {disk.RESERVE}")
 
 
 def _with_cure(root: Path, error: OSError) -> Exception:
@@ -153,49 +163,65 @@ def _with_cure(root: Path, error: OSError) -> Exception:
 
 
 class _Opening:
-    """Rank 0's way from a claimed number to a start record."""
+    """Rank 0's way from a claimed number to a start record.
 
-    def __init__(self, root: Path, world: World, retry: Retry) -> None:
+    ``_known``: what says that there has been a snapshot. ``_failed``: why one is not usable.
+    """
+
+    def __init__(self, root: Path, world: World, settings: SnapshotSettings, retry: Retry) -> None:
         self._root = root
         self._folders = lineage.Disk(root)
         self._world = world
+        self._settings = settings
         self._retry = retry
+        self._ours = 0  # the number claimed
         self._unreadable: _Unreadable | None = None
+        self._known: list[str] = []
+        self._failed: list[str] = []
         self._identity = world.identity
         if not world.identity.unique:
             # torchrun and a bare python repeat their names, and no zombie can have this one.
             uid = f"{world.identity.uid}-{secrets.token_hex(8)}"
             self._identity = replace(world.identity, uid=uid)
 
-    def run(self, own_only: bool) -> tuple[Start, Source | None]:
+    def run(self) -> tuple[Start, Source | None]:
         """Claim a number and begin there; a start that fails leaves nothing."""
-        self._unreadable = None
-        sequence = self._retry(lambda: lineage.claim(self._root))
+        self._unreadable, self._known, self._failed = None, [], []
+        self._ours = self._retry(lambda: lineage.claim(self._root))
         try:
-            return self._begin(sequence, own_only)
+            return self._begin()
         except BaseException:
             # Copies of a whole snapshot, again at each try, would fill the disk.
-            ours = lineage.directory(self._root, sequence)
+            ours = lineage.directory(self._root, self._ours)
             with contextlib.suppress(OSError):
                 if not disk.exists(ours / lineage.START):
                     disk.remove_tree(ours)
             raise
 
-    def _begin(self, sequence: int, own_only: bool) -> tuple[Start, Source | None]:
+    def _begin(self) -> tuple[Start, Source | None]:
         identity, starts = self._identity, self._starts()
         lineage.refuse_if_stale(starts, identity)
-        parent, source = 0, None
-        head = lineage.newest(starts)
-        # A job that resumes nothing continues, in its later attempts, what it began itself.
-        if not own_only or (head is not None and head.uid == identity.uid):
-            parent, source = self._choose(starts, sequence)
         first = (identity.attempt, identity.round) <= (1, 0) or not identity.unique
-        if source is None and self._unreadable is not None and not (own_only and first):
-            raise _refusal(self._unreadable)  # rather than start from nothing
+        parent, source = 0, None
+        for head in lineage.heads(starts, identity.uid):
+            # A job that resumes nothing continues, in its later attempts, what it began itself.
+            if not self._settings.resume and head.uid != identity.uid:
+                break
+            parent, source = self._choose(starts, head)
+            if source is not None or self._known:
+                break  # a chain without any snapshot hides none of an earlier job
+        if source is None and (self._settings.resume or not first):
+            self._refuse_to_begin_anew(starts)
         if source is None and not first:
             say(0, f"{self._root} holds no snapshot to go on from: training begins anew")
+        if source is not None and source.step < self._settings.known_step:
+            say(
+                0,
+                f"warning: there was a snapshot of step {self._settings.known_step}, and the newest"
+                f" usable one is of step {source.step}: the steps between are trained again",
+            )
         start = Start(
-            sequence,
+            self._ours,
             identity.uid,
             identity.attempt,
             identity.round,
@@ -203,31 +229,64 @@ class _Opening:
             source.step if source else -1,
             lineage.predecessors(starts, identity.uid),
         )
-        lineage.write_start(self._root, start)
+        lineage.write_start(self._root, start, identity.secret)
         return start, source
+
+    def _refuse_to_begin_anew(self, starts: dict[int, Start]) -> None:
+        """Raise where something says that there has been a snapshot: only a user may give it up."""
+        if self._unreadable is not None:
+            raise _refusal(self._unreadable)
+        if (step := self._settings.known_step) > 0:
+            self._known.append(f"the job's status says that there was one of step {step}")
+        if self._settings.resume:
+            numbers = [n for n in self._folders.numbers() if n not in starts]
+            for number in numbers:  # its record is gone, or damaged
+                with contextlib.suppress(OSError):
+                    if found := lineage.steps(self._folders, number, None):
+                        self._known.append(f"{number:08d} holds one of step {found[-1]}")
+        if self._known:
+            failed = "; ".join(self._failed[:_NAMED])
+            raise ConfigError(
+                f"no snapshot in {self._root} is usable, and there was one, so training does not"
+                f" begin anew: {'; '.join(self._known[:_NAMED])}."
+                + f" What failed: {failed}." * bool(failed)
+                + " Put the files back, or mount the volume that has them. To begin anew, delete"
+                " the job and apply it with snapshot.resume: Never, or in another directory"
+            )
 
     def _starts(self) -> dict[int, Start]:
         """Read the start records, and keep why one of them cannot be read now."""
         unread: dict[int, Exception] = {}
-        starts = self._retry(lambda: lineage.read_starts(self._folders, unread, self._retry))
+        starts = self._retry(
+            lambda: lineage.read_starts(self._folders, unread, self._retry, self._identity)
+        )
         for number, why in unread.items():
             name = f"{number:08d}/{lineage.START}"
             say(0, f"{name} is not usable, its snapshots are left out: {why}")
+            self._failed.append(f"{name}: {why}")
             if isinstance(why, OSError):
                 why.filename = str(self._root / name)
+        if foreign := lineage.foreign(self._root):
+            say(0, f"{self._root} holds {len(foreign)} foreign entries, such as {foreign[0]}")
         self._unreadable = next((e for e in unread.values() if _is_unreadable(e)), None)
         return starts
 
-    def _choose(self, starts: dict[int, Start], sequence: int) -> tuple[int, Source | None]:
-        """Return the newest snapshot that all ranks can read, and whose it is."""
-        for number, limit in lineage.chain(starts):
-            for path in self._candidates(number, limit):
-                source = self._take(path, lineage.directory(self._root, sequence))
+    def _choose(self, starts: dict[int, Start], head: Start) -> tuple[int, Source | None]:
+        """Return the newest snapshot of a chain that can be read, and whose it is."""
+        for number, limit in lineage.chain(starts, head):
+            for path, listed in self._candidates(number, limit):
+                self._known.append(f"{path.parent.name} holds {path.name}")
+                ours = lineage.directory(self._root, self._ours)
+                source = self._take(path, ours, listed=listed)
                 if source is not None:
                     return number, source
+            begun = starts[number].parent_step
+            if begun >= 0:
+                self._known.append(f"{number:08d} went on from one of step {begun}")
         return 0, None
 
-    def _candidates(self, number: int, limit: int | None) -> Iterator[Path]:
+    def _candidates(self, number: int, limit: int | None) -> Iterator[tuple[Path, bool]]:
+        """Yield the manifests that any rank sees, newest first: one's list may be out of date."""
         where = lineage.directory(self._root, number)
         try:
             steps = self._retry(lambda: lineage.steps(self._folders, number, limit))
@@ -235,50 +294,120 @@ class _Opening:
             return  # since it was listed a stranger has put something else there
         except OSError as error:
             self._note(error, where.name)
-            return
-        yield from (where / manifest.file_name(step) for step in reversed(steps))
+            steps = []
+        others = {step for one in self._ask(_LIST, number) if one for step in json.loads(one)}
+        seen = {step for step in others if limit is None or step <= limit}
+        for step in sorted({*steps, *seen}, reverse=True):
+            yield where / manifest.file_name(step), step in steps
 
-    def _take(self, path: Path, ours: Path) -> Source | None:
-        """Bring a candidate, and publish it as ours where all ranks agree."""
+    def _ask(self, what: bytes, *numbers: int) -> list[bytes]:
+        """Return what each rank answers, b"" where it does not see our directory."""
+        self._world.broadcast_bytes(what + json.dumps([self._ours, *numbers]).encode())
+        return self._world.gather_bytes(_CALL, b"")
+
+    def _take(self, path: Path, ours: Path, *, listed: bool) -> Source | None:
+        """Bring a candidate, and publish it as ours where all ranks agree.
+
+        ``listed``: this rank sees it. If it is gone then, newer ones may have come meanwhile.
+        """
         name = f"{path.parent.name}/{path.name}"
         try:
-            source = self._retry(lambda: self._bring(path, ours))
+            found = self._retry(lambda: self._find(path))
+            self._check_owner(found)
+            source = self._retry(lambda: self._bring(path, ours, found))
         except NewerFormatError as error:
             say(0, f"snapshot {name} is not usable, and left as it is: {error}")
             self._unreadable = error
         except (InvalidSnapshotError, disk.NotAFileError) as problem:
             say(0, f"snapshot {name} is not usable: {problem}")
-            with contextlib.suppress(OSError):
-                disk.set_aside(path)
+            self._failed.append(f"{name}: {problem}")
+        except OnlyHereError as error:
+            self._world.broadcast_bytes(_SICK + json.dumps([error.rank, error.text]).encode())
+            raise _sick(error.rank, error.text, 0) from None
+        except FileNotFoundError:
+            if listed:
+                raise
         except OSError as error:
-            self._note(error, name)  # not put aside: another node may be able to read it
+            self._note(error, name)
         else:
-            disk.commit(ours / path.name, source.manifest.encode())
+            disk.link_or_copy(path, ours / path.name)
+            disk.sync_directory(ours)
             return source
         return None
 
-    def _bring(self, path: Path, ours: Path) -> Source:
+    def _find(self, path: Path) -> Manifest:
+        """Read a manifest and look at its files. Where that fails here, the others try."""
+        try:
+            return _look(path)
+        except NewerFormatError:
+            raise
+        except (InvalidSnapshotError, OSError) as error:
+            if not isinstance(error, OSError) or error.errno not in _DENIED:
+                step = manifest.step_of(path.name)
+                said = self._ask(_LOOK, int(path.parent.name), step or 0)
+                if b"1" in said:
+                    name = f"{path.parent.name}/{path.name}"
+                    raise OnlyHereError(0, f"{name}: {error}", said.index(b"1")) from None
+            raise
+
+    def _bring(self, path: Path, ours: Path, found: Manifest) -> Source:
         """Link a candidate's files into our directory, and have all ranks check it there."""
-        found = manifest.read(path)
         for file in found.files:
-            try:
-                manifest.opened(path.parent, file).close()
-            except InvalidSnapshotError:
-                if disk.exists(path):
-                    raise
-                raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path)) from None
             with contextlib.suppress(FileExistsError):
                 disk.link_or_copy(path.parent / file.name, ours / file.name)
         self._world.broadcast_bytes(_PROPOSED + ours.name.encode() + b" " + found.encode())
         return _check_together(ours, found, self._world)
+
+    def _check_owner(self, found: Manifest) -> None:
+        theirs, mine = found.config.get("namespace"), self._identity.namespace
+        if theirs and mine and theirs != mine and "namespace" not in self._settings.allow_changes:
+            raise ConfigError(
+                f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one"
+                f" is in {mine!r}. Give this job a directory of its own: another snapshot.path,"
+                " another volume, or subPath. To go on from them, use"
+                " start(allow_changes='namespace')"
+            )
 
     def _note(self, error: OSError, name: str) -> None:
         """Go on to an older one; if there is none, this error is raised."""
         if not _is_unreadable(error):
             raise error
         say(0, f"snapshot {name} cannot be read: {error}")
+        self._failed.append(f"{name}: {error}")
         error.filename = str(self._root / name)
         self._unreadable = error
+
+
+class OnlyHereError(OSError):
+    """One rank cannot read what another can. Tried again for a while: its cache may be old."""
+
+    def __init__(self, rank: int, text: str, able: int) -> None:
+        super().__init__(errno.ESTALE, f"{text}, which rank {able} can read")
+        self.rank = rank
+        self.text = str(self.strerror)
+
+
+def _sick(rank: int, text: str, mine: int) -> Exception:
+    """Build the error of this rank where one alone cannot read a snapshot."""
+    if rank != mine:
+        return PeerLostError(f"rank {rank} cannot read the snapshots that others can")
+    return HardwareError(
+        f"rank {rank} cannot read a snapshot: {text}. Either this node's memory fails or its mount"
+        " of the volume: look at both. Another node may do better"
+    )
+
+
+def _look(path: Path) -> Manifest:
+    """Read a manifest whose data files are there in their sizes. Raises as manifest.opened()."""
+    found = manifest.read(path)
+    for file in found.files:
+        try:
+            manifest.opened(path.parent, file).close()
+        except InvalidSnapshotError:
+            if disk.exists(path):
+                raise
+            raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path)) from None
+    return found
 
 
 def _is_unreadable(error: Exception) -> TypeGuard[_Unreadable]:
@@ -305,14 +434,38 @@ def _refusal(error: _Unreadable) -> Exception:
 
 
 def _follow(root: Path, world: World) -> tuple[Start, Source | None]:
-    """Check what rank 0 proposes until it has started."""
+    """Do what rank 0 asks for, until it has started."""
     source: Source | None = None
-    while (message := world.broadcast_bytes(None)).startswith(_PROPOSED):
-        name, _, content = message.removeprefix(_PROPOSED).partition(b" ")
-        found, source = manifest.decode(content), None
-        with contextlib.suppress(InvalidSnapshotError, OSError):
-            source = _check_together(root / name.decode(), found, world)
-    return lineage.parse_start(json.loads(message)), source
+    while True:
+        message = world.broadcast_bytes(None)
+        if message.startswith((_LIST, _LOOK)):
+            world.gather_bytes(_CALL, _answer(root, message))
+        elif message.startswith(_SICK):
+            rank, text = json.loads(message.removeprefix(_SICK))
+            raise _sick(rank, text, world.rank)
+        elif message.startswith(_PROPOSED):
+            name, _, content = message.removeprefix(_PROPOSED).partition(b" ")
+            found, source = manifest.decode(content), None
+            with contextlib.suppress(InvalidSnapshotError, OSError):
+                source = _check_together(root / name.decode(), found, world)
+        else:
+            return lineage.parse_start(json.loads(message)), source
+
+
+def _answer(root: Path, question: bytes) -> bytes:
+    """Return which steps this rank lists in a directory, or whether it can read a manifest there.
+
+    b"": it does not see the directory that rank 0 has made, so its disk is another one.
+    """
+    kind, _, rest = question.partition(b" ")
+    ours, number, *step = json.loads(rest)
+    with contextlib.suppress(InvalidSnapshotError, OSError):
+        if _holds(lineage.directory(root, ours)):
+            if not step:
+                return json.dumps(lineage.steps(lineage.Disk(root), number, None)).encode()
+            _look(lineage.directory(root, number) / manifest.file_name(*step))
+            return b"1"
+    return b""
 
 
 def _sees(root: Path, start: Start) -> bool:
@@ -331,20 +484,20 @@ def _holds(path: Path) -> bool:
 
 def _who(world: World, yes: bool) -> tuple[int, ...]:
     """Return the ranks that say yes; rank 0 always does."""
-    said = world.gather_bytes("the start of run.steps()", b"1" if yes or world.rank == 0 else b"0")
+    said = world.gather_bytes(_CALL, b"1" if yes or world.rank == 0 else b"0")
     return tuple(rank for rank, answer in enumerate(said) if answer == b"1")
 
 
 def _check_together(where: Path, found: Manifest, world: World) -> Source:
     """Check an equal number of data files on each rank that sees them.
 
-    Raises InvalidSnapshotError or OSError on all ranks when one of them meets it.
+    A file that its reader cannot read goes to the next reader. Raises on all ranks alike:
+    OnlyHereError where that one can, else InvalidSnapshotError or OSError.
     """
     # The names hold a number that was drawn: a file of that name is the same file.
     readers = _who(world, not found.files or _holds(where / found.files[0].name))
     owners = {f.name: readers[n % len(readers)] for n, f in enumerate(found.files)}
     offsets: dict[str, load.Offsets] = {}
-    problem: Exception | None = None
 
     def fetch(file: DataFile, spans: Sequence[FileSpan], buffer: torch.Tensor) -> None:
         # Source.read calls it: one rank reads, all get the bytes.
@@ -354,21 +507,32 @@ def _check_together(where: Path, found: Manifest, world: World) -> Source:
             Retry(world.rank)(lambda: read(where, file, offsets[file.name], spans, buffer))
         world.broadcast_tensor(buffer, owner)
 
-    source, chunks = Source(found, fetch), load.by_file(found)
-    try:
-        _ = source.outline
+    def check(names: Collection[str]) -> dict[str, tuple[int, str]]:
+        """Return errno and text of those that this rank cannot read."""
+        failed = {}
         for file in found.files:
-            if owners[file.name] == world.rank:
-                offsets[file.name] = load.verify_file(where, found, file, chunks[file.name])
-    except (InvalidSnapshotError, OSError) as error:
-        problem = error
-    invalid = isinstance(problem, InvalidSnapshotError)
-    failed, damaged = world.sum([float(problem is not None), float(invalid)])
-    if problem is not None and world.rank != 0:
-        say(world.rank, f"cannot read the snapshot of step {found.step}: {problem}")
-    if not failed:
-        return source
-    if world.rank == 0 and problem is None and damaged:
-        # Perhaps it is damaged only as seen from there: rank 0 looks for itself.
-        load.open_source(where, found)
-    raise problem or OSError(errno.EIO, "another rank cannot read it")
+            if file.name in names:
+                try:
+                    offsets[file.name] = load.verify_file(where, found, file, chunks[file.name])
+                except (InvalidSnapshotError, OSError) as error:
+                    say(world.rank, f"cannot read the snapshot of step {found.step}: {error}")
+                    failed[file.name] = (getattr(error, "errno", None) or 0, str(error))
+        return failed
+
+    def together(owned: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+        mine = check([name for name, rank in owned.items() if rank == world.rank])
+        said = world.gather_bytes(_CALL, json.dumps(mine).encode())
+        return {name: why for one in said for name, why in json.loads(one).items()}
+
+    source, chunks = Source(found, fetch), load.by_file(found)
+    _ = source.outline
+    failed = together(owners)
+    others = {name: readers[(readers.index(owners[name]) + 1) % len(readers)] for name in failed}
+    again = together(others) if len(readers) > 1 and failed else failed
+    for name, (code, text) in failed.items():
+        if name in again:
+            raise OSError(code, text, name) if code else InvalidSnapshotError(text)
+        if code not in _DENIED:
+            raise OnlyHereError(owners[name], text, others[name])
+    owners |= others
+    return source
