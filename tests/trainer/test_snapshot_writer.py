@@ -32,6 +32,7 @@ from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import Outcome, SnapshotWriter, StagedPart
 from ddpjob_trainer.state.codec import flatten, unflatten
 from support.patience import PATIENCE
+from support.sealed import board
 from support.snapshots import open_snapshots, whole
 
 RANKS = 3
@@ -84,7 +85,7 @@ class Rank:
 
     def __init__(self, rank: int, files: SnapshotFiles, told: Store) -> None:
         self._rank = rank
-        reports = PartReports(told, tuple(range(RANKS)))
+        reports = PartReports(board(told, rank), tuple(range(RANKS)))
         self.writer = SnapshotWriter(rank, files, reports, CPU, later=True)
 
     def begin(self, step: int) -> None:

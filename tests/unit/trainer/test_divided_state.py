@@ -18,6 +18,7 @@ from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, la
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.stateful import Divided
+from support.sealed import board
 from support.snapshots import Store, open_snapshots, whole
 
 RANKS = 3
@@ -148,7 +149,7 @@ def test_more_than_the_store_takes_is_a_failed_snapshot():  # type: ignore[no-un
     """torch's own would cut the rank off, at this snapshot and after each restart at the next."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     other = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-    mine, theirs = (PartReports(one, (0, 1)) for one in (store, other))
+    mine, theirs = (PartReports(board(one), (0, 1)) for one in (store, other))
     series = [0.123456789] * 700_000
     theirs.post(4, Report(1, 9, 9, parts={"optimizer": [[0, series]]}))
     mine.post(4, Report(0, 9, 9))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
@@ -23,6 +22,7 @@ from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import SnapshotWriter, StagedPart, versions_of
 from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE
+from support.sealed import board
 
 
 class Pins(Accelerator):
@@ -132,7 +132,7 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
 def test_it_is_said_again_each_time_that_the_wait_has_doubled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports = PartReports(HashStore(), (0, 2))
+    reports = PartReports(board(), (0, 2))
     reports.post(8, Report(0))
     cpu = Accelerator(torch.device("cpu"))
     monkeypatch.setattr(writer_module.threading.Thread, "start", lambda _: None)

@@ -6,9 +6,11 @@ launcher (the operator's, or none: then it is alone on this machine). Never impo
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,8 @@ STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
 REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
 RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher without a job: unique, as a job's uid
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
+KEY_FD = "DDPJOB_TRAINER_KEY_FD"  # a file in memory, KEY_FILE, with the round's StoreKey
+KEY_FILE = "ddpjob-store-key"
 #: Of a launcher, for a round: whether it allows a drill, its pid, when the round began (monotonic).
 ROUND_DRILL = "DDPJOB_TRAINER_DRILL"
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
@@ -59,6 +63,17 @@ class Identity:
     def key(self) -> str:
         """Return a prefix for rendezvous keys."""
         return f"{self.uid}/{self.attempt}/{self.round}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKey:
+    """By it the ranks of one incarnation know one another's words in torch's store.
+
+    ``final``: no stranger has it, or there is no job that such words could end for good.
+    """
+
+    secret: bytes = field(repr=False)
+    final: bool
 
 
 class Key(NamedTuple):
@@ -275,6 +290,37 @@ def source_folders() -> str:
 def wants_traceback(env: Mapping[str, str]) -> bool:
     """Return whether a refusal shows its place in our code."""
     return env.get(TRACEBACK, "") not in ("", "0")
+
+
+def round_secret(token: str, uid: str, attempt: int, round_: int) -> bytes:
+    """Derive the secret of a StoreKey from the job's token."""
+    return hmac.digest(token.encode(), f"store {uid} {attempt} {round_}".encode(), "sha256")
+
+
+#: A later run of this process finds the environment without it.
+_taken: dict[Identity, StoreKey] = {}
+
+
+def take_key(env: MutableMapping[str, str], own: Identity) -> StoreKey:
+    """Take the key out of a worker's environment: our launcher's, else by the pod's token."""
+    fd, token = env.pop(KEY_FD, ""), env.pop(contract.TOKEN, "")
+    if secret := _secret_from(fd):
+        _taken[own] = StoreKey(secret, final=True)
+    elif token:
+        secret = round_secret(token, own.uid, own.attempt, own.round)
+        _taken[own] = StoreKey(secret, final=True)
+    unknown = round_secret("", own.uid, own.attempt, own.round)
+    return _taken.get(own) or StoreKey(unknown, final=not env.get(contract.UID))
+
+
+def _secret_from(fd: str) -> bytes:
+    """Read the launcher's file, b"" where a program in between has not handed it on."""
+    with contextlib.suppress(OSError, ValueError):
+        if KEY_FILE in os.readlink(f"/proc/self/fd/{int(fd)}"):  # noqa: PTH115
+            secret = os.pread(int(fd), 32, 0)
+            os.close(int(fd))
+            return secret
+    return b""
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

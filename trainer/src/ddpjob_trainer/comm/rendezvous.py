@@ -2,13 +2,17 @@
 
 start() calls join(), which returns a World. A peer's pod may start half a minute later and its DNS
 name may not resolve yet, so connecting is retried until the startup deadline. Rank 0 publishes its
-incarnation (uid, attempt, round); ranks of another incarnation are refused.
+incarnation (job, attempt, round); ranks of another incarnation are refused. What decides is sealed
+(sealed.py), and no key or value holds the job's uid.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -24,8 +28,9 @@ from ddpjob_contract import UNRESOLVED
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm import interfaces
 from ddpjob_trainer.comm.peer_loss import brief, peer_loss
+from ddpjob_trainer.comm.sealed import Board, Seal, data_of, forgery, read
 from ddpjob_trainer.comm.world import World, holds_group
-from ddpjob_trainer.environment import WorkerEnvironment
+from ddpjob_trainer.environment import Identity, StoreKey, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.telemetry.console import say
@@ -38,8 +43,9 @@ _LONGEST_PAUSE_SECONDS = 0.5
 #: All ranks that look together for the others, at rank 0's store.
 _LOOKS_PER_SECOND = 250.0
 _IDENTITY_KEY = "ddpjob/identity"
+_IDENTITY_BYTES = 1024  # at most
+_RUNS = itertools.count()  # of this process, as of each other rank's
 _NOT_READY = "rank 0 is not ready yet"
-_FINE = "1"
 #: Torch 2.13 has only the private name; 2.15 deprecates it.
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
@@ -119,78 +125,121 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
         waiting.pause(reason)
 
 
-def _ask(store: Store, name: str, env: WorkerEnvironment) -> str:
-    """Compare rank 0's incarnation with ours; return why to retry, "" if they are equal."""
-    try:
-        if not store.check([name]):
+class _Card:
+    """What rank 0 tells of its incarnation to whoever asks, sealed for its own ranks."""
+
+    def __init__(self, env: WorkerEnvironment, seal: Seal, run: int) -> None:
+        self._env = env
+        self._seal = seal
+        own = env.identity
+        self._number = [own.attempt, own.round, run]
+        # torchrun keeps one store over its restarts, hence the key per incarnation.
+        self._key = f"{_IDENTITY_KEY}/{seal.prefix}" if env.agent_store else _IDENTITY_KEY
+        self._warned = False
+
+    def show(self, store: Store) -> None:
+        """Publish it, as rank 0. Others of the job know it by a hash of the uid."""
+        salt = secrets.token_hex(8)
+        told = [_hash(salt, self._env.identity), *self._number, self._env.world_size, salt]
+        anyhow: Any = store  # its stub has no bytes
+        anyhow.set(self._key, self._seal.close(self._key, 0, json.dumps(told).encode()))
+
+    def compare(self, store: Store) -> str:
+        """Compare rank 0's with ours; return why to ask again, "" if they are equal."""
+        try:
+            note = read(store, self._key)
+        except RuntimeError as error:
+            return f"rank 0's store broke off: {brief(error)}"
+        if note is None:
             return _NOT_READY
-        uid, attempt, round_, world_size = json.loads(store.get(name))
-    except (RuntimeError, ValueError) as error:
-        return f"rank 0's store broke off: {brief(error)}"
-    own = env.identity
-    if (uid, attempt, round_) == (own.uid, own.attempt, own.round):
-        if world_size == env.world_size:
-            return ""
-        raise ConfigError(f"WORLD_SIZE is {env.world_size} here and {world_size} at rank 0")
-    if uid == own.uid and (attempt, round_) > (own.attempt, own.round):
-        raise PeerLostError(
-            f"rank 0 belongs to attempt {attempt} round {round_}, this process to attempt"
-            f" {own.attempt} round {own.round}: it is out of date and ends"
-        )
-    return f"another job or an earlier attempt answers: {uid}, attempt {attempt} round {round_}"
+        if self._seal.open(self._key, note):
+            world_size = json.loads(data_of(note))[4]
+            if world_size == self._env.world_size:
+                return ""
+            raise self._seal.refusal(
+                f"WORLD_SIZE is {self._env.world_size} here and {world_size} at rank 0"
+            )
+        return self._other(note)
+
+    def _other(self, note: bytes) -> str:
+        """Say whose it may be. Raises PeerLostError for a younger incarnation of this job."""
+        own = self._env.identity
+        try:
+            job, *told, _, salt = json.loads(data_of(note[:_IDENTITY_BYTES]))
+            numbers = [int(one) for one in told]
+            attempt, round_, _ = numbers
+            same = job == _hash(str(salt), own)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            same, numbers = True, self._number  # not even one of ours
+        if same and numbers > self._number:
+            raise PeerLostError(
+                f"rank 0 belongs to attempt {attempt} round {round_}, this process to attempt"
+                f" {own.attempt} round {own.round}: it is out of date and ends"
+            )
+        if not same or numbers != self._number:
+            return f"another job or an earlier attempt answers: attempt {attempt} round {round_}"
+        if not self._warned:
+            self._warned = True
+            say(self._env.rank, forgery(self._key))
+        return "rank 0 does not show that it is of this job: do all pods have the same image?"
 
 
-def _rendezvous(env: WorkerEnvironment, deadline: float, device: torch.device) -> Store:
+def _hash(salt: str, own: Identity) -> str:
+    return hashlib.sha256(f"{salt} {own.uid}".encode()).hexdigest()
+
+
+def _rendezvous(
+    env: WorkerEnvironment, seal: Seal, card: _Card, deadline: float, device: torch.device
+) -> Store:
     """Return a store that exactly the ranks of this incarnation have joined."""
     waiting = _Waiting(env.rank, deadline)
-    own = env.identity
     connect = _server if env.rank == 0 and not env.agent_store else _client
     while True:
         tcp = connect(env, waiting)
-        # torchrun keeps one store over its restarts, hence the key per incarnation.
-        name = f"{_IDENTITY_KEY}/{own.key}" if env.agent_store else _IDENTITY_KEY
         if env.rank == 0:
-            tcp.set(name, json.dumps([own.uid, own.attempt, own.round, env.world_size]))
+            card.show(tcp)
             break
         waiting.advanced()
-        while (reason := _ask(tcp, name, env)) == _NOT_READY:  # on the same connection
+        while (reason := card.compare(tcp)) == _NOT_READY:  # on the same connection
             waiting.pause(reason)
         if not reason:
             break
         waiting.pause(reason)
     waiting.advanced()
-    store = PrefixStore(own.key, tcp)
+    store = PrefixStore(seal.prefix, tcp)
     failpoints.reach("rendezvous")
-    _gather_all(store, env, waiting, f"{device.type} {accelerator.of(device).name()}")
+    name = f"{device.type} {accelerator.of(device).name()}"
+    _gather_all(Board(store, seal, env.rank), env, waiting, name)
     return store
 
 
-def _gather_all(store: Store, env: WorkerEnvironment, waiting: _Waiting, device: str) -> None:
+def _gather_all(board: Board, env: WorkerEnvironment, waiting: _Waiting, device: str) -> None:
     """Wait until every rank is here, so that later timeouts mean a lost peer.
 
     ``device``: its type, and a name unique to it. Raises ConfigError where two ranks share one.
     """
-    store.set(f"here/{env.rank}", device)
+    board.post("here", 0, env.rank, device.encode())
     # A pod that replaces another one is the last to come, and all wait for it.
     longest = min(_LONGEST_PAUSE_SECONDS, env.world_size / _LOOKS_PER_SECOND)
     if env.rank == 0:
-        missing = list(range(1, env.world_size))
+        devices = {0: device}
         while True:
-            before = len(missing)
-            missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            missing = [rank for rank in range(env.world_size) if rank not in devices]
+            found = {rank: board.poll("here", 0, rank) for rank in missing}
+            devices |= {rank: name.decode() for rank, name in found.items() if name is not None}
+            missing = [rank for rank in missing if rank not in devices]
             if not missing:
                 break
-            if len(missing) < before:
+            if len(missing) < len(found):
                 waiting.advanced()
             names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}", longest)
-        devices = [store.get(f"here/{rank}").decode() for rank in range(env.world_size)]
-        store.set("all-here", _misfit(devices) or _FINE)
-    while not store.check(["all-here"]):
+        verdict = _misfit([devices[rank] for rank in range(env.world_size)])
+        board.post("all-here", 0, 0, verdict.encode())
+    while (said := board.poll("all-here", 0, 0)) is None:
         waiting.pause("rank 0 still waits for other ranks", longest)
-    verdict = store.get("all-here").decode()
-    if verdict != _FINE:
-        raise ConfigError(verdict)
+    if said:
+        raise board.refusal(said.decode())
 
 
 def _misfit(devices: Sequence[str]) -> str:
@@ -214,7 +263,7 @@ def _misfit(devices: Sequence[str]) -> str:
     return ""
 
 
-def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
+def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.device) -> World:
     """Meet the other ranks; return this rank's World. ``started``: monotonic time from which the
     deadline counts.
 
@@ -229,10 +278,13 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
     timeout = timedelta(seconds=env.deadlines.last_resort)
     # All ranks are here now: a rank that does not connect soon has died in between.
     connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
+    run = next(_RUNS)
+    seal = Seal(key, env.identity, run)
     if env.world_size == 1:
         store: Store = HashStore()
     else:
-        store = _rendezvous(env, started + env.deadlines.startup, device)
+        card = _Card(env, seal, run)
+        store = _rendezvous(env, seal, card, started + env.deadlines.startup, device)
         assert env.master is not None
         interfaces.choose(env.master[0])  # rank 0's name resolves by now
         store.set_timeout(connecting)
@@ -251,6 +303,7 @@ def join(env: WorkerEnvironment, started: float, device: torch.device) -> World:
         assert control is not None
         _set_timeout(timeout, control)
         store.set_timeout(timeout)
-    world = World(env.rank, env.world_size, device, env.identity, control, store)
-    holds_group(world, "control", "store")
+    board = Board(store, seal, env.rank)
+    world = World(env.rank, env.world_size, device, env.identity, control, board)
+    holds_group(world, "control", "board")
     return world

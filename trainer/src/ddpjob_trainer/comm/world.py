@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 # Loaded after the group began, its default arguments would hold the group, see leave_group().
 import torch.distributed.nn
-from torch._C._distributed_c10d import Store
 
 from ddpjob_trainer.comm.peer_loss import peer_loss
+from ddpjob_trainer.comm.sealed import Board
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
@@ -38,7 +38,7 @@ class World:
     device: torch.device
     identity: Identity
     control: dist.ProcessGroup | None  # gloo, for CPU tensors, also where gradients go through NCCL
-    store: Store | None  # for exchanges that must not wait for all ranks
+    board: Board | None  # in the store, for exchanges that must not wait for all ranks
     accelerator: Accelerator = field(init=False)
 
     def __post_init__(self) -> None:

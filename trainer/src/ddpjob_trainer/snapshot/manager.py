@@ -90,11 +90,11 @@ class Snapshots:
         """Start the threads that write this incarnation's snapshots, and clean up before."""
         settings, world = self._settings, self._world
         assert settings.directory is not None
-        assert world.store is not None
+        assert world.board is not None
         nonce = world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
         sequence, size = resumed.start.sequence, world.size
         files = SnapshotFiles(settings.directory.absolute(), sequence, nonce, settings.keep)
-        reports = PartReports(world.store, resumed.writers)
+        reports = PartReports(world.board, resumed.writers)
         later = settings.staging == "thread" or (
             settings.staging == "auto" and world.accelerator.queues
         )

@@ -17,7 +17,12 @@ import torch
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.comm.rendezvous import join
 from ddpjob_trainer.data import fetch
-from ddpjob_trainer.environment import SnapshotSettings, WorkerEnvironment, read_worker
+from ddpjob_trainer.environment import (
+    SnapshotSettings,
+    WorkerEnvironment,
+    read_worker,
+    take_key,
+)
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.gradients import determinism, tree_reduce
@@ -123,6 +128,7 @@ def start(
     try:
         _check_guarded()
         env = read_worker(os.environ)
+        key = take_key(os.environ, env.identity)
     except ConfigError:
         Shutdown(0, RankStateWriter(None, 0))  # for the exit code of what goes up from here
         raise
@@ -161,7 +167,7 @@ def start(
     writer.mark("rendezvous")
     joining = time.monotonic()
     try:
-        world = join(env, begun, place)
+        world = join(env, key, begun, place)
     except RuntimeError as error:
         shutdown.if_peer_lost(error)
         raise

@@ -1,6 +1,7 @@
 """Report each rank's durable part of a snapshot to rank 0, over the rendezvous store.
 
-Nothing here waits, and training's collectives are not involved.
+Nothing here waits, and training's collectives are not involved. Reports are sealed: whoever forges
+one would have rank 0 commit a snapshot that nobody can load, and retention remove the good ones.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from ddpjob_trainer.comm.peer_loss import peer_loss
+from ddpjob_trainer.comm.sealed import MOST_BYTES, Board
 
-#: torch's store closes the connection of who sends it more than 8 MiB at once.
-_MAX_BYTES = 7 << 20
 _CURE = "keep series of numbers in tensors, or have fewer parameters in each rank's part"
+_KIND = "snapshot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +38,42 @@ class Report:
 class PartReports:
     """Shared by all ranks of one incarnation. Raises PeerLostError when rank 0 is gone."""
 
-    def __init__(self, store: Store, writers: Sequence[int]) -> None:
-        self._store = store
+    def __init__(self, board: Board, writers: Sequence[int]) -> None:
+        self._board = board
         self.writers = writers
+        self._found: dict[int, dict[int, Report]] = {}  # by step and rank, on rank 0
 
     def post(self, step: int, report: Report) -> None:
         """Tell rank 0. Called once per rank and step."""
         record = json.dumps({one.name: getattr(report, one.name) for one in fields(report)})
-        if len(record) > _MAX_BYTES:
+        if len(record) > MOST_BYTES:
             why = f"the list of what it holds alone takes {len(record) >> 20} MiB, more than 7:"
             self.post(step, Report(report.rank, text=f"{why} {_CURE}"))
             return
         with peer_loss():
-            self._store.set(f"snapshot/{step}/{report.rank}", record)
-            self._store.add(f"snapshot/{step}", 1)
+            self._board.post(_KIND, step, report.rank, record.encode())
 
     def first_missing(self, step: int) -> int:
         """Return a writer that has not reported, -1 when all have, on rank 0."""
+        found = self._found.get(step, {})
         with peer_loss():
-            told = (self._store.check([f"snapshot/{step}/{rank}"]) for rank in self.writers)
-            return next((r for r, one in zip(self.writers, told, strict=True) if not one), -1)
+            missing = (rank for rank in self.writers if rank not in found)
+            return next((r for r in missing if self._board.poll(_KIND, step, r) is None), -1)
 
     def complete(self, step: int) -> list[Report] | None:
         """Return all writers' reports in their order, None while some are missing, on rank 0."""
+        found = self._found.setdefault(step, {})
         with peer_loss():
-            if self._store.add(f"snapshot/{step}", 0) < len(self.writers):
-                return None
-            keys = [f"snapshot/{step}/{rank}" for rank in self.writers]
-            found = [json.loads(self._store.get(key)) for key in keys]
-            for key in (*keys, f"snapshot/{step}"):
-                self._store.delete_key(key)
-        return [_report(record) for record in found]
+            for rank in self.writers:
+                if rank in found:
+                    continue
+                record = self._board.poll(_KIND, step, rank)
+                if record is None:
+                    return None
+                found[rank] = _report(json.loads(record))
+            for rank in self.writers:
+                self._board.remove(_KIND, step, rank)
+        return list(self._found.pop(step).values())
 
 
 def _report(record: dict[str, Any]) -> Report:

@@ -7,18 +7,14 @@ from a thread, and compares them with those that another rank has written.
 
 from __future__ import annotations
 
-import itertools
-import json
 import threading
 
-from torch._C._distributed_c10d import Store
-
+from ddpjob_trainer.comm.sealed import Board
 from ddpjob_trainer.comm.world import World, other_call
 from ddpjob_trainer.training.leaving.shutdown import Shutdown
 
 _FIRST_LOOK_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 8.0
-_RUNS = itertools.count()  # of this process: torchrun's store has the calls of those before
 
 
 class CallMismatch:
@@ -27,7 +23,6 @@ class CallMismatch:
     def __init__(self, world: World, shutdown: Shutdown) -> None:
         self._world = world
         self._shutdown = shutdown
-        self._run = next(_RUNS)
         self._over = threading.Event()
         if world.size > 1:
             threading.Thread(target=self._watch, name="call mismatch", daemon=True).start()
@@ -39,22 +34,22 @@ class CallMismatch:
     def _watch(self) -> None:
         pause, before = _FIRST_LOOK_SECONDS, -1
         while not self._over.wait(pause):
-            reached, store = self._shutdown.reached, self._world.store
+            reached, board = self._shutdown.reached, self._world.board
             if reached != before:
                 pause, before = _FIRST_LOOK_SECONDS, reached
                 continue
             pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
             try:
-                if store is not None:
-                    self._look(store)
+                if board is not None:
+                    self._look(board)
             except RuntimeError:  # the store is gone; the main thread hears of it too
                 return
 
-    def _look(self, store: Store) -> None:
+    def _look(self, board: Board) -> None:
         """End this process if another makes other calls: one waits for what will not come."""
         rank = self._world.rank
         for number, what in list(self._shutdown.calls):
-            mine = json.dumps([rank, what])
-            other, there = json.loads(store.compare_set(f"call {self._run}/{number}", "", mine))
-            if there != what:
-                self._shutdown.refuse(other_call((other, there), (rank, what)))
+            other, data = board.first("call", number, rank, what.encode())
+            if (there := data.decode()) != what:
+                error = other_call((other, there), (rank, what))
+                self._shutdown.refuse(board.refusal(str(error)))

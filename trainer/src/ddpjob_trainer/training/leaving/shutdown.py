@@ -173,7 +173,7 @@ class Shutdown:
         )
         leave(ExitCode.PEER_LOST)
 
-    def refuse(self, error: ConfigError) -> NoReturn:
+    def refuse(self, error: ConfigError | PeerLostError) -> NoReturn:
         """End at once, from any thread. The main one waits for peers that will not come."""
         self._state.failed(error)
         if not refusal.tell(self._rank, error, None):
