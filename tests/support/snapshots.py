@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
@@ -42,6 +42,9 @@ class Store:
     def __post_init__(self) -> None:
         self.nonce = f"{self.sequence:08x}"
         self.files = SnapshotFiles(self.root, self.sequence, self.nonce, self.keep)
+        found = self.directory.is_dir() and manifest.listed(self.directory)
+        #: All that it has saved.
+        self.verified = {manifest.step_of(path.name) for path in found or ()}
 
     @property
     def directory(self) -> Path:
@@ -63,7 +66,8 @@ class Store:
             self.files.discard(step)
             raise
         self.files.commit(step, draft.manifest(reports).encode())
-        retain(self.root, self.sequence, self.keep)
+        self.verified.add(step)
+        retain(self.root, self.sequence, self.keep, self.verified)
 
     def _part(self, step: int, captured: Captured, rank: int) -> Report:
         image = lay_out(captured.structure, self.ranks, rank)
@@ -98,14 +102,20 @@ def open_snapshots(
     keep: int = 3,
     ranks: int = 3,
     clock: Clock | None = None,
+    secret: str = "",
+    namespace: str = "",
+    **settings: Any,
 ) -> tuple[Store, Source | None]:
     """Start an incarnation, as rank 0 does."""
-    world = World(0, 1, torch.device("cpu"), Identity(uid, attempt, 0, unique=True), None, None)
+    identity = Identity(uid, attempt, 0, unique=True, secret=secret, namespace=namespace)
+    world = World(0, 1, torch.device("cpu"), identity, None, None)
     clock = clock or Clock()
     retry = Retry(0, now=lambda: clock.now, wait=clock.wait)
-    resumed = resume_from(root, world, own_only=not resume, retry=retry)
+    asked = SnapshotSettings(root, 1, keep, resume, **settings)
+    resumed = resume_from(root, world, asked, retry=retry)
     store = Store(root, resumed.start.sequence, keep, ranks)
-    retain(root, store.sequence, keep)
+    store.verified |= {resumed.source.step} if resumed.source else set()
+    retain(root, store.sequence, keep, store.verified)
     return store, resumed.source
 
 

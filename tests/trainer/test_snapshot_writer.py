@@ -19,15 +19,18 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
+from ddpjob_trainer.errors import HardwareError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.ondisk import checked_json, disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
+from ddpjob_trainer.snapshot.ondisk.manifest import DataFile
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
+from ddpjob_trainer.snapshot.save.read_back import ReadBack
 from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import Outcome, SnapshotWriter, StagedPart
 from ddpjob_trainer.state.codec import flatten, unflatten
@@ -116,9 +119,10 @@ class Ranks:
     def save(self, step: int) -> str:
         """Why it failed; empty: it is durable."""
         self.begin(step)
-        (outcome,) = self.settle()
+        outcome, *verified = self.settle()
         assert outcome.step == step
-        return outcome.text
+        assert [(o.step, o.verified) for o in verified] == [(step, True)] * (not outcome.text)
+        return outcome.text or verified[0].text
 
     def close(self) -> None:
         for writer in self.writers:
@@ -336,6 +340,103 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
     wait_for(lambda: "s by rank 1. Is its volume" in ranks.writers[0].behind())
     for one in disks:
         one.set()
-    assert [(o.step, o.text) for o in ranks.settle()] == [(2, ""), (3, "")]
+    done = ranks.settle()
+    assert [(o.step, o.text) for o in done if not o.verified] == [(2, ""), (3, "")]
+    assert (done[-1].step, done[-1].text, done[-1].verified) == (3, "", True)
     assert ranks.writers[0].behind() == ""
     assert all(writer.pool.free() for writer in ranks.writers)
+
+
+# --- Read back --------------------------------------------------------------------------------
+
+
+def damage(directory: Path, step: int, rank: int) -> None:
+    """Flip a bit of what a rank has written, on the disk."""
+    (path,) = directory.glob(f"step-{step:012d}-*-{rank}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_what_was_never_read_back_takes_no_place_of_what_was(  # type: ignore[no-untyped-def]
+    tmp_path, open_ranks, monkeypatch, rank, how
+):
+    """The disk loses what it has acknowledged, at each save after the first."""
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
+    commit = SnapshotFiles.commit
+
+    def loses(files: SnapshotFiles, step: int, content: bytes) -> None:
+        commit(files, step, content)
+        if how == "flipped":
+            damage(files.directory, step, rank)
+        else:
+            next(files.directory.glob(f"step-{step:012d}-*-{rank}.safetensors")).unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotFiles, "commit", loses)
+        for step in range(2, 10):
+            assert re.match(r"rank \d cannot read it back: step-0+\d-", ranks.save(step))
+    check(open_snapshots(tmp_path, 2)[1], 1)
+    steps = [manifest.step_of(path.name) for path in manifest.listed(ranks.directory)]
+    assert steps[0] == 1, "whatever keep says"
+    if how == "flipped":
+        assert steps == [1, 7, 8, 9], "no disk is filled with what counts for nothing"
+
+
+@pytest.mark.fault("S13")
+@pytest.mark.parametrize("odd", range(RANKS))
+def test_a_rank_that_alone_reads_wrong_bits_ends(tmp_path, open_ranks, monkeypatch, odd):  # type: ignore[no-untyped-def]
+    """Its node's memory, say: the snapshot is good, and counts."""
+    ranks = open_ranks(tmp_path)
+    assert ranks.save(1) == ""
+    read = ReadBack.read
+
+    def wrong(self: ReadBack, file: DataFile) -> tuple[str, bool]:
+        return ("it reads odd", True) if self._rank == odd else read(self, file)
+
+    monkeypatch.setattr(ReadBack, "read", wrong)
+    ranks.begin(2)
+    with pytest.raises(HardwareError, match=f"rank {odd} cannot read .*: it reads odd. Either"):
+        wait_for(lambda: ranks.writers[odd].outcomes() and False)
+    for rank in set(range(RANKS)) - {odd}:
+        ranks.writers[rank].wait_written()
+    check(open_snapshots(tmp_path, 2)[1], 2)
+
+
+def test_a_disk_that_fails_for_one_reader_costs_nothing(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
+    ranks = open_ranks(tmp_path)
+    opened = manifest.opened
+
+    def fails(directory: Path, file: DataFile) -> Any:
+        if file.name.endswith("-0.safetensors") and threading.current_thread() not in seen:
+            seen.add(threading.current_thread())
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(directory, file)
+
+    seen: set[threading.Thread] = set()
+    monkeypatch.setattr(manifest, "opened", fails)
+    assert ranks.save(1) == "rank 1 cannot read it back: [Errno 5] Input/output error"
+    assert ranks.save(2) == ""
+
+
+def test_who_falls_behind_leaves_older_ones_out(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
+    ranks = open_ranks(tmp_path)
+    read, go = ReadBack.read, threading.Event()
+
+    def waits(self: ReadBack, file: DataFile) -> tuple[str, bool]:
+        assert go.wait(PATIENCE)
+        return read(self, file)
+
+    monkeypatch.setattr(ReadBack, "read", waits)
+    outcomes: list[Outcome] = []
+    for step in (1, 2, 3, 4):
+        ranks.begin(step)
+        wait_for(lambda: outcomes.extend(ranks.writers[0].outcomes()) or len(outcomes) == step)  # noqa: B023
+    assert [path.name for path in manifest.listed(ranks.directory)][0] == manifest.file_name(1)
+    go.set()
+    assert [(o.step, o.text) for o in ranks.settle() if o.verified] == [(1, ""), (4, "")]
+    check(open_snapshots(tmp_path, 2)[1], 4)

@@ -91,7 +91,7 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
 def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_path: Path) -> None:
     """Else each rank's would make a context on the first."""
     device = Pins()
-    reports: Any = SimpleNamespace(writers=(0,))
+    reports: Any = SimpleNamespace(writers=(0,), board=None)
     tracker = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
     tracker.prepare(Captured(Flat({}, {}), frozenset(), {}))
     deadline = time.monotonic() + PATIENCE
@@ -108,7 +108,7 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
     device = Pins()
     told: queue.Queue[tuple[int, Report]] = queue.Queue()
-    reports: Any = SimpleNamespace(writers=(0,), post=lambda *found: told.put(found))
+    reports: Any = SimpleNamespace(writers=(0,), board=None, post=lambda *found: told.put(found))
     tracker = SnapshotWriter(1, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
     weight = torch.nn.Parameter(torch.ones(4))
     buffer = tracker.pool.take(16)

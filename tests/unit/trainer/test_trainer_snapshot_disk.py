@@ -81,7 +81,7 @@ def test_a_full_disk_is_told_and_not_tried_again(tmp_path, writes):  # type: ign
 
 
 def test_only_large_parts_go_past_the_cache(tmp_path: Path, monkeypatch, writes):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(files, "_PAST_CACHE_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(files, "PAST_CACHE_BYTES", 3 * BLOCK)
     writer, seen = files.SnapshotFiles(tmp_path, 1, "n", 2), writes("usual")
     writer.directory.mkdir(parents=True)
     for blocks in (2, 3):

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import checked_json, data_file, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.data_file import Piece
@@ -239,10 +240,12 @@ def test_pickle_in_disguise_is_not_run(tmp_path):  # type: ignore[no-untyped-def
         assert not trap.exists()
 
 
-def test_without_an_older_one_training_starts_anew(tmp_path):  # type: ignore[no-untyped-def]
+def test_without_an_older_one_nothing_begins_anew_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1)
     with_header(tmp_path, HEADERS["overlapping"])
-    assert open_snapshots(tmp_path, 2)[1] is None
+    with pytest.raises(ConfigError, match=r"00000001 holds step-0.*header is wrong.*begin anew"):
+        open_snapshots(tmp_path, 2)
+    assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 5, 8, 64])

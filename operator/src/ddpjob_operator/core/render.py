@@ -267,6 +267,7 @@ def _env(
             keep=given.keep,
             resume=given.resume,
             step=saved,
+            ephemeral=not {"emptyDir", "ephemeral"}.isdisjoint(given.volume.unpack()),
         )
     return Member(
         name=job.name,

@@ -50,7 +50,11 @@ class Snapshots:
         self._prepared = False
         self._unsettled = False
         self.has_room = True  # on all ranks alike: each has a buffer for save()
-        self.newest = -1  # step of the newest snapshot
+        self.newest = -1  # step of the newest snapshot that another rank has read back
+        self._uploaded = -1  # of the newest that the object store has
+        self._reported = -1  # what the status may name
+        # What ends with the pod is durable once it was uploaded.
+        self._counts_uploads = bool(settings.ends_with_pod and settings.upload)
         self._uploads: Uploads | None = None  # on rank 0, where snapshots are uploaded
 
     def check(self, state: TrainingState) -> None:
@@ -69,7 +73,9 @@ class Snapshots:
         if self._settings.directory is None:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
-            fetch_if_newer(self._settings, self._world.identity, self._progress.alive)
+            self._uploaded = fetch_if_newer(
+                self._settings, self._world.identity, self._progress.alive
+            )
         resumed = resume(self._settings.directory, self._world, self._settings)
         failpoints.reach("load")
         if (source := resumed.source) is None:
@@ -81,7 +87,7 @@ class Snapshots:
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._open(resumed)
-        self._durable(source.step)
+        self._durable(source.step, -1)
         if self._world.rank == 0:
             self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
         return source.step, source.manifest.config
@@ -99,7 +105,10 @@ class Snapshots:
             settings.staging == "auto" and world.accelerator.queues
         )
         self._writers = resumed.writers
-        self._writer = SnapshotWriter(world.rank, files, reports, world.accelerator, later=later)
+        parent = resumed.source.step if resumed.source else -1
+        self._writer = SnapshotWriter(
+            world.rank, files, reports, world.accelerator, later=later, parent=parent
+        )
         if later:  # optimizers that the loop's body steps itself must wait as well
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
         if blind := [rank for rank in range(size) if rank not in resumed.writers]:
@@ -110,7 +119,9 @@ class Snapshots:
             cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
             say(world.rank, what if settings.upload else f"warning: {what}. {cure}")
         if settings.upload and world.rank == 0:
-            self._uploads = Uploads(settings, sequence, world.identity.secret, self._progress.uploaded)
+            self._uploads = Uploads(
+                settings, sequence, self._was_uploaded, world.identity.secret
+            )
 
     # --- Save ----------------------------------------------------------------------------
 
@@ -121,22 +132,26 @@ class Snapshots:
     def report(self) -> list[float]:
         """Settle finished snapshots; return numbers to add up over all ranks, before each save().
 
-        The newest durable step plus 1, by rank 0; whether this rank has no buffer to save into.
+        The newest verified and uploaded steps plus 1, by rank 0; whether this rank has no buffer to
+        save into.
         """
         self._hear()
-        newest = self.newest + 1 if self._world.rank == 0 else 0
-        return [float(newest), float(self._writer is not None and not self._writer.pool.free())]
+        full = float(self._writer is not None and not self._writer.pool.free())
+        mine = (self.newest + 1, self._uploaded + 1) if self._world.rank == 0 else (0, 0)
+        return [*map(float, mine), full]
 
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(). No rank claims a snapshot that is not yet durable."""
-        newest, full = reported
+        newest, uploaded, full = reported
         self.has_room = not full
-        self._durable(int(newest) - 1)
+        self._durable(int(newest) - 1, int(uploaded) - 1)
 
-    def _durable(self, step: int) -> None:
-        if step > self.newest:
-            self.newest = step
-            self._progress.saved(step)
+    def _durable(self, newest: int, uploaded: int) -> None:
+        self.newest, self._uploaded = max(newest, self.newest), max(uploaded, self._uploaded)
+        counts = self._uploaded if self._counts_uploads else self.newest
+        if counts > self._reported:
+            self._reported = counts
+            self._progress.saved(counts)
 
     def before_update(self) -> None:
         """Wait until the snapshot of the step before has read the parameters."""
@@ -203,10 +218,11 @@ class Snapshots:
             self._writer.prepare(captured)
 
     def settle(self) -> None:
-        """Wait until every snapshot begun is durable, or has failed."""
+        """Wait until every snapshot begun is durable and was read back, or has failed."""
         if self._writer is None or not self._unsettled:
             return
         self._unsettled = False
+        self._writer.hurry(True)
         with self._progress.under("snapshot"):
             self._writer.wait_written()
         self._progress.at("agreement")  # sets a rank that waits for its own disk apart
@@ -215,6 +231,7 @@ class Snapshots:
             with self._progress.under("snapshot"):
                 self._writer.wait_settled()
         self._agree()
+        self._writer.hurry(False)
 
     def mark(self, facts: Config) -> None:
         """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
@@ -232,6 +249,11 @@ class Snapshots:
             with self._progress.under("snapshot"):
                 self._uploads.wait(seconds, lambda: self._progress.at("snapshot"))
 
+    def _was_uploaded(self, step: int | None) -> None:
+        self._progress.uploaded(step)
+        if step is not None:
+            self._durable(-1, step)
+
     def _hear(self) -> None:
         """Take in what became of the snapshots begun, on rank 0."""
         if self._uploads is not None:
@@ -239,13 +261,14 @@ class Snapshots:
         if self._writer is None:
             return
         for outcome in self._writer.outcomes():
-            if not outcome.text:
-                self._durable(outcome.step)
+            if outcome.text:
+                self._failed(outcome.step, outcome.text)
+            elif not outcome.verified:
                 self._progress.save_took(outcome.seconds)
+            else:
+                self._durable(outcome.step, -1)
                 if self._uploads is not None:
                     self._uploads.committed(outcome.step)
-            else:
-                self._failed(outcome.step, outcome.text)
 
     def _failed(self, step: int, text: str) -> None:
         """Count it and say it, on rank 0."""

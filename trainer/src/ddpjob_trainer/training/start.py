@@ -111,7 +111,8 @@ def start(
     ``resume_hyperparameters``: what a resume takes where the script now builds its optimizers and
     schedulers with others, as with another learning rate: the ``snapshot``'s or the ``script``'s.
     ``allow_changes``: what may differ from the newest snapshot, which is else refused:
-    "global_batch", "data" (another dataset or order), "ema" (added or taken away).
+    "global_batch", "data" (another dataset or order), "ema" (added or taken away),
+    "namespace" (of the job that made it).
     ``snapshot_upload``: a URL, as s3://bucket/job, to which finished snapshots are copied and from
     which a fresh disk is filled (default: DDPJOB_TRAINER_SNAPSHOT_UPLOAD, else none).
     ``log_every``: steps between two lines of progress (default: 40 lines in the whole run).
@@ -214,8 +215,11 @@ def _snapshot_settings(given: SnapshotSettings, asked: SnapshotOptions) -> Snaps
     url = given.upload if asked.snapshot_upload is None else asked.snapshot_upload
     if url:
         check_upload(url, directory)
+    # The status knows of those in the job's directory. What ended with a pod is missed by nobody.
+    known = directory == given.directory and (url or not given.ends_with_pod)
     return replace(
         given,
+        known_step=given.known_step if known else 0,
         directory=directory,
         every_steps=asked.snapshot_every or given.every_steps,
         keep=asked.snapshot_keep or given.keep,

@@ -21,7 +21,7 @@ _PIECE = 4 << 20
 #: A part of at least so many bytes is written past the page cache: copying it there and flushing
 #: it costs the cores that train more than all else, and it would push the data set out. Smaller
 #: ones cost nothing, and a restart in place reads them back from the cache.
-_PAST_CACHE_BYTES = 16 << 20
+PAST_CACHE_BYTES = 16 << 20
 
 
 def data_name(step: int, nonce: str, rank: int) -> str:
@@ -54,7 +54,7 @@ class SnapshotFiles:
                 crc = zlib.crc32(piece, crc)
                 yield piece
 
-        large = len(content) >= _PAST_CACHE_BYTES
+        large = len(content) >= PAST_CACHE_BYTES
         disk.write_new(self.directory / name, pieces(), past_cache=large)
         return crc
 

@@ -104,34 +104,12 @@ def _numbers(names: Iterable[str]) -> list[int]:
     return sorted(number for name in found if name == f"{(number := int(name)):08d}")
 
 
-def read_start(folders: Folders, number: int, reader: Identity | None = None) -> Start:
-    """Return an incarnation's start record. Raises OSError, ValueError.
-
-    A later incarnation of the ``reader``'s own job ends it. So a record that says there is one
-    must be signed with the job's secret, where there is one.
-    """
+def read_start(folders: Folders, number: int) -> Start:
+    """Return an incarnation's start record. Raises OSError, ValueError."""
     data = folders.read(number, START, _MAX_START_BYTES)
     if len(data) > _MAX_START_BYTES:
         raise ValueError(f"more than {_MAX_START_BYTES} bytes")
-    start = parse_start(unseal(data))
-    if reader is not None and reader.secret and is_later(start, reader):
-        try:
-            signature = folders.read(number, SIGNATURE, _SIGNATURE_BYTES)
-        except FileNotFoundError:
-            signature = b""
-        if not hmac.compare_digest(signature, _signature(data, reader.secret)):
-            raise ValueError("it is of this job, later, and not signed by it: forged")
-    return start
-
-
-def _signature(record: bytes, secret: str) -> bytes:
-    return hmac.digest(bytes.fromhex(secret), record, "sha256").hex().encode()
-
-
-def is_later(start: Start, than: Identity) -> bool:
-    """Tell whether it is a later incarnation of the same job."""
-    later = (start.attempt, start.round) > (than.attempt, than.round)
-    return start.uid == than.uid and later
+    return parse_start(unseal(data))
 
 
 def parse_start(body: Any) -> Start:
@@ -159,11 +137,14 @@ def read_starts(
     retry: Callable[[Callable[[], Start]], Start] = lambda read: read(),
     reader: Identity | None = None,
 ) -> dict[int, Start]:
-    """Read every start record, by number. ``unread`` gets why one cannot be read."""
-    starts = {}
+    """Read every start record, by number. ``unread`` gets why one cannot be read, or is forged.
+
+    ``reader``: whose job's records must be signed, where it has a secret.
+    """
+    starts: dict[int, Start] = {}
     for number in folders.numbers():
         try:
-            start = retry(partial(read_start, folders, number, reader))
+            start = retry(partial(read_start, folders, number))
         except FileNotFoundError:
             continue  # a claim that never started
         except (OSError, ValueError) as error:
@@ -172,7 +153,41 @@ def read_starts(
             continue
         if start.sequence == number:
             starts[number] = start
+    for number in _forged(folders, starts, reader) if reader and reader.secret else ():
+        del starts[number]
+        if unread is not None:
+            unread[number] = ValueError("it names this job, which has not signed it: forged")
     return starts
+
+
+def _forged(folders: Folders, starts: dict[int, Start], reader: Identity) -> set[int]:
+    """Return which records of the reader's job are later than it could have left unsigned.
+
+    A later incarnation ends the reader, and the latest one's snapshots are loaded. Older versions
+    of this program sign nothing; once a job has signed, all that is later is signed.
+    """
+    own = {n: (s.attempt, s.round) for n, s in starts.items() if s.uid == reader.uid}
+    signed = {n for n in own if _is_signed(folders, starts[n], reader.secret)}
+    last = max((own[n] for n in signed), default=(reader.attempt, reader.round))
+    return {n for n in own.keys() - signed if own[n] > last}
+
+
+def _is_signed(folders: Folders, start: Start, secret: str) -> bool:
+    try:
+        found = folders.read(start.sequence, SIGNATURE, _SIGNATURE_BYTES)
+    except OSError:
+        return False
+    return hmac.compare_digest(found, _signature(seal(asdict(start)), secret))
+
+
+def _signature(record: bytes, secret: str) -> bytes:
+    return hmac.digest(bytes.fromhex(secret), record, "sha256").hex().encode()
+
+
+def is_later(start: Start, than: Identity) -> bool:
+    """Tell whether it is a later incarnation of the same job."""
+    later = (start.attempt, start.round) > (than.attempt, than.round)
+    return start.uid == than.uid and later
 
 
 def newest(starts: dict[int, Start]) -> Start | None:

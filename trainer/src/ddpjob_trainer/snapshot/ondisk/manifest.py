@@ -11,7 +11,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -211,8 +211,13 @@ def _check_spans(name: str, parts: Sequence[tuple[int, int]], total: int) -> Non
         raise ValueError(f"{name} is incomplete")
 
 
-def checksum(stream: BinaryIO, file: DataFile) -> int:
-    """Return the CRC-32 of a data file's bytes, and not of more. Raises InvalidSnapshotError."""
+def checksum(
+    stream: BinaryIO, file: DataFile, after: Callable[[int], None] = lambda _: None
+) -> int:
+    """Return the CRC-32 of a data file's bytes, and not of more. Raises InvalidSnapshotError.
+
+    ``after`` is called with how many bytes each read gave.
+    """
     buffer = memoryview(bytearray(min(_PIECE, file.bytes)))
     crc, left = 0, file.bytes
     while left:
@@ -221,6 +226,7 @@ def checksum(stream: BinaryIO, file: DataFile) -> int:
             raise InvalidSnapshotError(f"{file.name} became shorter")
         crc = zlib.crc32(buffer[:count], crc)
         left -= count
+        after(count)
     return crc
 
 

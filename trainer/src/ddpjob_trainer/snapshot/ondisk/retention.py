@@ -21,18 +21,18 @@ def retain(root: Path, sequence: int, keep: int, verified: Container[int]) -> No
     """Keep the newest ``keep`` snapshots of an incarnation and what its chain needs.
 
     One counts if it is among the ``verified`` steps and its files are there. Others take no place
-    of one that counts: so many more of them stay. What cannot be removed now is left for the next
+    of one that counts: as many more of them stay. What cannot be removed now is left for the next
     time.
     """
     with contextlib.suppress(OSError):
         directory = lineage.directory(root, sequence)
         found = _Folder(directory)
-        good = [path for path in found.whole if manifest.step_of(path.name) in verified]
-        other = [path for path in found.whole if path not in good]
-        late = [path for path in other if len(good) < keep or path > good[-keep]]
-        for path in {*good[:-keep], *other} - {*late[-keep:]}:
-            _remove(path)
-            del found.named[path]
+        good = [path for path in found.whole if manifest.step_of(path.name) in verified][-keep:]
+        others = [path for path in found.named if path not in good]
+        late = [path for path in others if len(good) < keep or path > good[0]]
+        for path in found.named.keys() - {*good, *late[-keep:]}:
+            if _remove(path):
+                del found.named[path]
         if good and not found.unread:
             _remove_leftovers(directory, good[-1], set().union(*found.named.values()))
         _retain_chain(lineage.Disk(root), sequence, keep, verified)
@@ -76,9 +76,12 @@ def _remove_ours(directory: Path) -> None:
             disk.remove_tree(directory)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path) -> bool:
+    """Remove a file; return whether it is gone."""
     with contextlib.suppress(OSError):
         disk.remove(path)
+        return True
+    return False
 
 
 def _remove_leftovers(directory: Path, newest: Path, kept: set[str]) -> None:

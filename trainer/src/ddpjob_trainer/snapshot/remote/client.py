@@ -88,15 +88,15 @@ class RemoteProcess:
 
 def fetch_if_newer(
     settings: SnapshotSettings, identity: Identity, alive: Callable[[], None]
-) -> None:
-    """Bring to disk what only the store has. ``alive`` is called as long as bytes come.
+) -> int:
+    """Bring to disk what only the store has; return its step, -1: of none.
 
-    Raises OSError, PeerLostError, ConfigError.
+    ``alive`` is called as long as bytes come. Raises OSError, PeerLostError, ConfigError.
     """
     url, root = settings.upload, settings.directory
     known = lineage.read_starts(lineage.Disk(root)).values() if root and root.is_dir() else ()
     if any((start.uid, start.attempt) == (identity.uid, identity.attempt) for start in known):
-        return  # a restart in place: the disk is that of the round before
+        return -1  # a restart in place: the disk is that of the round before
     process = RemoteProcess("fetch", settings, resume=settings.resume, identity=asdict(identity))
     with contextlib.closing(process):
         while not process.ended:
@@ -105,9 +105,10 @@ def fetch_if_newer(
                 if "say" in said:
                     say(0, said["say"])
                 elif "step" in said:
-                    if said["step"] is not None:
-                        say(0, f"fetched the snapshot of step {said['step']} from {url}")
-                    return
+                    if said["step"] is None:
+                        return -1
+                    say(0, f"fetched the snapshot of step {said['step']} from {url}")
+                    return int(said["step"])
                 elif "kind" in said:
                     kinds = {"PeerLostError": PeerLostError, "ConfigError": ConfigError}
                     raise kinds.get(said["kind"], OSError)(said["text"])
@@ -121,8 +122,8 @@ class Uploads:
         self,
         settings: SnapshotSettings,
         sequence: int,
-        secret: str,
         count: Callable[[int | None], None],
+        secret: str = "",
     ) -> None:
         self._settings = settings
         self._own = {"sequence": sequence, "secret": secret}

@@ -125,7 +125,7 @@ class UploadQueue:
 
 def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any]]) -> NoReturn:
     """Answer {uploaded} or {failed, text}; asked for it {now}, do not wait after a failure."""
-    root, own = Path(order["root"]), (order["sequence"], order["keep"], order["secret"])
+    root, own = Path(order["root"]), (order["sequence"], order["keep"], order.get("secret", ""))
     uploads = UploadQueue(lambda: Uploader(Store(order["url"]), root, *own), time.monotonic)
     kept: EvidenceCopy | None = None
     while True:

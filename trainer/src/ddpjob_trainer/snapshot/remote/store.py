@@ -52,7 +52,9 @@ class Store:
             return []
         return [posixpath.basename(str(name).rstrip("/")) for name in found if name != path]
 
-    def starts(self, reader: Identity) -> tuple[dict[int, Start], list[NewerFormatError]]:
+    def starts(
+        self, reader: Identity | None = None
+    ) -> tuple[dict[int, Start], list[NewerFormatError]]:
         """Read every start record, and tell which only a newer program can read."""
         unread: dict[int, Exception] = {}
         known = lineage.read_starts(self, unread, reader=reader)

@@ -39,7 +39,7 @@ class PartReports:
     """Shared by all ranks of one incarnation. Raises PeerLostError when rank 0 is gone."""
 
     def __init__(self, board: Board, writers: Sequence[int]) -> None:
-        self._board = board
+        self.board = board
         self.writers = writers
         self._found: dict[int, dict[int, Report]] = {}  # by step and rank, on rank 0
 
@@ -51,14 +51,14 @@ class PartReports:
             self.post(step, Report(report.rank, text=f"{why} {_CURE}"))
             return
         with peer_loss():
-            self._board.post(_KIND, step, report.rank, record.encode())
+            self.board.post(_KIND, step, report.rank, record.encode())
 
     def first_missing(self, step: int) -> int:
         """Return a writer that has not reported, -1 when all have, on rank 0."""
         found = self._found.get(step, {})
         with peer_loss():
             missing = (rank for rank in self.writers if rank not in found)
-            return next((r for r in missing if self._board.poll(_KIND, step, r) is None), -1)
+            return next((r for r in missing if self.board.poll(_KIND, step, r) is None), -1)
 
     def complete(self, step: int) -> list[Report] | None:
         """Return all writers' reports in their order, None while some are missing, on rank 0."""
@@ -67,12 +67,12 @@ class PartReports:
             for rank in self.writers:
                 if rank in found:
                     continue
-                record = self._board.poll(_KIND, step, rank)
+                record = self.board.poll(_KIND, step, rank)
                 if record is None:
                     return None
                 found[rank] = _report(json.loads(record))
             for rank in self.writers:
-                self._board.remove(_KIND, step, rank)
+                self.board.remove(_KIND, step, rank)
         return list(self._found.pop(step).values())
 
 

@@ -2,8 +2,8 @@
 
 manager.py calls save() on each rank. One thread finishes the copy, for which an update may have to
 wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
-also commits the manifest when all parts are durable, and keeps the outcomes until the training
-thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that ends leaves
+also commits the manifest when all parts are durable, has it read back (read_back.py), and keeps the
+outcomes until the training thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that ends leaves
 what was committed, and perhaps half a file that no manifest names.
 """
 
@@ -26,6 +26,7 @@ from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.read_back import ReadBack
 from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
 from ddpjob_trainer.telemetry.console import say
 
@@ -75,11 +76,15 @@ def versions_of(copies: tuple[Copy, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a snapshot, known on rank 0. ``text`` says why it failed."""
+    """What became of a snapshot, known on rank 0. ``text`` says why it failed.
+
+    ``verified``: another rank has read it back. Before that it is durable, and counts for nothing.
+    """
 
     step: int
-    seconds: float = 0.0  # from the end of the step until durable
+    seconds: float = 0.0  # from the end of the step until durable, or verified
     text: str = ""
+    verified: bool = False
 
 
 class SnapshotWriter:
@@ -97,6 +102,7 @@ class SnapshotWriter:
         accelerator: Accelerator,
         *,
         later: bool = False,
+        parent: int = -1,
     ) -> None:
         self._rank = rank
         self._index = reports.writers.index(rank) if rank in reports.writers else -1
@@ -114,6 +120,13 @@ class SnapshotWriter:
         self._parts: dict[int, StagedPart] = {}  # by step: being copied or written
         #: On rank 0, those not yet durable: when begun, and of what; None: it has failed here.
         self._snapshots: dict[int, tuple[float, Draft | None]] = {}
+        #: On rank 0: begun, of those that are durable and are being read back.
+        self._unverified: dict[int, float] = {}
+        #: On rank 0. The parent is among them: all ranks have read it.
+        self._verified = {parent}
+        self._read_back = ReadBack(
+            rank, reports.writers, reports.board, files.directory, self._was_read_back
+        )
         self._outcomes: deque[Outcome] = deque()
         self._copying = 0
         self._closing = False
@@ -124,6 +137,7 @@ class SnapshotWriter:
             for name, work in (
                 ("ddpjob-snapshots", self._copy_parts),
                 ("ddpjob-snapshot-writer", self._write_parts),
+                ("ddpjob-snapshot-reader", self._read_back.run),
             )
         ]
         for thread in self._threads:
@@ -235,9 +249,13 @@ class SnapshotWriter:
         """Wait until this rank's parts are written and posted."""
         self._wait(lambda: not self._parts)
 
+    def hurry(self, on: bool) -> None:
+        """Read back as fast as the volume gives it, for training waits."""
+        self._read_back.hurry = on
+
     def wait_settled(self) -> None:
-        """Wait on rank 0, after all ranks' posts, until all is durable or given up."""
-        self._wait(lambda: not self._snapshots)
+        """Wait on rank 0, after all ranks' posts, until all is verified or given up."""
+        self._wait(lambda: not self._snapshots and not self._unverified)
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
@@ -279,6 +297,7 @@ class SnapshotWriter:
         self._closing = True
         self._copies.put(None)
         self._writes.put(None)
+        self._read_back.close()
         deadline = time.monotonic() + _END_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -337,8 +356,11 @@ class SnapshotWriter:
     def _retain(self) -> None:
         if self._rank == 0:
             try:
+                root, sequence, keep = self._files.root, self._files.sequence, self._files.keep
                 with self._removing:
-                    retain(self._files.root, self._files.sequence, self._files.keep)
+                    retain(root, sequence, keep, self._verified)
+                with contextlib.suppress(OSError):  # a full disk, which has none to spare
+                    disk.keep_reserve(root)
             except Exception as error:  # no reason to end training
                 say(0, f"older snapshots were not removed: {self._why(error)}")
 
@@ -354,6 +376,8 @@ class SnapshotWriter:
         """Tell what became of this rank's part, and free its buffer."""
         part.buffer.busy = False
         self.reports.post(part.step, report)
+        if not report.text:
+            self._read_back.expect(part.step)
         with self._changed:
             del self._parts[part.step]
             self._changed.notify_all()
@@ -368,14 +392,26 @@ class SnapshotWriter:
             if not text:
                 assert draft is not None, "it has reported that it failed here"
                 try:
-                    self._files.commit(step, draft.manifest(reports).encode())
+                    made = draft.manifest(reports)
+                    self._files.commit(step, made.encode())
                 except Exception as error:  # a manifest that nobody could read, for one
                     text = self._why(error)
             with self._changed:
                 del self._snapshots[step]
+                if not text:
+                    self._unverified.pop(self._read_back.begin(step, made.files), None)
+                    self._unverified[step] = begun
                 self._outcomes.append(Outcome(step, time.perf_counter() - begun, text))
                 self._changed.notify_all()
             if text:
                 self._files.discard(step)
-            else:
-                self._retain()
+
+    def _was_read_back(self, step: int, text: str) -> None:
+        """Take in that a snapshot was read back, or why it could not be, on rank 0."""
+        if not text:
+            self._verified.add(step)
+        self._retain()
+        with self._changed:
+            seconds = time.perf_counter() - self._unverified.pop(step)
+            self._outcomes.append(Outcome(step, seconds, text, verified=True))
+            self._changed.notify_all()

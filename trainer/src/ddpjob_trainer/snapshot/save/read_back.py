@@ -1,0 +1,201 @@
+"""Have another rank read each part of a committed snapshot back, once, beside training.
+
+writer.py starts one per rank. Until all parts of a snapshot were read back in the right bits it
+counts for nothing: retention keeps the last one that was, and no status names it. Rank 0 tells each
+rank by a note (comm/sealed.py) which file to read, the one that the rank before it wrote; what one
+cannot read the next one tries. If that one can, the first is sick and ends, as a failed GPU would.
+Nothing is renamed or removed. A rank that falls behind leaves older snapshots out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpjob_trainer.comm.peer_loss import peer_loss
+from ddpjob_trainer.comm.sealed import Board
+from ddpjob_trainer.errors import HardwareError
+from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.ondisk.files import PAST_CACHE_BYTES
+from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotError
+
+#: Of each rank, so that training's own reading and the next snapshot find the volume free.
+BYTES_PER_SECOND = 128 << 20
+_ASK, _ANSWER = "read-back", "read-back-answer"
+_FIRST_SECONDS, _MOST_SECONDS = 0.005, 1.0  # between two looks for a note
+
+
+class ReadBack:
+    """One rank's part in it. ``settled(step, text)`` is called on rank 0; text: why it failed."""
+
+    def __init__(
+        self,
+        rank: int,
+        writers: Sequence[int],
+        board: Board,
+        directory: Path,
+        settled: Callable[[int, str], None],
+    ) -> None:
+        self._rank = rank
+        self._writers = writers
+        self._board = board
+        self._directory = directory
+        self._settled = settled
+        self._changed = threading.Condition()
+        self._expected: set[int] = set()  # steps about which rank 0 may ask
+        self._next: tuple[int, tuple[DataFile, ...]] | None = None  # on rank 0
+        self._asked = dict.fromkeys(writers, 0)
+        self._closing = False
+        self.hurry = False  # training waits
+
+    # --- For the writer's thread ---------------------------------------------------------
+
+    def expect(self, step: int) -> None:
+        """Begin to look for what rank 0 asks: this rank has written its part."""
+        with self._changed:
+            self._expected.add(step)
+            self._changed.notify_all()
+
+    def begin(self, step: int, files: Sequence[DataFile]) -> int | None:
+        """Have the files of a snapshot read back, on rank 0, in the order of the writers.
+
+        Return the step of one that has been waiting and is left out for this.
+        """
+        with self._changed:
+            before, self._next = self._next, (step, tuple(files))
+            self._changed.notify_all()
+        return before[0] if before else None
+
+    def close(self) -> None:
+        """End soon."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    # --- The thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until close(). Raises PeerLostError; HardwareError where this rank is sick."""
+        while not self._closing:
+            with self._changed:
+                work = (lambda: self._expected) if self._rank else (lambda: self._next)
+                self._changed.wait_for(lambda: self._closing or work())
+                task, self._next = self._next, None
+            if self._rank:
+                self._serve()
+            elif task is not None:
+                self._settled(task[0], self._verify(*task))
+
+    def _serve(self) -> None:
+        """Do what rank 0 asks about one snapshot."""
+        while (order := self._await(f"{_ASK}-{self._rank}", 0, self._rank)) is not None:
+            if "sick" in order:
+                if order["sick"]:
+                    raise sick(self._rank, order["sick"])
+                with self._changed:
+                    self._expected = {s for s in self._expected if s > order["step"]}
+                return
+            answer = json.dumps(self.read(DataFile(**order))).encode()
+            with peer_loss():
+                self._board.post(_ANSWER, self._asked[self._rank] - 1, self._rank, answer)
+
+    def _verify(self, step: int, files: Sequence[DataFile]) -> str:
+        """Return why a snapshot could not be read back; empty: it could."""
+        readers = [*self._writers[1:], self._writers[0]]
+        wrong = self._read_by(dict(zip(readers, files, strict=True)))
+        again = {self._after(rank): (rank, files[readers.index(rank)]) for rank in wrong}
+        still = self._read_by({rank: file for rank, (_, file) in again.items()}) if again else {}
+        able = {first for rank, (first, _) in again.items() if rank not in still}
+        ill = {rank: wrong[rank][0] for rank in able if wrong[rank][1]}
+        for rank in self._writers[1:]:
+            self._ask(rank, {"sick": ill.get(rank, ""), "step": step})
+        if self._rank in ill:
+            raise sick(self._rank, ill[self._rank])
+        bad = sorted(wrong.keys() - able)
+        return f"rank {bad[0]} cannot read it back: {wrong[bad[0]][0]}" if bad else ""
+
+    def _after(self, rank: int) -> int:
+        return self._writers[(self._writers.index(rank) + 1) % len(self._writers)]
+
+    def _read_by(self, files: Mapping[int, DataFile]) -> dict[int, tuple[str, bool]]:
+        """Have ranks read files; return what read() says by the ranks that cannot."""
+        found: dict[int, tuple[str, bool]] = {}
+        for rank, file in files.items():
+            if rank != self._rank:
+                order = {"name": file.name, "bytes": file.bytes, "crc32": file.crc32}
+                self._ask(rank, order)
+        if self._rank in files:
+            found[self._rank] = self.read(files[self._rank])
+        for rank in files.keys() - {self._rank}:
+            answer = self._await(_ANSWER, rank, rank, self._asked[rank] - 1)
+            found[rank] = answer or ("this rank ends", False)
+        return {rank: answer for rank, answer in found.items() if answer[0]}
+
+    def _ask(self, rank: int, order: Mapping[str, Any]) -> None:
+        with peer_loss():
+            number = self._asked[rank]
+            self._board.post(f"{_ASK}-{rank}", number, 0, json.dumps(order).encode())
+        self._asked[rank] += 1
+
+    def _await(self, kind: str, sender: int, rank: int, number: int | None = None) -> Any:
+        """Return the next note of a sender, None when this rank closes."""
+        pause, before = _FIRST_SECONDS, self._expected.copy()
+        while not self._closing:
+            at = self._asked[rank] if number is None else number
+            with peer_loss():
+                note = self._board.poll(kind, at, sender)
+            if note is not None:
+                if number is None:
+                    self._asked[rank] += 1
+                with peer_loss():
+                    self._board.remove(kind, at, sender)
+                return json.loads(note)
+            with self._changed:
+                more = self._changed.wait_for(
+                    lambda: self._closing or self._expected != before, pause
+                )
+            # Another snapshot was written: look as often as at first.
+            pause = _FIRST_SECONDS if more else min(2 * pause, _MOST_SECONDS)
+            before = self._expected.copy()
+        return None
+
+    def read(self, file: DataFile) -> tuple[str, bool]:
+        """Return why a file cannot be read as it was written, and whether its bits are wrong.
+
+        Empty: it can be.
+        """
+        begun, done = time.monotonic(), 0
+
+        def slowly(count: int) -> None:
+            nonlocal done
+            done += count
+            wait = 0.0 if self.hurry else begun + done / BYTES_PER_SECOND - time.monotonic()
+            if wait > 0:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self.hurry, wait)
+
+        try:
+            with manifest.opened(self._directory, file) as stream:
+                # From the volume, not from this node's memory; and what training reads stays there.
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                wrong = manifest.checksum(stream, file, slowly) != file.crc32
+                if file.bytes >= PAST_CACHE_BYTES:
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except InvalidSnapshotError as error:
+            return str(error), True
+        except OSError as error:
+            return str(error), False
+        return (f"{file.name} does not match its checksum", True) if wrong else ("", False)
+
+
+def sick(rank: int, text: str) -> HardwareError:
+    """Build the error of a rank that alone cannot read what another can."""
+    return HardwareError(
+        f"rank {rank} cannot read a snapshot that another rank can: {text}. Either this node's"
+        " memory fails or its mount of the volume: look at both. Another node may do better"
+    )
