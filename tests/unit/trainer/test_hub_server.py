@@ -35,7 +35,7 @@ class Port:
         self.address = ("127.0.0.1", listener.getsockname()[1])
         post: list[Callable[..., None]] = []
         self.hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  filled later
-        self.server = HubServer(listener, self.selector, self.hub)
+        self.server = HubServer(listener, self.selector, self.hub, lambda said: None)
         post.append(self.server.post)
 
     def hear(self, now: float) -> None:
