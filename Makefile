@@ -145,6 +145,10 @@ plugin: ## make dist/kubectl-ddp, the kubectl plugin in a single file
 release: ## chart, wheels, plugin, images, bills of materials, notes, checksums (docs/internals/releasing.md)
 	@$(PYTHON) release/release.py $(ARGS)
 
+.PHONY: base-image
+base-image: ## pin the Dockerfile's base by the digest that its registry has today (needs that registry)
+	@$(PYTHON) release/release.py base-image
+
 .PHONY: site
 site: ## dist/site: README and docs/ as a site, every link checked
 	@$(PYTHON) -m devcluster.venv --requirements requirements --only site --link .venv-site

@@ -3,6 +3,7 @@
     make release                       into dist/ddpjob-VERSION
     make release ARGS=--draft          of a tree that is not ready; the notes say what is missing
     make release ARGS=--without-images chart, wheels, plugin, manifests, bills of materials
+    make base-image                    pin the base image in the Dockerfile by its digest of today
 
 What it refuses and what differs between two builds is in docs/internals/releasing.md.
 """
@@ -13,7 +14,9 @@ import argparse
 import gzip
 import hashlib
 import io
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,8 +28,10 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from devcluster import baseimage, binaries, images, venv
+from devcluster import baseimage, binaries, images, imagestore, venv
 from devcluster.failure import Failure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +46,13 @@ WHEELS = ("operator", "trainer")
 #: The lock files that each image is made of.
 BILLS = {"operator": ("operator",), "trainer": ("torch", "trainer")}
 SUMS = "SHA256SUMS"
+PROVENANCE = "provenance.json"
+#: What the Dockerfile starts from; `make base-image` writes the digest.
+BASE = re.compile(r"^(ARG BASE_IMAGE=)(\S+)$", re.MULTILINE)
+PINNED = re.compile(r"@sha256:([0-9a-f]{64})$")
+PYTHON = re.compile(r'"PYTHON_VERSION=([^"]+)"')
+#: Names that docs/internals/releasing.md explains. No page needs to be there.
+BUILD_TYPE, BUILDER = "tag:ddpjob.dev,2026:release/1", "tag:ddpjob.dev,2026:make-release"
 #: 1980, before which no file of a zip can be.
 ZIP_BEGINS = 315532800
 
@@ -103,10 +115,10 @@ def not_ready(root: Path, date: str, with_images: bool) -> list[str]:
         found.append(f"files that git ignores are in the chart ({ignored.split()[0]}): remove them")
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
         found.append(f"CHANGELOG.md dates the version {date!r}: write the day, YYYY-MM-DD")
-    if with_images and "@sha256:" not in baseimage.name():
+    if with_images and PINNED.search(baseimage.name()) is None:
         found.append(
-            f"the base image {baseimage.name()} has no digest: set"
-            " DDPJOB_BASE_IMAGE=NAME@sha256:... (docs/internals/releasing.md)"
+            f"the base image {baseimage.name()} has no digest: run `make base-image` and commit,"
+            " or set DDPJOB_BASE_IMAGE=NAME@sha256:... (docs/internals/releasing.md)"
         )
     return found
 
@@ -127,13 +139,27 @@ def epoch(root: Path = ROOT) -> int:
     return int(given)
 
 
-def run(command: Sequence[str | Path], what: str, **variables: str) -> None:
-    """Run a tool; a failure carries its words."""
+def run(command: Sequence[str | Path], what: str, **variables: str) -> str:
+    """Run a tool and return its output; a failure carries its words."""
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise Failure(f"{what} failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+    return done.stdout
+
+
+def pin_base(root: Path) -> str:
+    """Ask the registry for the digest of the Dockerfile's base, and write it there."""
+    crane = binaries.ensure(["crane"], say)["crane"]
+    text = (root / "Dockerfile").read_text()
+    [(_, known)] = BASE.findall(text)
+    name = known.partition("@")[0]
+    pinned = f"{name}@{run([crane, 'digest', name], f'asking for the digest of {name}').strip()}"
+    if PINNED.search(pinned) is None:
+        raise Failure(f"the registry answered {pinned!r}, which is no digest: nothing is changed")
+    (root / "Dockerfile").write_text(BASE.sub(rf"\g<1>{pinned}", text))
+    return pinned
 
 
 def wheels(root: Path, out: Path, when: int) -> None:
@@ -148,7 +174,7 @@ def wheels(root: Path, out: Path, when: int) -> None:
             "--wheel",
             "--no-create-gitignore",
         ]
-        command += ["--python", sys.executable, "--require-hashes"]
+        command += ["--python", sys.executable, "--require-hashes", "--no-build"]
         command += ["--build-constraints", root / "requirements/build.txt"]
         run([*command, "--out-dir", out, root / folder], f"the wheel of {folder}/", **variables)
 
@@ -195,7 +221,7 @@ def chart(root: Path, out: Path, when: int) -> None:
 
 
 def bills(root: Path, out: Path, when: int) -> None:
-    """Write what each image's Python packages are, as CycloneDX, out of the lock files."""
+    """Write what Python packages each image has, as CycloneDX, out of the lock files."""
     home = venv.ensure_environment(root / "requirements", say, ["release"])
     for image, locks in BILLS.items():
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
@@ -212,14 +238,101 @@ def bills(root: Path, out: Path, when: int) -> None:
             run(command, f"the bill of materials of {image}", SOURCE_DATE_EPOCH=str(when))
 
 
+def base_packages(image: imagestore.BuiltImage) -> list[dict[str, str]]:
+    """Return what the base gave an image, as components of CycloneDX."""
+    layers = [layer.directory.resolve() for layer in image.layers]  # the lowest first
+
+    def read(name: str) -> str:
+        """Return a file of the image: that of the upmost layer that has it."""
+        for layer in reversed(layers):
+            path = (layer / name).resolve()
+            if path.is_file() and path.is_relative_to(layer):  # not one of this machine
+                return path.read_text()
+        raise Failure(
+            f"the image has no /{name}: choose a base of Debian or alike, or its bill lies"
+        )
+
+    about = dict(re.findall(r'^(\w+)="?(.*?)"?$', read("usr/lib/os-release"), re.MULTILINE))
+    system, number = about.get("ID", "linux"), about.get("VERSION_ID", "")
+    found = [{"type": "operating-system", "name": system, "version": number}]
+    for entry in read("var/lib/dpkg/status").split("\n\n"):
+        package = dict(re.findall(r"^([\w-]+): *(.*)$", entry, re.MULTILINE))
+        if not package.get("Status", "").endswith(" installed"):
+            continue
+        name, version = package["Package"], package["Version"]
+        # Debian's advisories are about the source package.
+        source = re.sub(r" \((.+)\)", r"@\1", package.get("Source", ""))
+        purl = f"pkg:deb/{system}/{quote(name)}@{quote(version, safe=':')}"
+        purl += f"?arch={package['Architecture']}&distro={system}-{number}"
+        purl += f"&upstream={quote(source, safe=':')}" if source else ""
+        found.append({"type": "library", "name": name, "version": version, "purl": purl})
+    # Python and its pip, where they are not Debian's: as in docker.io/library/python.
+    kinds = [("generic", "python", version) for version in PYTHON.findall(image.config)]
+    for layer in layers:
+        about_each = sorted(layer.glob("usr/local/lib/python3*/site-packages/*.dist-info"))
+        kinds += [("pypi", *path.stem.rpartition("-")[::2]) for path in about_each]
+    for kind, name, version in kinds:
+        purl = f"pkg:{kind}/{name.lower().replace('_', '-')}@{quote(version)}"
+        found.append({"type": "library", "name": name, "version": version, "purl": purl})
+    return list({each.get("purl", "base"): each for each in found}.values())
+
+
 def archives(out: Path, version: str) -> list[str]:
-    """Write the images as OCI archives; return name and digest of each."""
+    """Write the images as OCI archives, the base into their bills; return names with digests."""
     told = []
     for target in images.TARGETS:
         archive = out / f"ddpjob-{target}-{version}.oci.tar"
         digest = images.export(target, archive, say)
         told.append(f"{images.reference(target)}@{digest}")
+        path = out / f"{target}.cdx.json"
+        bill = json.loads(path.read_text())
+        for each in base_packages(images.build(target, say)):
+            bill["components"].append({"bom-ref": each.get("purl", "base"), **each})
+        path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n")
     return told
+
+
+def provenance(
+    root: Path, out: Path, version: str, lacking: Sequence[str], told: Sequence[str]
+) -> None:
+    """Write what was made, of what and by what: an in-toto statement of SLSA, to be signed."""
+    subjects = [
+        {"name": path.name, "digest": {"sha256": sha256(path)}} for path in sorted(out.iterdir())
+    ]
+    for each in told:
+        name, _, digest = each.partition("@sha256:")
+        subjects.append({"name": name, "digest": {"sha256": digest}})
+    made_of: list[dict[str, Any]] = [
+        {"name": str(path.relative_to(root)), "digest": {"sha256": sha256(path)}}
+        for path in [root / "Dockerfile", *sorted((root / "requirements").glob("*.txt"))]
+    ]
+    commit = git(root, "rev-parse", "HEAD")
+    if commit:
+        made_of.insert(0, {"name": "commit", "digest": {"gitCommit": commit}})
+    if told:
+        pin = PINNED.search(baseimage.name())
+        base: dict[str, Any] = {"uri": f"docker://{baseimage.name()}"}
+        made_of.append(base | ({"digest": {"sha256": pin[1]}} if pin else {}))
+    module, tag = binaries.MODULES["helm"]
+    made_of.append({"uri": f"pkg:golang/{module}@{tag}"})
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": subjects,
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {"version": version, "images": bool(told), "draft": lacking},
+                "internalParameters": {
+                    "machine": platform.machine(),
+                    "python": platform.python_version(),
+                },
+                "resolvedDependencies": made_of,
+            },
+            "runDetails": {"builder": {"id": BUILDER}},
+        },
+    }
+    (out / PROVENANCE).write_text(json.dumps(statement, indent=2) + "\n")
 
 
 def notes(version: str, date: str, text: str, lacking: Sequence[str], told: Sequence[str]) -> str:
@@ -235,12 +348,15 @@ def notes(version: str, date: str, text: str, lacking: Sequence[str], told: Sequ
     return "\n".join(lines)
 
 
+def sha256(path: Path) -> str:
+    """Return the checksum of a file, which may be large."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_sums(out: Path) -> None:
     """Write the checksum of every file."""
-    lines = []
-    for path in sorted(out.iterdir()):
-        with path.open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(out.iterdir())]
     (out / SUMS).write_text("".join(lines))
 
 
@@ -263,6 +379,7 @@ def release(root: Path, out: Path, draft: bool, with_images: bool) -> None:
             shutil.copyfile(root / "manifests" / name, made / name)
         told = archives(made, version) if with_images else []
         (made / "RELEASE_NOTES.md").write_text(notes(version, date, text, lacking, told))
+        provenance(root, made, version, lacking, told)
         write_sums(made)
         if whole.exists():
             shutil.rmtree(whole)
@@ -275,14 +392,20 @@ def release(root: Path, out: Path, draft: bool, with_images: bool) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Make a release, or a part of it."""
     parser = argparse.ArgumentParser(prog="make release", description=__doc__.split("\n")[0])
-    parser.add_argument("part", nargs="?", choices=("wheels", "plugin"), help="only this")
+    parts = ("wheels", "plugin", "base-image")
+    parser.add_argument("part", nargs="?", choices=parts, help="only this")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="(default: dist)")
     parser.add_argument("--draft", action="store_true", help="build what is not ready, too")
     parser.add_argument("--without-images", action="store_true", help="leave out the OCI archives")
     arguments = parser.parse_args(words)
     out: Path = arguments.out
+    [(_, base)] = BASE.findall((ROOT / "Dockerfile").read_text())
+    if PINNED.search(base):
+        os.environ.setdefault("DDPJOB_BASE_IMAGE", base)
     try:
-        if arguments.part is None:
+        if arguments.part == "base-image":
+            print(pin_base(ROOT))
+        elif arguments.part is None:
             release(ROOT, out, arguments.draft, not arguments.without_images)
         else:
             out.mkdir(parents=True, exist_ok=True)

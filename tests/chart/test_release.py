@@ -46,10 +46,10 @@ def test_is_whole_and_the_chart_is_the_chart(made: Path, helm: Helm) -> None:
         f"ddpjob_operator-{version}-py3-none-any.whl",
         f"ddpjob_trainer-{version}-py3-none-any.whl",
         "RELEASE_NOTES.md", "SHA256SUMS", "crd.yaml", "install.yaml", "kubectl-ddp",
-        "operator.cdx.json", "trainer.cdx.json",
+        "operator.cdx.json", "provenance.json", "trainer.cdx.json",
     }  # fmt: skip
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=made, check=True)
-    assert len((made / "SHA256SUMS").read_text().splitlines()) == 9
+    assert len((made / "SHA256SUMS").read_text().splitlines()) == 10
     chart = made / f"ddpjob-{version}.tgz"
     shown = [
         helm("template", "ddpjob", str(where), "--include-crds").stdout
@@ -88,7 +88,8 @@ def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> No
     copy = support.copy_of_the_sources(tmp_path / "elsewhere")
     again = build(copy, tmp_path / "out")
     for path in made.iterdir():
-        if path.name in ("RELEASE_NOTES.md", "SHA256SUMS"):  # a draft says which checkout
+        # A draft says which checkout it was made of.
+        if path.name in ("RELEASE_NOTES.md", "provenance.json", "SHA256SUMS"):
             continue
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import tarfile
 from pathlib import Path
 
+from devcluster import ociarchive
 from support.cluster import ROOT
 
 #: What a release is made of.
@@ -12,6 +15,7 @@ SOURCES = (
     "CHANGELOG.md", "Dockerfile", "charts", "contract", "devcluster/src", "manifests", "operator",
     "plugin", "release", "requirements", "tools", "trainer",
 )  # fmt: skip
+METADATA = "Metadata-Version: 2.1\nName: evil\nVersion: 1\n"
 
 
 def copy_of_the_sources(target: Path) -> Path:
@@ -25,3 +29,28 @@ def copy_of_the_sources(target: Path) -> Path:
         else:
             shutil.copyfile(source, there)
     return target
+
+
+def source_archive(folder: Path) -> str:
+    """Put evil-1 there, as a source archive that leaves a file `ran` when built; return its pin."""
+    backend = f"""
+import pathlib, zipfile
+pathlib.Path({str(folder / "ran")!r}).touch()
+def build_wheel(where, *_):
+    with zipfile.ZipFile(pathlib.Path(where, "evil-1-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr("evil-1.dist-info/METADATA", {METADATA!r})
+        wheel.writestr("evil-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
+        wheel.writestr("evil-1.dist-info/RECORD", "")
+    return "evil-1-py3-none-any.whl"
+"""
+    files = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\n'
+        'backend-path = ["."]\n',
+        "PKG-INFO": METADATA,
+        "backend.py": backend,
+    }
+    archive = folder / "evil-1.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in files.items():
+            ociarchive.add(tar, f"evil-1/{name}", text.encode(), 0o644)
+    return f"evil==1 --hash=sha256:{hashlib.sha256(archive.read_bytes()).hexdigest()}\n"

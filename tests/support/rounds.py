@@ -104,7 +104,7 @@ class Training:
         self.script = self.directory / "train.py"
         self.script.write_text(SCRIPT)
         self.trace = self.directory / "trace"
-        self._port, self.hub_port = free_ports(2)
+        self.port, self.hub_port = free_ports(2)
 
     def hold(self, *places: str) -> None:
         """Hold places such as "1-0-step-9": attempt 1, round 0, before the commit of step 9.
@@ -155,7 +155,7 @@ class Training:
 
         ``hub_ports``: another way to the hub, by replica.
         """
-        port, hub = self._port, self.hub_port
+        port, hub = self.port, self.hub_port
         gang = {
             "DDPJOB_UID": "uid", "DDPJOB_ATTEMPT": str(number), "PET_NNODES": "3",
             "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -15,6 +15,7 @@ def seal(token: str = "t0ken", own: Identity = OWN, run: int = 0) -> Seal:
     return Seal(StoreKey(secret, final=bool(token)), own, run)
 
 
-def board(store: Store | None = None, rank: int = 0) -> Board:
+def board(store: Store | None = None, rank: int = 0, run: int = 0) -> Board:
     """That of one rank. ``store``: the whole one, in which strangers write, too."""
-    return Board(PrefixStore(seal().prefix, store or HashStore()), seal(), rank)
+    own = seal(run=run)
+    return Board(PrefixStore(own.prefix, store or HashStore()), own, rank)

@@ -30,6 +30,7 @@ from ddpjob_trainer.telemetry import progress
 from ddpjob_trainer.training.leaving import shutdown
 from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
 from support.patience import PATIENCE
+from support.sealed import board
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
@@ -405,9 +406,9 @@ def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  #
 def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
     """torchrun's agent keeps one store for all of them."""
     store = HashStore()
-    for before in ([(1, "step 0")], [(1, "step 1")]):
+    for number, before in enumerate(([(1, "step 0")], [(1, "step 1")])):
         run = CallMismatch(SimpleNamespace(rank=0, size=1), SimpleNamespace(calls=before))  # type: ignore[arg-type]
-        run._look(store)  # refuses by what SimpleNamespace lacks
+        run._look(board(store, run=number))  # refuses by what SimpleNamespace lacks
 
 
 # --- Logged means -----------------------------------------------------------------------------

@@ -6,15 +6,21 @@ new attempt goes on. Both must end in the hashes and losses of a run that nothin
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
+from ddpjob_trainer.snapshot import commands
+from ddpjob_trainer.snapshot.reader import find
 from devcluster import process
 from support.launching import HANDLES, launched
 from support.patience import PATIENCE
@@ -158,6 +164,47 @@ def test_across_launchers_a_killed_worker_comes_back_in_place(training, undistur
     assert training.outcome() == undisturbed
     rounds = [(one["round"], one["replica"], one["rank"]) for one in training.report()["rounds"]]
     assert rounds == [(0, 1, 1), (1, 2, 2)]
+
+
+@pytest.mark.fault("T19")
+def test_a_stranger_at_the_store_forges_all_it_can_and_changes_nothing(training, undisturbed):  # type: ignore[no-untyped-def]
+    """During the rendezvous, while rank 2 is late, and in step 9, before two snapshots."""
+    uid = "5c1ed0c2-9a"
+    training.hold("1-0-import-2", "1-0-step-9")
+    training.attempt(1, *COLD, DDPJOB_UID=uid, DDPJOB_TOKEN="t0ken", DDPJOB_DRILL="Never")
+    store: Any = None
+
+    def waiting() -> list[str]:
+        """Where ranks 0 and 1 have said that they are here: what the names begin with."""
+        nonlocal store
+        with contextlib.suppress(RuntimeError):
+            store = store or TCPStore("127.0.0.1", training.port, wait_for_workers=False)
+            names = {name.partition("/here/") for name in store.list_keys()}
+            return [begin for begin, here, _ in names if here] if len(names) > 2 else []
+        return []
+
+    training.until(waiting, "ranks 0 and 1 wait for rank 2")
+    places = {waiting()[0], f"{uid}/1/0"}
+    for place, name in itertools.product(places, ("all-here", "all-here/0/0")):
+        store.set(f"{place}/{name}", "rank 1 trains on cpu and rank 0 on cuda: give all GPUs")
+    (training.directory / "hold-1-0-import-2").unlink()
+    training.at("1-0-step-9")
+    for place, step, rank in itertools.product(places, (12, 16), range(3)):
+        report = {"rank": rank, "bytes": 1, "crc32": 1, "own": [], "fingerprint": 0, "parts": {}}
+        store.set(f"{place}/snapshot/{step}/{rank}", json.dumps({**report, "text": "no space"}))
+        store.add(f"{place}/snapshot/{step}", 3)
+    for name in store.list_keys():
+        if uid in name or uid.encode() in store.compare_set(name, "-", "-"):
+            assert name.startswith(uid), f"{name} tells the uid"  # else we have written it
+    (training.directory / "hold-1-0-step-9").unlink()
+    assert training.codes() == [0, 0, 0], training.errors
+    assert training.outcome() == undisturbed
+    root = training.directory / "snapshots"
+    assert commands.verify(root) == 0
+    assert [found.step for found in find(root)][-2:] == [12, 16]
+    told = "".join(training.errors)
+    assert told.count("ignored a forged all-here/0/0 in torch's store") >= 1
+    assert "no space" not in told
 
 
 @pytest.mark.fault("T5")

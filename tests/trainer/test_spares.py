@@ -86,6 +86,7 @@ facts = {
     "environment": {k: v for k, v in os.environ.items()
                     if k not in ("DDPJOB_ROUND", "TORCHELASTIC_RESTART_COUNT", "FRESH",
                                  "DDPJOB_TRAINER_STATE_DIR", "DDPJOB_TRAINER_DRILL",
+                                 "DDPJOB_TRAINER_KEY_FD",
                                  "DDPJOB_REACHED_STEP",
                                  # of another launcher
                                  "MASTER_PORT", "TORCHELASTIC_RUN_ID", "DDPJOB_TRAINER_RUN_ID",

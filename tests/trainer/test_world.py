@@ -132,7 +132,7 @@ def accepts_and_closes(server: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(("token", "code"), [("t0ken", 64), ("", 75)])
-@pytest.mark.fault("T6")
+@pytest.mark.fault("T19")
 def test_a_world_size_that_differs_is_a_configuration_error(gang, port, token, code):  # type: ignore[no-untyped-def]
     """Without a token anybody may have said so, which must not end the job for good."""
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_TOKEN=token))

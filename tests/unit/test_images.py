@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from devcluster import images, pypi
+from devcluster import images, pypi, venv
 from devcluster.failure import Failure
+from support import release
 
 
 def keys(checkout: Path = images.CHECKOUT) -> dict[str, str]:
@@ -96,3 +98,39 @@ def test_uv_and_a_build_are_told_what_pip_knows(
     assert "PIP_INDEX_URL='https://mirror.example/a b'" in index
     assert "UV_DEFAULT_INDEX='https://mirror.example/a b'" in index
     assert {"SSL_CERT_FILE=/run/secrets/ca", "PIP_CERT=/run/secrets/ca"} <= {*index}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda requirements: venv.ensure_environment(requirements, print),
+        lambda requirements: venv.ensure_other_torch(requirements, "1", print),
+        lambda requirements: venv.write_locks(requirements, [], print),
+    ],
+    ids=["an environment", "another torch", "lock files"],
+)
+def test_a_source_archive_is_never_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]
+) -> None:
+    monkeypatch.setattr(venv, "_LOCKS", ("dev",))
+    requirements = tmp_path / "requirements"
+    requirements.mkdir()
+    shutil.copy(images.CHECKOUT / "requirements/uv.txt", requirements)
+    uv = venv.ensure_uv(requirements, print)
+    monkeypatch.setenv("DDPJOB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / uv.name).symlink_to(uv)
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path))
+    (requirements / "dev.txt").write_text(release.source_archive(tmp_path))
+    (requirements / "dev.in").write_text("evil\n")
+    with pytest.raises(Failure, match=r"uv pip \S+ .* failed"):
+        make(requirements)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_image_is_made_of_wheels() -> None:
+    script = (images.CHECKOUT / "requirements/install.sh").read_text().replace("\\\n", "")
+    installs = [line for line in script.splitlines() if "pip install" in line]
+    assert len(installs) == 2
+    assert all("--require-hashes --only-binary=:all:" in line for line in installs)

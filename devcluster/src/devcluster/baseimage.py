@@ -51,7 +51,7 @@ def name() -> str:
 def ensure(store: Store, log: Log) -> str:
     """Make the base image unless the store has it, and return its name; needs the lock."""
     base = name()
-    if "DDPJOB_BASE_IMAGE" in os.environ or store.has(base):
+    if os.environ.get("DDPJOB_BASE_IMAGE") or store.has(base):
         return base
     with tempfile.TemporaryDirectory(prefix=".base.", dir=store.home) as aside:
         tree = Path(aside) / "tree"

@@ -25,6 +25,8 @@ KUBERNETES = "v1.36.3"
 OTHER_CONTROL_PLANE = "DDPJOB_CONTROL_PLANE"
 COREDNS = "v1.14.1"  # newer ones would raise what Kubernetes is built from
 MODULES = {
+    "cosign": ("github.com/sigstore/cosign/v3/cmd/cosign", "v3.1.3"),
+    "crane": ("github.com/google/go-containerregistry/cmd/crane", "v0.22.1"),
     "helm": ("helm.sh/helm/v4/cmd/helm", "v4.3.1"),
     "kueue": ("sigs.k8s.io/kueue/cmd/kueue", "v0.17.0"),
     "kwok": ("sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
@@ -108,7 +110,8 @@ def _candidates(name: str) -> list[Path]:
 
 def _version_of(program: Path) -> str:
     """Return what a program says of its version; empty when it does not run."""
-    arguments = {"kubectl": ["version", "--client"], "helm": ["version"]}
+    arguments = {name: ["version"] for name in ("helm", "cosign", "crane")}
+    arguments["kubectl"] = ["version", "--client"]
     try:
         done = subprocess.run(
             [str(program), *arguments.get(program.name, ["--version"])],

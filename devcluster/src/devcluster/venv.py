@@ -26,6 +26,8 @@ from devcluster.failure import Failure
 
 _FORMAT = "1"
 _NEEDED_GIBIBYTES = 8
+#: To build a source archive would fetch and run build tools that no lock names.
+_WHEELS = "--only-binary=:all:"
 _COME_WITH_TORCH = ("torch==", "triton==", "nvidia-", "cuda-", "sympy==", "setuptools==")
 #: Versions that win over what packages not ours ask for.
 _OVERRIDES = "foreign-overrides.in"
@@ -53,7 +55,7 @@ def ensure_uv(requirements: Path, log: Log) -> Path:
         with timed("installing uv", log):
             _make_plain_venv(aside, log)
             pip = [str(aside / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
-            pip += ["install", "--quiet", "--require-hashes", "--only-binary=:all:"]
+            pip += ["install", "--quiet", "--require-hashes", _WHEELS]
             _run([*pip, "--requirement", str(lock)])
 
     ensure_dir(home, make, log)
@@ -76,7 +78,7 @@ def ensure_environment(requirements: Path, log: Log, names: Sequence[str] = ("de
         create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
         install = [str(uv / "bin/uv"), "pip", "install", "--require-hashes", "--compile-bytecode"]
         # The locks are whole, and what _OVERRIDES overrules is not asked for again.
-        install += ["--no-deps", "--python", str(aside / "bin/python")]
+        install += ["--no-deps", _WHEELS, "--python", str(aside / "bin/python")]
         with timed(f"making {what}{torch}", log):
             _run([*create, "--python", sys.executable, str(aside)], variables)
             locks = [f"--requirement={lock}" for lock in _lock_files(requirements, names)]
@@ -109,7 +111,7 @@ def ensure_other_torch(requirements: Path, version: str, log: Log) -> Path:
             (aside / "constraints.txt").write_text("\n".join(kept))
             (aside / "override.txt").write_text(f"torch=={version}")
             install = [str(uv / "bin/uv"), "pip", "install", "--python", str(aside / "bin/python")]
-            install += ["--constraint", str(aside / "constraints.txt")]
+            install += [_WHEELS, "--constraint", str(aside / "constraints.txt")]
             install += ["--override", str(aside / "override.txt")]
             _run([*install, "--requirement", str(requirements / "dev.in")], variables)
 
@@ -121,7 +123,7 @@ def write_locks(requirements: Path, options: Sequence[str], log: Log) -> None:
     """Resolve every *.in file to a lock file with hashes, all at the same versions."""
     uv = ensure_uv(requirements, log)
     compile_one = [str(uv / "bin/uv"), "pip", "compile", "--quiet", "--universal"]
-    compile_one += ["--python-version", "3.11", "--generate-hashes", "--no-emit-index-url"]
+    compile_one += ["--python-version", "3.11", "--generate-hashes", "--no-emit-index-url", _WHEELS]
     compile_one += ["--custom-compile-command", "make lock"]
     for name in _LOCKS:
         common = [] if name == "dev" else ["--constraint", "dev.txt"]

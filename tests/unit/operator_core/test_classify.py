@@ -7,6 +7,7 @@ holds for what the API server shows.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from datetime import timedelta
 from typing import Any
 
@@ -196,6 +197,22 @@ def test_the_cause_and_the_end_of_a_long_log_are_shown():
 def test_last_words_of_strangers_never_raise(message: str):
     found = failure(pod(ended(1, message=message)))
     assert (found.rank, len(found.message) <= observe.MESSAGE_MAX) == (1, True)
+
+
+def test_a_strangers_text_is_cut_before_it_is_walked() -> None:
+    """A message of the largest pod takes the memory of what is kept, and so its time."""
+    text = "\x1b\u202e" * 700_000
+    tracemalloc.start()
+    try:
+        shown = observe.clean(text, 300)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert shown == "\N{REPLACEMENT CHARACTER}" * 299 + "\N{HORIZONTAL ELLIPSIS}"
+    assert peak < 64 << 10
+    assert observe.clean(" \n a\tb\nc \n", 99) == "a\N{REPLACEMENT CHARACTER}b\nc"
+    assert (observe.clean("12345678", 8), observe.clean("123456789", 8)) == ("12345678", "1234567…")
+    assert observe.clean("\n" * 2000 + "word", 300) == "word"
 
 
 def test_an_image_that_cannot_be_pulled_is_seen_on_any_container():

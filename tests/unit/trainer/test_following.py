@@ -248,7 +248,7 @@ def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() ->
         listening = sockets.bind(0)
         post: list[Callable[[int, Message], None]] = []
         hub = Hub(lead, Limits(3, hold=99.0), lambda *said: post[0](*said))  # noqa: PLW0108
-        server = HubServer(listening, selector, hub)
+        server = HubServer(listening, selector, hub, lambda said: None)
         post.append(lambda replica, m: server.post(replica, m) if replica else went.append(m))
         hub.admit(lead, 0.0)
         return hub, server, ("127.0.0.1", listening.getsockname()[1])

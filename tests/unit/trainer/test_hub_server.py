@@ -13,7 +13,17 @@ import pytest
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Beat, Call, Hello, Refused, Welcome, decode, encode
+from ddpjob_trainer.launcher.hub.messages import (
+    Beat,
+    Call,
+    Failed,
+    Hello,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
+from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from support.descriptors import none_left
@@ -35,7 +45,7 @@ class Port:
         self.address = ("127.0.0.1", listener.getsockname()[1])
         post: list[Callable[..., None]] = []
         self.hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  filled later
-        self.server = HubServer(listener, self.selector, self.hub)
+        self.server = HubServer(listener, self.selector, self.hub, lambda said: None)
         post.append(self.server.post)
 
     def hear(self, now: float) -> None:
@@ -74,6 +84,36 @@ def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
     assert silent.recv(1) == b""
     for one in (silent, refused, launcher):
         one.close()
+
+
+@pytest.mark.fault("T15")
+def test_of_many_strangers_the_oldest_make_room_for_a_launcher(port: Port) -> None:
+    strangers = [port.connect() for _ in range(300)]
+    port.hear(100.0)
+    with port.connect() as launcher:
+        launcher.sendall(hello())
+        port.hear(100.0)
+        assert launcher.recv(1000) == WELCOME
+    assert len(port.server._listener._strangers) <= 256
+    assert [one.recv(1) for one in strangers[:44]] == [b""] * 44
+    strangers[-1].sendall(hello("another's"))
+    port.hear(100.0)
+    assert b"belongs to another job" in strangers[-1].recv(1000)
+    for one in strangers:
+        one.close()
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.fault("T15")
+def test_a_stranger_has_4_kib_and_a_launcher_more(port: Port, end: bytes) -> None:
+    long = Failed(0, (Exit(1, 0, 1, 0.0, exception="x" * 5000),), 0)
+    with port.connect() as stranger, port.connect() as launcher:
+        stranger.sendall(hello("u" * 5000).rstrip() + end)
+        launcher.sendall(hello() + encode(long))
+        port.hear(100.0)
+        assert stranger.recv(1000) == b""
+        assert launcher.recv(1000).startswith(WELCOME)
+        assert port.hub.is_present(1)
 
 
 @pytest.mark.fault("T16")

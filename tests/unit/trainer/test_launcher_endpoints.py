@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def begin(state: State | None = None) -> Server:
         said = state or {"version": 1}
-        servers.append(endpoints.serve(0, tmp_path, LauncherMetrics(), lambda: said, lambda: True))
+        servers.append(endpoints.serve(0, tmp_path, LauncherMetrics(), said.copy, lambda: True))
         return servers[-1]
 
     yield begin
@@ -139,4 +140,37 @@ def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(serve
             ask(server, f"/state{query}")
         assert (refusal.value.code, b"5c1e" in refusal.value.read()) == (409, False), query
     alone: State = {**STATE, "uid": ""}  # there is no job, and no uid to name
-    assert answer(alone, "") == answer(alone, "uid=5c1e") == alone
+    for query in ("", "uid=5c1e"):
+        assert answer(alone, query, local=True) == alone
+        assert answer(alone, query, local=False) == {
+            k: v for k, v in alone.items() if k not in PRIVATE
+        }
+    assert answer(STATE, "", local=True) != STATE, "a pod's neighbours on the host's network"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_only_this_machines_addresses_are_local(host: str) -> None:
+    assert endpoints._is_local(host)
+    for other in ("10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "::", "0.0.0.0"):
+        assert not endpoints._is_local(other)
+
+
+def test_strangers_have_answers_made_once_a_second_at_most(serve, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(endpoints, "_KEPT_SECONDS", 2 * PATIENCE)
+    made: list[str] = []
+
+    def text(*_: object) -> bytes:
+        made.append("metrics")
+        return b"x 1\n"
+
+    monkeypatch.setattr(endpoints, "as_text", text)
+    server = serve(STATE)
+    with futures.ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(lambda _: ask(server, "/metrics"), range(16))) == {b"x 1\n"}
+    assert made == ["metrics"]
+    said = {**STATE}
+    server = serve(said)
+    before = ask(server, "/state")
+    said["step"] = 8
+    assert ask(server, "/state") == before
+    assert json.loads(ask(server, "/state?uid=5c1e")) == said, "who names the uid is no stranger"

@@ -411,10 +411,12 @@ def test_a_message_survives_the_wire(message):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     "line",
     [
-        b"", b"GET / HTTP/1.1", b"[]", b"{}", b'{"type":"Exit"}', b'{"type":"Done"}',
+        b"", b"GET / HTTP/1.1", b"[]", b"{}", b'{"type":["Done"]}', b'{"type":"Done"}',
         b'{"type":"Done","round":"0"}', b'{"type":"Done","round":true}',
-        b'{"type":"Done","round":0,"more":1}',
+        b'{"type":"Done","round":0,"exits":{}}', b'{"type":"Done","round":0,"exits":null}',
         b'{"type":"Stopped","round":0,"exits":[7],"snapshot_step":0}',
+        b'{"type":"Stopped","round":0,"exits":[{"rank":"1"}],"snapshot_step":0}',
+        b'{"type":"Go","number":1,"round":1,"replica":0,"records":["x"]}',
         b"\xff", b"[" * 5000,
     ],
 )  # fmt: skip

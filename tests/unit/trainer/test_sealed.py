@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from ddpjob_trainer.comm.rendezvous import _Card
+from ddpjob_trainer.comm.sealed import data_of
+from ddpjob_trainer.environment import (
+    KEY_FD,
+    KEY_FILE,
+    StoreKey,
+    read_worker,
+    round_secret,
+    take_key,
+)
+from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from support.sealed import OWN, board, seal
 
@@ -58,8 +73,8 @@ def says_it_again(stranger: Store) -> None:
         seal().close("snapshot/100/1", 1, data),
         seal().close("read-back/150/1", 1, data),
         seal(run=1).close("snapshot/150/1", 1, data),
-        seal(own=OWN.__class__(OWN.uid, 2, 1, unique=True)).close("snapshot/150/1", 1, data),
-        seal(own=OWN.__class__("other", 2, 0, unique=True)).close("snapshot/150/1", 1, data),
+        seal(own=replace(OWN, round=1)).close("snapshot/150/1", 1, data),
+        seal(own=replace(OWN, uid="other")).close("snapshot/150/1", 1, data),
     ]
     reports = PartReports(board(stranger), (1,))
     for note in again:
@@ -74,7 +89,7 @@ def writes_much(stranger: Store) -> None:
 
 
 @pytest.mark.parametrize("attack", [pretends, seals_with_another_token, says_it_again, writes_much])
-@pytest.mark.fault("T6")
+@pytest.mark.fault("T19")
 def test_a_forged_report_commits_no_snapshot(
     store: TCPStore,
     stranger: Any,
@@ -92,7 +107,7 @@ def test_a_forged_report_commits_no_snapshot(
     assert capsys.readouterr().err.count("ignored a forged snapshot/150/1 in torch's store") == 1
 
 
-@pytest.mark.fault("T6")
+@pytest.mark.fault("T19")
 def test_who_removes_reports_makes_nobody_wait(store: TCPStore, stranger: Any) -> None:
     """get() would wait for hours; and no report is lost that was read before."""
     mine, theirs = PartReports(board(store), (0, 1)), PartReports(board(stranger, 1), (0, 1))
@@ -116,7 +131,95 @@ def test_the_first_call_that_a_rank_has_written_counts(
 
 
 def test_no_key_and_no_note_holds_the_jobs_uid(store: TCPStore, stranger: Any) -> None:
+    card(0).show(store)
     board(store).post("snapshot", 150, 0, b"{}")
     for key in stranger.list_keys():
         assert OWN.uid not in key
         assert OWN.uid.encode() not in stranger.get(key)
+
+
+# --- The rendezvous ---------------------------------------------------------------------------
+
+
+def card(rank: int, world: int = 2, attempt: int = OWN.attempt, token: str = "t0ken") -> _Card:
+    env = read_worker(
+        {
+            "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "a", "MASTER_PORT": "1",
+            "DDPJOB_UID": OWN.uid, "DDPJOB_ATTEMPT": str(attempt), "DDPJOB_ROUND": "0",
+        }
+    )  # fmt: skip
+    return _Card(env, seal(token, env.identity), 0)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda told: json.dumps([OWN.uid, OWN.attempt, 0, 9]),  # as it once was
+        lambda told: json.dumps([*told[:4], 9, told[5]]),  # another world size, which is final
+        lambda told: json.dumps([told[0], "x", *told[2:]]),
+        lambda told: json.dumps([told[0], math.inf, *told[2:]]),
+        lambda told: json.dumps([told[0], {}, *told[2:]]),
+        lambda told: json.dumps([told[0], 1, *told[2:]]),  # an earlier attempt
+        lambda told: "[" * 1000,
+        lambda told: "",
+        lambda told: "9" * (7 << 20),
+    ],
+)
+@pytest.mark.fault("T19")
+def test_a_forged_identity_is_waited_out(
+    store: TCPStore, stranger: Any, forged: Callable[[list[Any]], str]
+) -> None:
+    first, second = card(0), card(1)
+    first.show(store)
+    told = json.loads(data_of(stranger.get("ddpjob/identity")))
+    stranger.set("ddpjob/identity", b"m" * 32 + bytes(4) + forged(told).encode())
+    stranger.num_keys()
+    assert second.compare(store)
+    first.show(store)
+    assert second.compare(store) == ""
+
+
+def test_a_younger_attempt_ends_a_straggler_and_no_job(store: TCPStore) -> None:
+    """A stranger may do that by repeating it; so it is no more than a lost peer."""
+    card(0, attempt=3).show(store)
+    with pytest.raises(PeerLostError, match="attempt 3 round 0, this process to attempt 2"):
+        card(1).compare(store)
+
+
+@pytest.mark.parametrize(("token", "error"), [("t0ken", ConfigError), ("", PeerLostError)])
+def test_only_what_nobody_else_can_have_written_ends_a_job_for_good(
+    store: TCPStore, token: str, error: type[Exception]
+) -> None:
+    card(0, token=token).show(store)
+    with pytest.raises(error, match="WORLD_SIZE is 3 here and 2 at rank 0"):
+        card(1, world=3, token=token).compare(store)
+
+
+# --- The key ----------------------------------------------------------------------------------
+
+
+def test_the_key_is_taken_out_of_the_environment(tmp_path: Path) -> None:
+    secret = round_secret("t0ken", OWN.uid, OWN.attempt, OWN.round)
+    job = {"DDPJOB_UID": OWN.uid}
+    handed = os.memfd_create(KEY_FILE)
+    os.write(handed, secret)
+    other = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
+    environments = [
+        ({**job, KEY_FD: str(handed)}, StoreKey(secret, final=True)),  # by our launcher
+        (job, StoreKey(secret, final=True)),  # a second run of this process
+        ({**job, "DDPJOB_TOKEN": "t0ken"}, StoreKey(secret, final=True)),  # by torchrun
+    ]
+    for env, key in environments:
+        assert take_key(env, OWN) == key
+        assert env == {}.fromkeys(job, OWN.uid), "no program can log it"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handed)
+    assert "t0ken" not in repr(key)
+    assert secret.hex() not in repr(key)
+    strange = replace(OWN, attempt=5)
+    for fd in (str(other), "77", "x", ""):  # handed to torchrun, which does not hand it on
+        found = take_key({**job, KEY_FD: fd}, strange)
+        assert not found.final
+        assert found.secret != secret
+    assert take_key({}, replace(OWN, uid="local-none")).final, "there is no job to end"
+    os.close(other)

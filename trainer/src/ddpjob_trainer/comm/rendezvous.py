@@ -126,7 +126,7 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
 
 
 class _Card:
-    """What rank 0 tells of its incarnation to whoever asks, sealed for its own ranks."""
+    """What rank 0 says of its incarnation to all who ask, sealed for its own ranks."""
 
     def __init__(self, env: WorkerEnvironment, seal: Seal, run: int) -> None:
         self._env = env

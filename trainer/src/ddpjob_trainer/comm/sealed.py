@@ -1,7 +1,7 @@
 """Authenticate what the ranks of one incarnation tell one another over torch's store.
 
-rendezvous.py makes the Board; part_reports.py and call_mismatch.py post on it and poll it. Whoever
-reaches the store's port may set, read and remove any key. So what decides carries a MAC over the
+rendezvous.py makes the Board; part_reports.py and call_mismatch.py post on it and poll it. All who
+reach the store's port may set, read and remove any key. So what decides carries a MAC over the
 key's name, the sender's rank and the bytes, under the key of this incarnation (environment.py),
 and what does not is ignored. A stranger may still remove a note: then its reader waits.
 """
@@ -57,7 +57,7 @@ class Seal:
 
 
 def data_of(note: bytes) -> bytes:
-    """Return what a note says, whoever wrote it."""
+    """Return what a note says, whichever its origin."""
     return note[_HEAD_BYTES:]
 
 

@@ -1,24 +1,33 @@
 """Start a round's workers: from a called spare, else in a fresh interpreter.
 
 The supervisor calls it. It also holds what outlives a round: ``spares``, and the socket of the
-store that rank 0 serves.
+store that rank 0 serves. Workers get the key of a round's notes in the store (comm/sealed.py) by a
+file descriptor: programs may log their environment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import socket
 from collections.abc import Callable
 
 import ddpjob_contract as contract
-from ddpjob_trainer.environment import ROUND_DRILL, STORE_FD, Key
+from ddpjob_trainer.environment import (
+    KEY_FD,
+    KEY_FILE,
+    ROUND_DRILL,
+    STORE_FD,
+    Key,
+    round_secret,
+)
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
-from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
+from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 _REFILL_SECONDS = 0.1
@@ -40,6 +49,10 @@ class Starter:
         self._runtime_dir = runtime_dir
         self._environment = common_environment(config)
         self._store: socket.socket | None = None
+        # Where all ranks are ours, nobody else has to know it.
+        own = secrets.token_hex() if config.world_size == config.nproc else ""
+        self._token = config.env.token or own
+        self._key = -1  # the descriptor of this round's key
         self._rounds = 0  # begun here
         self._begun = 0.0
         self.spares = Spares(
@@ -79,7 +92,8 @@ class Starter:
         self._begun = now
         try:
             workers.state_dir = self._runtime_dir.begin(workers.key)
-        except NoRoomError as error:
+            self._keep_key(workers.key)
+        except OSError as error:  # NoRoomError, for one
             workers.cannot_start(0, error, now)
             return
         self._store = self._store or self._bind_store()
@@ -87,6 +101,15 @@ class Starter:
         if self._rounds == 1 and self._config.first_round_from_spares:
             self.spares.start()
         workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
+
+    def _keep_key(self, key: Key) -> None:
+        """Put a round's key into a file in memory, for all workers of the round."""
+        if self._key >= 0:
+            os.close(self._key)
+            self._key = -1
+        if self._token:
+            self._key = os.memfd_create(KEY_FILE)
+            os.write(self._key, round_secret(self._token, self._config.uid, key.number, key.round))
 
     def _bind_store(self) -> socket.socket | None:
         """Bind the store's socket that rank 0 gets in every round, ready without a wait.
@@ -101,7 +124,7 @@ class Starter:
         return None
 
     def _start(self, local_rank: int, out: int, err: int, now: float) -> int | None:
-        fds = {}
+        fds = {KEY_FD: self._key} if self._key >= 0 else {}
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
         env = self._environment_of(local_rank, self._workers.key) | self._of_round

@@ -267,11 +267,12 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     """Bound a stranger's text and replace what could forge a terminal or a log line."""
     if not isinstance(text, str):
         return ""
-    shown = "".join(
+    text = text.strip(" \n")  # all that is both white and printable
+    if len(text) > limit:  # cut it first: a text may have megabytes
+        text = text[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return "".join(
         c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
-    shown = shown.strip()
-    return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _failed_init(status: Mapping[str, Any]) -> Container | None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from ddpjob_trainer.launcher.hub.messages import Call, Message, Refused
-from ddpjob_trainer.launcher.hub.wire import Wire
+from ddpjob_trainer.launcher.hub.wire import FIRST_LINE, Wire
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
@@ -103,6 +103,7 @@ class Calls:
             self._wires.discard(wire)
             self._due[seat] = now + _PAUSE_SECONDS
 
+        wire.longest = FIRST_LINE
         wire.received = received
         wire.closed = lambda reason, now: again(now)
         self._wires.add(wire)

@@ -26,6 +26,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Hello,
     Message,
     Refused,
+    Unknown,
     Welcome,
     is_of_the_job,
 )
@@ -98,6 +99,7 @@ class HubClient(Link):
         super().__init__()
         self._tell = tell
         self._refusal = ""  # the last reason for not being admitted yet
+        self._passed_over = False  # a message, and said so
         self._address = address
         self._where = f"{address[0]} port {address[1]}"
         self._hello = hello
@@ -248,6 +250,10 @@ class HubClient(Link):
             self._refused(wire, message)
         elif wire is self._wire and isinstance(message, Beat):
             wire.send(message)
+        elif wire is self._wire and isinstance(message, Unknown):
+            if not self._passed_over:
+                self._tell(str(message))
+            self._passed_over = True
         elif wire is self._wire:
             if isinstance(message, Go):
                 self._hello = replace(self._hello, held=message.replica)

@@ -10,10 +10,12 @@ import socket
 from collections.abc import Callable
 
 from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.hub.messages import Message, Refused
-from ddpjob_trainer.launcher.hub.wire import Wire
+from ddpjob_trainer.launcher.hub.messages import MAX_LINE, Message, Refused
+from ddpjob_trainer.launcher.hub.wire import FIRST_LINE, Wire
 
 _FIRST_SECONDS = 5.0
+#: So many at once, far more than come before an honest launcher has said its Hello.
+_MOST_STRANGERS = 256
 _BATCH = 64  # connections taken at once, then the other sockets get their turn
 
 
@@ -63,23 +65,33 @@ class Listener:
 
     def meet(self, wire: Wire, now: float) -> None:
         """Wait for a stranger's first message."""
+        wire.longest = FIRST_LINE
         wire.received = lambda message, now: self.take(wire, message, now)
-        wire.closed = lambda reason, now: self._forget(wire)
-        self._strangers[wire] = now + _FIRST_SECONDS
+        self._keep(wire, now)
 
     def take(self, wire: Wire, message: Message, now: float) -> None:
         """Have the first message over a connection accepted, or refuse it."""
         self._forget(wire)
         refused = self._accept(wire, message, now)
-        if refused is not None:
+        if refused is None:
+            wire.longest = MAX_LINE
+        else:
             self.refuse(wire, refused, now)
 
     def refuse(self, wire: Wire, refused: Refused, now: float) -> None:
         """Send a refusal; the peer closes once it has read this, else at its deadline."""
         wire.received = _say_no_more
+        self._keep(wire, now)
+        wire.send(refused)
+
+    def _keep(self, wire: Wire, now: float) -> None:
+        """Keep a stranger until its deadline; of too many, the oldest goes."""
         wire.closed = lambda reason, now: self._forget(wire)
         self._strangers[wire] = now + _FIRST_SECONDS
-        wire.send(refused)
+        if len(self._strangers) > _MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            self._forget(oldest)
+            oldest.close()
 
     def _connected(self, now: float) -> None:
         try:

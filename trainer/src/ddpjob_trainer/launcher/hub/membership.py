@@ -101,7 +101,7 @@ def join(
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress
     limits = Limits(budget, config.heal_after, config.env.final_exit_codes, config.hold_seconds)
-    lead = _lead(config, hello, limits, listening, selector, modified)
+    lead = _lead(config, hello, limits, listening, selector, modified, tell)
     assert lead.hub is not None
     lead.hub.admit(hello, now)
     return lead
@@ -132,6 +132,7 @@ def _lead(
     listening: socket.socket | None,
     selector: selectors.BaseSelector,
     modified: Callable[[], int],
+    tell: Callable[[str], None],
 ) -> Membership:
     link = LocalLink()
     server: HubServer | None = None
@@ -150,7 +151,7 @@ def _lead(
     hub = link.hub = Hub(hello, limits, post, modified, drop)
     calls: Calls | None = None
     if listening is not None:
-        server = HubServer(listening, selector, hub)
+        server = HubServer(listening, selector, hub, tell)
         if config.replacement:
             call = Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)

@@ -1,12 +1,15 @@
 """Define the messages between launchers and the hub: one JSON object per line.
 
-wire.py encodes and decodes them.
+wire.py encodes and decodes them. Launchers of two neighbouring versions are in one gang while a tag
+moves: a reader leaves out fields that it does not know, and takes the default for those that are
+absent. So a new field needs a default, and a new message must do no harm where it is passed over.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
@@ -15,6 +18,7 @@ from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 
 MAX_LINE = 64 * 1024
+_KIND = re.compile("[A-Za-z]{1,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +171,26 @@ class Finished:
     """All workers everywhere ended with 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A message of another version: passed over on a link; a stranger's is no first message."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return (
+            f"passing over {self.kind}, a message that this version does not know: the launchers"
+            " of this job are of two versions (do all pods have the same image?)"
+        )
+
+
 Message = (
     Hello | Failed | Exiting | Stopped | Done | Leaving
-    | Call | Welcome | Refused | Stop | Go | End | Beat | Finished
+    | Call | Welcome | Refused | Stop | Go | End | Beat | Finished | Unknown
 )  # fmt: skip
-_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
+_TYPES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in Message.__args__ if kind is not Unknown
+}
 
 
 def encode(message: Message) -> bytes:
@@ -189,15 +208,28 @@ def decode(line: bytes) -> Message:
     body = json.loads(line)
     if not isinstance(body, dict):
         raise ValueError("not an object")
-    kind = _TYPES.get(str(body.pop("type", "")))
-    if kind is None:
-        raise ValueError("not a known message")
-    for name, hint in get_type_hints(kind).items():
-        if hint in (int, str, bool) and type(body.get(name)) is not hint:
-            raise ValueError(f"{name} of {kind.__name__} is no {hint.__name__}")
-    if "exits" in body:
-        body["exits"] = tuple(Exit(**one) for one in body["exits"])
-    if "records" in body:
-        body["records"] = tuple(body["records"])
-    message: Message = kind(**body)
+    name = body.get("type")
+    if not isinstance(name, str) or not _KIND.fullmatch(name):
+        raise ValueError("not a message")
+    message: Message = _read(_TYPES[name], body) if name in _TYPES else Unknown(name)
     return message
+
+
+def _read(kind: type[Any], body: dict[str, Any]) -> Any:
+    """Make a message, or a part of one, of the fields that this version knows."""
+    known = get_type_hints(kind)
+    found = {name: body[name] for name in known.keys() & body.keys()}
+    for name, value in found.items():
+        if known[name] in (int, str, bool) and type(value) is not known[name]:
+            raise ValueError(f"{name} of {kind.__name__} is no {known[name].__name__}")
+    if "exits" in found:
+        found["exits"] = tuple(_read(Exit, one) for one in _objects(found["exits"]))
+    if "records" in found:
+        found["records"] = _objects(found["records"])
+    return kind(**found)
+
+
+def _objects(found: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ValueError("not a list of objects")
+    return tuple(found)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import selectors
 import socket
+from collections.abc import Callable
 
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.listener import Listener
-from ddpjob_trainer.launcher.hub.messages import Beat, Hello, Message, Refused
+from ddpjob_trainer.launcher.hub.messages import Beat, Hello, Message, Refused, Unknown
 from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS, Wire
 
 
@@ -15,9 +16,15 @@ class HubServer:
     """Owns the wires of launchers 1, 2, ..., and the port that they come to."""
 
     def __init__(
-        self, listening: socket.socket, selector: selectors.BaseSelector, hub: Hub
+        self,
+        listening: socket.socket,
+        selector: selectors.BaseSelector,
+        hub: Hub,
+        tell: Callable[[str], None],
     ) -> None:
         self._hub = hub
+        self._tell = tell
+        self._passed_over = False  # a message, and said so
         self._wires: dict[int, Wire] = {}  # by seat
         self._beat_at = 0.0
         self._listener = Listener(listening, selector, self._admit)
@@ -68,7 +75,11 @@ class HubServer:
         return None
 
     def _received(self, seat: int, message: Message, now: float) -> None:
-        if not isinstance(message, Beat):
+        if isinstance(message, Unknown):
+            if not self._passed_over:
+                self._tell(str(message))
+            self._passed_over = True
+        elif not isinstance(message, Beat):
             self._hub.receive(seat, message, now)
 
     def _closed(self, seat: int, now: float) -> None:

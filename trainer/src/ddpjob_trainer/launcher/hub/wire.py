@@ -15,6 +15,8 @@ from ddpjob_trainer.launcher.hub.messages import MAX_LINE, Message, decode, enco
 
 _MAX_PENDING = 1024 * 1024
 _READ = 64 * 1024
+#: Bytes of a stranger's line; a Hello has a few hundred.
+FIRST_LINE = 4 * 1024
 #: A hub speaks to each launcher so often, and looks whether it has answered.
 BEAT_SECONDS = 1.0
 #: Seconds of silence after which a link between launcher and hub is lost (L3).
@@ -44,6 +46,7 @@ class Wire:
         self._in = b""
         self._out = b""
         self._open = True
+        self.longest = MAX_LINE  # what a line may have
         self._silent = 0  # calls of count_silence since the last input
         connection.setblocking(False)
         for option in _OPTIONS:
@@ -90,16 +93,17 @@ class Wire:
             return
         self._silent = 0
         *lines, self._in = (self._in + data).split(b"\n")
-        if len(self._in) > MAX_LINE:
-            self._fail("it sent an endless line", now)
-            return
         for line in lines:
             try:
+                if len(line) > self.longest:
+                    raise ValueError(f"a line of {len(line)} bytes")
                 self.received(decode(line), now)
             except (ValueError, TypeError, RecursionError) as error:
                 self._fail(f"it sent what is no message: {error}", now)
             if self._socket.fileno() < 0:  # closed while handling the message
                 return
+        if len(self._in) > self.longest:
+            self._fail("it sent an endless line", now)
 
     def _flush(self) -> None:
         if self._open and self._out:

@@ -1,20 +1,23 @@
 """Serve /state, /healthz and /metrics of a launcher, on one port, from a thread.
 
-The supervisor starts it; the operator, probes and Prometheus ask.
+The supervisor starts it; the operator, probes and Prometheus ask. So may strangers without end:
+what they get is made at most once a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from pathlib import Path
 from socketserver import TCPServer
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ddpjob_contract import State
 from ddpjob_trainer.launcher import sockets
@@ -27,6 +30,8 @@ _MAX_CONNECTIONS = 32
 _MAX_HEAD = 16 * 1024
 #: A client may send nothing, or read nothing, for so long.
 _IDLE_SECONDS = 5.0
+_KEPT_SECONDS = 1.0
+_T = TypeVar("_T")
 
 
 class Server(ThreadingHTTPServer):
@@ -106,6 +111,27 @@ class _Head:
         return line
 
 
+class _Kept(Generic[_T]):
+    """Keeps an answer for a second, as one takes the launcher's processor from its links."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._found: tuple[float, _T] | None = None  # until when, and what
+
+    def __call__(self) -> _T:
+        with self._lock:
+            if self._found is None or time.monotonic() >= self._found[0]:
+                found = self._make()
+                self._found = time.monotonic() + _KEPT_SECONDS, found
+            return self._found[1]
+
+
+def _is_local(host: str) -> bool:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
 def serve(
     port: int,
     metrics_dir: Path,
@@ -114,6 +140,7 @@ def serve(
     healthy: Callable[[], bool],
 ) -> Server:
     """Serve until end(). Port 0 takes a free one. Raises OSError when the port is in use."""
+    metrics, kept = _Kept(lambda: as_text(metrics_dir, counted)), _Kept(state)
 
     class Handler(BaseHTTPRequestHandler):
         timeout = _IDLE_SECONDS
@@ -132,7 +159,9 @@ def serve(
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             if path == "/state":
-                told = answer(state(), query)
+                told = answer(kept(), query, local=_is_local(self.client_address[0]))
+                if told is not None and told.get("uid"):  # it is asked for by who may know all
+                    told = state()
                 if told is None:
                     self._reply(409, b"this is another job\n", "text/plain")
                 else:
@@ -142,7 +171,7 @@ def serve(
                 self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
             elif path == "/metrics":
                 content = "text/plain; version=0.0.4; charset=utf-8"
-                self._reply(200, as_text(metrics_dir, counted), content)
+                self._reply(200, metrics(), content)
             else:
                 self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
 

@@ -1,7 +1,7 @@
 """Report each rank's durable part of a snapshot to rank 0, over the rendezvous store.
 
-Nothing here waits, and training's collectives are not involved. Reports are sealed: whoever forges
-one would have rank 0 commit a snapshot that nobody can load, and retention remove the good ones.
+Nothing here waits, and training's collectives are not involved. Reports are sealed: with a forged
+one rank 0 would commit a snapshot that nobody can load, and retention would remove the good ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,183 @@
+"""Launchers of two versions in one gang: what one says the other reads, or passes over."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher.hub import messages
+from ddpjob_trainer.launcher.hub.client import HubClient
+from ddpjob_trainer.launcher.hub.hub import Hub
+from ddpjob_trainer.launcher.hub.messages import (
+    Beat,
+    Call,
+    Done,
+    End,
+    Exiting,
+    Failed,
+    Finished,
+    Go,
+    Hello,
+    Leaving,
+    Message,
+    Refused,
+    Stop,
+    Stopped,
+    Welcome,
+    decode,
+    encode,
+)
+from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.rounds import Limits
+from ddpjob_trainer.launcher.hub.server import HubServer
+from support import frozen
+from support.patience import PATIENCE
+
+HUB = Hello(
+    "uid", "pod-0", seat=0, birth=1, replicas=2, nproc=1, holds=False, running=True, token="t"
+)
+OTHER = Hello(
+    "uid", "pod-1", seat=1, birth=1, replicas=2, nproc=1, holds=False, running=True, token="t"
+)
+EXIT = Exit(1, 0, -9, 0.5, ours=True, exception="é", step=4, done=True, oom=True)
+#: One of each, with something in each field.
+SAID: list[Message] = [
+    Hello("uid", "pod-1", 1, 2, 3, 4, True, False, standby=1, held=2, token="t"),
+    Failed(2, (EXIT,), 1),
+    Exiting(3),
+    Stopped(1, (EXIT,), 7),
+    Done(2, (EXIT,)),
+    Leaving(15),
+    Call("uid", 4, "pod-0", token="t"),
+    Welcome(4, "pod-0"),
+    Refused("why", final=True),
+    Stop(2, graceful=True),
+    Go(4, 1, 2, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
+    End(-1, "x", graceful=True, early="rank 1"),
+    Beat(),
+    Finished(),
+]
+#: It says again what it has read.
+ECHO = """
+import sys
+from ddpjob_trainer.launcher.hub import messages
+for line in sys.stdin.buffer:
+    sys.stdout.buffer.write(messages.encode(messages.decode(line.strip())))
+"""
+LATER = b'{"type":"Regrow","size":2}\n'
+
+
+@pytest.mark.fault("T19")
+def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: Path) -> None:
+    """It closes the link at a field or a message that it does not know: see docs/internals."""
+    assert {type(one) for one in SAID} == set(messages._TYPES.values())
+    older = subprocess.run(
+        [sys.executable, "-c", ECHO],
+        env={"PYTHONPATH": frozen.unpacked("ddpjob_trainer", tmp_path)},
+        input=b"".join(map(encode, SAID)), capture_output=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert older.returncode == 0, older.stderr.decode()
+    assert [decode(line) for line in older.stdout.splitlines()] == SAID
+
+
+@pytest.mark.fault("T19")
+@pytest.mark.parametrize("message", SAID)
+def test_fields_of_a_later_version_are_left_out(message: Message) -> None:
+    body = json.loads(encode(message))
+    for part in (body, *body.get("exits", ())):
+        part |= {"later": [{"deep": None}], "__class__": 1, "self": 2}
+    assert decode(json.dumps(body).encode()) == message
+
+
+def test_a_field_of_this_version_that_an_earlier_one_does_not_send_is_its_default() -> None:
+    body = json.loads(encode(HUB))
+    del body["held"], body["token"]
+    assert decode(json.dumps(body).encode()) == Hello(
+        "uid", "pod-0", seat=0, birth=1, replicas=2, nproc=1, holds=False, running=True
+    )
+
+
+class Port:
+    """A hub's port in this process; ``said``: to the log, by either end."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.selector = selectors.DefaultSelector()
+        listening = sockets.bind(0)
+        self.address = ("127.0.0.1", listening.getsockname()[1])
+        self.hub = Hub(HUB, Limits(3), lambda *said: self.server.post(*said))  # noqa: PLW0108
+        self.server = HubServer(listening, self.selector, self.hub, self.said.append)
+
+    def hear(self) -> None:
+        while ready := self.selector.select(0.05):
+            for key, _ in ready:
+                key.data(100.0)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    found = Port()
+    yield found
+    found.server.close()
+    found.selector.close()
+
+
+@pytest.mark.fault("T19")
+def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port: Port) -> None:
+    with port.connect() as launcher:
+        launcher.sendall(encode(OTHER) + LATER * 100 + encode(Failed(0, (EXIT,), 0)))
+        port.hear()
+        assert port.hub.is_present(1)
+        assert port.hub._exits.keys() == {1}, "what comes after it is heard"
+    [said] = port.said
+    assert "Regrow" in said
+    assert "the same image?" in said
+
+
+@pytest.mark.fault("T19")
+def test_a_launcher_passes_over_a_message_of_a_later_hub_and_says_so_once() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening, selectors.DefaultSelector() as ready:
+        client = HubClient(listening.getsockname(), OTHER, ready, said.append)
+        hub, _ = listening.accept()
+        with hub:
+            hub.sendall(encode(Welcome(1, "pod-0")) + LATER * 100 + encode(Stop(0)))
+            while not (client.inbox or client.lost):
+                for key, _ in ready.select(PATIENCE):
+                    key.data(100.0)
+        assert client.linked
+        assert list(client.inbox) == [Stop(0)]
+        client.close()
+    [told] = said
+    assert "Regrow" in told
+
+
+@pytest.mark.parametrize(
+    "first", [LATER, b'{"type":"Unknown","kind":"x"}\n', encode(Beat()), b'{"type":""}\n']
+)
+def test_a_stranger_that_begins_with_it_is_closed_at_once_and_not_quoted(
+    port: Port, first: bytes
+) -> None:
+    with port.connect() as stranger:
+        stranger.sendall(first + encode(OTHER))
+        port.hear()
+        assert stranger.recv(100) == b""
+    assert not port.hub.is_present(1)
+    assert port.said == []
+
+
+@pytest.mark.parametrize("kind", ["\\u001b[2J", "x" * 41, "a\\nb", "é", "no such", ""])
+def test_what_no_version_would_call_a_message_is_none(kind: str) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        decode(f'{{"type":"{kind}"}}'.encode())
