@@ -123,6 +123,16 @@ class Gang:
         self.pids.clear()
 
 
+@pytest.fixture(scope="module")
+def gang_in() -> type[Gang]:
+    """A gang whose logs are in a directory, for what a module's tests share."""
+    import torch._dynamo
+    import torch.distributed
+
+    assert torch.distributed.is_available()
+    return Gang
+
+
 @pytest.fixture
 def gang(tmp_path: Path) -> Iterator[Gang]:
     # Ranks are forked from here: what they would all import lazily is imported once.

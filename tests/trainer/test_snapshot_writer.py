@@ -436,7 +436,7 @@ def test_who_falls_behind_leaves_older_ones_out(tmp_path, open_ranks, monkeypatc
     for step in (1, 2, 3, 4):
         ranks.begin(step)
         wait_for(lambda: outcomes.extend(ranks.writers[0].outcomes()) or len(outcomes) == step)  # noqa: B023
-    assert [path.name for path in manifest.listed(ranks.directory)][0] == manifest.file_name(1)
+    assert manifest.listed(ranks.directory)[0].name == manifest.file_name(1)
     go.set()
     assert [(o.step, o.text) for o in ranks.settle() if o.verified] == [(1, ""), (4, "")]
     check(open_snapshots(tmp_path, 2)[1], 4)

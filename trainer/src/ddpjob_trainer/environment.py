@@ -74,6 +74,7 @@ class StoreKey:
 
     secret: bytes = field(repr=False)
     final: bool
+    lineage: bytes = field(default=b"", repr=False)  # of the whole job, see Identity.secret
 
 
 class Key(NamedTuple):
@@ -293,10 +294,12 @@ def wants_traceback(env: Mapping[str, str]) -> bool:
 
 
 def round_secret(token: str, uid: str, attempt: int, round_: int) -> bytes:
-    """Derive the secret of a StoreKey from the job's token."""
-    return hmac.digest(token.encode(), f"store {uid} {attempt} {round_}".encode(), "sha256")
+    """Derive the secrets of a StoreKey from the job's token: the round's, and the job's."""
+    of_round = hmac.digest(token.encode(), f"store {uid} {attempt} {round_}".encode(), "sha256")
+    return of_round + hmac.digest(token.encode(), f"lineage {uid}".encode(), "sha256")
 
 
+_SECRET = 32  # bytes
 #: A later run of this process finds the environment without it.
 _taken: dict[Identity, StoreKey] = {}
 
@@ -304,12 +307,12 @@ _taken: dict[Identity, StoreKey] = {}
 def take_key(env: MutableMapping[str, str], own: Identity) -> StoreKey:
     """Take the key out of a worker's environment: our launcher's, else by the pod's token."""
     fd, token = env.pop(KEY_FD, ""), env.pop(contract.TOKEN, "")
-    if secret := _secret_from(fd):
-        _taken[own] = StoreKey(secret, final=True)
-    elif token:
-        secret = round_secret(token, own.uid, own.attempt, own.round)
-        _taken[own] = StoreKey(secret, final=True)
-    unknown = round_secret("", own.uid, own.attempt, own.round)
+    found = _secret_from(fd)
+    if token and not found:
+        found = round_secret(token, own.uid, own.attempt, own.round)
+    if found:
+        _taken[own] = StoreKey(found[:_SECRET], final=True, lineage=found[_SECRET:])
+    unknown = round_secret("", own.uid, own.attempt, own.round)[:_SECRET]
     return _taken.get(own) or StoreKey(unknown, final=not env.get(contract.UID))
 
 
@@ -317,7 +320,7 @@ def _secret_from(fd: str) -> bytes:
     """Read the launcher's file, b"" where a program in between has not handed it on."""
     with contextlib.suppress(OSError, ValueError):
         if KEY_FILE in os.readlink(f"/proc/self/fd/{int(fd)}"):  # noqa: PTH115
-            secret = os.pread(int(fd), 32, 0)
+            secret = os.pread(int(fd), 2 * _SECRET, 0)
             os.close(int(fd))
             return secret
     return b""

@@ -119,9 +119,7 @@ class Snapshots:
             cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
             say(world.rank, what if settings.upload else f"warning: {what}. {cure}")
         if settings.upload and world.rank == 0:
-            self._uploads = Uploads(
-                settings, sequence, self._was_uploaded, world.identity.secret
-            )
+            self._uploads = Uploads(settings, sequence, self._was_uploaded, world.identity.secret)
 
     # --- Save ----------------------------------------------------------------------------
 

@@ -130,6 +130,7 @@ def start(
         _check_guarded()
         env = read_worker(os.environ)
         key = take_key(os.environ, env.identity)
+        env = replace(env, identity=replace(env.identity, secret=key.lineage.hex()))
     except ConfigError:
         Shutdown(0, RankStateWriter(None, 0))  # for the exit code of what goes up from here
         raise

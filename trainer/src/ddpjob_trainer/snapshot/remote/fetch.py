@@ -59,23 +59,23 @@ def fetch(
     held = any(lineage.steps(on_disk, *one) for one in lineage.chain(starts, local))
     if held and not (heads and _is_newer(heads[0], local)):
         return None
-    failed: list[str] = []
-    for head in heads:
-        for number, limit in lineage.chain(known, head):
-            for step in reversed(lineage.steps(store, number, limit)):
-                try:
-                    _bring(store, root, number, step, head, identity, alive)
-                except (InvalidSnapshotError, FileNotFoundError) as error:
-                    tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
-                    failed.append(f"step {step}: {error}")
-                    newer += [error] if isinstance(error, NewerFormatError) else []
-                else:
-                    return step
-        if failed:
-            break  # a chain without any snapshot hides none of an earlier job
+    failed, last = list[str](), None
+    for head, number, step in _candidates(store, known, heads):
+        if failed and head != last:
+            break  # only a chain without any snapshot hides none of an earlier job
+        last = head
+        try:
+            _bring(store, root, number, step, head, identity, alive)
+        except (InvalidSnapshotError, FileNotFoundError) as error:
+            tell(f"{store.url}: the snapshot of step {step} is passed over: {error}")
+            failed.append(f"step {step}: {error}")
+            newer += [error] if isinstance(error, NewerFormatError) else []
+        else:
+            return step
     if newer:
         raise newer[0].refusal  # rather than start from nothing
-    failed += [] if failed else _without_a_record(store, known)
+    if resume and not failed:
+        failed = _without_a_record(store, known)
     if failed and not held:
         raise ConfigError(
             f"no snapshot in {store.url} is usable, and there was one, so training does not begin"
@@ -83,6 +83,16 @@ def fetch(
             " job and apply it with snapshot.resume: Never, or upload to another place"
         )
     return None
+
+
+def _candidates(
+    store: Store, known: dict[int, Start], heads: list[Start]
+) -> Iterator[tuple[Start, int, int]]:
+    """Yield head, number and step of all that may be brought, the best first."""
+    for head in heads:
+        for number, limit in lineage.chain(known, head):
+            for step in reversed(lineage.steps(store, number, limit)):
+                yield head, number, step
 
 
 def _without_a_record(store: Store, known: dict[int, Start]) -> list[str]:

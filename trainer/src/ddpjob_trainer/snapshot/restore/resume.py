@@ -249,7 +249,8 @@ class _Opening:
             raise ConfigError(
                 f"no snapshot in {self._root} is usable, and there was one, so training does not"
                 f" begin anew: {'; '.join(self._known[:_NAMED])}."
-                + f" What failed: {failed}." * bool(failed)
+                + f" What failed: {failed}."
+                * bool(failed)
                 + " Put the files back, or mount the volume that has them. To begin anew, delete"
                 " the job and apply it with snapshot.resume: Never, or in another directory"
             )
@@ -457,8 +458,7 @@ def _answer(root: Path, question: bytes) -> bytes:
 
     b"": it does not see the directory that rank 0 has made, so its disk is another one.
     """
-    kind, _, rest = question.partition(b" ")
-    ours, number, *step = json.loads(rest)
+    ours, number, *step = json.loads(question.partition(b" ")[2])
     with contextlib.suppress(InvalidSnapshotError, OSError):
         if _holds(lineage.directory(root, ours)):
             if not step:

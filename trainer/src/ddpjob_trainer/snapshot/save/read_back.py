@@ -61,15 +61,15 @@ class ReadBack:
             self._expected.add(step)
             self._changed.notify_all()
 
-    def begin(self, step: int, files: Sequence[DataFile]) -> int | None:
+    def begin(self, step: int, files: Sequence[DataFile]) -> int:
         """Have the files of a snapshot read back, on rank 0, in the order of the writers.
 
-        Return the step of one that has been waiting and is left out for this.
+        Return the step of one that has been waiting and is left out for this, -1: of none.
         """
         with self._changed:
             before, self._next = self._next, (step, tuple(files))
             self._changed.notify_all()
-        return before[0] if before else None
+        return before[0] if before else -1
 
     def close(self) -> None:
         """End soon."""
@@ -83,13 +83,15 @@ class ReadBack:
         """Serve until close(). Raises PeerLostError; HardwareError where this rank is sick."""
         while not self._closing:
             with self._changed:
-                work = (lambda: self._expected) if self._rank else (lambda: self._next)
-                self._changed.wait_for(lambda: self._closing or work())
+                self._changed.wait_for(self._has_work)
                 task, self._next = self._next, None
             if self._rank:
                 self._serve()
             elif task is not None:
                 self._settled(task[0], self._verify(*task))
+
+    def _has_work(self) -> bool:
+        return self._closing or bool(self._expected if self._rank else self._next)
 
     def _serve(self) -> None:
         """Do what rank 0 asks about one snapshot."""
@@ -144,7 +146,7 @@ class ReadBack:
 
     def _await(self, kind: str, sender: int, rank: int, number: int | None = None) -> Any:
         """Return the next note of a sender, None when this rank closes."""
-        pause, before = _FIRST_SECONDS, self._expected.copy()
+        pause = _FIRST_SECONDS
         while not self._closing:
             at = self._asked[rank] if number is None else number
             with peer_loss():
@@ -156,12 +158,9 @@ class ReadBack:
                     self._board.remove(kind, at, sender)
                 return json.loads(note)
             with self._changed:
-                more = self._changed.wait_for(
-                    lambda: self._closing or self._expected != before, pause
-                )
+                more = self._changed.wait(pause)
             # Another snapshot was written: look as often as at first.
             pause = _FIRST_SECONDS if more else min(2 * pause, _MOST_SECONDS)
-            before = self._expected.copy()
         return None
 
     def read(self, file: DataFile) -> tuple[str, bool]:

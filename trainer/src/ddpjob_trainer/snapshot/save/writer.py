@@ -2,9 +2,10 @@
 
 manager.py calls save() on each rank. One thread finishes the copy, for which an update may have to
 wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
-also commits the manifest when all parts are durable, has it read back (read_back.py), and keeps the
-outcomes until the training thread asks. Copying, writing, fsync and checksums release the interpreter. A rank that ends leaves
-what was committed, and perhaps half a file that no manifest names.
+also commits the manifest when all parts are durable, has them read back (read_back.py), and keeps
+the outcomes until the training thread asks. Copying, writing, fsync and checksums release the
+interpreter. A rank that ends leaves what was committed, and perhaps half a file that no manifest
+names.
 """
 
 from __future__ import annotations

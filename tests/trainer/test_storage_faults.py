@@ -1,0 +1,257 @@
+"""The campaign of docs/internals/storage-faults.md: each fault in one snapshot, in all but one, in all.
+
+Three ranks are killed in their third epoch, the disk is harmed, they start again. They end in the
+bits of an undisturbed run, or with a clear refusal; they never begin anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpjob_trainer as ddp
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.checked_json import seal
+from ddpjob_trainer.snapshot.ondisk.lineage import Start
+from ddpjob_trainer.snapshot.restore import resume
+from support.snapshots import await_snapshot
+
+DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
+STEPS = (12, 16, 20)  # of the snapshots, as keep is 3; an epoch has 10 steps
+KILLED, TOTAL = 22, 26
+EXTENTS = {"newest": STEPS[-1:], "all but one": STEPS[1:], "all": STEPS}
+ALL_WELL = {0: 0, 1: 0, 2: 0}
+REFUSED = {0: 64, 1: 75, 2: 75}
+
+
+def program(directory: Path, harm: Callable[[int], object] = lambda rank: None) -> Any:
+    """Train in ``directory``; of the first attempt all ranks are killed."""
+
+    def train(rank: int) -> None:
+        first = os.environ["DDPJOB_ATTEMPT"] == "1"
+        os.environ["DDPJOB_SNAPSHOT_DIR"] = str(directory / "job")
+        harm(rank)
+        run = ddp.start(total_steps=TOTAL, global_batch=6, snapshot_every=4)
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Dropout(0.1), nn.Linear(300, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
+        for step in run.steps(DATA):
+            if first and step.index % 4 == 2 and step.index > 4:
+                await_snapshot(directory / "job/00000001", step.index - 2)
+            if first and step.index == KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for (x,) in step.batches:
+                step.backward(wrapped(x).pow(2).sum())
+            step.commit()
+        (directory / f"end-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
+        run.finish()
+
+    return train
+
+
+def job(attempt: int) -> dict[str, str]:
+    """What the operator says of it."""
+    known = {"DDPJOB_SNAPSHOT_STEP": "20"} if attempt > 1 else {}
+    return {"DDPJOB_UID": "u", "DDPJOB_ATTEMPT": str(attempt), "DDPJOB_SNAPSHOT_KEEP": "3"} | known
+
+
+def ended(directory: Path) -> list[str]:
+    """What each rank ends with: its weights, and its whole state."""
+    return [path.read_text() for path in sorted(directory.glob("end-*"))]
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory, gang_in) -> Iterator[tuple[Path, list[str]]]:  # type: ignore[no-untyped-def]
+    """A directory as the killed gang left it, and what an undisturbed one ends with."""
+    found = {}
+    for attempt in (1, 9):
+        gang = gang_in(tmp_path_factory.mktemp("gang"))
+        found[attempt] = tmp_path_factory.mktemp("job")
+        env = job(1) | {"DDPJOB_ATTEMPT": str(attempt)}  # the ninth is not killed
+        codes = gang.run(program(found[attempt]), env=env)
+        assert set(codes.values()) <= ({-9, 75} if attempt == 1 else {0}), gang.last_words()
+    steps = [manifest.step_of(p.name) for p in manifest.listed(found[1] / "job/00000001")]
+    assert set(STEPS) <= set(steps)
+    assert len(ended(found[9])) == 3
+    yield found[1], ended(found[9])
+
+
+@pytest.fixture
+def harmed(before: tuple[Path, list[str]], tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(before[0], tmp_path / "copy"))
+
+
+def files(directory: Path, steps: tuple[int, ...], rank: int = 1) -> list[Path]:
+    found = [directory.glob(f"job/00000001/step-{s:012d}-*-{rank}.safetensors") for s in steps]
+    return [path for paths in found for path in paths]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "file missing": Path.unlink,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "flipped bit": flip,
+    "wrong size": lambda path: path.write_bytes(path.read_bytes() + b"more"),
+}
+SLOW = pytest.mark.tier("all")
+
+
+@pytest.mark.fault("S3")
+@pytest.mark.parametrize(
+    ("fault", "extent"),
+    [
+        pytest.param(fault, extent, marks=[] if fault == "flipped bit" else SLOW)
+        for fault in DAMAGES
+        for extent in EXTENTS
+    ],
+)
+def test_damaged(gang, before, harmed, fault, extent):  # type: ignore[no-untyped-def]
+    for path in files(harmed, EXTENTS[extent]):
+        DAMAGES[fault](path)
+    there = sorted(harmed.glob("job/*/*"))
+    codes = gang.run(program(harmed), env=job(2))
+    assert not list(harmed.glob("job/*/*.invalid"))
+    if extent == "all":
+        assert codes == REFUSED, gang.log(0)
+        assert "status says that there was one of step 20" in gang.log(0)
+        assert f"What failed: 00000001/{manifest.file_name(20)}: step-000000000020-" in gang.log(0)
+        assert there == sorted(harmed.glob("job/*/*"))
+        return
+    assert codes == ALL_WELL, gang.log(0)
+    (left,) = {"newest": [16], "all but one": [12]}[extent]
+    assert f"resuming after step {left}" in gang.log(0)
+    assert f"the newest usable one is of step {left}" in gang.log(0)
+    assert ended(harmed) == before[1]
+
+
+@pytest.mark.fault("S4")
+@pytest.mark.parametrize(
+    ("odd", "extent"),
+    [pytest.param(odd, e, marks=[] if e == "all" else SLOW) for odd in (0, 1) for e in EXTENTS],
+)
+@pytest.mark.parametrize("how", ["wrong bits", pytest.param("EIO", marks=SLOW)])
+def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):  # type: ignore[no-untyped-def]
+    """That rank ends as a failed GPU does; nothing is renamed, and elsewhere all goes on."""
+
+    def sick(rank: int) -> None:
+        resume._RETRY_SECONDS = 0.5
+        opened = manifest.opened
+        suffix = tuple(f"{step:012d}" for step in EXTENTS[extent])
+
+        def opens(directory: Path, file: manifest.DataFile) -> Any:
+            if rank == odd and file.name[5:17] in suffix:
+                if how == "EIO":
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                file = manifest.DataFile(file.name, file.bytes + 1, file.crc32)
+            return opened(directory, file)
+
+        manifest.opened = opens
+
+    codes = gang.run(program(harmed, sick), env=job(2))
+    assert codes == {rank: 74 if rank == odd else 75 for rank in range(3)}, gang.log(0)
+    assert f"rank {odd} cannot read a snapshot" in gang.log(odd)
+    assert gang.run(program(harmed), env=job(3)) == ALL_WELL, gang.log(0)
+    assert "resuming after step 20" in gang.log(0)
+    assert ended(harmed) == before[1]
+
+
+def foreign_names(root: Path) -> None:
+    (root / ("9" * 255)).mkdir()
+    (root / ("9" * 20)).mkdir()
+    (root / "999999999").mkdir()
+    for number in range(2, 1002):
+        (root / f"{number:08d}").touch()
+
+
+def forged_records(root: Path) -> None:
+    """By somebody who has read uid and attempt, and knows no secret."""
+    for number, start in (
+        (5, Start(5, "u", 10**9, 0)),
+        (6, Start(6, "x", 1, 0, predecessors=("u",))),
+        (999_999_999, Start(999_999_999, "y", 1, 0)),
+    ):
+        (root / f"{number:08d}").mkdir()
+        (root / f"{number:08d}" / lineage.START).write_bytes(seal(asdict(start)))
+
+
+@pytest.mark.fault("S3")
+@pytest.mark.parametrize("put", [foreign_names, pytest.param(forged_records, marks=SLOW)])
+def test_directory_foreign(gang, before, harmed, put):  # type: ignore[no-untyped-def]
+    put(harmed / "job")
+    token = {"DDPJOB_TOKEN": "secret"}
+    for attempt in (2, 3):
+        assert gang.run(program(harmed), env=job(attempt) | token) == ALL_WELL, gang.log(0)
+    assert "resuming after step 20" in gang.log(0)
+    assert "resuming after step 26" in gang.log(0)
+    assert "foreign" in gang.log(0) or "forged" in gang.log(0)
+    assert ended(harmed) == before[1]
+
+
+@pytest.mark.fault("S4")
+@pytest.mark.parametrize("extent", [pytest.param("newest", marks=SLOW), "all"])
+def test_listing_stale(gang, before, harmed, extent):  # type: ignore[no-untyped-def]
+    """As rank 0's node has read it before the last snapshots were made."""
+
+    def stale(rank: int) -> None:
+        names = disk.names
+        late = {manifest.file_name(step) for step in EXTENTS[extent]}
+        disk.names = lambda path: [n for n in names(path) if rank or n not in late]
+
+    assert gang.run(program(harmed, stale), env=job(2)) == ALL_WELL, gang.log(0)
+    assert "resuming after step 20" in gang.log(0)
+    assert ended(harmed) == before[1]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A volume of 4 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting a small volume needs root")
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.mark.fault("S2")
+def test_disk_full(gang, before, harmed, small):  # type: ignore[no-untyped-def]
+    """A start needs some room: it takes what was kept for it. Saves fail, and training goes on."""
+    shutil.copytree(harmed, small, dirs_exist_ok=True)
+    assert disk.exists(small / "job" / disk.RESERVE)
+    with pytest.raises(OSError, match="No space left"), (small / "fill").open("wb") as fill:
+        while True:
+            fill.write(bytes(4096))
+            fill.flush()
+    assert gang.run(program(small), env=job(2)).keys() == {0, 1, 2}
+    assert "resuming after step 20" in gang.log(0)
+    (small / "fill").unlink()
+    assert gang.run(program(small), env=job(3)) == ALL_WELL, gang.log(0)
+    assert ended(small) == before[1]
+
+
+def test_a_volume_that_was_emptied_is_no_reason_to_begin_anew(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Only the status knows of it; whoever asks for it begins anew."""
+    assert gang.run(program(tmp_path), env=job(2)) == REFUSED, gang.log(0)
+    assert "the job's status says that there was one of step 20" in gang.log(0)
+    assert "snapshot.resume: Never" in gang.log(0)
+    assert not list((tmp_path / "job").iterdir())
