@@ -270,9 +270,7 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     text = text.strip(" \n")  # all that is both white and printable
     if len(text) > limit:  # cut it first: a text may have megabytes
         text = text[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    return "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _failed_init(status: Mapping[str, Any]) -> Container | None:
