@@ -24,6 +24,7 @@ GROUND = {
     "gpu",
     "imports",
     "options",
+    "printing",
     "trace",
     "tracebacks",
 }

@@ -6,6 +6,7 @@ round as an Incident, and the plugin gets that as JSON.
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal, TypedDict
 
 from ddpjob_contract import Round, TerminationReport
@@ -15,6 +16,9 @@ EVIDENCE_VERSION: Final = 1
 EVIDENCE_DIR: Final = "evidence"
 #: `ddpjob-trainer evidence ls --json` prints no more, for the plugin.
 EVIDENCE_MAX_BYTES: Final = 1 << 20
+
+#: How ``began`` and ``at`` are written.
+EVIDENCE_TIME: Final = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 #: followed: with exit code 75, its peers were gone first. stopped: by its launcher, for the others.
 #: running: its launcher has not written how it ended, or it has not.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import ddpjob_contract as contract
-from ddpjob_contract.evidence import Incident
+from ddpjob_contract.evidence import EVIDENCE_TIME, Incident
 from kubectl_ddp import reader
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
@@ -36,7 +36,6 @@ _OF_CAUSE: Final[Mapping[str, type]] = {
 }  # fmt: skip
 _NEEDED: Final = frozenset({"uid", "attempt", "round", "began", "at"})
 _RANKS: Final = frozenset({"failed", "followed", "stopped", "succeeded", "running", "stacks"})
-_TIME: Final = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _NO_COMMAND = re.compile("invalid choice: 'evidence'|executable file not found")
 
 
@@ -101,7 +100,7 @@ def _checked(one: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any
     for name in _RANKS & kept.keys():
         kept[name] = [rank for rank in kept[name] if type(rank) is int]
     for name in {"began", "at"} & kept.keys():
-        if not _TIME.fullmatch(kept[name]):
+        if not EVIDENCE_TIME.fullmatch(kept[name]):
             del kept[name]
     if "first" in kept:
         kept["first"] = _checked(kept["first"], _OF_FIRST)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import traceback
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +23,13 @@ import fsspec
 import pytest
 import torch
 
+from ddpjob_trainer import cli
 from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.launcher.reports.evidence import Keeper
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
-from ddpjob_trainer.snapshot.remote import client
+from ddpjob_trainer.snapshot.remote import client, process
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.process import UploadQueue as Retries
@@ -244,7 +248,7 @@ def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[
         done.append(step)
 
     make: Any = lambda: SimpleNamespace(upload=upload)  # noqa: E731
-    retries, waited = Retries(make, lambda: clock.now), []
+    retries, waited = Retries(make, lambda: clock.now, "s3://b"), []
     assert retries.wait_seconds() is None
     retries.want(5)
     for step in range(6, 10):
@@ -316,6 +320,63 @@ def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path, capfd):  #
     assert counted[0] is None
     assert counted[-1] == 1
     assert capfd.readouterr().err.count("the snapshot of step 1 was not uploaded: ") == 1
+
+
+SECRET = "ZqZ/p?w d"
+WITH_PASSWORD = f"nothing://user:{SECRET}@host/b"
+
+
+@pytest.mark.parametrize("quotes", ["{url}", "{url!r} is not there", "bad port: '{secret}@host'"])
+def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quotes):  # type: ignore[no-untyped-def]
+    """Neither ours nor that of an exception of a library, in any of its ways out."""
+    url, root = WITH_PASSWORD, tmp_path / "a"
+    words = quotes.format(url=url, secret=SECRET)
+
+    def fails(*_: object, **__: object) -> Any:
+        raise RuntimeError(f"{words}{' ' * 250}{words} cut anywhere")
+
+    said: list[Any] = []
+    disk, _ = open_snapshots(root)
+    save(disk, 1)
+    order = {"url": url, "root": str(root), "identity": asdict(Identity("u", 2, 0, unique=True))}
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "answer", lambda **about: said.append(about))
+        patch.setattr(process, "_FIRST_SECONDS", 0.0)
+        patch.setattr(fsspec.core, "url_to_fs", fails)
+        process.run_fetch({**order, "resume": True})
+        retries = Retries(fails, lambda: 0.0, url)
+        retries.want(1)
+        said.append(retries.attempt())
+        assert cli.main(["evidence", "ls", url]) == 1
+        patch.setattr(fsspec.core, "url_to_fs", lambda url: int(words))  # a ValueError
+        with pytest.raises(ConfigError) as error:
+            Store(url)
+        said.append("".join(traceback.format_exception(error.value)))
+        patch.setattr(fsspec.core, "url_to_fs", lambda url: (None, "x"))
+        said.append(Store(url).url)
+    for given in (url.removeprefix("nothing://"), url):
+        with pytest.raises(ConfigError) as error:
+            check_upload(given, None)
+        said.append(str(error.value))
+    # The process itself, at the start and beside training.
+    with pytest.raises(ConfigError) as error:
+        fetch_if_newer(settings(url, tmp_path / "b"), Identity("u", 1, 0, unique=True), lambda: 0)
+    said.append(str(error.value))
+    uploads = Uploads(settings(url, root), disk.sequence, lambda _: None)
+    uploads.committed(1)
+    uploads.wait(PATIENCE, lambda: None)
+    uploads.close()
+    keeper = object.__new__(Keeper)
+    env = SimpleNamespace(upload=url, snapshot_dir=root)
+    keeper._config = SimpleNamespace(env=env, nproc=1, replica=0, rank=int)  # type: ignore[assignment]
+    keeper._say = said.append
+    keeper._upload(PATIENCE)
+    assert "ConfigError: snapshot_upload='nothing://?***' cannot be used" in said[-1]
+    out = capfd.readouterr().err
+    assert "was not uploaded: snapshot_upload='nothing://?***' cannot be used" in out
+    assert len(said) >= 10
+    for text in (out, *map(str, said)):
+        assert not re.search("ZqZ|p.w d", text), text
 
 
 def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]

@@ -16,12 +16,14 @@ from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
+from ddpjob_contract.text import without_credentials
 from ddpjob_tools import init
 from ddpjob_tools.audit import command as audit
 from ddpjob_tools.chaos import command as chaos
 from ddpjob_tools.gpu_check import command as gpu_check
 from ddpjob_tools.local import command as local
-from ddpjob_trainer.environment import EVENTS, read_launcher
+from ddpjob_trainer import printing
+from ddpjob_trainer.environment import EVENTS, TRACEBACK, read_launcher, wants_traceback
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.evidence import commands as evidence
 from ddpjob_trainer.launcher import torchrun, workdir
@@ -186,8 +188,12 @@ def _snapshot(options: argparse.Namespace) -> int:
             return commands.verify(options.directory)
         return commands.export(options.directory, options.out, step=options.step)
     except (SnapshotToolError, OSError) as error:
-        print(f"ddpjob-trainer: {error}", file=sys.stderr)
-        return 1
+        _say(str(error))
+    except Exception as error:  # what a stranger wrote, or a bug
+        if wants_traceback(os.environ):
+            raise
+        _say(f"{type(error).__name__}: {error} ({TRACEBACK}=1 shows the traceback)")
+    return 1
 
 
 def _evidence(options: argparse.Namespace) -> int:
@@ -200,7 +206,8 @@ def _evidence(options: argparse.Namespace) -> int:
         with fetched(options.directory) as directory:
             return evidence.main(options, directory)
     except Exception as error:  # libraries of stores have exceptions of their own
-        _say(f"{options.directory} cannot be read: {type(error).__name__}: {error}")
+        words = f"{options.directory} cannot be read: {type(error).__name__}: {error}"
+        _say(without_credentials(words, options.directory))
         return 1
 
 
@@ -248,7 +255,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"ddpjob-trainer: {text}", file=sys.stderr)
+    printing.warn(f"ddpjob-trainer: {text}")
 
 
 def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:

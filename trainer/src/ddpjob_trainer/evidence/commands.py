@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpjob_contract.evidence import EVIDENCE_DIR, EVIDENCE_MAX_BYTES, Evidence, Incident, RankEnd
+from ddpjob_trainer import printing
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.evidence import incidents
 from ddpjob_trainer.evidence.incidents import Round
 
 _MOST_SHOWN = 16  # ranks of one end, named in the list
+_MOST_CELL = 160  # characters of a text in it
 _OLDER = (
     "(nothing is kept by the number {attempt}: where attempt {attempt} replaced lost pods only, its"
     " rounds are those of attempt {hub}, as here)"
@@ -61,7 +62,7 @@ def main(options: argparse.Namespace, directory: Path) -> int:
         given = {"attempt": options.attempt, "round_": options.round}
         return show(directory, options.uid, rank=options.rank, **given)
     except ConfigError as error:
-        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        printing.warn(f"ddpjob-trainer: {error}")
         return 1
 
 
@@ -69,7 +70,7 @@ def ls(root: Path, uid: str | None = None, *, as_json: bool = False) -> int:
     """Print one line per round, newest last, or all as JSON; return 0."""
     found = [incidents.incident(one) for one in _rounds(root, uid)]
     if as_json:
-        print(_json(found))
+        printing.show(_json(found))
         return 0
     head = ("ATTEMPT", "ROUND", "WRITTEN", "JOB", "FIRST", "OTHERS")
     rows = [
@@ -78,7 +79,8 @@ def ls(root: Path, uid: str | None = None, *, as_json: bool = False) -> int:
     ]
     sizes = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
     for row in (head, *rows):
-        print("  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip())
+        cells = (cell.ljust(size) for cell, size in zip(row, sizes, strict=True))
+        printing.show("  ".join(cells).rstrip())
     return 0
 
 
@@ -120,7 +122,7 @@ def _first(one: Incident) -> str:
     if first := one.get("first"):
         return f"rank {first['rank']} ({in_words(first)})"
     if lost := one.get("lost"):
-        return f"replica {', '.join(lost)} {next(iter(lost.values()))}"
+        return f"replica {', '.join(lost)} {next(iter(lost.values()))}"[:_MOST_CELL]
     return "-"
 
 
@@ -147,8 +149,8 @@ def in_words(rank: RankEnd) -> str:
     how = f"signal {rank['signal']}" if "signal" in rank else f"exit code {rank.get('code', '?')}"
     if rank["end"] == "running":
         how = "its end was not written"
-    said = clean(" ".join(rank.get("exception", "").split()))
-    return f"{how}: {said[:160]}" if said else how
+    said = " ".join(rank.get("exception", "").split())
+    return f"{how}: {said[:_MOST_CELL]}" if said else how
 
 
 def show(
@@ -163,8 +165,8 @@ def show(
     for found in _rounds(root, uid, attempt=attempt, round_=round_):
         if any(_has(file, rank) for file in found.files):
             if attempt not in (None, found.files[0]["attempt"]):
-                print(_OLDER.format(attempt=attempt, hub=found.files[0]["attempt"]))
-            print("\n".join(_told(found, rank)))
+                printing.show(_OLDER.format(attempt=attempt, hub=found.files[0]["attempt"]))
+            printing.show(*_told(found, rank))
             return 0
     raise ConfigError(f"no evidence of rank {rank} there: `ddpjob-trainer evidence ls` lists it")
 
@@ -178,23 +180,18 @@ def _told(found: Round, rank: int | None) -> Iterator[str]:
         if not _has(file, rank):
             continue
         where = f"attempt {file['attempt']}, round {file['round']}"
-        yield f"=== {clean(file['pod'])}: replica {file['replica']}, {where}, written {file['at']}"
+        yield f"=== {file['pod']}: replica {file['replica']}, {where}, written {file['at']}"
         if why := file.get("why"):
-            yield f"    {clean(why)}"
+            yield f"    {why}"
         for one in file["ranks"]:
             if rank in (None, one["rank"]):
                 after = f", after step {one['step']}" if "step" in one else ""
                 yield f"--- rank {one['rank']}: {one['end']}, {in_words(one)}{after}"
-                yield from map(clean, one["log"])
+                yield from one["log"]
         if stacks := file.get("stacks"):
-            yield f"--- stacks of {clean(file['pod'])}"
-            yield from map(clean, stacks.splitlines())
+            yield f"--- stacks of {file['pod']}"
+            yield from stacks.splitlines()
         for flight in file.get("flight", []):
-            yield f"--- flight recorder: {clean(flight)}"
+            yield f"--- flight recorder: {flight}"
     if any(name.endswith(".nccl.gz") for name in found.names):
         yield f"--- its folder: {EVIDENCE_DIR}/{found.seen.place.name}"
-
-
-def clean(text: str) -> str:
-    """Replace what could move a terminal's cursor."""
-    return "".join(c if c.isprintable() else "?" for c in text.expandtabs(4))

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
-from ddpjob_contract.evidence import EVIDENCE_VERSION, End, Evidence, Incident, RankEnd
+from ddpjob_contract.evidence import (
+    EVIDENCE_TIME,
+    EVIDENCE_VERSION,
+    End,
+    Evidence,
+    Incident,
+    RankEnd,
+)
 from ddpjob_trainer.evidence import folder
 from ddpjob_trainer.evidence.bounds import MOST_FILE
 from ddpjob_trainer.evidence.folder import Seen
@@ -104,6 +111,8 @@ def _parsed(data: bytes, seen: Seen) -> Evidence:
         raise ValueError("it belongs to another round or job")
     if body["nproc"] < 1:
         raise ValueError("no processes")
+    if not all(EVIDENCE_TIME.fullmatch(body[name]) for name in ("began", "at")):
+        raise ValueError("a time is none")
     found = {name: body[name] for name in ("version", *_NEEDED)}
     found |= {k: body[k] for k, kind in _OPTIONAL.items() if type(body.get(k)) is kind}
     found["ranks"] = [_rank(one) for one in body["ranks"] if _is_rank(one)]
@@ -180,7 +189,7 @@ def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:
     failed = [pair for pair in everybody if pair[1]["end"] == "failed"]
     failed.sort(key=lambda pair: (pair[0]["at"], pair[1]["rank"]))
     over, silent = _split(files)
-    lost = {cause.get("replica"), *(one["replica"] for one in silent if over)}
+    lost = [cause.get("replica"), *(one["replica"] for one in silent if over)]
     gone = [pair for pair in everybody if pair[0]["replica"] in lost]
     return next(iter([*named, *failed, *gone]), None)
 

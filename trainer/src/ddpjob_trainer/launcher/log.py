@@ -13,6 +13,8 @@ import time
 from collections import deque
 from typing import Final
 
+from ddpjob_contract.text import clean
+
 #: Workers wait for the reader beyond this.
 _WORKERS_BYTES: Final = 64 * 1024
 #: The bound for the launcher's own lines and the last output of ended workers.
@@ -95,8 +97,8 @@ class Log:
         self._sinks = {1: error if _same_file(1, 2) else _Sink("stdout"), 2: error}
 
     def say(self, text: str) -> None:
-        """Print one line of the launcher."""
-        self.put(2, f"launcher: {text}\n".encode(errors="replace"))
+        """Print one line of the launcher. It may quote a volume, another pod or a program."""
+        self.put(2, f"launcher: {clean(' '.join(text.splitlines()))}\n".encode())
 
     def put(self, fd: int, data: bytes) -> None:
         """Have bytes written to descriptor 1 or 2. Never blocks; drops what finds no room."""

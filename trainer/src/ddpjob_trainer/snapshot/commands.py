@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from pathlib import Path
 
+from ddpjob_trainer import printing
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
@@ -20,7 +20,7 @@ from ddpjob_trainer.snapshot.restore import load
 def ls(root: Path) -> int:
     """Print one line per snapshot, newest last; return 0."""
     everything = list(find(root))  # before the head: it may refuse
-    print(f"{'DIRECTORY':<10} {'ATTEMPT':>7} {'ROUND':>5} {'STEP':>10} {'MIB':>9}  STATE")
+    printing.show(f"{'DIRECTORY':<10} {'ATTEMPT':>7} {'ROUND':>5} {'STEP':>10} {'MIB':>9}  STATE")
     for found in everything:
         attempt, round_ = (found.start.attempt, found.start.round) if found.start else ("-", "-")
         try:
@@ -31,7 +31,9 @@ def ls(root: Path) -> int:
                 continue
             size, state = 0.0, f"invalid: {error}"
         where = found.path.parent.name
-        print(f"{where:<10} {attempt:>7} {round_:>5} {found.step:>10} {size:>9.1f}  {state}")
+        printing.show(
+            f"{where:<10} {attempt:>7} {round_:>5} {found.step:>10} {size:>9.1f}  {state}"
+        )
     return 0
 
 
@@ -44,12 +46,12 @@ def verify(root: Path) -> int:
             load.open_source(found.path.parent, manifest.read(found.path))
         except (InvalidSnapshotError, OSError) as error:
             if _is_gone(found.path):
-                print(f"{name}: removed meanwhile")
+                printing.show(f"{name}: removed meanwhile")
                 continue
             damaged += 1
-            print(f"{name}: DAMAGED: {error}")
+            printing.show(f"{name}: DAMAGED: {error}")
         else:
-            print(f"{name}: ok")
+            printing.show(f"{name}: ok")
     return 1 if damaged else 0
 
 
@@ -72,11 +74,10 @@ def export(root: Path, out: Path, *, step: int | None) -> int:
     model = {name: found.model[name] for name in found.model if name not in found.caches}
     weights.write(out, model, {"step": str(found.step), "config": json.dumps(dict(found.config))})
     if extra := ", ".join(name or "the model" for name in found.extra_state()):
-        print(
+        printing.warn(
             f"warning: the extra state of {extra} is not in {out}, which holds tensors only: load"
-            " it with strict=False, and the rest by read_snapshot(DIR).extra_state()",
-            file=sys.stderr,
+            " it with strict=False, and the rest by read_snapshot(DIR).extra_state()"
         )
     size = out.stat().st_size / 2**20
-    print(f"{out}: {len(model)} tensors of step {found.step}, {size:.1f} MiB", file=sys.stderr)
+    printing.warn(f"{out}: {len(model)} tensors of step {found.step}, {size:.1f} MiB")
     return 0

@@ -6,7 +6,6 @@ read_snapshot() is the users' way, for evaluation, surgery, conversion; commands
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer import printing
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.manifest import InvalidSnapshotError
 from ddpjob_trainer.snapshot.restore.load import Source, open_source
@@ -42,7 +42,7 @@ def choose(root: Path, step: int | None) -> tuple[Path, Source]:
         try:
             source = open_source(found.path.parent, manifest.read(found.path))
         except (InvalidSnapshotError, OSError) as error:
-            print(f"{found.path.name} is passed over: {error}", file=sys.stderr)
+            printing.warn(f"{found.path.name} is passed over: {error}")
         else:
             return found.path, source
     known = ", ".join(str(s) for s in sorted({found.step for found in candidates}))
@@ -60,7 +60,7 @@ def find(root: Path) -> Iterator[Found]:
         try:
             paths = manifest.listed(lineage.directory(root, sequence))
         except OSError as error:  # removed meanwhile, or closed to this user
-            print(f"{sequence:08d} is passed over: {error}", file=sys.stderr)
+            printing.warn(f"{sequence:08d} is passed over: {error}")
             continue
         for path in paths:
             step, limit = manifest.step_of(path.name), limits.get(sequence)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from ddpjob_contract.text import clean
+
 
 def say(rank: int, text: str) -> None:
-    """Print one line to the log of this rank."""
+    """Print one line to the log of this rank. It may quote what a volume or a store says."""
     who = f"rank {rank}: " if rank else ""
-    print(f"ddpjob: {who}{text}", file=sys.stderr, flush=True)
+    print(f"ddpjob: {who}{clean(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from typing import Final, cast
 
 from ddpjob_contract import ExitCode, Round
 from ddpjob_contract.evidence import EVIDENCE_VERSION, End, Evidence, RankEnd
+from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.evidence import bounds, folder
 from ddpjob_trainer.evidence.writer import Entry, Flight, Writer, flight_name
 from ddpjob_trainer.launcher.hub.hub import Hub
@@ -41,6 +42,7 @@ _FILES_A_SECOND: Final = 10
 _PATIENCE_SECONDS: Final = 2.0
 _HURRY_SECONDS: Final = 0.5
 _UPLOAD_SECONDS: Final = 5.0
+_MOST_WORDS: Final = 400  # on an upload that failed
 #: torch's variables for where NCCL's flight recorder writes, the newer first, and its defaults.
 _FLIGHT_ENV: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _FLIGHT_DEFAULTS: Final = ("~/.cache/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_")
@@ -148,7 +150,8 @@ class Keeper:
         except OSError as error:
             why = error.strerror or str(error)
         if why:
-            self._say(f"last lines and stacks were not uploaded to {url}: {why}")
+            said = f"last lines and stacks were not uploaded to {url}: {why}"
+            self._say(without_credentials(said, url)[:_MOST_WORDS])
 
     # --- The file --------------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ def _why(process: subprocess.Popen[bytes], seconds: float) -> str:
         process.kill()
         return f"not within {seconds:g} s"
     said = process.stderr.read().decode(errors="replace") if code and process.stderr else ""
-    return (said.strip().splitlines() or [f"exit code {code}"])[-1][:300] if code else ""
+    return (said.strip().splitlines() or [f"exit code {code}"])[-1] if code else ""
 
 
 def _end(exit_: Exit | None, signal: int, kill_at: float | None) -> End:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.environment import Identity, SnapshotSettings, source_folders
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.ondisk import lineage
@@ -30,7 +31,8 @@ _LOOK_SECONDS = 0.2
 def check_upload(url: str, directory: object) -> None:
     """Raise ConfigError for what cannot work; the store itself is asked by the process only."""
     if "://" not in url:
-        raise ConfigError(f"snapshot_upload={url!r} must be a URL such as s3://bucket/job")
+        shown = without_credentials(url, url)
+        raise ConfigError(f"snapshot_upload={shown!r} must be a URL such as s3://bucket/job")
     if directory is None:
         raise ConfigError(
             "snapshot_upload needs snapshot_dir as well: snapshots are written to disk first"
@@ -93,7 +95,7 @@ def fetch_if_newer(
 
     ``alive`` is called as long as bytes come. Raises OSError, PeerLostError, ConfigError.
     """
-    url, root = settings.upload, settings.directory
+    root, url = settings.directory, without_credentials(settings.upload, settings.upload)
     known = lineage.read_starts(lineage.Disk(root)).values() if root and root.is_dir() else ()
     if any((start.uid, start.attempt) == (identity.uid, identity.attempt) for start in known):
         return -1  # a restart in place: the disk is that of the round before

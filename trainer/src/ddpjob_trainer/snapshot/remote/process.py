@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.remote.evidence import EvidenceCopy
@@ -37,9 +38,9 @@ def answer(**about: Any) -> None:
     print(json.dumps(about), flush=True)
 
 
-def why(error: BaseException) -> str:
-    """Word any library's error in one line."""
-    lines = str(error).strip().splitlines() or [""]
+def why(error: BaseException, url: str) -> str:
+    """Word any library's error in one line, without the credentials of its URL."""
+    lines = without_credentials(str(error), url).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
@@ -61,6 +62,7 @@ def end_with_rank() -> None:
 def run_fetch(order: dict[str, Any]) -> None:
     """Answer {step}, or {text, kind} when it cannot be done."""
     url, pause = order["url"], _FIRST_SECONDS
+    shown = without_credentials(url, url)
     for left in reversed(range(_FETCH_ATTEMPTS)):
         try:
             step = fetch(
@@ -73,20 +75,21 @@ def run_fetch(order: dict[str, Any]) -> None:
             answer(kind=type(error).__name__, text=str(error))
         except Exception as error:  # libraries have exceptions of their own
             if left:
-                answer(say=f"{url}: {why(error)}; trying again in {pause:.0f} s")
+                answer(say=f"{shown}: {why(error, url)}; trying again in {pause:.0f} s")
                 time.sleep(pause)
                 pause *= 2
                 continue
-            answer(kind="OSError", text=f"{url} cannot be read: {why(error)}")
+            answer(kind="OSError", text=f"{shown} cannot be read: {why(error, url)}")
         return
 
 
 class UploadQueue:
     """What is to be uploaded, and when it is tried again. ``now``: a monotonic clock."""
 
-    def __init__(self, make: Callable[[], Uploader], now: Callable[[], float]) -> None:
+    def __init__(self, make: Callable[[], Uploader], now: Callable[[], float], url: str) -> None:
         self._make = make
         self._now = now
+        self._url = url
         self._uploader: Uploader | None = None
         self._wanted = -1
         self._failures = 0
@@ -118,7 +121,7 @@ class UploadQueue:
             self._failures += 1
             pause = min(_MOST_SECONDS, _FIRST_SECONDS * 2 ** (self._failures - 1))
             self._next = self._now() + pause
-            return {"failed": step, "text": why(error)}
+            return {"failed": step, "text": why(error, self._url)}
         self._failures, self._wanted = 0, -1
         return {"uploaded": step}
 
@@ -126,7 +129,8 @@ class UploadQueue:
 def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any]]) -> NoReturn:
     """Answer {uploaded} or {failed, text}; asked for it {now}, do not wait after a failure."""
     root, own = Path(order["root"]), (order["sequence"], order["keep"], order.get("secret", ""))
-    uploads = UploadQueue(lambda: Uploader(Store(order["url"]), root, *own), time.monotonic)
+    url: str = order["url"]
+    uploads = UploadQueue(lambda: Uploader(Store(url), root, *own), time.monotonic, url)
     kept: EvidenceCopy | None = None
     while True:
         request: dict[str, Any] = {}
@@ -139,7 +143,7 @@ def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any
             answer(**told)
         if told is not None and "uploaded" in told:
             with contextlib.suppress(Exception):  # a snapshot that fails, too, says why
-                kept = kept or EvidenceCopy(order["url"], root)
+                kept = kept or EvidenceCopy(url, root)
                 kept.copy()
 
 

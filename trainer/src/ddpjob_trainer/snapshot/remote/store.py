@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import lineage
@@ -28,7 +29,7 @@ class Store:
     """What lies below a URL. Its methods raise OSError, and what the protocol's library raises."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = without_credentials(url, url)  # to be shown
         self._fs, self._root = file_system(url)
 
     def numbers(self) -> list[int]:
@@ -111,5 +112,6 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"snapshot_upload={url!r} cannot be used: {error}") from error
+        words = without_credentials(f"snapshot_upload={url!r} cannot be used: {error}", url)
+        raise ConfigError(words) from None  # a traceback would quote it
     return fs, str(root).rstrip("/")
