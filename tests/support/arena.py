@@ -16,7 +16,7 @@ from typing import Any
 
 from support.chronicle import Chronicle
 from support.manifest import ddpjob
-from support.operator import OperatorProcess, write_kubeconfig
+from support.operator import PATHS, OperatorProcess, write_kubeconfig
 from support.patience import PATIENCE
 from support.pods import HandKubelet
 from support.proxy import Call, Proxy
@@ -46,12 +46,12 @@ class Arena:
     breaks: Callable[[], None] | None = None  # changes its operators as they start
     _token_file: Path | None = None
 
-    def operator(self, *flags: str, name: str = "op-a") -> OperatorProcess:
-        """An operator for this namespace, not started yet."""
+    def operator(self, *flags: str, name: str = "op-a", paths: str = PATHS) -> OperatorProcess:
+        """An operator for this namespace, not started yet. ``paths``: of another version."""
         path = self.folder / "kubeconfig"
         kubeconfig = write_kubeconfig(path, self.proxy.url, self.namespace, self._token_file)
         forked = self.of_many or self.breaks is not None
-        how: Any = {"name": name, "forked": forked, "breaks": self.breaks}
+        how: Any = {"name": name, "forked": forked, "breaks": self.breaks, "paths": paths}
         made = OperatorProcess(kubeconfig, self.namespace, self.folder, *FLAGS, *flags, **how)
         self.operators.append(made)
         return made

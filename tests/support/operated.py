@@ -48,6 +48,7 @@ class Operated(Training):
         [self.pages] = free_ports(1)
         self.hub = 1  # its number
         self.attempt_now = 1
+        self.paths: dict[int, str] = {}  # by replica, where its next pod has another version
         self.gone: list[Any] = []
 
     def begin(self, **hub_ports: int) -> None:
@@ -86,7 +87,7 @@ class Operated(Training):
 
     def _pod(self, replica: int, hub_port: int = 0) -> Any:
         env = {
-            "PYTHONPATH": f"{self.directory / 'site'}{os.pathsep}{PATHS}",
+            "PYTHONPATH": f"{self.directory / 'site'}{os.pathsep}{self.paths.get(replica, PATHS)}",
             "DDPJOB_UID": "uid", "DDPJOB_NAME": "j", "DDPJOB_NAMESPACE": "ns",
             "DDPJOB_ATTEMPT": str(self.attempt_now), "DDPJOB_HUB": str(self.hub),
             "DDPJOB_POD_UID": f"pod-{replica}-{self.attempt_now}", "DDPJOB_REPLICA": str(replica),

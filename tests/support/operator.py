@@ -51,6 +51,7 @@ class OperatorProcess:
     """One operator for one namespace. ``name`` is its pod name, so its identity in the lease.
 
     ``forked``: by a fork server, for tests that start hundreds; ``breaks`` then changes it.
+    ``paths``: PYTHONPATH, of another version.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class OperatorProcess:
         name: str = "op-a",
         forked: bool = False,
         breaks: Callable[[], None] | None = None,
+        paths: str = PATHS,
     ) -> None:
         self.name, self._forked, self._breaks = name, forked, breaks
         self.log_path = folder / f"operator-{name}.log"
@@ -73,7 +75,7 @@ class OperatorProcess:
         ]
         self._env = {
             **{key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ},
-            "PYTHONPATH": PATHS,
+            "PYTHONPATH": paths,
             "POD_NAME": name,
         }
         self._offset = 0

@@ -149,11 +149,12 @@ class Training:
         return self.launchers[0]
 
     def attempt(
-        self, number: int, *options: str, hub_ports: Mapping[int, int] | None = None, **env: str
-    ) -> list[subprocess.Popen[str]]:
+        self, number: int, *options: str, hub_ports: Mapping[int, int] | None = None,
+        apart: Mapping[int, Mapping[str, str]] | None = None, **env: str,
+    ) -> list[subprocess.Popen[str]]:  # fmt: skip
         """Three launchers with a rank each, as the operator's pods have them.
 
-        ``hub_ports``: another way to the hub, by replica.
+        By replica: ``hub_ports``: another way to the hub, ``apart``: another environment.
         """
         port, hub = self.port, self.hub_port
         gang = {
@@ -168,6 +169,7 @@ class Training:
                 "DDPJOB_REPLICA": str(replica), "PET_NODE_RANK": str(replica),
                 "RANK": str(replica), "GROUP_RANK": str(replica),
                 "DDPJOB_HUB_PORT": str((hub_ports or {}).get(replica, hub)),
+                **(apart or {}).get(replica, {}),
             }  # fmt: skip
             words = ("--termination-log", str(self.directory / f"report-{replica}"), *options)
             self.launchers.append(
@@ -267,10 +269,10 @@ def two_launchers(
             launcher.communicate()
 
 
-def patched(directory: Path, constants: Mapping[str, object]) -> dict[str, str]:
+def patched(directory: Path, constants: Mapping[str, object], paths: str = PATHS) -> dict[str, str]:
     """Environment in which a launcher has other values for constants of ddpjob_trainer."""
     patch(directory, constants)
-    return {"PYTHONPATH": f"{directory}{os.pathsep}{PATHS}"}
+    return {"PYTHONPATH": f"{directory}{os.pathsep}{paths}"}
 
 
 def patch(directory: Path, constants: Mapping[str, object]) -> None:

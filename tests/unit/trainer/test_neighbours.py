@@ -75,7 +75,7 @@ for line in sys.stdin.buffer:
 LATER = b'{"type":"Regrow","size":2}\n'
 
 
-@pytest.mark.fault("T19")
+@pytest.mark.fault("T20")
 def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: Path) -> None:
     """It closes the link at a field or a message that it does not know: see docs/internals."""
     assert {type(one) for one in SAID} == set(messages._TYPES.values())
@@ -88,7 +88,7 @@ def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: P
     assert [decode(line) for line in older.stdout.splitlines()] == SAID
 
 
-@pytest.mark.fault("T19")
+@pytest.mark.fault("T20")
 @pytest.mark.parametrize("message", SAID)
 def test_fields_of_a_later_version_are_left_out(message: Message) -> None:
     body = json.loads(encode(message))
@@ -133,7 +133,7 @@ def port() -> Iterator[Port]:
     found.selector.close()
 
 
-@pytest.mark.fault("T19")
+@pytest.mark.fault("T20")
 def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port: Port) -> None:
     with port.connect() as launcher:
         launcher.sendall(encode(OTHER) + LATER * 100 + encode(Failed(0, (EXIT,), 0)))
@@ -145,7 +145,7 @@ def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port: P
     assert "the same image?" in said
 
 
-@pytest.mark.fault("T19")
+@pytest.mark.fault("T20")
 def test_a_launcher_passes_over_a_message_of_a_later_hub_and_says_so_once() -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listening, selectors.DefaultSelector() as ready:
