@@ -1,6 +1,6 @@
 # Two images: `--target operator` and `--target trainer`. BASE_IMAGE is any Debian-like base with
-# python3 >= 3.11, its venv module and CA certificates. The default is a tag, which moves: for a build
-# that can be repeated give it with its digest (docs/internals/releasing.md says how to ask for one).
+# python3 >= 3.11, its venv module and CA certificates. A tag alone moves: `make base-image` writes its
+# digest behind it, here and nowhere else (docs/internals/releasing.md).
 #
 # Two optional build secrets say how to reach the package index: `index`, a shell file that sets
 # variables such as PIP_INDEX_URL and UV_DEFAULT_INDEX, and `ca`, a PEM bundle that those may name

@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 from devcluster import ociarchive
+from devcluster.imagestore import BuiltImage, Layer
 from support.cluster import ROOT
 
 #: What a release is made of.
@@ -54,3 +55,13 @@ def build_wheel(where, *_):
         for name, text in files.items():
             ociarchive.add(tar, f"evil-1/{name}", text.encode(), 0o644)
     return f"evil==1 --hash=sha256:{hashlib.sha256(archive.read_bytes()).hexdigest()}\n"
+
+
+def image_of(folder: Path, *layers: dict[str, str], config: str = "{}") -> BuiltImage:
+    """Return an image whose layers hold these files, the lowest first, below ``folder``."""
+    for number, files in enumerate(layers):
+        for name, text in files.items():
+            (folder / f"{number}/{name}").parent.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number}/{name}").write_text(text)
+    places = [Layer(f"sha256:{number}", folder / str(number)) for number in range(len(layers))]
+    return BuiltImage("{}", config, tuple(places))
