@@ -358,7 +358,7 @@ def damage(directory: Path, step: int, rank: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_what_was_never_read_back_takes_no_place_of_what_was(  # type: ignore[no-untyped-def]
@@ -387,7 +387,7 @@ def test_what_was_never_read_back_takes_no_place_of_what_was(  # type: ignore[no
         assert steps == [1, 7, 8, 9], "no disk is filled with what counts for nothing"
 
 
-@pytest.mark.fault("S13")
+@pytest.mark.fault("S4")
 @pytest.mark.parametrize("odd", range(RANKS))
 def test_a_rank_that_alone_reads_wrong_bits_ends(tmp_path, open_ranks, monkeypatch, odd):  # type: ignore[no-untyped-def]
     """Its node's memory, say: the snapshot is good, and counts."""

@@ -243,7 +243,7 @@ def test_pickle_in_disguise_is_not_run(tmp_path):  # type: ignore[no-untyped-def
 def test_without_an_older_one_nothing_begins_anew_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
     write(tmp_path, 1)
     with_header(tmp_path, HEADERS["overlapping"])
-    with pytest.raises(ConfigError, match=r"00000001 holds step-0.*header is wrong.*begin anew"):
+    with pytest.raises(ConfigError, match=r"00000001 holds 1\..*header is wrong.*begin anew"):
         open_snapshots(tmp_path, 2)
     assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None
 

@@ -271,8 +271,8 @@ class Snapshots:
     def _failed(self, step: int, text: str) -> None:
         """Count it and say it, on rank 0."""
         self._progress.count("snapshot_failures")
-        newest = f"that of step {self.newest}" if self.newest >= 0 else "none"
-        left = "" if text.endswith(GONE) else f", the newest snapshot is {newest}"
+        newest = f"that of step {self.newest}" if self.newest >= 0 else "none yet"
+        left = "" if text.endswith(GONE) else f", the newest that was read back is {newest}"
         say(0, f"snapshot after step {step} failed: {text}; training goes on{left}")
 
     def close(self) -> None:

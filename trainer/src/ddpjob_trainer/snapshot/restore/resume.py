@@ -237,7 +237,7 @@ class _Opening:
         if self._unreadable is not None:
             raise _refusal(self._unreadable)
         if (step := self._settings.known_step) > 0:
-            self._known.append(f"the job's status says that there was one of step {step}")
+            self._known.insert(0, f"the job's status says that there was one of step {step}")
         if self._settings.resume:
             numbers = [n for n in self._folders.numbers() if n not in starts]
             for number in numbers:  # its record is gone, or damaged
@@ -275,12 +275,14 @@ class _Opening:
     def _choose(self, starts: dict[int, Start], head: Start) -> tuple[int, Source | None]:
         """Return the newest snapshot of a chain that can be read, and whose it is."""
         for number, limit in lineage.chain(starts, head):
+            ours, found = lineage.directory(self._root, self._ours), 0
             for path, listed in self._candidates(number, limit):
-                self._known.append(f"{path.parent.name} holds {path.name}")
-                ours = lineage.directory(self._root, self._ours)
+                found += 1
                 source = self._take(path, ours, listed=listed)
                 if source is not None:
                     return number, source
+            if found:
+                self._known.append(f"{number:08d} holds {found}")
             begun = starts[number].parent_step
             if begun >= 0:
                 self._known.append(f"{number:08d} went on from one of step {begun}")
