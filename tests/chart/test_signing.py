@@ -13,6 +13,7 @@ import re
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,7 +86,12 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
     programs = binaries.ensure(["cosign", "crane"], print)
     log = folder / "registry.log"
     serve = [programs["crane"], "registry", "serve", "--address", "127.0.0.1:0"]
-    with log.open("w") as stderr, subprocess.Popen(serve, stderr=stderr) as registry:
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(serve, stderr=stderr) as registry,
+        ExitStack() as last,
+    ):
+        last.callback(registry.kill)
         found = wait_for(lambda: re.search(r"serving on port (\d+)", log.read_text()), "registry")
         places = [*(str(path.parent) for path in programs.values()), os.environ["PATH"]]
         (folder / "keys").mkdir()
@@ -104,7 +110,6 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
             done = signer.run(script)
             assert done.returncode == 0, done.stderr
         yield replace(signer, verified=done.stdout)
-        registry.kill()
 
 
 def test_what_is_signed_is_verified_and_a_change_of_it_refused(
