@@ -13,6 +13,7 @@ import re
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.tier("all")
 PAGE = (ROOT / "docs/internals/releasing.md").read_text()
 KEY, SIGN, VERIFY = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 #: Each command of VERIFY that may refuse, without the file that it writes.
-CHECKS = re.findall(r"^ *((?:cosign verify|sha256sum)[^>\n]*)", VERIFY, re.MULTILINE)
+CHECKS = re.findall(r"^ *((?:cosign verify|sha256sum|grep)[^>\n]*)", VERIFY, re.MULTILINE)
+#: What another release would attach to its image.
+PREDICATES = ("operator.cdx.json --type cyclonedx", "provenance.json --type slsaprovenance1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,12 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
     programs = binaries.ensure(["cosign", "crane"], print)
     log = folder / "registry.log"
     serve = [programs["crane"], "registry", "serve", "--address", "127.0.0.1:0"]
-    with log.open("w") as stderr, subprocess.Popen(serve, stderr=stderr) as registry:
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(serve, stderr=stderr) as registry,
+        ExitStack() as last,
+    ):
+        last.callback(registry.kill)
         found = wait_for(lambda: re.search(r"serving on port (\d+)", log.read_text()), "registry")
         places = [*(str(path.parent) for path in programs.values()), os.environ["PATH"]]
         (folder / "keys").mkdir()
@@ -102,17 +110,15 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
             done = signer.run(script)
             assert done.returncode == 0, done.stderr
         yield replace(signer, verified=done.stdout)
-        registry.kill()
 
 
 def test_what_is_signed_is_verified_and_a_change_of_it_refused(
     signer: Signer, tmp_path: Path
 ) -> None:
-    assert len(CHECKS) == 6
+    assert len(CHECKS) == 7
     assert signer.refusing() == set()
-    sums, attested, *_ = CHECKS[0], CHECKS[2]
-    of_images = {each for each in CHECKS if "$name" in each}
-    assert len(of_images) == 3
+    sums, _, attested, of_release, *rest = CHECKS
+    of_images = set(rest)
 
     for name, refused in (("kubectl-ddp", {CHECKS[1], attested}), ("SHA256SUMS", {*CHECKS[:2]})):
         path = signer.made / name
@@ -134,9 +140,14 @@ def test_what_is_signed_is_verified_and_a_change_of_it_refused(
     assert signer.refusing(KEYS=str(tmp_path)) == {sums, attested, *of_images}, "another key"
     with tarfile.open(fileobj=io.BytesIO(tiny("another"))) as tar:
         tar.extractall(tmp_path / "layout", filter="data")
-    push = f'crane push {tmp_path / "layout"} "$REGISTRY/operator:$VERSION"'
+    push = f'name=$(crane push {tmp_path / "layout"} "$REGISTRY/operator:$VERSION")\n'
     assert signer.run(push).returncode == 0
-    assert signer.refusing() == of_images, "another image under the tag"
+    assert signer.refusing() == {of_release, *of_images}, "another image under the tag"
+    [sign] = re.findall(r"^sign=.*$", SIGN, re.MULTILINE)
+    for words in ("sign", *(f"attest --predicate {signer.made}/{each}" for each in PREDICATES)):
+        done = signer.run(f'{push}{sign}\ncosign {words} $sign "$name"')
+        assert done.returncode == 0, done.stderr
+    assert signer.refusing() == {of_release}, "an image of ours, of another release"
 
 
 def test_an_image_carries_its_bill_and_its_provenance(signer: Signer) -> None:
