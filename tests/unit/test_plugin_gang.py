@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,26 @@ def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together(
     plain.obj["spec"]["template"] = {"spec": {}}
     assert gang.find_first(Recorded(), [plain]) == {}
     assert calls == [("pods", "-A", "-l", f"{crd.LABEL_REPLICA}=0")]
+
+
+def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(
+    tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    found = plugin.job()
+    found["spec"]["snapshot"] = {"path": "/s"}
+    (tmp_path / "job.json").write_text(json.dumps(found))
+    (tmp_path / "pods.json").write_text(json.dumps({"items": [plugin.pod(0, 1)]}))
+    fake = """
+    case "$1 $2" in
+    "get ddpjobs.ddpjob.dev") cat $HERE/job.json ;;
+    "get pods") cat $HERE/pods.json ;;
+    "exec -n") printf 'STEP\\n\\033]52;c;aGk=\\007 10\\n' ;;
+    esac
+    """
+    for name, value in plugin.fake_kubectl(tmp_path, fake).items():
+        monkeypatch.setenv(name, value)
+    assert cli.run(["snapshots", "j"]) == 0
+    assert capfd.readouterr().out == "STEP\n?]52;c;aGk=? 10\n"
 
 
 def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb() -> None:

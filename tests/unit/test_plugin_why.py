@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -347,44 +348,156 @@ def test_odd_requests_are_refused_with_the_cure(
     assert words in capsys.readouterr().err
 
 
-def test_the_reader_has_the_jobs_user_and_volume_and_nothing_else() -> None:
-    found = job(volume={"hostPath": {"path": "/x"}})
+ORDINARY = reader.Consent()
+TRUSTED = reader.Consent(trusted=True, node="n2")
+
+
+def greedy(volume: Any) -> Job:
+    """A job whose template asks for all that there is."""
+    found = job(volume=volume)
     pod = found.obj["spec"]["template"]["spec"]
-    pod |= {"nodeSelector": {"pool": "a"}, "tolerations": [{"key": "gpu"}], "hostNetwork": True,
-            "serviceAccountName": "s", "securityContext": {"runAsUser": 1000}}  # fmt: skip
+    pod |= {
+        "nodeSelector": {"pool": "a"}, "tolerations": [{"operator": "Exists"}],
+        "affinity": {"x": 1},
+        "hostNetwork": True, "hostPID": True, "hostIPC": True, "hostUsers": True,
+        "serviceAccountName": "s", "automountServiceAccountToken": True, "nodeName": "control",
+        "priorityClassName": "system-node-critical", "imagePullSecrets": [{"name": "pull"}],
+        "runtimeClassName": "sandbox", "volumes": [{"name": "v", "hostPath": {"path": "/"}}],
+        "initContainers": [{"name": "init"}], "schedulerName": "own", "hostAliases": [{"ip": "1"}],
+        "securityContext": {
+            "runAsUser": 1000, "fsGroup": 7, "sysctls": [{"name": "kernel.x"}],
+            "supplementalGroups": [5], "seccompProfile": {"type": "Unconfined"},
+            "appArmorProfile": {"type": "Unconfined"}, "seLinuxOptions": {"type": "spc_t"},
+            "runAsNonRoot": False, "runAsGroup": None,
+        },
+    }  # fmt: skip
     pod["containers"] = [{"name": "side"}, {
         "name": "trainer", "image": "i", "resources": {"limits": {"nvidia.com/gpu": 8}},
-        "securityContext": {"privileged": True, "runAsGroup": 7}, "env": [{"name": "SECRET"}],
+        "securityContext": {"privileged": True, "runAsGroup": 7, "procMount": "Unmasked",
+                            "capabilities": {"add": ["ALL"]}, "allowPrivilegeEscalation": True,
+                            "seLinuxOptions": {"level": "s0"}, "readOnlyRootFilesystem": False},
+        "env": [{"name": "SECRET"}], "envFrom": [{"secretRef": {"name": "all"}}],
+        "volumeMounts": [{"name": "v", "mountPath": "/host"}], "lifecycle": {"x": 1},
+        "volumeDevices": [{"name": "v", "devicePath": "/dev/x"}], "ports": [{"hostPort": 1}],
     }]  # fmt: skip
-    made = reader.manifest(found, "r", ["c"], "n2")["spec"]
-    (container,) = made["containers"]
-    assert container["image"] == "i"
-    assert container["securityContext"] == {
-        "runAsGroup": 7, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
+    return found
+
+
+HARDENED: dict[str, Any] = {
+    "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True, "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+
+
+def test_the_reader_is_given_what_is_named_here_and_nothing_else() -> None:
+    made = reader.manifest(greedy(CLAIM), "r", ["c"], ORDINARY)
+    resources = made["spec"]["containers"][0].pop("resources")
+    assert set(resources["limits"]) == {"cpu", "memory"}
+    assert made == {
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": "r", "namespace": "n", "labels": made["metadata"]["labels"]},
+        "spec": {
+            "imagePullSecrets": [{"name": "pull"}], "runtimeClassName": "sandbox",
+            "securityContext": {"runAsUser": 1000, "fsGroup": 7, "supplementalGroups": [5]},
+            "restartPolicy": "Never", "activeDeadlineSeconds": 300,
+            "automountServiceAccountToken": False,
+            "containers": [{
+                "name": "reader", "image": "i", "command": ["c"],
+                "securityContext": {"runAsGroup": 7, **HARDENED, "runAsNonRoot": True},
+                "volumeMounts": [{"name": "snapshots", "mountPath": "/s", "readOnly": True}],
+            }],
+            "volumes": [{"name": "snapshots", **CLAIM}],
+        },
     }  # fmt: skip
-    assert container["volumeMounts"][0]["readOnly"]
+
+
+def test_a_trusted_jobs_reader_has_its_places_and_volume_and_no_rights() -> None:
+    made = reader.manifest(greedy({"hostPath": {"path": "/x"}}), "r", ["c"], TRUSTED)["spec"]
+    (container,) = made["containers"]
+    assert container["securityContext"] == {
+        "runAsGroup": 7, "seLinuxOptions": {"level": "s0"}, **HARDENED
+    }  # fmt: skip
+    assert made["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+    assert made["tolerations"] == [{"operator": "Exists"}]
     assert made["nodeSelector"] == {"pool": "a", "kubernetes.io/hostname": "n2"}
-    assert made["securityContext"] == {"runAsUser": 1000}
+    assert container["volumeMounts"] == [{"name": "snapshots", "mountPath": "/s", "readOnly": True}]
     assert not made["automountServiceAccountToken"]
     text = json.dumps(made)
-    for no in ('gpu": 8', "SECRET", "serviceAccountName", "hostNetwork", 'privileged": true'):
-        assert no not in text
+    for no in ("nvidia", "SECRET", '"s"', "hostNetwork", "hostPID", "hostIPC", "privileged",
+               "Unmasked", "Unconfined", "sysctls", "nodeName", "priority", '"/host"'):  # fmt: skip
+        assert no not in text, no
+
+
+@pytest.mark.parametrize(("volume", "words"), [
+    (CLAIM, ""),
+    ({"emptyDir": {}}, ""),  # mounted nowhere
+    ({"hostPath": {"path": "/"}}, "its snapshot volume is of the kind hostPath"),
+    *(({kind: {}}, f"of the kind {kind}") for kind in
+      ("nfs", "csi", "iscsi", "cephfs", "secret", "configMap", "projected", "image", "downwardAPI",
+       "kind-of-tomorrow")),
+    ({**CLAIM, "hostPath": {}}, "of the kind hostPath"),
+    ({**CLAIM, "name": "x"}, "of the kind name"),
+])  # fmt: skip
+def test_of_all_volumes_only_a_claim_is_mounted_without_more_words(volume: Any, words: str) -> None:
+    found = reader.objection(job(volume=volume))
+    assert words in found
+    assert bool(words) == bool(found)
+
+
+@pytest.mark.parametrize(("pod", "container", "refused"), [
+    ({}, {}, False),
+    ({"runAsUser": 1000}, {}, False),
+    ({"runAsUser": 0}, {}, True),
+    ({"runAsUser": 1000}, {"runAsUser": 0}, True),
+    ({"runAsUser": 0}, {"runAsUser": 1000}, False),
+    ({}, {"runAsUser": "0"}, True),
+    ({}, {"runAsUser": False}, True),
+    ({}, {"runAsUser": -1}, True),
+    ({"runAsUser": None}, {"runAsUser": None}, False),
+])  # fmt: skip
+def test_root_is_refused_unless_the_job_is_trusted(
+    cluster: Any, capsys: Any, monkeypatch: Any, pod: Any, container: Any, refused: bool
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(reader, "_made", lambda *words: contextlib.nullcontext(made.append(words)))
+    found = job("Failed")
+    template = found.obj["spec"]["template"]["spec"]
+    template["securityContext"] = pod
+    template["containers"][0]["securityContext"] = container
+    cluster["get ddpjobs.ddpjob.dev"] = found.obj
+    cluster["get pods"] = {"items": []}
+    assert cli.run(["logs", "j", "--attempt", "1", "--yes"]) == 1
+    said = capsys.readouterr().err
+    assert ("it runs as uid" in said and "--trust-job makes it, where" in said) == refused
+    assert bool(made) != refused
+    assert cli.run(["logs", "j", "--attempt", "1", "--yes", "--trust-job"]) == 1
+    assert len(made) == 2 - refused
 
 
 def test_where_pods_took_their_disks_along_the_store_is_read() -> None:
-    url = {"name": "DDPJOB_TRAINER_SNAPSHOT_UPLOAD", "value": "s3://b/j"}
+    url = {"name": "DDPJOB_TRAINER_SNAPSHOT_UPLOAD", "value": "s3://user:password@b/j"}
     found = job(volume={"emptyDir": {}})
     pod = found.obj["spec"]["template"]["spec"]
     with pytest.raises(Failure, match="went with its pods"):
         reader.place(found)
     pod["serviceAccountName"] = "s"
     pod["containers"][0] |= {"env": [url], "envFrom": [{"secretRef": {"name": "keys"}}]}
-    assert reader.place(found) == "s3://b/j"
-    made = reader.manifest(found, "r", ["c"], "")["spec"]
-    assert made["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
-    assert made["serviceAccountName"] == "s"
-    assert "volumes" not in made
+    place = reader.place(found)
+    assert place == "$(DDPJOB_TRAINER_SNAPSHOT_UPLOAD)", "the kubelet puts it in"
+    made = reader.manifest(found, "r", ["c", place], ORDINARY)["spec"]
+    (container,) = made["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert container["env"] == [url, {"name": "TMPDIR", "value": "/tmp"}]
+    assert "password" not in json.dumps({**container, "env": []})
+    assert "serviceAccountName" not in made
+    assert reader.manifest(found, "r", [], TRUSTED)["spec"]["serviceAccountName"] == "s"
+    assert made["volumes"] == [{"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}]
     assert reader.place(job()) == "/s/j"
+    url.pop("value")
+    with pytest.raises(Failure, match="went with its pods"):
+        reader.place(found)
+    url["valueFrom"] = "a Secret"
+    assert reader.place(found) == place
 
 
 #: A cluster without pods of the job: it keeps what is created, and never runs it.
@@ -402,7 +515,18 @@ esac
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_reader_is_deleted_at_the_end_also_at_ctrl_c(tmp_path: Path, number: int) -> None:
     (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
-    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1", "--rank", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "kubectl_ddp",
+        "logs",
+        "j",
+        "--attempt",
+        "1",
+        "--rank",
+        "0",
+        "-y",
+    ]
     with subprocess.Popen(
         words, env=plugin.fake_kubectl(tmp_path, FAKE), stderr=subprocess.PIPE, text=True
     ) as process:
@@ -419,7 +543,7 @@ def test_who_may_not_create_pods_hears_how_to_do_it_by_hand(tmp_path: Path) -> N
     (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
     refusal = 'cannot create resource "pods" in API group "" in the namespace "n"'
     fake = FAKE.replace("cat > $HERE/created.new; mv", f"echo '{refusal}' >&2; exit 1; mv")
-    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1"]
+    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1", "--yes"]
     done = subprocess.run(
         words, env=plugin.fake_kubectl(tmp_path, fake), capture_output=True, text=True, check=False
     )
@@ -427,4 +551,81 @@ def test_who_may_not_create_pods_hears_how_to_do_it_by_hand(tmp_path: Path) -> N
     assert "you may not create pods in namespace n" in done.stderr
     assert (
         "by hand: `ddpjob-trainer evidence show /s/j` in a pod that mounts claim c" in done.stderr
+    )
+
+
+def asked(folder: Path, body: Any, answer: str | None, *more: str) -> tuple[int | None, str]:
+    """Run `logs --attempt` with a terminal on which somebody answers, None: without one."""
+    (folder / "job.json").write_text(json.dumps(body))
+    fake = FAKE.replace('"status": {}', '"status": {"phase": "Succeeded"}')
+    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1", *more]
+    env = plugin.fake_kubectl(folder, fake)
+    if answer is None:
+        done = subprocess.run(
+            words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr
+    ours, theirs = os.openpty()
+    with subprocess.Popen(words, env=env, stdin=theirs, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        said = ""
+        while "[y/N]" not in said:
+            said += os.read(ours, 4096).decode()
+        os.write(ours, f"{answer}\n".encode())
+        process.wait(PATIENCE)
+    os.close(ours)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(("answer", "made"), [
+    ("y", True), ("Yes", True), ("", False), ("n", False), ("yesterday", False)
+])  # fmt: skip
+def test_who_has_a_terminal_is_asked_before_a_pod_is_made(
+    tmp_path: Path, answer: str, made: bool
+) -> None:
+    code, said = asked(tmp_path, job("Failed").obj, answer)
+    assert "  image   i\r\n  user    the image's, not root\r\n  volume  claim c, read-only" in said
+    assert (code == 0, (tmp_path / "created").exists()) == (made, made)
+
+
+def test_who_has_none_needs_yes_and_sees_image_and_volume_too(tmp_path: Path) -> None:
+    found = job("Failed", {"persistentVolumeClaim": {"claimName": "c\x1b[2J\n  image   x"}})
+    found.trainer["image"] = "evil\u202e\x1b]0;t\x07\n  image   good"
+    code, said = asked(tmp_path, found.obj, None)
+    assert code == 1
+    assert not (tmp_path / "created").exists()
+    assert "nobody can be asked here: look at image and volume above, then add --yes" in said
+    assert "  image   evil??]0;t??  image   good\n" in said
+    assert "claim c?[2J?  image   x, read-only\n" in said
+    code, said = asked(tmp_path, found.obj, None, "--yes")
+    assert (code, (tmp_path / "created").exists()) == (0, True), said
+    assert "  image   evil??" in said
+
+
+def test_the_url_of_uploads_is_shown_without_its_password(tmp_path: Path) -> None:
+    found = job("Failed", {"emptyDir": {}})
+    url = {"name": "DDPJOB_TRAINER_SNAPSHOT_UPLOAD", "value": "s3://user:password@b/j"}
+    found.trainer["env"] = [url]
+    _, said = asked(tmp_path, found.obj, None)
+    assert "no volume, but s3://***@b/j and the job's environment" in said
+    assert "password" not in said
+
+
+@pytest.mark.parametrize("words", [
+    "container has runAsNonRoot and image will run as root (pod: x)",
+    "container has runAsNonRoot and image has non-numeric user (me), cannot verify user",
+])  # fmt: skip
+def test_an_image_that_runs_as_root_is_said_with_the_flag(
+    cluster: Any, capsys: Any, monkeypatch: Any, words: str
+) -> None:
+    monkeypatch.setattr(reader, "_made", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(reader, "_SECONDS", 0.0)
+    waiting = {"reason": "CreateContainerConfigError", "message": words}
+    status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}
+    cluster["get ddpjobs.ddpjob.dev"] = job("Failed").obj
+    cluster["get pods"] = {"items": []}
+    cluster["get pod"] = {"metadata": {}, "spec": {}, "status": status}
+    assert cli.run(["logs", "j", "--attempt", "1", "--yes"]) == 1
+    assert "Its image runs as root, or as a user without a number; --trust-job" in (
+        capsys.readouterr().err
     )

@@ -112,13 +112,24 @@ def _why(one: argparse.ArgumentParser) -> None:
         help="where no pod of the job runs, start one for some seconds that reads what launchers"
         " kept beside the snapshots",
     )
-    _node(one)
+    _reader(one)
 
 
-def _node(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
-        "--node", metavar="NAME", default="", help="for that pod: read the hostPath of this node"
+def _reader(one: argparse.ArgumentParser) -> None:
+    group = one.add_argument_group(
+        "where no pod of the job runs",
+        "One of the job's image is made with your rights, for some seconds. It mounts a claim,"
+        " read-only, and does not run as root.",
     )
+    group.add_argument("-y", "--yes", action="store_true", help="make it without asking")
+    group.add_argument(
+        "--trust-job",
+        action="store_true",
+        help="let it have what the job's template asks for: a volume of any kind, as a hostPath,"
+        " uid 0, SELinux options, tolerations, chosen nodes, its service account. Only for a job"
+        " whose owner you would give these",
+    )
+    group.add_argument("--node", metavar="NAME", default="", help="read the hostPath of this node")
 
 
 def _logs(one: argparse.ArgumentParser) -> None:
@@ -134,7 +145,7 @@ def _logs(one: argparse.ArgumentParser) -> None:
     one.add_argument("--attempt", type=int, metavar="N", help=f"of attempt N: {about}")
     one.add_argument("--round", type=int, metavar="N", help="of round N of an attempt")
     one.add_argument("--rank", type=int, metavar="N", help=f"of process N: {about}")
-    _node(one)
+    _reader(one)
 
 
 def _flags() -> argparse.ArgumentParser:

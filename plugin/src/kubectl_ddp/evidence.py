@@ -17,6 +17,7 @@ from kubectl_ddp import reader
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.reader import Consent
 
 #: What an Incident has, by type.
 _KINDS: Final[Mapping[str, type]] = {
@@ -45,13 +46,12 @@ def read(
     members: Mapping[int, Member],
     *words: str,
     seat: int = -1,
-    starts: bool,
-    node: str = "",
+    allowed: Consent | None,
 ) -> str:
     """Run `ddpjob-trainer evidence WORDS DIR`; return its output. Raises Failure.
 
-    ``seat``: ask its pod first, for volumes that pods do not share. ``starts``: start a pod where
-    none of the job runs. ``node``: for that pod.
+    ``seat``: ask its pod first, for volumes that pods do not share. ``allowed``: start a pod where
+    none of the job runs, None: do not.
     """
     if not job.spec.get("snapshot"):
         raise Failure(
@@ -61,17 +61,17 @@ def read(
     ends = "Terminating"  # on a lost node it may stay so for minutes, and nobody answers there
     alive = [one for _, one in sorted(members.items()) if one.running and one.state != ends]
     alive.sort(key=lambda member: member.replica != seat)
-    if alive and not node:
+    if alive and not (allowed and allowed.node):
         directory = alive[0].environment(contract.SNAPSHOT_DIR)
         where = ("-n", job.namespace, alive[0].name, "-c", alive[0].container)
         try:
             return kubectl.read("exec", *where, "--", *command, directory)
         except Failure as failure:
             raise _worded(failure) from None
-    if not starts:
+    if allowed is None:
         raise Failure(f"no pod of {job.name} runs")
     try:
-        return reader.read(kubectl, job, [*command, reader.place(job)], node)
+        return reader.read(kubectl, job, [*command, reader.place(job)], allowed)
     except Failure as failure:
         raise _worded(failure) from None
 

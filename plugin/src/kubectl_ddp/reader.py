@@ -1,22 +1,29 @@
 """Read a job's snapshot volume when none of its pods runs: in a pod for that, for some seconds.
 
-evidence.py calls it. The pod has the job's image, user and volume (read-only), no GPU and no
-rights; it is deleted at the end, also after Ctrl-C. Where the volume went with the pods and the job
-uploads its snapshots, it has the job's environment and reads the store.
+evidence.py calls it. The pod has the job's image and user, and its volume or, where that went with
+the pods and the job uploads its snapshots, its environment. It is deleted at the end, also after
+Ctrl-C. It is made with the rights of who asks, which may be an administrator's, and what runs in it
+is the job's: so it gets no more than an ordinary pod needs, and the user is asked.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import os
+import re
 import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_contract import USER_ENV
+from ddpjob_contract.text import clean as one_line
+from ddpjob_contract.text import without_credentials
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Kubectl, Object, explained
@@ -28,10 +35,35 @@ _PAUSE = 0.5
 _SAY_AFTER = 5.0
 #: The kubelet ends it then, whatever became of this command.
 _DEADLINE = 300
-_OF_POD = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets", "runtimeClassName")
-_OF_CONTAINER = ("runAsUser", "runAsGroup", "runAsNonRoot", "seccompProfile", "seLinuxOptions")
+#: The one kind of volume that gives its pod nothing of a node, nor of another namespace.
+_CLAIM = "persistentVolumeClaim"
+#: What the pod takes over from the template, and what with --trust-job only.
+_OF_POD = ("imagePullSecrets", "runtimeClassName")
+_OF_POD_TRUSTED = ("nodeSelector", "tolerations", "affinity")
+_OF_USER = ("runAsUser", "runAsGroup")
+_OF_GROUPS = ("fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 #: Volumes that go with their pods.
 _SHORT_LIVED = ("emptyDir", "ephemeral")
+#: A kubelet's words on a pod that must not run as root.
+_ROOT = re.compile("^CreateContainerConfigError: .*(runAsNonRoot|non-root)")
+_MOST_SHOWN = 1000  # characters of an image or a volume
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """What the user allows. ``yes``: not to be asked. ``node``: where the pod is to run.
+
+    ``trusted``: all that the job's template asks for, as if its owner had the user's rights.
+    """
+
+    yes: bool = False
+    trusted: bool = False
+    node: str = ""
+
+
+def consent(options: argparse.Namespace) -> Consent:
+    """Return what the command line allows."""
+    return Consent(options.yes, options.trust_job, options.node)
 
 
 def refusal(job: Job) -> str:
@@ -46,47 +78,111 @@ def refusal(job: Job) -> str:
 def place(job: Job) -> str:
     """Return where the evidence is: below the volume's path, else where uploads go.
 
-    Raises Failure where it went with the pods.
+    The URL of uploads may hold a password: the kubelet puts it in. Raises Failure where the
+    evidence went with the pods.
     """
-    why, url = refusal(job), _literal(job, UPLOAD)
-    if why and not url:
+    why, upload = refusal(job), _upload(job)
+    if why and not (upload.get("value") or upload.get("valueFrom")):
         raise Failure(f"no pod of {job.name} runs, and {why}")
-    return url if why else f"{job.spec['snapshot']['path']}/{job.name}"
+    return f"$({UPLOAD})" if why else f"{job.spec['snapshot']['path']}/{job.name}"
 
 
-def _literal(job: Job, name: str) -> str:
+def _upload(job: Job) -> Object:
     env = job.trainer.get("env") or []
-    return next((str(one.get("value", "")) for one in env if one.get("name") == name), "")
+    return next((one for one in env if one.get("name") == UPLOAD), {})
 
 
-def read(kubectl: Kubectl, job: Job, command: Sequence[str], node: str = "") -> str:
+def _contexts(job: Job) -> tuple[Object, Object]:
+    """Return the security contexts of the pod and of the container, which goes before."""
+    pod = job.spec["template"].get("spec") or {}
+    return pod.get("securityContext") or {}, job.trainer.get("securityContext") or {}
+
+
+def objection(job: Job) -> str:
+    """Return what the pod would be given that not everybody may have, "" for nothing."""
+    found = []
+    kinds = () if refusal(job) else job.spec["snapshot"]["volume"].keys() - {_CLAIM}
+    if kinds:
+        found.append(f"its snapshot volume is of the kind {', '.join(sorted(kinds))}")
+    users = [one["runAsUser"] for one in _contexts(job) if one.get("runAsUser") is not None]
+    if users and not (type(users[-1]) is int and users[-1] > 0):
+        found.append(f"it runs as uid {users[-1]}")
+    return clean(" and ".join(found))
+
+
+def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -> str:
     """Run a command in a pod with the volume; return its output. Raises Failure."""
+    if not allowed.trusted and (what := objection(job)):
+        raise Failure(
+            f"no pod of {job.name} runs, and none is made to read what its launchers kept: {what},"
+            " and a pod with your rights would give that to the job's image. --trust-job makes it,"
+            f" where you would let the job's owner have it; else {by_hand(job)}"
+        )
     name = f"{job.name[:40]}-evidence-{secrets.token_hex(3)}"
-    where = f" on {node}" if node else ""
-    print(
-        f"no pod of {job.name} runs: reading its snapshot volume in pod {name}{where}, which is"
-        " deleted then",
-        file=sys.stderr,
-    )
-    with _made(kubectl, job, manifest(job, name, command, node)):
-        phase, body = _ended(kubectl, job, name)
+    body = manifest(job, name, command, allowed)
+    _ask(job, body, allowed)
+    with _made(kubectl, job, body):
+        phase, body = _ended(kubectl, job, name, allowed)
         said = kubectl.read("logs", "-n", job.namespace, name)
-    if "hostPath" in (job.spec["snapshot"].get("volume") or {}) and not node:
+    if "hostPath" in (job.spec["snapshot"].get("volume") or {}) and not allowed.node:
         what = f"this is what {body['spec'].get('nodeName', 'a node')} has"
         print(f"the volume is a hostPath: {what}; --node reads another node's", file=sys.stderr)
     if phase != "Succeeded":
         lines = said.strip().splitlines() or [f"it ended as {phase} without a word"]
-        raise Failure(f"pod {name}: {lines[-1].removeprefix('ddpjob-trainer: ')}")
+        why = without_credentials(lines[-1], str(_upload(job).get("value", "")))
+        raise Failure(f"pod {name}: {why.removeprefix('ddpjob-trainer: ')}")
     return said
 
 
-def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
-    """Build the pod."""
+def _ask(job: Job, body: Object, allowed: Consent) -> None:
+    """Show what is about to be made, and ask unless that is not wanted. Raises Failure."""
+    spec = body["spec"]
+    volume = job.spec["snapshot"].get("volume") or {}
+    claim = volume.keys() == {_CLAIM} and (volume[_CLAIM] or {}).get("claimName")
+    url = str(_upload(job).get("value") or "the URL of its uploads")
+    if refusal(job):
+        what = f"no volume, but {without_credentials(url, url)} and the job's environment"
+    else:
+        what = f"{f'claim {claim}' if claim else json.dumps(volume)}, read-only"
+    user = spec["securityContext"] | spec["containers"][0]["securityContext"]
+    of_image = "the image's, root too" if allowed.trusted else "the image's, not root"
+    who = user.get("runAsUser", of_image)
+    where = f" on {allowed.node}" if allowed.node else ""
+    pod = body["metadata"]["name"]
+    about = f"no pod of {job.name} runs: reading what it kept in pod {pod}{where}, which is deleted"
+    lines = (
+        f"{about} then. It is made with your rights, and what runs in it is the job's:",
+        f"  image   {spec['containers'][0]['image']}",
+        f"  user    {who}",
+        f"  volume  {what}",
+    )
+    for line in map(one_line, lines):
+        print(line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}...", file=sys.stderr)
+    if allowed.yes:
+        return
+    if not (os.isatty(0) and os.isatty(2)):
+        raise Failure(
+            "the pod was not made, since nobody can be asked here: look at image and volume above,"
+            " then add --yes"
+        )
+    print("Make it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Failure("the pod was not made")
+
+
+def manifest(job: Job, name: str, command: Sequence[str], allowed: Consent) -> Object:
+    """Build the pod: of what the template asks for only what is named here."""
     snapshot, pod = job.spec["snapshot"], job.spec["template"].get("spec") or {}
-    trains = job.trainer
-    own = trains.get("securityContext") or {}
-    security = {key: own[key] for key in _OF_CONTAINER if key in own}
-    security |= {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    trains, (of_pod, own) = job.trainer, _contexts(job)
+    more = ("seLinuxOptions",) if allowed.trusted else ()
+    security = _taken(own, *_OF_USER, *more) | {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if not allowed.trusted:
+        security["runAsNonRoot"] = True
     container = {
         "name": "reader",
         "image": trains.get("image"),
@@ -96,30 +192,35 @@ def manifest(job: Job, name: str, command: Sequence[str], node: str) -> Object:
             "requests": {"cpu": "50m", "memory": "64Mi"},
             "limits": {"cpu": "500m", "memory": "512Mi"},
         },
-    }
-    if "imagePullPolicy" in trains:
-        container["imagePullPolicy"] = trains["imagePullPolicy"]
-    spec: dict[str, Any] = {key: pod[key] for key in _OF_POD if key in pod}
-    if "securityContext" in pod:
-        spec["securityContext"] = pod["securityContext"]
+    } | _taken(trains, "imagePullPolicy")
+    spec: dict[str, Any] = _taken(pod, *_OF_POD, *(_OF_POD_TRUSTED if allowed.trusted else ()))
     spec |= {
+        "securityContext": _taken(of_pod, *_OF_USER, *_OF_GROUPS, *more),
         "restartPolicy": "Never",
         "activeDeadlineSeconds": _DEADLINE,
         "automountServiceAccountToken": False,
         "containers": [container],
     }
-    if refusal(job):  # the store needs the job's credentials
-        container |= {key: trains[key] for key in ("env", "envFrom") if key in trains}
-        spec |= {key: pod[key] for key in ("serviceAccountName",) if key in pod}
+    if refusal(job):  # the store needs the job's credentials, and its files a place
+        scratch = {"name": "TMPDIR", "value": "/tmp"}
+        container |= _taken(trains, "envFrom") | {"env": [*(trains.get("env") or []), scratch]}
+        container["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
+        spec["volumes"] = [{"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}]
+        spec |= _taken(pod, "serviceAccountName") if allowed.trusted else {}
     else:
         mount = {"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}
         container["volumeMounts"] = [mount]
         spec["volumes"] = [{"name": "snapshots", **snapshot["volume"]}]
-    if node:
-        spec["nodeSelector"] = {**pod.get("nodeSelector", {}), "kubernetes.io/hostname": node}
+    if allowed.node:
+        selector = spec.get("nodeSelector") or {}
+        spec["nodeSelector"] = {**selector, "kubernetes.io/hostname": allowed.node}
     labels = {"app.kubernetes.io/name": "ddpjob-evidence", "app.kubernetes.io/part-of": "ddpjob"}
     meta = {"name": name, "namespace": job.namespace, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def _taken(found: Object, *names: str) -> Object:
+    return {name: found[name] for name in names if found.get(name) is not None}
 
 
 @contextlib.contextmanager
@@ -157,7 +258,7 @@ def by_hand(job: Job) -> str:
     )
 
 
-def _ended(kubectl: Kubectl, job: Job, name: str) -> tuple[str, Object]:
+def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str, Object]:
     """Wait until the pod has ended; return its phase and object. Raises Failure."""
     begun, said = time.monotonic(), ""
     while True:
@@ -166,8 +267,15 @@ def _ended(kubectl: Kubectl, job: Job, name: str) -> tuple[str, Object]:
         if phase in ("Succeeded", "Failed"):
             return phase, body
         waited, why = time.monotonic() - begun, _why(body)
+        if _ROOT.search(why):
+            raise Failure(
+                f"pod {name} does not start: {why}. Its image runs as root, or as a user without a"
+                " number; --trust-job lets it, where you would let the job's owner do so"
+            )
         if waited > _SECONDS:
-            raise Failure(f"pod {name} has not run within {_SECONDS:.0f} s: {why}; {by_hand(job)}")
+            more = "" if allowed.trusted else "with --trust-job it goes where the job's pods go; "
+            late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
+            raise Failure(f"{late}; {more}{by_hand(job)}")
         if waited > _SAY_AFTER and why != said:
             said = why
             print(f"waiting for pod {name}: {clean(why)}", file=sys.stderr)

@@ -91,7 +91,7 @@ def test_every_cause_is_readable_when_all_pods_are_gone(site: Site, machines: No
 
     plugin = Plugin(site.cluster.kubeconfig, site.namespace)
     assert f"kubectl ddp why {NAME} --reader starts one" in plugin.says("why", NAME)
-    done = plugin.run("why", NAME, "--all", "--reader")
+    done = plugin.run("why", NAME, "--all", "--reader", "--yes")
     assert done.returncode == 0, done.stderr
     head, *pages = re.split(r"^\d\. ", done.stdout, flags=re.MULTILINE)
     assert "Failed, attempt 6" in head
@@ -110,7 +110,7 @@ def test_every_cause_is_readable_when_all_pods_are_gone(site: Site, machines: No
         for word in words:
             assert word in by_attempt[attempt], (attempt, word, done.stdout)
     assert "rank 0,2 was stopped for it" in by_attempt[1], done.stdout
-    logs = plugin.run("logs", NAME, "--attempt", "2", "--rank", "1", "--tail", "1")
+    logs = plugin.run("logs", NAME, "--attempt", "2", "--rank", "1", "--tail", "1", "--yes")
     assert (logs.returncode, logs.stdout) == (0, "last words of life 2\n"), logs.stderr
     readers = ("get", "pods", "-l", "app.kubernetes.io/name=ddpjob-evidence", "-o", "name")
     wait_for(lambda: not site.kubectl(*readers).stdout.strip(), "the readers to be deleted")

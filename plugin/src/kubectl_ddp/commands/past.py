@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from kubectl_ddp import evidence
+from kubectl_ddp import evidence, reader
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Kubectl
@@ -34,7 +34,8 @@ def run(
         if getattr(options, name) is not None:
             words += [f"--{name}", str(getattr(options, name))]
     seat = -1 if options.rank is None else _seat(job, options.rank // _nproc(members))
-    text = evidence.read(kubectl, job, members, *words, seat=seat, starts=True, node=options.node)
+    allowed = reader.consent(options)
+    text = evidence.read(kubectl, job, members, *words, seat=seat, allowed=allowed)
     lines = text.splitlines()
     tail = len(lines) if options.tail is None else max(0, options.tail)
     for line in lines[len(lines) - tail :]:

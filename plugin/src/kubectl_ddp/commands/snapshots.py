@@ -9,6 +9,7 @@ from kubectl_ddp import gang
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.text import clean
 
 _DIRECTORY = "DDPJOB_SNAPSHOT_DIR"
 
@@ -25,7 +26,8 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     member = alive[0]
     command = ["ddpjob-trainer", "snapshot", "ls", member.environment(_DIRECTORY)]
     where = ("-n", job.namespace, member.name, "-c", member.container)
-    kubectl.show("exec", *where, "--", *command)
+    for line in kubectl.read("exec", *where, "--", *command).splitlines():
+        print(clean(line))  # the job's image may print what it likes
     return 0
 
 

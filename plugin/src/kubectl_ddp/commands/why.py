@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from signal import SIGKILL
 
 from ddpjob_contract.evidence import Incident
-from kubectl_ddp import cures, evidence, gang
+from kubectl_ddp import cures, evidence, gang, reader
 from kubectl_ddp.commands import charges, events
 from kubectl_ddp.commands.events import Happening
 from kubectl_ddp.failure import Failure
@@ -78,10 +78,8 @@ def _incidents(
     """Read the evidence; note why there is none."""
     try:
         members = gang.find_members(kubectl, job)
-        starts = options.reader or bool(options.node)
-        said = evidence.read(
-            kubectl, job, members, "ls", "--json", starts=starts, node=options.node
-        )
+        allowed = reader.consent(options) if options.reader or options.node else None
+        said = evidence.read(kubectl, job, members, "ls", "--json", allowed=allowed)
         return [one for one in evidence.parsed(said) if one["uid"] == job.uid]
     except Failure as failure:
         note = f"without what launchers kept beside the snapshots: {failure}"
