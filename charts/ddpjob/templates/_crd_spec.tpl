@@ -462,8 +462,8 @@ properties:
         default: 50
       keep:
         description: >-
-          Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP). At least two valid ones always
-          stay.
+          Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP), at least two. Only those count that
+          another rank has read back. The newest one of each earlier job stays, too.
         type: integer
         format: int32
         minimum: 1
@@ -472,7 +472,8 @@ properties:
       resume:
         description: >-
           Auto continues from the newest valid snapshot under the path. Never makes a new
-          DDPJob start at step 0 even when there are snapshots of an earlier one.
+          DDPJob start at step 0 even when there are snapshots of an earlier one. The newest of
+          those stays on the volume until somebody removes it.
         type: string
         enum: [Auto, Never]
         default: Auto

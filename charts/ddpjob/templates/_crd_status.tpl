@@ -309,7 +309,9 @@ properties:
         description: Steps per second of the last minute.
         type: number
       snapshotStep:
-        description: Step of the newest committed snapshot.
+        description: >-
+          Step of the newest snapshot that another rank has read back; with an object store and a
+          volume that ends with the pod, that was uploaded.
         type: integer
         format: int64
       fileModifiedAt:

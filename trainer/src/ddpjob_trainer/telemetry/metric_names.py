@@ -56,7 +56,7 @@ WORKER: Final = (
         " snapshot (laid out and copied while training stands still), evaluation.",
         ("rank", "activity"),
     ),
-    Spec("snapshot_step", "gauge", "Step of the newest committed snapshot."),
+    Spec("snapshot_step", "gauge", "Step of the newest snapshot that another rank has read back."),
     Spec(
         "snapshot_timestamp_seconds",
         "gauge",
