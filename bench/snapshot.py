@@ -103,18 +103,21 @@ def summarise(result: dict[str, Any], steps: int, every: int) -> dict[str, Any]:
         "committed": len(result["durable"]),
         "skipped": result["skipped"],
         "durable": result["durable"],
+        "verified": result.get("verified", []),
         "state_bytes": result["state_bytes"],
     }
 
 
 def row(way: str, runs: list[dict[str, Any]], memory: dict[str, Any]) -> list[str]:
     durable = [seconds for run in runs for seconds in run["durable"]]
+    verified = [seconds for run in runs for seconds in run["verified"]]
     return [
         way,
         report.spread([100 * run["stall_share"] for run in runs], 2),
         report.spread([run["stall_per_snapshot"] for run in runs], 3),
         f"{sum(r['committed'] for r in runs)}/{sum(r['skipped'] for r in runs)}",
         report.spread(durable, 2),
+        report.spread(verified, 2) if verified else "-",
         f"{memory['extra_bytes'] / 1e9:.2f}" if memory else "-",
     ]
 
@@ -145,7 +148,15 @@ def main() -> None:
     memory = {way: {} if args.quick else one_run(way, args, memory=True) for way in ways}
     also_real = ways if args.real and not args.quick else []
     real = {way: one_run(way, args, real=True) for way in also_real}
-    header = ["way", "stall %", "s per snapshot", "committed/skipped", "s to durable", "extra GB"]
+    header = [
+        "way",
+        "stall %",
+        "s per snapshot",
+        "committed/skipped",
+        "s to durable",
+        "s to read back",
+        "extra GB",
+    ]
     state = next(iter(runs.values()))[0]["state_bytes"]
     about = f"a snapshot every {args.every} steps of {args.step_seconds} s (emulated GPU)"
     print(f"\n{args.ranks} ranks, {state / 1e9:.2f} GB of state, {about}")

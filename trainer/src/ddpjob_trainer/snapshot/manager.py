@@ -265,6 +265,7 @@ class Snapshots:
                 self._progress.save_took(outcome.seconds)
             else:
                 self._durable(outcome.step, -1)
+                self._progress.reading_back_took(outcome.seconds)
                 if self._uploads is not None:
                     self._uploads.committed(outcome.step)
 

@@ -69,6 +69,12 @@ WORKER: Final = (
         buckets=_SNAPSHOTS,
     ),
     Spec(
+        "snapshot_verified_seconds",
+        "histogram",
+        "Rank 0: from the end of the step until other ranks had read it back.",
+        buckets=_SNAPSHOTS,
+    ),
+    Spec(
         "resume_proven",
         "gauge",
         "1: the steps that the newest restart did again were equal bit for bit, 0: they were not."

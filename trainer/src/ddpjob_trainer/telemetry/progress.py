@@ -272,6 +272,10 @@ class Progress:
         """Record rank 0's seconds from a snapshot's begin to its durability."""
         self._metrics.observe("snapshot_seconds", seconds)
 
+    def reading_back_took(self, seconds: float) -> None:
+        """Record rank 0's seconds from a snapshot's begin until it was read back."""
+        self._metrics.observe("snapshot_verified_seconds", seconds)
+
     def uploaded(self, step: int | None) -> None:
         """Record rank 0's upload of a snapshot; None: it failed."""
         if step is None:
