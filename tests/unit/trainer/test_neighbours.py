@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import selectors
 import socket
@@ -75,9 +76,15 @@ for line in sys.stdin.buffer:
 LATER = b'{"type":"Regrow","size":2}\n'
 
 
+def test_the_version_before_is_the_one_that_its_page_says() -> None:
+    page = (frozen.WHEELS / "README.md").read_text()
+    for wheel in frozen.WHEELS.glob("*.whl"):
+        assert f"`{wheel.name}` | `{hashlib.sha256(wheel.read_bytes()).hexdigest()}`" in page
+
+
 @pytest.mark.fault("T20")
 def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: Path) -> None:
-    """It closes the link at a field or a message that it does not know: see docs/internals."""
+    """It closes the link at what it does not know: see docs/internals/api-plan.md."""
     assert {type(one) for one in SAID} == set(messages._TYPES.values())
     older = subprocess.run(
         [sys.executable, "-c", ECHO],
