@@ -227,9 +227,8 @@ def build_view(
     job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None
 ) -> View:
     """Parse the job and sort its pods; ignore those that its uid does not own."""
-    spec, status = spec_.read(job.spec, job.name), st.from_dict(job.status)
-    done = frozenset(replica for replica in status.succeeded if replica < spec.replicas)
-    status = replace(status, succeeded=done)
+    spec = spec_.read(job.spec, job.name)
+    status = st.from_dict(job.status, spec.replicas)
     members: dict[int, Pod] = {}
     others: list[Pod] = []
     for seen in pods:
