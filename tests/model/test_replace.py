@@ -66,6 +66,32 @@ def test_who_makes_again_what_is_missing_is_found_out(loop: asyncio.AbstractEven
     assert found.value.name == "i2_one_birth"
 
 
+def lost_beside_an_unseen_one(loop: asyncio.AbstractEventLoop, planner: Planner) -> World:
+    """The next operator's cache lacks the newest pod, which is well, as the hub's GPU fails."""
+    world = replacing(loop, 2, planner)
+    assert world.run(lambda: world.phase() == "Running")
+    history = world.cluster.history
+    is_new = (w.plural == "pods" and attempt(w.obj) == 2 for w in history)
+    world.restart(world.operator, 0, len(history) - [*is_new].index(True)).lose("pods")
+    world.lose(world.cluster.pods()[0], "74")
+    world.run(lambda: 3 in map(attempt, world.cluster.pods()), 60)
+    return world
+
+
+@pytest.mark.fault("O2")
+def test_a_member_that_only_the_cache_misses_is_kept(loop: asyncio.AbstractEventLoop) -> None:
+    world = lost_beside_an_unseen_one(loop, plan)
+    assert [attempt(pod) for pod in world.cluster.pods()] == [3, 1, 2]
+    world.heal()
+    world.must_end()
+
+
+def test_who_takes_a_cache_for_the_gang_is_found_out(loop: asyncio.AbstractEventLoop) -> None:
+    with pytest.raises(Violation) as found:
+        lost_beside_an_unseen_one(loop, wrong.raises_floors_by_its_cache)
+    assert found.value.name == "i4_replaces_the_lost"
+
+
 class Replacing(Machine):
     """The machine of test_machine.py from where two gangs train whose launchers hold."""
 

@@ -180,6 +180,13 @@ def makes_again_what_is_missing(*args: Any) -> Plan:
     ).answer()
 
 
+def raises_floors_by_its_cache(*args: Any) -> Plan:
+    """Replaces with a lost pod those that its cache does not show."""
+    asked = Question(*args)
+    lost = any(pod.trainer.exit_code for pod in asked.pods)
+    return (asked.sure() if lost and asked.job.status.get("phase") == "Running" else asked).answer()
+
+
 def _status(found: Plan) -> dict[str, Any] | None:
     writes = [one for one in found.actions if isinstance(one, WriteStatus)]
     return dict(writes[0].status) if writes else None

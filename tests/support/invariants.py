@@ -20,6 +20,7 @@ from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.ranges import parse_births, parse_ranges
+from ddpjob_operator.core.objects.spec import MAX_REPLICAS
 from support.objects import (
     TERMINAL,
     Object,
@@ -696,7 +697,7 @@ def _parked(found: Mapping[str, Any]) -> bool:
 
 
 def _done(found: Object) -> set[int]:
-    return set(parse_ranges(found.get("succeededReplicas")))
+    return set(parse_ranges(found.get("succeededReplicas"), MAX_REPLICAS))
 
 
 AT_REST = (i6_cleaned, i18_counts, i19_explained)

@@ -24,9 +24,11 @@ properties:
   pod:
     description: Name of the pod.
     type: string
+    maxLength: 4096
   node:
     description: Kubernetes node that the pod ran on.
     type: string
+    maxLength: 4096
   class:
     description: >-
       What kind of failure it was. Permanent, Diverged and Invalid end the job; Hardware (a GPU, or
@@ -39,6 +41,7 @@ properties:
   reason:
     description: Short cause in CamelCase, for example Error, OOMKilled, Evicted, PodDeleted.
     type: string
+    maxLength: 4096
   exitCode:
     description: Exit code of the trainer container; 128+n is death by signal n.
     type: integer
@@ -52,6 +55,7 @@ properties:
       What the trainer reported: the exception and the last lines of its log, shortened. It
       is text from the container and is not checked.
     type: string
+    maxLength: 4096
   detectedAt:
     description: When the operator saw it, UTC.
     type: string
@@ -74,6 +78,7 @@ properties:
       eviction, the last line of an init container. It is text from the container and is not
       checked.
     type: string
+    maxLength: 4096
 {{- end }}
 
 {{- define "ddpjob.crd.status" -}}
@@ -106,6 +111,7 @@ properties:
       The same in a few words: the exception of the failure, or the beginning and the end of the
       condition's message.
     type: string
+    maxLength: 4096
   conditions:
     description: >-
       Conditions: Ready (true while the phase is Running or Succeeded), Running, Complete, Failed,
@@ -155,11 +161,15 @@ properties:
       restart, resume, replacement) takes a new one; only failures count against budgets.
     type: integer
     format: int32
+    minimum: 0
+    maximum: 1000000000
   membersSince:
     description: >-
       Lowest attempt whose pods are members of the gang. Pods of older attempts are deleted.
     type: integer
     format: int32
+    minimum: 0
+    maximum: 1000000000
   podGroup:
     description: >-
       Name of the PodGroup by which all pods of the attempt are placed at once; absent without one.
@@ -192,10 +202,12 @@ properties:
   ready:
     description: Ready replicas of all, for example "2/3"; absent once the job has ended.
     type: string
+    maxLength: 32
   restarted:
     description: >-
       Restarts of the gang and, after a plus, those in place, for example "1+25"; "0" before any.
     type: string
+    maxLength: 32
   restarts:
     description: How often the gang came back.
     type: object
@@ -282,6 +294,7 @@ properties:
       Replicas of the current attempt that succeeded, as ranges, for example "0-2,5". Kept so
       that a finished pod that is removed later does not count as lost.
     type: string
+    maxLength: 32768
   progress:
     description: >-
       What the trainer of replica 0 said last. Absent for programs that do not use our
@@ -299,6 +312,7 @@ properties:
       stepOfTotal:
         description: Both in one, for example "458/100000"; the step alone where the total is unknown.
         type: string
+        maxLength: 64
       loss:
         description: Mean loss of that step over all processes. Absent when it is not a finite number.
         type: number
@@ -324,6 +338,7 @@ properties:
           Whose snapshot training began from, where it is another DDPJob's or was made by another
           script or other arguments. Absent otherwise.
         type: string
+        maxLength: 4096
       updatedAt:
         description: When the trainer reported it, UTC.
         type: string
@@ -412,10 +427,12 @@ properties:
           standing by), unknown.
         type: object
         additionalProperties: {type: number}
+        maxProperties: 32
       recovering:
         description: Those of recovering, by the class of the failure; Drill is a planned round.
         type: object
         additionalProperties: {type: number}
+        maxProperties: 32
       hub:
         description: The account of replica 0's launcher as far as it is in the sums.
         type: object
@@ -432,6 +449,7 @@ properties:
             description: Its seconds by state, and up, all of them.
             type: object
             additionalProperties: {type: number}
+            maxProperties: 32
   timings:
     description: Points in time (UTC, of the operator's clock) and durations.
     type: object

@@ -45,7 +45,7 @@ def test_a_status_that_makes_no_sense_counts_as_none(raw: object):
     ("text", "found"), [("0-2,5", {0, 1, 2, 5}), ("", set()), ("a", set()), (None, set())]
 )
 def test_ranges(text: object, found: set[int]):
-    assert ranges.parse_ranges(text) == found
+    assert ranges.parse_ranges(text, 6) == found
     if found:
         assert ranges.format_ranges(frozenset(found)) == text
 

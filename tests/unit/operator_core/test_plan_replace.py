@@ -405,6 +405,33 @@ def test_lost_pods_alone_are_read_but_for_a_final_decision_all():
     assert (intent(world), world.told("Replacing")) == ((1, 1, ""), [])
 
 
+@pytest.mark.parametrize("code", [1, 74, 75, 137])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_seat_that_only_the_cache_misses_is_read_before_a_loss_is_answered(
+    code: int, there: bool
+):
+    """Its floor would be raised, and its pod, which is well, deleted (rule E14)."""
+    world = holding()
+    unseen = world.pods.pop("job-2")
+    world.end(1, code, settle=False)
+    (read,) = until(world, act.ConfirmGone).plan().actions
+    assert (read, intent(world)) == (act.ConfirmGone(1, seats=frozenset({2})), (1, 1, ""))
+    world.pods |= {"job-2": unseen} if there else {}
+    world.carry_out(read)
+    assert intent(world.settle().wait(5)) == (2, 1, "1:2" if there else "1:2,2:2")
+
+
+def test_a_new_pod_that_the_next_operator_does_not_see_is_kept_when_another_is_lost():
+    world = holding(replicas=4, graceful=True).end(1, 137).finish_deletions()
+    assert (world.phase, intent(world)) == ("Starting", (2, 1, "1:2"))
+    unseen = world.restart_operator().pods.pop("job-1")
+    world.end(2, 74, settle=False)
+    (read,) = until(world, act.ConfirmGone).plan().actions
+    world.pods["job-1"] = unseen
+    world.carry_out(read)
+    assert intent(world.settle()) == (3, 1, "1:2,2:3")
+
+
 def test_a_suspension_ends_it():
     world = holding(graceful=True).end(1, 137).patch(suspend=True).finish_deletions()
     assert (world.phase, world.status.get("births")) == ("Suspended", None)

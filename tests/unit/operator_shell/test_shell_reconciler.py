@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -66,7 +67,7 @@ class Taker:
             elif isinstance(action, act.EnsureNetwork):
                 self._store.set_feedback(known.uid, replace(learnt, network_attempt=action.attempt))
             elif isinstance(action, act.CreatePod):
-                uid = f"pod{action.replica}-{action.attempt}"
+                uid = f"{known.uid}-{action.replica}-{action.attempt}"
                 own = {"namespace": "ns", "uid": uid, "resourceVersion": version}
                 meta = {**action.body["metadata"], **own}
                 self._store.put_pod({**action.body, "metadata": meta}, from_watch=False)
@@ -151,3 +152,36 @@ async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
     assert found
     assert (found.job.status["phase"], found.job.status["attempt"]) == ("Starting", 2)
     assert len(found.pods) == 200
+
+
+POISONED = [
+    {"succeededReplicas": ",".join(f"{n}-{n + 10_000}" for n in range(0, 10**7, 10_001))},
+    {"succeededReplicas": "0-9999," * 100_000},
+    {"succeededReplicas": f"0,{'9' * 5000}"},
+    {"births": ",".join(f"{n}:1" for n in range(100_000))},
+    {"serving": f"1:{'9' * 5000}"},
+    {"attempt": 10**5000},
+    {"restarts": {"total": -(10**5000), "snapshotStep": 10**5000}},
+    {"progress": {"step": 10**5000, "snapshotStep": 10**400}},
+    {"failures": [{"detectedAt": "2026-01-01T00:00:00Z", "exitCode": 10**5000}] * 10_000},
+    {"conditions": [{"type": f"C{n}"} for n in range(10_000)], "replicas": {"desired": 10**5000}},
+]
+
+
+@pytest.mark.fault("U3")
+@pytest.mark.parametrize("poison", POISONED, ids="+".join)
+async def test_what_is_in_one_jobs_status_stops_neither_it_nor_another(
+    poison: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = starting(2)
+    spoilt = {"phase": "Starting", "attempt": 1, "membersSince": 1, **poison}
+    store.put_job({**stored.job(5, "u2", "spoilt"), "spec": job(2)["spec"], "status": spoilt})
+    tracemalloc.start()
+    async with reconciling(store, Taker(store)) as queue:
+        queue.add(("ns", "spoilt"))
+        await asyncio.sleep(5)
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert used < 16 * 2**20
+    assert [len(store.pods_of(uid)) for uid in ("u1", "u2")] == [2, 2]
+    assert [record.message for record in caplog.records] == []

@@ -200,14 +200,15 @@ def test_only_what_nobody_else_can_have_written_ends_a_job_for_good(
 
 def test_the_key_is_taken_out_of_the_environment(tmp_path: Path) -> None:
     secret = round_secret("t0ken", OWN.uid, OWN.attempt, OWN.round)
+    known = StoreKey(secret[:32], final=True, lineage=secret[32:])
     job = {"DDPJOB_UID": OWN.uid}
     handed = os.memfd_create(KEY_FILE)
     os.write(handed, secret)
     other = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
     environments = [
-        ({**job, KEY_FD: str(handed)}, StoreKey(secret, final=True)),  # by our launcher
-        (job, StoreKey(secret, final=True)),  # a second run of this process
-        ({**job, "DDPJOB_TOKEN": "t0ken"}, StoreKey(secret, final=True)),  # by torchrun
+        ({**job, KEY_FD: str(handed)}, known),  # by our launcher
+        (job, known),  # a second run of this process
+        ({**job, "DDPJOB_TOKEN": "t0ken"}, known),  # by torchrun
     ]
     for env, key in environments:
         assert take_key(env, OWN) == key

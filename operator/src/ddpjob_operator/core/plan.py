@@ -331,7 +331,7 @@ def _act(view: View) -> Plan:
         return Plan((ConfirmGone(view.status.attempt, by_name=by_name),), wake)
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo, wake)
-    if view.in_doubt:
+    if view.in_doubt or root_cause.unread(view):
         return Plan((_read(view),), wake)
     if asked := probe.reads(view):
         return Plan(asked, wake)

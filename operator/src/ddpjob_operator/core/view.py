@@ -182,6 +182,16 @@ class View:
         return len(self.gone) < len(self.were_there)
 
     @property
+    def unread(self) -> bool:
+        """Tell whether missing seats may have a member that only a quorum read would show.
+
+        A new pod of a replacement, or one that stands by, may have been made unseen by the cache.
+        """
+        read, status = self.confirmed, self.status
+        made = status.phase == "Running" or (self.replacing and status.phase == "Starting")
+        return self.in_doubt or (made and any(not (read and read.asked(r)) for r in self.unborn))
+
+    @property
     def next_attempt(self) -> int:
         """Return the next attempt: above that of each pod, even after etcd was restored.
 
@@ -227,9 +237,8 @@ def build_view(
     job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None
 ) -> View:
     """Parse the job and sort its pods; ignore those that its uid does not own."""
-    spec, status = spec_.read(job.spec, job.name), st.from_dict(job.status)
-    done = frozenset(replica for replica in status.succeeded if replica < spec.replicas)
-    status = replace(status, succeeded=done)
+    spec = spec_.read(job.spec, job.name)
+    status = st.from_dict(job.status, spec.replicas)
     members: dict[int, Pod] = {}
     others: list[Pod] = []
     for seen in pods:

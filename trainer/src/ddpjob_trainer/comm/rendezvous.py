@@ -164,6 +164,11 @@ class _Card:
     def _other(self, note: bytes) -> str:
         """Say whose it may be. Raises PeerLostError for a younger incarnation of this job."""
         own = self._env.identity
+        if _is_unsigned(note, own):
+            raise PeerLostError(
+                "rank 0 runs an older ddpjob-trainer, which signs nothing: all pods of a gang need"
+                " one image. New pods of all of them have that"
+            )
         try:
             job, *told, _, salt = json.loads(data_of(note[:_IDENTITY_BYTES]))
             numbers = [int(one) for one in told]
@@ -182,6 +187,15 @@ class _Card:
             self._warned = True
             say(self._env.rank, forgery(self._key))
         return "rank 0 does not show that it is of this job: do all pods have the same image?"
+
+
+def _is_unsigned(note: bytes, own: Identity) -> bool:
+    """Tell whether version 0.1.0 has written it for this incarnation."""
+    try:
+        found: object = json.loads(note[:_IDENTITY_BYTES])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and found[:3] == [own.uid, own.attempt, own.round]
 
 
 def _hash(salt: str, own: Identity) -> str:

@@ -15,6 +15,9 @@ from typing import Any, Final
 _LABEL: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _NAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _NAME_MAX: Final = 253
+_TIME_MAX: Final = 64
+INT32: Final = 2**31
+_INT64: Final = 2**63
 
 
 def mapping(value: object) -> Mapping[str, Any]:
@@ -27,9 +30,10 @@ def sequence(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def opt_integer(value: object) -> int | None:
-    """Return the integer, or None; JSON's true is none, unlike Python's True."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def opt_integer(value: object, limit: int = _INT64) -> int | None:
+    """Return the integer from -limit to below it, or None; true is none, unlike Python's True."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return value if isinstance(value, int) and number and -limit <= value < limit else None
 
 
 def integer(value: object, default: int = 0) -> int:
@@ -38,15 +42,15 @@ def integer(value: object, default: int = 0) -> int:
     return default if found is None else found
 
 
-def counter(value: object, limit: int = 2**31 - 1) -> int:
+def counter(value: object, limit: int = INT32 - 1) -> int:
     """Return a count from 0 to below the limit: one more fits an int32."""
     return min(max(0, integer(value)), limit - 1)
 
 
-def opt_count(value: object, limit: int = 2**63) -> int | None:
+def opt_count(value: object, limit: int = _INT64) -> int | None:
     """Return the integer from 0 to below the limit, which the CRD sets, or None."""
-    found = opt_integer(value)
-    return found if found is not None and 0 <= found < limit else None
+    found = opt_integer(value, limit)
+    return found if found is not None and found >= 0 else None
 
 
 def opt_number(value: object) -> float | None:
@@ -60,9 +64,9 @@ def opt_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def text(value: object) -> str:
-    """Return the string, or an empty one."""
-    return value if isinstance(value, str) else ""
+def text(value: object, limit: int | None = None) -> str:
+    """Return the string, cut to ``limit``, or an empty one."""
+    return value[:limit] if isinstance(value, str) else ""
 
 
 def names(value: object) -> tuple[str, ...]:
@@ -78,7 +82,7 @@ def format_time(at: datetime) -> str:
 
 def parse_time(value: object) -> datetime | None:
     """Parse an RFC 3339 time, or return None."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or len(value) > _TIME_MAX:
         return None
     try:
         at = datetime.fromisoformat(value)

@@ -14,8 +14,8 @@ from typing import Any, Final, get_type_hints
 from ddpjob_contract import LEDGER_STATES, Spent
 from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator.core.objects.json_read import (
+    counter,
     format_time,
-    integer,
     mapping,
     opt_number,
     parse_time,
@@ -92,7 +92,7 @@ def from_dict(raw: object) -> Ledger:
         until=parse_time(body.get("until")),
         seconds=_sums(body.get("podSeconds"), LEDGER_STATES),
         recovering=_sums(body.get("recovering"), CAUSES),
-        hub=max(0, integer(hub.get("attempt"))),
+        hub=counter(hub.get("attempt")),
         hub_at=parse_time(hub.get("startedAt")),
         hub_seconds=_sums(hub.get("seconds"), _SPENT),
     )

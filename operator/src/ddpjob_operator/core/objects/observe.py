@@ -16,6 +16,7 @@ import ddpjob_contract as contract
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec, ledger, resumed
 from ddpjob_operator.core.objects.json_read import (
+    INT32,
     mapping,
     opt_count,
     opt_number,
@@ -25,9 +26,8 @@ from ddpjob_operator.core.objects.json_read import (
 )
 from ddpjob_operator.core.objects.ledger import Heard
 from ddpjob_operator.core.objects.ranges import parse_births
-from ddpjob_operator.core.objects.status import MAX_BIRTHS, Progress, Straggler
+from ddpjob_operator.core.objects.status import Progress, Straggler
 
-_INT32: Final = 2**31
 #: No attempt has so many rounds: a larger number is ignored.
 _ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
@@ -240,7 +240,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
 def straggler(raw: object) -> Straggler | None:
     """Parse which rank holds up the others; None: none does, or nobody says."""
     body = mapping(raw)
-    rank, share = opt_count(body.get("rank"), _INT32), opt_number(body.get("share"))
+    rank, share = opt_count(body.get("rank"), INT32), opt_number(body.get("share"))
     if rank is None or share is None or not 0 < share <= 1:
         return None
     return Straggler(rank, share, fetching=body.get("by") == "data")
@@ -249,11 +249,11 @@ def straggler(raw: object) -> Straggler | None:
 def rounds(raw: object) -> Rounds | None:
     """Parse what the body of GET /state says of the hub's rounds; None if it says nothing."""
     body = mapping(raw)
-    attempt, count = opt_count(body.get("attempt"), _INT32), opt_count(body.get("round"), _ROUNDS)
+    attempt, count = opt_count(body.get("attempt"), INT32), opt_count(body.get("round"), _ROUNDS)
     holds = body.get("holds") is True
     if attempt is None or not (count or holds):
         return None
-    serving = dict(list(parse_births(body.get("serving")).items())[:MAX_BIRTHS])
+    serving = parse_births(body.get("serving"))
     return Rounds(attempt, count or 0, _round_records(body.get("rounds")), holds, serving)
 
 
@@ -267,10 +267,9 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     """Bound a stranger's text and replace what could forge a terminal or a log line."""
     if not isinstance(text, str):
         return ""
-    text = text.strip(" \n")  # all that is both white and printable
-    if len(text) > limit:  # cut it first: a text may have megabytes
-        text = text[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    cut = text.strip(" \n")[: limit + 1]  # before a look at each character of megabytes
+    shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in cut)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _failed_init(status: Mapping[str, Any]) -> Container | None:
@@ -373,10 +372,10 @@ def _round_records(items: object) -> tuple[Round, ...]:
 def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "number": opt_count(raw.get("round"), _ROUNDS),
-        "replica": -1 if raw.get("replica") == -1 else opt_count(raw.get("replica"), _INT32),
-        "rank": opt_count(raw.get("rank"), _INT32),
-        "code": opt_count(raw.get("code"), _INT32),
-        "signal": opt_count(raw.get("signal"), _INT32),
+        "replica": -1 if raw.get("replica") == -1 else opt_count(raw.get("replica"), INT32),
+        "rank": opt_count(raw.get("rank"), INT32),
+        "code": opt_count(raw.get("code"), INT32),
+        "signal": opt_count(raw.get("signal"), INT32),
         "kind": clean(raw.get("kind"), 32),
         "exception": clean(raw.get("exception"), 300),
         "step": opt_count(raw.get("step")),

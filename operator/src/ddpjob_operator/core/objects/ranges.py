@@ -1,12 +1,19 @@
 """Write replicas as short text: {0, 1, 2, 5} is "0-2,5", {1: 5, 7: 6} is "1:5,7:6".
 
 The first is the form of batch/v1 completedIndexes, for status.succeededReplicas; the second is
-for status.births.
+for status.births. Who may write a status writes any text there: what is read of it is bounded by
+the text's length in the CRD, and by the job's replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
+
+#: maxLength in the CRD: of every other one of 10,000 replicas, and of MAX_BIRTHS pairs.
+_RANGES: Final = 32_768
+_BIRTHS: Final = 4096
+_DIGITS: Final = 9  # int() refuses thousands
 
 
 def format_ranges(replicas: frozenset[int]) -> str:
@@ -30,19 +37,19 @@ def every(number: int, word: str) -> str:
     return f"the only {word}" if number == 1 else f"all {counted(number, word)}"
 
 
-def parse_ranges(text: object) -> frozenset[int]:
-    """Parse format_ranges' text; the empty set if it is malformed or absurdly wide."""
+def parse_ranges(text: object, replicas: int) -> frozenset[int]:
+    """Parse format_ranges' text; empty if it is malformed, or has more than so many."""
     found: set[int] = set()
-    if not isinstance(text, str):
+    if not isinstance(text, str) or len(text) > _RANGES:
         return frozenset()
+    least = 0  # ranges rise, so none is unfolded twice
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            return frozenset()
-        low, high = int(first), int(last or first)
-        if high - low > 10_000:
+        low, high = _number(first), _number(last or first)
+        if low is None or high is None or not least <= low <= high < replicas:
             return frozenset()
         found.update(range(low, high + 1))
+        least = high + 1
     return frozenset(found)
 
 
@@ -52,8 +59,14 @@ def format_births(births: Mapping[int, int]) -> str:
 
 
 def parse_births(text: object) -> dict[int, int]:
-    """Parse format_births' text; empty if it is malformed."""
-    pairs = [part.partition(":") for part in text.split(",")] if isinstance(text, str) else []
-    if not all(a.isdecimal() and b.isdecimal() and len(a + b) < 16 for a, _, b in pairs):
+    """Parse format_births' text; empty if it is malformed, or too long for MAX_BIRTHS."""
+    if not isinstance(text, str) or len(text) > _BIRTHS:
         return {}
-    return {int(a): int(b) for a, _, b in pairs}
+    parts = (part.partition(":") for part in text.split(","))
+    pairs = [(_number(a), _number(b)) for a, _, b in parts]
+    found = {a: b for a, b in pairs if a is not None and b is not None}
+    return found if all(None not in pair for pair in pairs) else {}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if len(text) <= _DIGITS and text.isdecimal() else None

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.compact_spec import Packed, Template
-from ddpjob_operator.core.objects.json_read import integer, mapping, text
+from ddpjob_operator.core.objects.json_read import (
+    INT32,
+    integer,
+    mapping,
+    opt_count,
+    sequence,
+    text,
+)
+
+#: As the CRD has it.
+MAX_REPLICAS: Final = 10_000
+MAX_STANDBY: Final = 64
 
 
 class SpecError(ValueError):
@@ -142,14 +153,15 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
         raise SpecError("spec.template.spec.containers: at least one container is needed")
     hang = mapping(raw.get("hang"))
     flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
-    standby = _number(raw, "standby")
+    standby = min(_number(raw, "standby"), MAX_STANDBY)
     if standby and template.host_network:
         flaw = "spec.standby: pods on the host's network are never replaced alone: leave out either"
     scheduling = _scheduling(mapping(raw.get("scheduling")), template)
     if flaw:
         raise SpecError(flaw)
     return Spec(
-        replicas=integer(raw.get("replicas"), 1),
+        # The CRD refuses others; each seat takes room in every planning round.
+        replicas=min(max(1, integer(raw.get("replicas"), 1)), MAX_REPLICAS),
         standby=standby,
         standby_priority=text(raw.get("standbyPriorityClassName")),
         nproc_per_node=_nproc(raw.get("nprocPerNode", DEFAULTS["nprocPerNode"]), template),
@@ -166,9 +178,9 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
         scheduling=scheduling,
         fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),
         startup_deadline=_number(raw, "startupDeadlineSeconds"),
-        active_deadline=raw.get("activeDeadlineSeconds"),
-        ttl=raw.get("ttlSecondsAfterFinished"),
-        clean_pod_policy=str(raw.get("cleanPodPolicy", DEFAULTS["cleanPodPolicy"])),
+        active_deadline=opt_count(raw.get("activeDeadlineSeconds"), INT32),
+        ttl=opt_count(raw.get("ttlSecondsAfterFinished"), INT32),
+        clean_pod_policy=text(raw.get("cleanPodPolicy")) or DEFAULTS["cleanPodPolicy"],
         metrics_port=integer(mapping(raw.get("metrics")).get("port"), ports.METRICS),
         network_policy=bool(
             mapping(raw.get("networkPolicy")).get("enabled", DEFAULTS["networkPolicy.enabled"])
@@ -178,7 +190,8 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
 
 def _number(raw: Mapping[str, Any], path: str) -> int:
     """Read a whole number by its path in spec; ``raw``: the object that holds it."""
-    return integer(raw.get(path.rpartition(".")[2]), DEFAULTS[path])
+    found = opt_count(raw.get(path.rpartition(".")[2]), INT32)
+    return DEFAULTS[path] if found is None else found
 
 
 def _nproc(value: object, template: Template) -> int:
@@ -190,9 +203,10 @@ def _nproc(value: object, template: Template) -> int:
         )
     if value == "auto":
         return gpus or 1
-    given = int(str(value)) if str(value).isdecimal() else 0
+    written = text(value, 10) or str(integer(value))
+    given = int(written) if written.isdecimal() and len(written) < 10 else 0
     if given < 1:
-        raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {value!r}')
+        raise SpecError(f'spec.nprocPerNode: must be "auto" or a number >= 1, not {written!r}')
     if 0 < gpus < given:
         raise SpecError(
             f"spec.nprocPerNode is {given}, but the limit {template.gpu} of the trainer container"
@@ -206,11 +220,11 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
     backoff = mapping(raw.get("backoff"))
     rules = tuple(
         Rule(
-            exit_codes=frozenset(rule.get("exitCodes") or ()),
-            reasons=frozenset(rule.get("reasons") or ()),
-            action=str(rule.get("action")),
+            exit_codes=frozenset(map(integer, sequence(rule.get("exitCodes")))),
+            reasons=frozenset(map(text, sequence(rule.get("reasons")))),
+            action=text(rule.get("action")),
         )
-        for rule in raw.get("rules") or ()
+        for rule in map(mapping, sequence(raw.get("rules")))
     )
     max_restarts = _number(raw, "restart.maxRestarts")
     in_place = mapping(raw.get("inPlace"))
@@ -251,11 +265,11 @@ def _snapshot(raw: object) -> Snapshot | None:
     if not isinstance(raw, Mapping):
         return None
     return Snapshot(
-        path=str(raw.get("path", "/snapshots")),
+        path=text(raw.get("path")) or "/snapshots",
         volume=compact_spec.volume(raw.get("volume")),
         every_steps=_number(raw, "snapshot.everySteps"),
         keep=_number(raw, "snapshot.keep"),
-        resume=str(raw.get("resume", DEFAULTS["snapshot.resume"])),
+        resume=text(raw.get("resume")) or DEFAULTS["snapshot.resume"],
     )
 
 

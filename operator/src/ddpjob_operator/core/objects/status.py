@@ -1,24 +1,30 @@
 """Define a DDPJob's .status as data: parsed leniently, written whole.
 
 plan() reads it with from_dict() and stores it with to_dict(). Anyone with access to the subresource
-may have written it: what does not parse counts as absent.
+may have written it: what does not parse counts as absent, and what is read has the bounds that the
+CRD sets, so that one job's status costs little memory and can always be written again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator.core.objects import ledger, ranges
 from ddpjob_operator.core.objects.json_read import (
+    INT32,
     counter,
     format_time,
     integer,
     mapping,
     names,
+    opt_count,
     opt_integer,
     opt_number,
     parse_time,
@@ -27,6 +33,7 @@ from ddpjob_operator.core.objects.json_read import (
 )
 from ddpjob_operator.core.objects.ledger import Ledger
 from ddpjob_operator.core.objects.resumed import Proof
+from ddpjob_operator.core.objects.spec import MAX_REPLICAS
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
@@ -37,6 +44,17 @@ MAX_AVOIDED: Final = 16
 MAX_HANDED_OVER: Final = 32
 #: status.births names so many replicas.
 MAX_BIRTHS: Final = 256
+#: Conditions of ours, and the number that there is room for: others' are kept up to that.
+_CONDITIONS: Final = (
+    "Ready", "Running", "Complete", "Failed", "Suspended", "Stalled", "Invalid", "Unsupported",
+    "ResumeProven", "Straggling",
+)  # fmt: skip
+_MAX_CONDITIONS: Final = 32
+_MESSAGE: Final = 32_768
+_REASON: Final = re.compile("[A-Za-z]([A-Za-z0-9_,:]{0,1022}[A-Za-z0-9_])?")
+#: Characters of a text in a record.
+_TEXT: Final = 4096
+_CLASSES: Final = {*SEVERITY, "Startup", "Deadline", "Invalid"} - {"Collateral"}
 #: What is booked with each write, and is no reason for one.
 _BOOKED: Final = frozenset({"ledger", "goodput", "eta"})
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
@@ -294,19 +312,20 @@ def decided(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in _BOOKED}
 
 
-def from_dict(body: object) -> Status:
-    """Parse .status; whatever does not parse counts as absent."""
+def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
+    """Parse .status of a job with so many replicas; what does not parse counts as absent."""
     raw = mapping(body)
-    replicas, births = mapping(raw.get("replicas")), ranges.parse_births(raw.get("births"))
+    counts, births = mapping(raw.get("replicas")), ranges.parse_births(raw.get("births"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     # Later than that, its pods would belong to no attempt.
     since = min(integer(raw.get("membersSince")), attempt + (phase in ("Suspended", "Pending")))
     since = since if since > 0 else attempt
+    handed_over = sequence(raw.get("handedOver"))
     return Status(
         phase=phase if phase in PHASES else None,
-        reason=text(raw.get("reason")),
-        message=text(raw.get("message")),
+        reason=text(raw.get("reason"), 1024),
+        message=text(raw.get("message"), _TEXT),
         # The CRD's default is -1, which a condition may not say.
         observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
@@ -315,16 +334,16 @@ def from_dict(body: object) -> Status:
         births={r: n for r, n in births.items() if since < n <= attempt},
         holds=raw.get("holds") is True,
         serving=ranges.parse_births(raw.get("serving")),
-        pod_group=text(raw.get("podGroup")),
-        template_hash=text(raw.get("templateHash")),
-        snapshot_hash=text(raw.get("snapshotHash")),
+        pod_group=text(raw.get("podGroup"), 253),
+        template_hash=text(raw.get("templateHash"), 128),
+        snapshot_hash=text(raw.get("snapshotHash"), 128),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
-        replicas=Replicas(**{f.name: integer(replicas.get(f.name)) for f in fields(Replicas)}),
-        succeeded=ranges.parse_ranges(raw.get("succeededReplicas")),
+        replicas=Replicas(**{f.name: counter(counts.get(f.name)) for f in fields(Replicas)}),
+        succeeded=ranges.parse_ranges(raw.get("succeededReplicas"), replicas),
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
-        avoided_nodes=names(raw.get("avoidedNodes"))[-MAX_AVOIDED:],
-        handed_over=tuple(map(text, sequence(raw.get("handedOver"))))[:MAX_HANDED_OVER],
+        avoided_nodes=names(sequence(raw.get("avoidedNodes"))[-2 * MAX_AVOIDED :])[-MAX_AVOIDED:],
+        handed_over=tuple(text(one, 640) for one in handed_over[:MAX_HANDED_OVER]),
         timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
         ledger=ledger.from_dict(raw.get("ledger")),
         goodput=opt_number(raw.get("goodput")),
@@ -346,18 +365,22 @@ def with_condition(
 
 
 def _conditions(items: object) -> list[Condition]:
-    found = []
-    for raw in map(mapping, sequence(items)):
+    found: dict[str, Condition] = {}
+    room = _MAX_CONDITIONS - len(_CONDITIONS)
+    for raw in map(mapping, sequence(items)[:_MAX_CONDITIONS]):
         status, since = raw.get("status"), parse_time(raw.get("lastTransitionTime"))
-        if isinstance(raw.get("type"), str) and status in ("True", "False") and since:
-            reason, message = text(raw.get("reason")), text(raw.get("message"))
-            found.append(Condition(raw["type"], status, reason, message, since))
-    return found
+        type_, reason = text(raw.get("type"), 316), text(raw.get("reason"))
+        if status in ("True", "False") and since and _REASON.fullmatch(reason):
+            room -= type_ not in _CONDITIONS
+            if type_ in _CONDITIONS or room >= 0:
+                message = text(raw.get("message"), _MESSAGE)
+                found[type_] = Condition(type_, status, reason, message, since)
+    return list(found.values())
 
 
 def _failures(items: object) -> list[Failure]:
-    found = [_read(one, _FAILURE) for one in sequence(items)]
-    return [Failure(**one) for one in found if one["detected_at"]][-MAX_FAILURES:]
+    found = [_read(one, _FAILURE) for one in sequence(items)[-MAX_FAILURES:]]
+    return [Failure(**one) for one in found if one["detected_at"] and one["cls"] in _CLASSES]
 
 
 def _eta(item: object) -> Eta | None:
@@ -379,9 +402,9 @@ Fields = Mapping[str, tuple[str, Callable[[object], Any]]]
 #: By the type of the field. One of another type is not stored.
 _READERS: Final[Mapping[str, Callable[[object], Any]]] = {
     "int": counter,
-    "int | None": opt_integer,
+    "int | None": opt_count,
     "float | None": opt_number,
-    "str": text,
+    "str": partial(text, limit=_TEXT),
     "bool": lambda value: value is True,
     "datetime": parse_time,
     "datetime | None": parse_time,
@@ -401,11 +424,14 @@ def _table(record: type[Any], **readers: Callable[[object], Any]) -> Fields:
     return found
 
 
-_FAILURE: Final = _table(Failure)
-_RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: max(0, integer(value)))
+_INT32: Final = partial(opt_count, limit=INT32)
+_FAILURE: Final = _table(
+    Failure, round=_INT32, rank=_INT32, signal=_INT32, exit_code=partial(opt_integer, limit=INT32)
+)
+_RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: opt_count(value) or 0)
 _PROGRESS: Final = _table(Progress)
 _TIMINGS: Final = _table(Timings)
-_ETA: Final = _table(Eta)
+_ETA: Final = _table(Eta, remaining=partial(text, limit=32))
 
 
 def _read(body: object, table: Fields) -> dict[str, Any]:

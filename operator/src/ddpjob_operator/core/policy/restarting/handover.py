@@ -34,7 +34,7 @@ _PATIENCE: Final = timedelta(seconds=60)
 def begin(view: View, change: Change) -> Change | None:
     """Replace the members on nodes about to go; None: there are none, or it is too early."""
     going = _going(view)
-    if not going or _unread(going):
+    if not going or _unread(going) or view.unread:
         return None
     planned, nodes = frozenset(going), {node.name: node for node in going.values()}
     words = ", ".join(f"{node.name} is about to go ({node.signal})" for node in nodes.values())

@@ -45,6 +45,7 @@ def lost(
 ) -> frozenset[int]:
     """Return the replicas to replace after this loss; none: all restart (rule O4).
 
+    A quorum read has shown that nobody is in a missing seat (View.unread, rule E14).
     ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)

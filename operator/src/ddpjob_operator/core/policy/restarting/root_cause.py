@@ -36,7 +36,9 @@ _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 def loss(view: View, status: Status) -> Failure | None:
     """Return the failure that ends this attempt, or None; one per attempt."""
     found = _seen(view)
-    if found is None or found.cls not in _PERHAPS_PEERS:
+    if found is None or view.unread:
+        return None  # the intent raises the floor of each missing seat (replace.py)
+    if found.cls not in _PERHAPS_PEERS:
         return found
     if probe.reads(view):
         return None
@@ -47,7 +49,7 @@ def loss(view: View, status: Status) -> Failure | None:
     if found.cls == "Collateral" and (found := classify.settle(found)).cls not in _BY_PEERS:
         return found
     # A node deleted while no operator watched is unreported, as a new one is.
-    unknown = view.in_doubt or (fence.guessed(view) and _left(view, NODE_WAIT) > 0)
+    unknown = fence.guessed(view) and _left(view, NODE_WAIT) > 0
     return None if unknown or _doubted(view, status, found) else found
 
 
@@ -62,8 +64,12 @@ def awaited(view: View) -> bool:
 
     A gang that is given back meanwhile, for want of room or time, would lose the failure.
     """
-    unread = bool(probe.reads(view)) or (view.in_doubt and _seen(view) is not None)
-    return unread or _left(view, NODE_WAIT) > 0
+    return bool(probe.reads(view)) or unread(view) or _left(view, NODE_WAIT) > 0
+
+
+def unread(view: View) -> bool:
+    """Tell whether a loss waits for a quorum read of the missing seats."""
+    return view.unread and _seen(view) is not None
 
 
 def waits(view: View) -> list[float]:
