@@ -55,7 +55,8 @@ def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane: Clust
     done = helm(plane, "uninstall", "ddpjob")
     assert done.returncode == 0, done.stderr
     ours = ("-l", "app.kubernetes.io/part-of=ddpjob")
-    left = plane.kubectl("get", "clusterrole,deployment", "-A", *ours, "-o", "name", check=True)
+    kinds = "clusterrole,deployment,validatingadmissionpolicy,validatingadmissionpolicybinding"
+    left = plane.kubectl("get", kinds, "-A", *ours, "-o", "name", check=True)
     assert left.stdout == "", "nothing of install.yaml but its namespace stays"
     assert uid(plane) == before, "the definition stays, and all jobs"
     refused = helm(plane, "install", "other", CHART)
