@@ -11,7 +11,7 @@ import pytest
 
 from api.plans import everything, plan_of, sample
 from support import arena as support
-from support import cluster, tiers
+from support import cluster, policy, tiers
 from support.arena import OPEN, Arena
 from support.sharing import Shared
 
@@ -35,10 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def control_plane(shared: Shared) -> cluster.Cluster:
-    """A control plane with the DDPJob definition; use a namespace of your own in it."""
+    """A control plane with definition and policy; use a namespace of your own in it."""
     # Of this run: what another one has left, or makes beside it, is in nobody's way.
     run = shared.once("run", lambda: secrets.token_hex(3))
-    return cluster.shared(shared, f"t-api-{run}", cluster.plane_up)
+    return cluster.shared(shared, f"t-api-{run}", bound)
+
+
+def bound(name: str) -> cluster.Cluster:
+    """A control plane whose policy binds the operator's account, as an install has it."""
+    plane = cluster.plane_up(name)
+    policy.bind(plane)
+    return plane
 
 
 @pytest.fixture(autouse=True)

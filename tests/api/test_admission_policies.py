@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from ddpjob_operator.core import actions, pod_groups, render
+from ddpjob_operator.core.objects import observe
+from ddpjob_operator.core.objects import spec as specs
+from ddpjob_operator.shell import recorder
 from devcluster import binaries
-from support import cluster
-from support.cluster import ROOT, Cluster, wait_for
-from support.manifest import as_json, changed, ddpjob
+from support import cluster, policy, workloads
+from support.cluster import Cluster, wait_for
+from support.manifest import DELETE, as_json, changed, ddpjob
+from support.plane import Plane
 
 pytestmark = pytest.mark.tier("all")
 
 NAMESPACE = "policies"
-OPERATOR = "system:serviceaccount:ops:ddpjob-operator"
+OPERATOR = policy.ACCOUNT
 POD = "spec.template.spec"
 VALUES = (
-    "admissionPolicies.podCreators.enabled=true,admissionPolicies.operator.enabled=true,"
+    "admissionPolicies.podCreators.enabled=true,admissionPolicies.operator.serviceAccounts={mine},"
     "admissionPolicies.restricted.enabled=true,admissionPolicies.restricted.serviceAccounts={mine},"
     "admissionPolicies.gangLabels.enabled=true"
 )
 HOST = {"hostPath": {"path": "/"}}
-GANG = {"ddpjob.dev/job-uid": "u"}
+UID = "0123abcd-0000-4000-8000-000000000000"
+GANG = {"ddpjob.dev/job-uid": UID}
 ROLES = """\
 apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
@@ -37,43 +43,51 @@ kind: RoleBinding
 metadata: {{name: jobs-only, namespace: {namespace}}}
 roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: Role, name: jobs-only}}
 subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: clerk}}]
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {{name: policies-stolen-token}}
-roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: cluster-admin}}
-subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: "{operator}"}}]
 """
 
 
 @pytest.fixture(scope="module")
 def control_plane() -> Iterator[Cluster]:
-    """One of this file's own: a policy holds for all of a cluster."""
-    with cluster.control_plane("policies") as plane:
+    """One of this file's own, with PodGroups and Workloads: a policy holds for all of a cluster."""
+    name = f"t-policies-{os.getpid()}"
+    try:
+        plane = cluster.up(name, "--nodes", "0", "--gang-scheduling")
+        plane.apply_crd()
+        folder = binaries.module_directory("kueue") / "config/components/crd/bases"
+        file = str(folder / "kueue.x-k8s.io_workloads.yaml")
+        plane.kubectl("apply", "--server-side", "-f", file, check=True)
+        wait_for(
+            lambda: plane.kubectl("get", "workloads.kueue.x-k8s.io").returncode == 0 or None, file
+        )
         yield plane
+    finally:
+        cluster.down(name)
 
 
 @pytest.fixture(scope="module")
 def plane(control_plane: Cluster) -> Cluster:
     """With the policies in effect."""
-    helm = binaries.ensure(["helm"], print)["helm"]
-    chart = str(ROOT / "charts" / "ddpjob")
-    only = ("--set", VALUES, "-s", "templates/policies.yaml")
-    command = (helm, "template", "ddpjob", chart, "-n", "ops", *only)
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    control_plane.kubectl("create", "namespace", NAMESPACE, check=True)
+    for name in (NAMESPACE, "ops"):
+        control_plane.kubectl("create", "namespace", name, check=True)
+    for where, name in ((NAMESPACE, "mine"), (NAMESPACE, "other"), ("ops", "ddpjob-operator")):
+        control_plane.kubectl("create", "serviceaccount", name, "-n", where, check=True)
+    for where in (NAMESPACE, "ops"):
+        account = ("get", "serviceaccount", "default", "-n", where)
+        wait_for(lambda a=account: control_plane.kubectl(*a).returncode == 0, " ".join(account))
+    # Owners are claims here: the garbage collector would remove what names them.
+    Plane(control_plane).kill("controller-manager")
     for body in from_before():
         create(control_plane, body)
-    objects = done.stdout + "---\n" + ROLES.format(namespace=NAMESPACE, operator=OPERATOR)
-    control_plane.kubectl("apply", "-f", "-", input=objects, check=True)
+    roles = ROLES.format(namespace=NAMESPACE)
+    control_plane.kubectl("apply", "-f", "-", input=roles, check=True)
+    policy.bind(control_plane, "ops", "ddpjob-operator", VALUES)
     # The API server takes policies in by and by, each by itself.
-    for policy, body, user in (
+    for name, body, user in (
         ("podCreators", ddpjob(), "clerk"),
         ("restricted", changed(ddpjob(), f"{POD}.hostPID", True), ""),
-        ("operator", pod(), OPERATOR),
         ("gangLabels", pod(labels=GANG), ""),
     ):
-        wait_for(lambda b=body, u=user: refused(control_plane, b, u) or None, policy)
+        wait_for(lambda b=body, u=user: refused(control_plane, b, u) or None, name)
     return control_plane
 
 
@@ -82,6 +96,7 @@ def refused(
 ) -> str:
     """What the API server says if it does not take it, else an empty string."""
     who = [f"--as={user}"] if user else []
+    who = list(policy.AS_OPERATOR) if user == OPERATOR else who
     dry = ["--dry-run=server", "-n", namespace, "-f", "-"]
     done = plane.kubectl("create", *dry, *who, input=as_json(body))
     return done.stderr if done.returncode else ""
@@ -114,7 +129,20 @@ def pod(**meta: Any) -> dict[str, Any]:
 
 
 def owner(kind: str = "DDPJob", api: str = "ddpjob.dev/v1alpha1") -> dict[str, Any]:
-    return {"apiVersion": api, "kind": kind, "name": "j", "uid": "u", "controller": True}
+    return {"apiVersion": api, "kind": kind, "name": "j", "uid": UID, "controller": True}
+
+
+def made() -> dict[str, dict[str, Any]]:
+    """What the operator makes for a job, as it renders it, by kind."""
+    meta = {"name": "j", "namespace": NAMESPACE, "uid": UID, "resourceVersion": "1"}
+    job = observe.job({**ddpjob(), "metadata": {**meta, "labels": {workloads.QUEUE: "team"}}})
+    spec = specs.parse(job.spec)
+    bodies = [*render.network(job, spec), render.pod(job, spec, 1, 2, group="g")]
+    bodies += [pod_groups.body(job, spec, 1, "v1alpha2"), render.workload(job, spec, "x")]
+    found = {body["kind"]: body for body in bodies}
+    found["Secret"] = {**found["Secret"], "stringData": {"token": "t"}}
+    event = recorder._body(job, actions.Event("Normal", "Started", "m"), "op")
+    return {**found, "Event": event, "Lease": policy.lease("ddpjob-operator")}
 
 
 def test_who_may_not_create_pods_may_not_create_jobs_but_label_them(plane: Cluster) -> None:
@@ -219,50 +247,141 @@ def test_what_is_judged_of_it_is_judged_as_a_whole_once_any_of_it_changes(
         assert "not allowed here" in merge(plane, "ddpjob/old-judged", patch), changes
 
 
-def test_the_operators_account_makes_only_pods_of_jobs(plane: Cluster) -> None:
-    assert not refused(plane, pod(ownerReferences=[owner()]), OPERATOR)
-    for wrong in (
-        [],
-        [owner("ReplicaSet", "apps/v1")],
-        [owner(api="evil.dev/v1")],
-        [{**owner(), "controller": False}],
-    ):
-        assert "only what a DDPJob owns" in refused(plane, pod(ownerReferences=wrong), OPERATOR)
-    assert "kube-*" in refused(plane, pod(ownerReferences=[owner()]), OPERATOR, "kube-system")
+#: Kubernetes has Workloads of its own.
+WORKLOADS = "workloads.kueue.x-k8s.io"
+OWNED = ("Pod", "Secret", "Service", "NetworkPolicy", "PodGroup", "Workload")
+NOBODYS: tuple[list[dict[str, Any]], ...] = (
+    [],
+    [owner("ReplicaSet", "apps/v1")],
+    [owner(api="evil.dev/v1")],
+    [{**owner(), "controller": False}],
+)
+OWNER = "metadata.ownerReferences.0"
+ANY = [{"key": "a", "operator": "Exists"}]
+NAMED = "names what it makes after the DDPJob"
+#: Of what the operator makes: kind, field, value, words of the refusal.
+MISUSES: tuple[tuple[str, str, Any, str], ...] = (
+    *((kind, "metadata.name", "kube-dns", NAMED) for kind in OWNED),
+    *((kind, f"{OWNER}.name", "k", NAMED) for kind in OWNED if kind != "Workload"),
+    *((kind, f"{OWNER}.uid", "f" * 36, NAMED) for kind in ("Secret", "PodGroup", "Workload")),
+    ("Pod", f"{OWNER}.uid", "f" * 36, "labels a pod with the uid"),
+    ("Pod", "metadata.labels", {}, NAMED),
+    ("Pod", "spec.serviceAccountName", "other", "pods of DDPJobs may not have the account other"),
+    ("Secret", "type", "bootstrap.kubernetes.io/token", "of type Opaque"),
+    ("Secret", "type", "example.com/x", "of type Opaque"),
+    ("Secret", "stringData", {"token": "t", "tls.key": "x"}, "the one key token"),
+    ("Service", "spec.clusterIP", DELETE, "headless"),
+    ("Service", "spec", {"type": "ExternalName", "externalName": "evil.example"}, "headless"),
+    ("Service", "spec.externalIPs", ["10.0.0.1"], "headless"),
+    ("Service", "spec.selector", {"k8s-app": "kube-dns"}, "headless"),
+    ("NetworkPolicy", "spec.podSelector", {}, "NetworkPolicies for the pods of a gang"),
+    ("NetworkPolicy", "spec.podSelector.matchExpressions", ANY, "for the pods of a gang"),
+    ("Event", "involvedObject.kind", "Pod", "about DDPJobs"),
+    ("Event", "involvedObject.apiVersion", "v1", "about DDPJobs"),
+    ("Lease", "metadata.name", "kube-scheduler", "no Lease but its own"),
+)  # fmt: skip
 
 
-def test_the_operators_account_removes_only_pods_of_jobs(plane: Cluster) -> None:
-    for name, owners, stays in (("theirs", [], True), ("ours", [owner()], False)):
-        create(plane, pod(ownerReferences=owners, name=name))
-        done = plane.kubectl("delete", "pod", name, "-n", NAMESPACE, f"--as={OPERATOR}", "--force")
-        assert ("only what a DDPJob owns" in done.stderr) == stays
-    plane.kubectl("delete", "pod", "theirs", "-n", NAMESPACE, "--force", check=True)
+@pytest.mark.parametrize("kind", made())
+def test_the_operators_account_makes_only_what_an_operator_makes(plane: Cluster, kind: str) -> None:
+    """As it is rendered for a job; any other owner, name, type, or whom it is about, is refused."""
+    good = made()[kind]
+    assert not refused(plane, good, OPERATOR)
+    if kind in OWNED:
+        for owners in NOBODYS:
+            body = changed(good, "metadata.ownerReferences", owners)
+            assert "only what a DDPJob owns" in refused(plane, body, OPERATOR)
+        elsewhere = changed(good, "metadata.namespace", "kube-system")
+        assert "nothing in kube-*" in refused(plane, elsewhere, OPERATOR, "kube-system")
+    for _, path, value, words in (one for one in MISUSES if one[0] == kind):
+        says = refused(plane, changed(good, path, value), OPERATOR)
+        assert says, (path, value)
+        assert words in says, (path, value, says)
 
 
-def test_the_operators_account_changes_only_services_of_jobs(plane: Cluster) -> None:
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "theirs"},
-        "spec": {"clusterIP": "None", "ports": [{"port": 80}]},
-    }
-    assert "only what a DDPJob owns" in refused(plane, service, OPERATOR)
-    owned = changed(service, "metadata.ownerReferences", [owner()])
-    assert not refused(plane, owned, OPERATOR)
-    create(plane, service)
-    own = {"metadata": {"ownerReferences": [owner()]}, "spec": {"externalName": "evil"}}
-    says = merge(plane, "service/theirs", own, f"--as={OPERATOR}")
+def test_no_pod_of_a_job_has_the_operators_own_account(plane: Cluster) -> None:
+    """A user's template would give its rights away, and a stolen token would live on in it."""
+    body = changed(made()["Pod"], "metadata.namespace", "ops")
+    assert not refused(plane, body, OPERATOR, "ops")
+    body = changed(body, "spec.serviceAccountName", "ddpjob-operator")
+    assert "the operator's own account" in refused(plane, body, OPERATOR, "ops")
+
+
+@pytest.mark.parametrize("kind", ["Pod", "PodGroup", "Workload"])
+def test_the_operators_account_removes_only_what_jobs_own(plane: Cluster, kind: str) -> None:
+    for owners, stays in (([], True), ([owner()], False)):
+        # Labelled as a pod of a gang it could only be made by the operator.
+        body = changed(made()[kind], "metadata.labels", {})
+        create(plane, changed(body, "metadata.ownerReferences", owners))
+        where = (
+            WORKLOADS if kind == "Workload" else kind,
+            made()[kind]["metadata"]["name"],
+            "-n",
+            NAMESPACE,
+        )
+        done = plane.kubectl("delete", *where, *policy.AS_OPERATOR, "--wait=false", "--force")
+        assert ("only what a DDPJob owns" in done.stderr) == stays, done.stderr
+        finalizers = as_json({"metadata": {"finalizers": None}})
+        plane.kubectl("patch", *where, "--type=merge", "-p", finalizers)
+        plane.kubectl("delete", *where, "--ignore-not-found", "--force", check=True)
+
+
+@pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "Workload"])
+def test_the_operators_account_changes_only_what_jobs_own(plane: Cluster, kind: str) -> None:
+    good = made()[kind]
+    create(plane, changed(good, "metadata.ownerReferences", []))
+    status = kind == "Workload"
+    what = f"{WORKLOADS if status else kind}/{good['metadata']['name']}"
+    own = {"metadata": {"ownerReferences": [owner()], "annotations": {"a": "b"}}}
+    sub = ["--subresource=status"] * status
+    says = merge(plane, what, {**own, "status": {}} if status else own, *sub, *policy.AS_OPERATOR)
     assert "only what a DDPJob owns" in says, "a change must not make it its own"
+    assert not merge(plane, what, {"metadata": {"ownerReferences": [owner()]}})
+    assert not merge(plane, what, own, *sub, *policy.AS_OPERATOR)
+    plane.kubectl("delete", what, "-n", NAMESPACE, check=True)
+
+
+def test_what_somebody_added_to_a_gangs_service_does_not_keep_it_from_repair(
+    plane: Cluster,
+) -> None:
+    """An address that is already there may stay; the operator's account can add none."""
+    create(plane, changed(made()["Service"], "spec.externalIPs", ["10.0.0.1"]))
+    selector = {"selector": {**GANG, "a": "b"}}
+    assert not merge(plane, "service/j", {"spec": selector})
+    for spec, words in (
+        ({"selector": {"a": None}}, ""),
+        ({"externalIPs": ["10.0.0.2"]}, "headless"),
+        (selector, "headless"),
+    ):
+        says = merge(plane, "service/j", {"spec": spec}, *policy.AS_OPERATOR)
+        assert words in says, spec
+        assert bool(words) == bool(says), says
+    plane.kubectl("delete", "service", "j", "-n", NAMESPACE, check=True)
+
+
+@pytest.mark.parametrize("ttl", [None, 60])
+@pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
+def test_the_operators_account_deletes_only_jobs_that_are_over_and_have_a_ttl(
+    plane: Cluster, ttl: int | None, phase: str
+) -> None:
+    create(plane, ddpjob("ends", **({"ttlSecondsAfterFinished": ttl} if ttl else {})))
+    status = {"status": {"phase": phase}}
+    assert not merge(plane, "ddpjob/ends", status, "--subresource=status", *policy.AS_OPERATOR)
+    delete = ("delete", "ddpjob", "ends", "-n", NAMESPACE)
+    done = plane.kubectl(*delete, *policy.AS_OPERATOR)
+    may = ttl is not None and phase != "Running"
+    assert ("deletes only jobs that have ended" in done.stderr) == (not may), done.stderr
+    plane.kubectl(*delete, "--ignore-not-found", check=True)
 
 
 def test_no_pod_labels_itself_into_a_gang(plane: Cluster) -> None:
     assert "lets them into a gang's network" in refused(plane, pod(labels=GANG))
-    assert not refused(plane, pod(labels=GANG, ownerReferences=[owner()]), OPERATOR)
+    assert not refused(plane, made()["Pod"], OPERATOR)
     create(plane, pod(labels={"a": "b"}))
     label = ("label", "pod", "p", "-n", NAMESPACE, "--overwrite")
     assert "lets them into" in plane.kubectl(*label, "ddpjob.dev/job-uid=u").stderr
     # What the operator has labelled others may still annotate, but not move to another gang.
-    plane.kubectl(*label, "ddpjob.dev/job-uid=u", f"--as={OPERATOR}", check=True)
+    plane.kubectl(*label, f"ddpjob.dev/job-uid={UID}", *policy.AS_OPERATOR, check=True)
     plane.kubectl(*label, "a=c", check=True)
     assert "lets them into" in plane.kubectl(*label, "ddpjob.dev/job-uid=v").stderr
     plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)
@@ -287,8 +406,8 @@ def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
         done = plane.kubectl("create", "--raw", path, "-f", "-", input=as_json(binding))
         assert "lets them into" in done.stderr, path
     # A kubelet tells of pods of gangs, a scheduler finds nodes for them.
-    label = ("label", "pod", "p", "-n", NAMESPACE, "ddpjob.dev/job-uid=u", f"--as={OPERATOR}")
-    plane.kubectl(*label, check=True)
+    label = ("label", "pod", "p", "-n", NAMESPACE, f"ddpjob.dev/job-uid={UID}")
+    plane.kubectl(*label, *policy.AS_OPERATOR, check=True)
     assert not merge(plane, "pod/p", {"status": {"message": "well"}}, status)
     plain = as_json({**binding, "metadata": {"name": "p"}})
     plane.kubectl("create", "--raw", f"{pods}/pods/p/binding", "-f", "-", input=plain, check=True)

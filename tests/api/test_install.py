@@ -46,16 +46,21 @@ def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane: Clust
     everything = str(ROOT / "manifests" / "install.yaml")
     command = ("apply", "--server-side", "--force-conflicts", "-f", everything)
     told = plane.kubectl(*command, check=True).stderr
+    policy = ("get", "validatingadmissionpolicy", "ddpjob-system.ddpjob-operator.operator")
+    plane.kubectl(*policy, check=True)  # of install.yaml, and below of a release: Auto
     assert "would violate PodSecurity" not in told, "its namespace enforces the restricted standard"
     refused = helm(plane, "install", "ddpjob", CHART)
     assert refused.returncode != 0
     assert "invalid ownership metadata" in refused.stderr
     done = helm(plane, "install", "ddpjob", CHART, "--take-ownership", "--force-conflicts")
     assert done.returncode == 0, done.stderr
+    assert "No admission policy binds" not in done.stdout
+    plane.kubectl(*policy, check=True)
     done = helm(plane, "uninstall", "ddpjob")
     assert done.returncode == 0, done.stderr
     ours = ("-l", "app.kubernetes.io/part-of=ddpjob")
-    left = plane.kubectl("get", "clusterrole,deployment", "-A", *ours, "-o", "name", check=True)
+    kinds = "clusterrole,deployment,validatingadmissionpolicy,validatingadmissionpolicybinding"
+    left = plane.kubectl("get", kinds, "-A", *ours, "-o", "name", check=True)
     assert left.stdout == "", "nothing of install.yaml but its namespace stays"
     assert uid(plane) == before, "the definition stays, and all jobs"
     refused = helm(plane, "install", "other", CHART)

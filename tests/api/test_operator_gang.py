@@ -14,7 +14,7 @@ import pytest
 
 from ddpjob_operator.core.pod_groups import WHOLE
 from support import arena as support
-from support import cluster
+from support import cluster, policy
 from support.arena import Arena
 from support.chart import operator_rules
 from support.proxy import Call, Fault
@@ -42,6 +42,7 @@ def gated(shared: Shared) -> cluster.Cluster:
 def stage(gated: cluster.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     with support.arena(gated.kubeconfig, tmp_path_factory.mktemp("gang")) as found:
         found.rights().give(operator_rules("--api-versions", "scheduling.k8s.io/v1alpha2/PodGroup"))
+        policy.bind(gated, found.namespace, "operator")
         found.start_operator()
         yield found
 

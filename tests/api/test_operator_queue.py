@@ -13,7 +13,7 @@ import pytest
 
 from devcluster import binaries
 from support import arena as support
-from support import workloads
+from support import policy, workloads
 from support.arena import Arena
 from support.chart import operator_rules
 from support.cluster import Cluster
@@ -56,6 +56,7 @@ def stage(
     """An operator that looks at queues, with the chart's rights."""
     with support.arena(control_plane.kubeconfig, tmp_path_factory.mktemp("queue")) as found:
         found.rights().give(rules)
+        policy.bind(control_plane, found.namespace, "operator")
         found.start_operator("--kueue", "true")
         yield found
 

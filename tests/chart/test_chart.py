@@ -28,7 +28,7 @@ RIGHTS = {
 #: With kueue.enabled, beside those.
 KUEUE = "kueue.x-k8s.io"
 QUEUE_RIGHTS = {
-    (KUEUE, "workloads"): {"get", "list", "watch", "create", "update", "delete"},
+    (KUEUE, "workloads"): {"get", "list", "watch", "create", "delete"},
     (KUEUE, "workloads/status"): {"update"},
 }
 OF_QUEUES = {
@@ -41,6 +41,14 @@ OF_QUEUES = {
 NODE_RIGHTS = {("", "nodes"): {"get", "list", "watch"}}
 LEASES = ("coordination.k8s.io", "leases")
 OF_NODES = {"Role/kube-node-lease/ops:ddpjob-operator-node-leases": {LEASES: {"list"}}}
+#: What binds the operator's account.
+POLICY = "ValidatingAdmissionPolicy/ops.ddpjob-operator.operator"
+#: Writes that it leaves alone: a status can only be forged, and RBAC names the one Lease.
+UNJUDGED = {
+    ("ddpjob.dev", "ddpjobs/status", "UPDATE"),
+    ("ddpjob.dev", "ddpjobs/finalizers", "UPDATE"),
+    (*LEASES, "UPDATE"),
+}
 ACCOUNT = {"kind": "ServiceAccount", "name": "ddpjob-operator", "namespace": "ops"}
 
 
@@ -76,6 +84,8 @@ def test_renders_these_objects_by_default(helm: Helm, template: Template) -> Non
         "Service/ddpjob-operator-metrics",
         "PodDisruptionBudget/ddpjob-operator",
         "Deployment/ddpjob-operator",
+        POLICY,
+        POLICY.replace("Policy/", "PolicyBinding/"),
         "Pod/ddpjob-operator-test",  # of `helm test`
     }
     done = helm("lint", str(CHART), "--strict")
@@ -175,6 +185,56 @@ def test_a_policy_about_jobs_holds_where_this_release_serves(template: Template)
         assert "matchResources" not in everywhere[name]["spec"]
         found = here[name]["spec"]["matchResources"]
         assert found == {"namespaceSelector": {"matchExpressions": [there]}}
+
+
+def test_the_policy_judges_all_that_the_operators_account_may_write(template: Template) -> None:
+    """A right that is added is judged, or is written down here."""
+    groups = ("--api-versions", "scheduling.k8s.io/v1beta1/PodGroup")
+    for values in ("kueue.enabled=true", "kueue.enabled=true,namespaces={a},rbac.nodes=true"):
+        objects = template("--set", f"{values},rbac.userRoles=false", *groups)
+        may = {
+            (group, resource, verb.upper())
+            for name, role in objects.items()
+            if name.startswith(("Role/", "ClusterRole/"))
+            for (group, resource), verbs in rights(role).items()
+            for verb in verbs - {"get", "list", "watch"}
+        }
+        judged = {
+            (group, resource, operation)
+            for rule in objects[POLICY]["spec"]["matchConstraints"]["resourceRules"]
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for operation in rule["operations"]
+        }
+        assert may - judged == UNJUDGED
+
+
+@pytest.mark.parametrize(
+    ("enabled", "served", "bound"),
+    [
+        ("Auto", (), True),  # `helm template` asks no API server
+        ("Auto", ("v1/Pod",), False),
+        ("Auto", ("v1/Pod", "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"), True),
+        ("true", ("v1/Pod",), True),
+        ("false", (), False),  # also of a release from before, with --reuse-values
+    ],
+)
+def test_the_operators_account_is_bound_where_the_api_server_can_do_it(
+    template: Template, enabled: str, served: tuple[str, ...], bound: bool
+) -> None:
+    kinds = [word for kind in served for word in ("--api-versions", kind)]
+    objects = template("--set", f"admissionPolicies.operator.enabled={enabled}", *kinds)
+    assert (POLICY in objects) is bound
+    spec = objects[POLICY]["spec"] if bound else {"matchConditions": [], "failurePolicy": "Fail"}
+    assert spec["failurePolicy"] == "Fail"
+    name = "system:serviceaccount:ops:ddpjob-operator"
+    assert [name in one["expression"] for one in spec["matchConditions"]] == [True] * bound
+
+
+def test_only_the_operators_pod_gets_the_accounts_token(template: Template) -> None:
+    objects = template()
+    assert objects["ServiceAccount/ddpjob-operator"]["automountServiceAccountToken"] is False
+    assert pod_spec(objects)["automountServiceAccountToken"] is True
 
 
 def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template: Template) -> None:

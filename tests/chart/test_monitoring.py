@@ -20,6 +20,7 @@ from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
 from support.chart import CHART, Helm, Template, panels
 from support.cluster import ROOT
+from support.prometheus import scrape_config
 from support.world import job_object
 
 FILES = CHART / "files"
@@ -160,6 +161,23 @@ def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template: Templa
     for rule in endpoint["relabelings"]:
         (source,) = rule["sourceLabels"]
         assert source.removeprefix("__meta_kubernetes_pod_label_") in labels
+
+
+@pytest.mark.parametrize("kind", ["podMonitor", "serviceMonitor"])
+def test_no_page_floods_prometheus(template: Template, tmp_path: Path, kind: str) -> None:
+    """The whole page is bounded, and each name; by limits that a Prometheus takes."""
+    objects = template("--set", f"metrics.{kind}.enabled=true")
+    (monitor,) = (one for name, one in objects.items() if name.lower().startswith(kind.lower()))
+    config = scrape_config(monitor, "30s")
+    limits = {name: value for name, value in config.items() if name.endswith("_limit")}
+    bounded = {"body_size_limit", "label_limit", "label_name_length_limit"}
+    bounded |= {"label_value_length_limit"} | ({"sample_limit"} if kind == "podMonitor" else set())
+    assert {name for name, value in limits.items() if value} == bounded
+    text = yaml.safe_dump({"scrape_configs": [{"job_name": "x", **limits}]})
+    (tmp_path / "prometheus.yaml").write_text(text)
+    command = ["promtool", "check", "config", tmp_path / "prometheus.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_service_monitor_finds_the_operators_service(template: Template, helm: Helm) -> None:

@@ -21,6 +21,7 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
     assert "ConfigMap/ddpjob-operator-dashboard" in template("--set", none)
     policy = "admissionPolicies.restricted"
     none = f"{policy}.enabled=true,{policy}.serviceAccounts=null"
+    none += ",admissionPolicies.operator.serviceAccounts=null"
     assert "ValidatingAdmissionPolicy/ops.ddpjob-operator.restricted" in template("--set", none)
 
 
@@ -45,6 +46,7 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("networkPolicy.metricsFrom[0].podSelector.a=b", "/networkPolicy/metricsFrom/0"),
         ("nodeSignals.conditions[0]=Kernel Deadlock", "/nodeSignals/conditions/0"),
         ("nodeSignals.cordon=1", "/nodeSignals/cordon"),
+        ("admissionPolicies.operator.enabled=maybe", "/admissionPolicies/operator/enabled"),
         ("commonLabels.team=a b", "/commonLabels/team"),
         ("nodeSelector.pool=true", "/nodeSelector/pool"),
         ("serviceAccount.name=Mine", "/serviceAccount/name"),

@@ -98,6 +98,15 @@ def running(
             process.terminate()
 
 
+_LIMITS = {
+    "sample_limit": "sampleLimit",
+    "body_size_limit": "bodySizeLimit",
+    "label_limit": "labelLimit",
+    "label_name_length_limit": "labelNameLengthLimit",
+    "label_value_length_limit": "labelValueLengthLimit",
+}
+
+
 def scrape_config(monitor: Object, every: str) -> Object:
     """What the Prometheus operator would make of a monitor, but for discovery and interval."""
     spec, endpoint = monitor["spec"], _endpoint(monitor)
@@ -112,7 +121,7 @@ def scrape_config(monitor: Object, every: str) -> Object:
         "honor_labels": endpoint.get("honorLabels", False),
         "file_sd_configs": [{"files": [f"{monitor['kind']}.json"], "refresh_interval": every}],
         "metric_relabel_configs": kept,
-        "sample_limit": spec.get("sampleLimit", 0),
+        **{name: spec.get(field, 0) for name, field in _LIMITS.items()},
     }
 
 

@@ -21,6 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from support.patience import PATIENCE
+from support.policy import ACCOUNT
 from support.rest import Object, Rest
 
 #: What a fault does to the call that it meets.
@@ -336,6 +337,8 @@ class Proxy:
         wanted = ("Content-Type", "Accept", "User-Agent")
         headers = {name: request.headers[name] for name in wanted if name in request.headers}
         token = _token(request) if self.own_rights else self._rest.token
+        if not self.own_rights:  # all rights, and the policy about the operator's account
+            headers |= {"Impersonate-User": ACCOUNT, "Impersonate-Group": "system:masters"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
         return headers

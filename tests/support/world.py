@@ -217,7 +217,10 @@ class World:
                 stored = {k: v for k, v in action.status.items() if k not in self.prunes}
                 pruned = (action.status, stored) if self.prunes else None
                 self.job["status"] = stored
-                self.feedback = replace(self.feedback, status_written_at=self.now, pruned=pruned)
+                read = None if action.takes_over else self.feedback.confirmed
+                self.feedback = replace(
+                    self.feedback, status_written_at=self.now, pruned=pruned, confirmed=read
+                )
                 if action.begins:
                     self.feedback = self.feedback.begin(action.status["attempt"])
                 self.events += action.events

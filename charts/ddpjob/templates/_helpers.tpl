@@ -56,6 +56,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- toYaml (merge (dict) (index . 1 | default dict) (include "ddpjob.labels" (index . 0) | fromYaml)) -}}
 {{- end }}
 
+{{/*
+"true" where the operator's account is bound by a policy. Auto: not where the API server of this install serves none.
+`helm template` asks none and knows no kinds, not even pods: there every version that the chart supports serves it.
+*/}}
+{{- define "ddpjob.operatorPolicy" -}}
+{{- $served := .Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy" -}}
+{{- $unasked := not (.Capabilities.APIVersions.Has "v1/Pod") -}}
+{{- $enabled := toString .Values.admissionPolicies.operator.enabled -}}
+{{- or (eq $enabled "true") (and (eq $enabled "Auto") (or $served $unasked)) -}}
+{{- end }}
+
 {{/* Where the policies about jobs and gangs hold: elsewhere another release has rules of its own. */}}
 {{- define "ddpjob.servedNamespaces" -}}
 {{- with .Values.namespaces -}}

@@ -34,6 +34,7 @@ TRAINER = "spec.template.spec.containers.0"  # "T" in these tests
 OWN = {"MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ID"}
 ITEMS = [{"key": "x", "path": "../../x"}]
 OWN |= {contract.UID, contract.METRICS_PORT, contract.HUB_PORT, contract.REPLACE_SECONDS}
+OWN |= {contract.SNAPSHOT_EPHEMERAL}  # no volume ends with a pod here
 
 
 def plan(text: str, tmp_path: Path, **more: Any) -> Job:

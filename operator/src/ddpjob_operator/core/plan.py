@@ -25,7 +25,7 @@ from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.ranges import counted
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.policy import finish, ledger, report
+from ddpjob_operator.core.policy import finish, ledger, operators, report
 from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
@@ -72,15 +72,18 @@ def plan(
         nodes: those that the pods are on; None before they could be read.
     """
     view = build_view(job, pods, feedback, now, nodes)
-    status = view.status
-    if job.deleting:
-        return _leave(view)
+    return _leave(view) if job.deleting else operators.give_way(view, _plan(view))
+
+
+def _plan(view: View) -> Plan:
+    job, status = view.job, view.status
     if job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
         seen = gang.settle(view, Change(replace(status, observed_generation=job.generation)))
+        seen = operators.answer(view, seen)
         return _write(view, seen) or _end(view)
-    change = report.fill(view, gang.settle(view, _decide(view)))
+    change = report.fill(view, gang.settle(view, operators.answer(view, _decide(view))))
     return _write(view, change) or _act(view)
 
 
@@ -121,6 +124,7 @@ def _decide(view: View) -> Change:
         loops = report.loops(view, change.status)
         why = chain(queue.reasons(view), root_cause.reasons(view), gang.reasons(view))
         why = chain(why, report.reasons(view), retry.reasons(view), loops)
+        why = chain(why, operators.reasons(view))
         change = report.stall(view, change, replacement.with_deadline(view, why))
     return change
 
@@ -287,7 +291,7 @@ def _write(view: View, change: Change) -> Plan | None:
         if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
-    change = ledger.book(view, change)  # with what is written anyway
+    change = operators.sign(view, ledger.book(view, change))  # with what is written anyway
     new = st.to_dict(change.status)
     return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
 
@@ -456,7 +460,7 @@ def _wake(view: View) -> float | None:
     status, now = view.status, view.now
     times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
     times += [report.lingers(view), report.quiet_at(status), template_guard.looks_again(view)]
-    times.append(handover.due(view))
+    times += [handover.due(view), operators.due(view)]
     if status.phase == "Starting" or view.replacing:
         times += [startup.deadline(view), gang.looks_again(view)]
     if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:

@@ -94,6 +94,7 @@ class App:
             settings.metrics_from,
             self._known,
             lambda: self._gang_api.version,
+            self._elector.where,
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR

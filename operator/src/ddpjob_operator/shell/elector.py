@@ -64,18 +64,18 @@ class Elector:
         waiting = False
         while not (ours := await self._try_once()):
             if ours is False and not waiting:
-                log.info("standing by: somebody holds the lease %s", self._where)
+                log.info("standing by: somebody holds the lease %s", self.where)
                 waiting = True
             await self._pause()
         self._leading = True
         self._on_change(True)
-        log.info("leading as %s (lease %s)", self.identity, self._where)
+        log.info("leading as %s (lease %s)", self.identity, self.where)
         try:
             while self.leads():
                 await self._pause()
                 if await self._try_once() is False:
                     break
-            log.error("lost the lease %s", self._where)
+            log.error("lost the lease %s", self.where)
         finally:
             self._leading = False
             self._on_change(False)
@@ -93,7 +93,7 @@ class Elector:
                 while why := await self._return_lease():  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(_RELEASE_PAUSE)
         if why:
-            log.warning("cannot give the lease %s back: %s", self._where, why)
+            log.warning("cannot give the lease %s back: %s", self.where, why)
 
     async def _return_lease(self) -> str:
         """Try to release once; return why to try again, or ""."""
@@ -120,7 +120,8 @@ class Elector:
         await asyncio.sleep(max(0.0, self._tried_at + self._period - time.monotonic()))
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Return namespace and name of the lease."""
         return f"{self._namespace}/{self._name}"
 
     async def _try_once(self) -> bool | None:
@@ -131,14 +132,14 @@ class Elector:
         except errors.Conflict:
             return None  # another operator just wrote it; the next look shows which
         except (errors.ApiError, TimeoutError) as error:
-            log.warning("cannot reach the lease %s: %s", self._where, str(error) or "no answer")
+            log.warning("cannot reach the lease %s: %s", self.where, str(error) or "no answer")
             return None
         if ours:
             # From before the write: the others count from when they saw it, which is later.
             paused = self._leading and not self.leads()
             self._renewed_at = self._written_at or 0.0
             if paused:
-                log.warning("renewed the lease %s late: nothing was done meanwhile", self._where)
+                log.warning("renewed the lease %s late: nothing was done meanwhile", self.where)
                 self._on_change(True)
         return ours
 

@@ -161,6 +161,8 @@ class Executor:
             raise NotLeadingError
 
     async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
+        if action.takes_over:
+            self._learn(job.uid, lambda known: replace(known, confirmed=None))
         body = {
             "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
             "kind": crd.KIND,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
+from ddpjob_operator import __version__
 from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.json_read import integer, mapping
@@ -37,7 +38,8 @@ class Reconciler:
     """The work that the queue's workers do.
 
     ``known(namespace)``: its jobs and pods have been listed; until then its jobs are left alone.
-    ``gang_api()``: the version of the API that serves PodGroups, "" without one.
+    ``gang_api()``: the version of the API that serves PodGroups, "" without one. ``lease``: the
+    operator's, by which jobs name it; "": they do not.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class Reconciler:
         metrics_from: tuple[Body, ...] = (),
         known: Callable[[str], bool] = lambda _: True,
         gang_api: Callable[[], str] = str,
+        lease: str = "",
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
         self._metrics, self._leads, self._clock = metrics, leads, clock
         self._metrics_from, self._known = metrics_from, known
-        self._gang_api = gang_api
+        self._gang_api, self._lease = gang_api, lease
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -99,6 +102,8 @@ class Reconciler:
             seen_since=since,
             metrics_from=self._metrics_from,
             gang_api=self._gang_api(),
+            lease=self._lease,
+            version=__version__,
             workloads=self._store.workloads.of(job),
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)

@@ -56,7 +56,7 @@ _REASON: Final = re.compile("[A-Za-z]([A-Za-z0-9_,:]{0,1022}[A-Za-z0-9_])?")
 _TEXT: Final = 4096
 _CLASSES: Final = {*SEVERITY, "Startup", "Deadline", "Invalid"} - {"Collateral"}
 #: What is booked with each write, and is no reason for one.
-_BOOKED: Final = frozenset({"ledger", "goodput", "eta"})
+_BOOKED: Final = frozenset({"ledger", "goodput", "eta", "operator"})
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
 MOST_ATTEMPTS: Final = 10**9 - 1
 
@@ -195,6 +195,20 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class Operator:
+    """Which operator acts on the job, by its Lease, and which ``other`` asks whether it lives.
+
+    ``asked`` is by the clock of the one that asks, ``answered`` by that of the one that acts.
+    """
+
+    lease: str = ""  # NAMESPACE/NAME
+    version: str = ""
+    other: str = ""  # its Lease
+    asked: datetime | None = None
+    answered: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The whole .status. ``phase`` None: no status was ever written.
 
@@ -202,6 +216,7 @@ class Status:
     replacement. ``holds``: the gang's launchers wait while a lost one is replaced. ``serving``:
     the seats of replicas that other pods than their own serve, as it was heard. ``pod_group``: the
     PodGroup of this attempt, or of an earlier one until that is removed; "": there is none.
+    ``unknown``: fields of a newer operator, which are kept.
     """
 
     phase: Phase | None = None
@@ -228,6 +243,8 @@ class Status:
     ledger: Ledger = field(default_factory=Ledger)
     goodput: float | None = None
     eta: Eta | None = None
+    operator: Operator = field(default_factory=Operator)
+    unknown: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def terminal(self) -> bool:
@@ -271,40 +288,43 @@ class Status:
 
 def to_dict(status: Status) -> dict[str, Any]:
     """Return the JSON form without absent values."""
+    return {**status.unknown, **_present(_fields(status))}
+
+
+def _fields(status: Status) -> dict[str, Any]:
     last, replicas, restarts = status.last_failure, status.replicas, status.restarts
     # For a job that has ended "0/3" would read as trouble.
     ready = "" if status.terminal else f"{replicas.ready}/{replicas.desired}"
-    return _present(
-        {
-            "observedGeneration": status.observed_generation,
-            "phase": status.phase,
-            "reason": status.reason,
-            "message": status.message,
-            "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
-            "attempt": status.attempt,
-            "membersSince": status.members_since,
-            "births": ranges.format_births(status.births),
-            "holds": status.holds,
-            "serving": ranges.format_births(status.serving),
-            "podGroup": status.pod_group,
-            "templateHash": status.template_hash,
-            "snapshotHash": status.snapshot_hash,
-            "restarts": _written(restarts, _RESTARTS),
-            "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
-            "ready": ready,
-            "replicas": asdict(replicas),
-            "succeededReplicas": ranges.format_ranges(status.succeeded),
-            "progress": _progress_to_dict(status.progress) or None,
-            "lastFailure": _written(last, _FAILURE) if last else None,
-            "failures": [_written(one, _FAILURE) for one in status.failures] or None,
-            "avoidedNodes": list(status.avoided_nodes) or None,
-            "handedOver": list(status.handed_over) or None,
-            "timings": _written(status.timings, _TIMINGS) or None,
-            "ledger": ledger.to_dict(status.ledger),
-            "goodput": status.goodput,
-            "eta": _written(status.eta, _ETA) if status.eta else None,
-        }
-    )
+    return {
+        "observedGeneration": status.observed_generation,
+        "phase": status.phase,
+        "reason": status.reason,
+        "message": status.message,
+        "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
+        "attempt": status.attempt,
+        "membersSince": status.members_since,
+        "births": ranges.format_births(status.births),
+        "holds": status.holds,
+        "serving": ranges.format_births(status.serving),
+        "podGroup": status.pod_group,
+        "templateHash": status.template_hash,
+        "snapshotHash": status.snapshot_hash,
+        "restarts": _written(restarts, _RESTARTS),
+        "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
+        "ready": ready,
+        "replicas": asdict(replicas),
+        "succeededReplicas": ranges.format_ranges(status.succeeded),
+        "progress": _progress_to_dict(status.progress) or None,
+        "lastFailure": _written(last, _FAILURE) if last else None,
+        "failures": [_written(one, _FAILURE) for one in status.failures] or None,
+        "avoidedNodes": list(status.avoided_nodes) or None,
+        "handedOver": list(status.handed_over) or None,
+        "timings": _written(status.timings, _TIMINGS) or None,
+        "ledger": ledger.to_dict(status.ledger),
+        "goodput": status.goodput,
+        "eta": _written(status.eta, _ETA) if status.eta else None,
+        "operator": _written(status.operator, _OPERATOR) or None,
+    }
 
 
 def decided(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,6 +368,8 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         ledger=ledger.from_dict(raw.get("ledger")),
         goodput=opt_number(raw.get("goodput")),
         eta=_eta(raw.get("eta")),
+        operator=Operator(**_read(raw.get("operator"), _OPERATOR)),
+        unknown={name: value for name, value in raw.items() if name not in _NAMES},
     )
 
 
@@ -432,6 +454,7 @@ _RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: opt_count(value)
 _PROGRESS: Final = _table(Progress)
 _TIMINGS: Final = _table(Timings)
 _ETA: Final = _table(Eta, remaining=partial(text, limit=32))
+_OPERATOR: Final = _table(Operator)
 
 
 def _read(body: object, table: Fields) -> dict[str, Any]:
@@ -447,3 +470,6 @@ def _present(found: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out absent values; a flag that is not set is one."""
     kept = {k: v for k, v in found.items() if v is not False and v not in (None, "")}
     return {k: format_time(v) if isinstance(v, datetime) else v for k, v in kept.items()}
+
+
+_NAMES: Final = frozenset(_fields(Status()))

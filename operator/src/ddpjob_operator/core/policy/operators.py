@@ -1,0 +1,88 @@
+"""Let one of several operators act on a job: status.operator names it by its Lease.
+
+Operators with one Lease elect a leader. Those with different Leases, as of two releases for one
+namespace, meet only here, and plan() calls it. One that finds the other's name does nothing but ask
+for it, by status.operator.asked; the other one answers with a write. Without an answer it is dead,
+and the one that asks takes the job over. Each compares only what it stamped itself with its clock,
+and needs no right to read the other's Lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_operator.core.actions import Plan, WriteStatus
+from ddpjob_operator.core.objects.json_read import format_time
+from ddpjob_operator.core.view import Change, View
+
+OTHER: Final = "OtherOperator"
+#: A dead leader has a successor by then: its Lease lasts 15 s, and a container starts.
+PATIENCE: Final = timedelta(seconds=45)
+#: One that has answered may die: it is asked again.
+AGAIN: Final = timedelta(minutes=5)
+#: One that asks no more is gone. Longer than AGAIN, or the report would flap.
+FORGOTTEN: Final = timedelta(minutes=10)
+
+
+def give_way(view: View, todo: Plan) -> Plan:
+    """Return ``todo`` if the job is this operator's; else ask, wait, or take it over."""
+    found, ours = view.status.operator, view.feedback.lease
+    # After the end a write needs a reason: thousands of such jobs may be there.
+    if not _foreign(view) or (view.status.terminal and not todo.actions):
+        return todo
+    patience = PATIENCE if found.other == ours and not found.answered else AGAIN
+    left = found.asked + patience - view.now if found.asked else timedelta()
+    if timedelta() < left <= patience:
+        return Plan((), left.total_seconds())
+    new = {"lease": found.lease, "version": found.version, "other": ours}
+    new["asked"] = format_time(view.now)
+    takes = found.other == ours and found.asked is not None and not found.answered
+    if takes:
+        new = {"lease": ours, "version": view.feedback.version}
+    # All other fields stay as they are: they may be of another version.
+    return Plan((WriteStatus({**view.job.status, "operator": new}, takes_over=takes),))
+
+
+def answer(view: View, change: Change) -> Change:
+    """Answer an operator that asks; forget one that has stopped asking."""
+    found = view.status.operator
+    if _foreign(view) or not view.feedback.lease or not found.asked:
+        return change
+    if not found.answered:
+        return change.with_status(operator=replace(found, answered=view.now))
+    forgotten = due(view)
+    if forgotten is not None and forgotten <= view.now:
+        return change.with_status(operator=replace(found, other="", asked=None, answered=None))
+    return change
+
+
+def sign(view: View, change: Change) -> Change:
+    """Put this operator's name into a status that is written anyway."""
+    if not view.feedback.lease:
+        return change
+    ours = view.feedback
+    named = replace(change.status.operator, lease=ours.lease, version=ours.version)
+    return change.with_status(operator=named)
+
+
+def due(view: View) -> datetime | None:
+    """Return when an operator that asks no more is forgotten."""
+    at = view.status.operator.answered
+    return None if at is None else at + FORGOTTEN
+
+
+def reasons(view: View) -> Iterator[tuple[str, str]]:
+    """Report that operators of two Leases serve the job."""
+    found, forgotten = view.status.operator, due(view)
+    if found.other and (forgotten is None or view.now < forgotten):
+        what = f"operators of two Leases serve this namespace: that of {found.lease} acts, that of"
+        cure = "give each release its own value namespaces, or uninstall one"
+        yield OTHER, f"{what} {found.other} waits; {cure}"
+
+
+def _foreign(view: View) -> bool:
+    ours, theirs = view.feedback.lease, view.status.operator.lease
+    return bool(ours and theirs) and ours != theirs
