@@ -185,7 +185,7 @@ class View:
     def unread(self) -> bool:
         """Tell whether missing seats may have a member that only a quorum read would show.
 
-        A new pod of a replacement, or one that stands by, may have been made unseen by the cache.
+        A new pod of a replacement, or one of the standbys, may have been made unseen by the cache.
         """
         read, status = self.confirmed, self.status
         made = status.phase == "Running" or (self.replacing and status.phase == "Starting")

@@ -7,6 +7,8 @@ CRD sets, so that one job's status costs little memory and can always be written
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -216,7 +218,7 @@ class Status:
     replacement. ``holds``: the gang's launchers wait while a lost one is replaced. ``serving``:
     the seats of replicas that other pods than their own serve, as it was heard. ``pod_group``: the
     PodGroup of this attempt, or of an earlier one until that is removed; "": there is none.
-    ``unknown``: fields of a newer operator, which are kept.
+    ``unknown``: fields of a newer operator, which are kept unless they are large.
     """
 
     phase: Phase | None = None
@@ -332,6 +334,19 @@ def decided(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in _BOOKED}
 
 
+#: JSON of the fields that a newer operator has added, all together.
+_UNKNOWN_BYTES: Final = 4096
+
+
+def _unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in sorted(raw.keys() - _NAMES):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            if len(json.dumps({**found, name: raw[name]}, allow_nan=False)) <= _UNKNOWN_BYTES:
+                found[name] = raw[name]
+    return found
+
+
 def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
     """Parse .status of a job with so many replicas; what does not parse counts as absent."""
     raw = mapping(body)
@@ -369,7 +384,7 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         goodput=opt_number(raw.get("goodput")),
         eta=_eta(raw.get("eta")),
         operator=Operator(**_read(raw.get("operator"), _OPERATOR)),
-        unknown={name: value for name, value in raw.items() if name not in _NAMES},
+        unknown=_unknown(raw),
     )
 
 
@@ -454,7 +469,8 @@ _RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: opt_count(value)
 _PROGRESS: Final = _table(Progress)
 _TIMINGS: Final = _table(Timings)
 _ETA: Final = _table(Eta, remaining=partial(text, limit=32))
-_OPERATOR: Final = _table(Operator)
+_LEASE: Final = partial(text, limit=400)
+_OPERATOR: Final = _table(Operator, lease=_LEASE, version=partial(text, limit=64), other=_LEASE)
 
 
 def _read(body: object, table: Fields) -> dict[str, Any]:
