@@ -24,8 +24,10 @@ from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import PAST_CACHE_BYTES
 from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotError
 
-#: Of each rank, so that training's own reading and the next snapshot find the volume free.
+#: Of each rank, so that training's own reading finds the volume free; and while the next snapshot
+#: is written, which comes first.
 BYTES_PER_SECOND = 128 << 20
+_BESIDE_WRITING = 8 << 20
 _ASK, _ANSWER = "read-back", "read-back-answer"
 _FIRST_SECONDS, _MOST_SECONDS = 0.005, 1.0  # between two looks for a note
 
@@ -40,12 +42,14 @@ class ReadBack:
         board: Board,
         directory: Path,
         settled: Callable[[int, str], None],
+        writing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank = rank
         self._writers = writers
         self._board = board
         self._directory = directory
         self._settled = settled
+        self._writing = writing
         self._changed = threading.Condition()
         self._expected: set[int] = set()  # steps about which rank 0 may ask
         self._next: tuple[int, tuple[DataFile, ...]] | None = None  # on rank 0
@@ -168,15 +172,16 @@ class ReadBack:
 
         Empty: it can be.
         """
-        begun, done = time.monotonic(), 0
+        last = time.monotonic()
 
         def slowly(count: int) -> None:
-            nonlocal done
-            done += count
-            wait = 0.0 if self.hurry else begun + done / BYTES_PER_SECOND - time.monotonic()
+            nonlocal last
+            rate = _BESIDE_WRITING if self._writing() else BYTES_PER_SECOND
+            wait = last + count / rate - time.monotonic()
             if wait > 0:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing or self.hurry, wait)
+            last = time.monotonic()
 
         try:
             with manifest.opened(self._directory, file) as stream:

@@ -126,7 +126,12 @@ class SnapshotWriter:
         #: On rank 0. The parent is among them: all ranks have read it.
         self._verified = {parent}
         self._read_back = ReadBack(
-            rank, reports.writers, reports.board, files.directory, self._was_read_back
+            rank,
+            reports.writers,
+            reports.board,
+            files.directory,
+            self._was_read_back,
+            writing=lambda: bool(self._parts),
         )
         self._outcomes: deque[Outcome] = deque()
         self._copying = 0
