@@ -182,6 +182,8 @@ class ReadBack:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing or self.hurry, wait)
             last = time.monotonic()
+            if self._closing:
+                raise InterruptedError("this rank ends")
 
         try:
             with manifest.opened(self._directory, file) as stream:

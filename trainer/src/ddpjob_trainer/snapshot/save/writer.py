@@ -32,6 +32,7 @@ from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
 from ddpjob_trainer.telemetry.console import say
 
 _END_SECONDS = 5.0
+_VERIFY_SECONDS = 15.0
 GONE = (
     "it was removed, or another job has taken over this snapshot directory, and this run's"
     " snapshots may be gone with it"
@@ -260,12 +261,16 @@ class SnapshotWriter:
         self._read_back.hurry = on
 
     def wait_settled(self) -> None:
-        """Wait on rank 0, after all ranks' posts, until all is verified or given up."""
-        self._wait(lambda: not self._snapshots and not self._unverified)
+        """Wait on rank 0, after all ranks' posts, until all is durable or given up.
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+        And a while until it is verified: a pod that is told to end has little time.
+        """
+        self._wait(lambda: not self._snapshots)
+        self._wait(lambda: not self._unverified, _VERIFY_SECONDS)
+
+    def _wait(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: done() or self._error)
+            self._changed.wait_for(lambda: done() or self._error, seconds)
         self._raise()
 
     def _raise(self) -> None:
