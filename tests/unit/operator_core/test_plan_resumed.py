@@ -9,7 +9,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core.objects import resumed
-from support.world import World, env_of, running
+from support.world import World, env_of, rendered, running
 
 KINDS = ("OtherSnapshots", "ProgramChanged", "StepsRepeatedEqual", "StepsDiffer")
 OTHER = {"step": 400, "uid": "8f1c-2", "changed": ["script"]}
@@ -134,3 +134,17 @@ def test_new_pods_are_told_the_newest_snapshot_that_the_status_knows_of(resume: 
 
 def test_pods_without_snapshots_of_ours_are_told_of_none():
     assert saved(poll(running(), step=60, snapshotStep=50).end(1, 1).wait(5)) == {None}
+
+
+@pytest.mark.parametrize(
+    ("source", "ends"),
+    [
+        ({"emptyDir": {}}, "1"),
+        ({"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}, "1"),
+        ({"persistentVolumeClaim": {"claimName": "c"}}, None),
+        ({"nfs": {"server": "s", "path": "/"}}, None),
+    ],
+)
+def test_pods_know_whether_their_snapshots_end_with_them(source: dict[str, Any], ends: str | None):
+    pod = rendered(snapshot={"path": "/s", "volume": source})
+    assert env_of(pod).get(contract.SNAPSHOT_EPHEMERAL) == ends

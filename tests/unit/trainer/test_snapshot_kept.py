@@ -7,12 +7,15 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.options import SnapshotOptions
+from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
@@ -21,6 +24,7 @@ from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.store import Store as Remote
 from ddpjob_trainer.snapshot.remote.upload import Uploader, draw
 from ddpjob_trainer.state.codec import flatten
+from ddpjob_trainer.training.start import _snapshot_settings
 from support.snapshots import Store, open_snapshots
 
 SECRET = b"secret of the job".hex()
@@ -311,3 +315,37 @@ def test_a_reserve_is_kept_and_used(tmp_path):  # type: ignore[no-untyped-def]
     assert (tmp_path / disk.RESERVE).stat().st_size == 1 << 20
     assert disk.use_reserve(tmp_path)
     assert not disk.use_reserve(tmp_path)
+
+
+# --- What the status may name -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "url", "named"),
+    [(False, "", [50]), (False, "s3://x", [50]), (True, "s3://x", [25, 50]), (True, "", [50])],
+)
+def test_what_ends_with_its_pod_is_named_once_it_was_uploaded(tmp_path, ends, url, named):  # type: ignore[no-untyped-def]
+    settings = SnapshotSettings(tmp_path, 25, 2, resume=True, upload=url, ends_with_pod=ends)
+    progress = Mock()
+    snapshots = Snapshots(settings, Mock(rank=1), progress)
+    snapshots.learn([51.0, 26.0, 0.0])  # step 50 was read back, 25 was uploaded
+    assert snapshots.newest == 50
+    snapshots.learn([51.0, 51.0, 0.0])
+    assert [call.args[0] for call in progress.saved.call_args_list] == named
+
+
+@pytest.mark.parametrize(
+    ("ends", "url", "directory", "known"),
+    [
+        (False, None, None, 40),
+        (False, None, "fold-2", 0),  # the status knows of those in the job's directory
+        (True, None, None, 0),  # which ended with the pod, as is known
+        (True, "memory://x", None, 40),
+    ],
+)
+def test_what_a_run_is_known_to_have_had(tmp_path, ends, url, directory, known):  # type: ignore[no-untyped-def]
+    given = SnapshotSettings(
+        tmp_path, 1, 2, resume=True, upload="", ends_with_pod=ends, known_step=40
+    )
+    asked = SnapshotOptions(snapshot_upload=url, snapshot_dir=directory)
+    assert _snapshot_settings(given, asked).known_step == known
