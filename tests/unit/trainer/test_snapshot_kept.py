@@ -61,7 +61,7 @@ def test_the_newest_of_each_other_job_stays(tmp_path):  # type: ignore[no-untype
         store, _ = open_snapshots(tmp_path, attempt, uid="c", resume=False, keep=2)
         save(store, *range(10 * attempt, 10 * attempt + 5))
     assert {500, 2, 33, 34} <= steps(tmp_path)
-    assert not {400, 450, 1, 13} & steps(tmp_path)
+    assert not {400, 13} & steps(tmp_path), "two of each: one may never have been read back"
     assert step_of(open_snapshots(tmp_path, 2, uid="a")) == 500, "its files are there as well"
 
 
@@ -82,7 +82,7 @@ def test_so_it_does_in_a_store(tmp_path):  # type: ignore[no-untyped-def]
         for step in range(first, first + 5):
             save(local, step)
             uploader.upload(step)
-    assert steps(tmp_path / "store") == {104, 13, 14}
+    assert steps(tmp_path / "store") == {103, 104, 13, 14}
 
 
 @pytest.mark.parametrize("gone", [1, 2, 3])
@@ -278,7 +278,7 @@ def test_a_manifest_that_claims_terabytes_fetches_nothing(remote, tmp_path, monk
 def test_what_the_disk_has_no_room_for_is_not_begun(remote, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     room = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:3], 0, 0, *room[5:10])))
-    with pytest.raises(ConfigError, match="has room for 0"):
+    with pytest.raises(OSError, match="there is room for 0"):
         bring(remote, tmp_path / "b")
 
 
@@ -328,9 +328,9 @@ def test_what_ends_with_its_pod_is_named_once_it_was_uploaded(tmp_path, ends, ur
     settings = SnapshotSettings(tmp_path, 25, 2, resume=True, upload=url, ends_with_pod=ends)
     progress = Mock()
     snapshots = Snapshots(settings, Mock(rank=1), progress)
-    snapshots.learn([51.0, 26.0, 0.0])  # step 50 was read back, 25 was uploaded
+    snapshots.learn([51.0, 26.0, 51.0, 0.0])  # step 50 was read back, 25 was uploaded
     assert snapshots.newest == 50
-    snapshots.learn([51.0, 51.0, 0.0])
+    snapshots.learn([51.0, 51.0, 51.0, 0.0])
     assert [call.args[0] for call in progress.saved.call_args_list] == named
 
 

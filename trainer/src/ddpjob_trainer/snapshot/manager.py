@@ -51,6 +51,7 @@ class Snapshots:
         self._unsettled = False
         self.has_room = True  # on all ranks alike: each has a buffer for save()
         self.newest = -1  # step of the newest snapshot that another rank has read back
+        self.made = -1  # of the newest that is durable
         self._uploaded = -1  # of the newest that the object store has
         self._reported = -1  # what the status may name
         # What ends with the pod is durable once it was uploaded.
@@ -87,6 +88,7 @@ class Snapshots:
         rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._open(resumed)
+        self.made = source.step
         self._durable(source.step, -1)
         if self._world.rank == 0:
             self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
@@ -130,18 +132,19 @@ class Snapshots:
     def report(self) -> list[float]:
         """Settle finished snapshots; return numbers to add up over all ranks, before each save().
 
-        The newest verified and uploaded steps plus 1, by rank 0; whether this rank has no buffer to
-        save into.
+        The newest verified, uploaded and durable steps plus 1, by rank 0; whether this rank has no
+        buffer to save into.
         """
         self._hear()
         full = float(self._writer is not None and not self._writer.pool.free())
-        mine = (self.newest + 1, self._uploaded + 1) if self._world.rank == 0 else (0, 0)
-        return [*map(float, mine), full]
+        mine = (self.newest, self._uploaded, self.made) if self._world.rank == 0 else (-1, -1, -1)
+        return [*(float(step + 1) for step in mine), full]
 
     def learn(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(). No rank claims a snapshot that is not yet durable."""
-        newest, uploaded, full = reported
+        newest, uploaded, made, full = reported
         self.has_room = not full
+        self.made = max(self.made, int(made) - 1)
         self._durable(int(newest) - 1, int(uploaded) - 1)
 
     def _durable(self, newest: int, uploaded: int) -> None:
@@ -230,20 +233,23 @@ class Snapshots:
                 self._writer.wait_settled()
         self._agree()
         self._writer.hurry(False)
+        self._writer.check()
 
     def mark(self, facts: Config) -> None:
         """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
         if self._writer is not None and self._world.rank == 0:
             with self._progress.under("snapshot"):
-                text = self._writer.mark(self.newest, facts)
+                text = self._writer.mark(self.made, facts)
             if text:
-                self._failed(self.newest, text)
+                self._failed(self.made, text)
             elif self._uploads is not None:
-                self._uploads.committed(self.newest)
+                self._uploads.committed(self.made)
 
     def _upload_rest(self, seconds: float) -> None:
         """Wait so long for the upload of the newest snapshot, on rank 0."""
         if self._uploads is not None:
+            if self.made > max(self.newest, self._uploaded):  # the disk may be gone before
+                self._uploads.committed(self.made)
             with self._progress.under("snapshot"):
                 self._uploads.wait(seconds, lambda: self._progress.at("snapshot"))
 
@@ -262,6 +268,7 @@ class Snapshots:
             if outcome.text:
                 self._failed(outcome.step, outcome.text)
             elif not outcome.verified:
+                self.made = max(self.made, outcome.step)
                 self._progress.save_took(outcome.seconds)
             else:
                 self._durable(outcome.step, -1)

@@ -134,7 +134,7 @@ class Keeping:
         if not self._snapshots.are_made or not done:
             return
         self._snapshots.settle()
-        if self._snapshots.newest >= done:  # as of then: only the word is missing
+        if self._snapshots.made >= done:  # as of then: only the word is missing
             self._snapshots.mark({"finished": self._options.total_steps})
             return
         try:

@@ -175,7 +175,7 @@ def _forged(folders: Folders, starts: dict[int, Start], reader: Identity) -> set
 def _is_signed(folders: Folders, start: Start, secret: str) -> bool:
     try:
         found = folders.read(start.sequence, SIGNATURE, _SIGNATURE_BYTES)
-    except OSError:
+    except (FileNotFoundError, disk.NotAFileError):
         return False
     return hmac.compare_digest(found, _signature(seal(asdict(start)), secret))
 
@@ -246,22 +246,27 @@ def unneeded(
     own: int,
     keep: int,
     steps_of: Callable[[int, int | None], Collection[int]],
+    unread: Collection[int] = (),
 ) -> list[int]:
     """Return the numbers below ``own`` outside the folders that hold our chain's ``keep`` steps.
 
     None while the chain is short: an earlier run's snapshots may still be somebody's last.
-    ``steps_of``: steps that count in a folder up to a limit.
+    ``steps_of``: steps that count in a folder up to a limit. ``unread``: those whose record this
+    rank cannot read now. A job that began later has the directory: then only our own are named.
     """
     needed: set[int] = set()
     found: set[int] = set()
-    parent = starts[own].parent_sequence if own in starts else 0
-    for number, limit in chain(starts, newest(starts)):
+    mine = starts[own]
+    first = newest(starts) == mine
+    for number, limit in chain(starts, mine):
         needed.add(number)
         found.update(steps_of(number, limit))
         if len(found) >= keep:
             # A number without a record may belong to a newer incarnation that is about to write
             # it, and would then be the head. Only what is below our parent is surely abandoned.
-            over = {n for n in taken if n in starts or n < parent}
+            claims = {n for n in taken if n < mine.parent_sequence and first}
+            begun = {n for n, start in starts.items() if first or start.uid == mine.uid}
+            over = (claims - set(unread)) | begun
             return sorted(n for n in over if n < own and n not in needed)
     return []
 

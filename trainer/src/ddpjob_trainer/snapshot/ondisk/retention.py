@@ -17,20 +17,25 @@ _STEP = re.compile(r"step-([0-9]{1,15})\b.*", re.DOTALL)
 _OURS = re.compile(r"start\.json|step-[0-9]")
 
 
-def retain(root: Path, sequence: int, keep: int, verified: Container[int]) -> None:
+def retain(
+    root: Path, sequence: int, keep: int, verified: Container[int], busy: Container[int] = ()
+) -> None:
     """Keep the newest ``keep`` snapshots of an incarnation and what its chain needs.
 
     One counts if it is among the ``verified`` steps and its files are there. Others take no place
-    of one that counts: as many more of them stay. What cannot be removed now is left for the next
-    time.
+    of one that counts: as many more of them stay, those that are ``busy`` being read, and the last
+    verified one though this rank may not see its files. What cannot be removed now is left for the
+    next time.
     """
     with contextlib.suppress(OSError):
         directory = lineage.directory(root, sequence)
         found = _Folder(directory)
-        good = [path for path in found.whole if manifest.step_of(path.name) in verified][-keep:]
+        known = [path for path in found.named if manifest.step_of(path.name) in verified]
+        good = [path for path in known if path in found.whole][-keep:]
         others = [path for path in found.named if path not in good]
         late = [path for path in others if len(good) < keep or path > good[0]]
-        for path in found.named.keys() - {*good, *late[-keep:]}:
+        read = [path for path in late if manifest.step_of(path.name) in busy]
+        for path in found.named.keys() - {*good, *late[-keep:], *read, *known[-1:]}:
             if _remove(path):
                 del found.named[path]
         if good and not found.unread:
@@ -100,9 +105,10 @@ def _retain_chain(
 ) -> None:
     """Remove earlier directories that our chain needs no more, and surplus copies in it."""
     taken = folders.numbers()
-    starts = {} if taken[:1] in ([], [sequence]) else lineage.read_starts(folders)
+    unread: dict[int, Exception] = {}
+    starts = {} if taken[:1] in ([], [sequence]) else lineage.read_starts(folders, unread)
     mine = starts.get(sequence)
-    if mine is None or lineage.newest(starts) != mine:
+    if mine is None or lineage.heads(starts, mine.uid)[0] != mine:
         return  # we may be the zombie
     copies: Counter[int] = Counter()
 
@@ -117,11 +123,11 @@ def _retain_chain(
         return {s for s in counting.values() if number != sequence or s in verified}
 
     spared = lineage.last_of_others(folders, starts, sequence)
-    for number in lineage.unneeded(starts, taken, sequence, keep, steps_of):
+    for number in lineage.unneeded(starts, taken, sequence, keep, steps_of, unread):
         directory = lineage.directory(folders.root, number)
         if number in spared:
             found = _Folder(directory)
-            for path in found.whole[:-1]:
+            for path in found.whole[:-2]:  # we do not know which of them was read back
                 _remove_copy(path, found.named)
         else:
             _remove_ours(directory)

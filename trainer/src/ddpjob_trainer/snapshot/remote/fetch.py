@@ -6,6 +6,7 @@ store, and resume.py then finds and checks it like any other.
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -146,7 +147,8 @@ def _check_room(store: Store, root: Path, number: int, found: Manifest) -> None:
     room = os.statvfs(root)
     free, needed = room.f_bavail * room.f_frsize, sum(file.bytes for file in found.files)
     if needed > free:
-        raise InvalidSnapshotError(f"it takes {needed} bytes, and {root} has room for {free}")
+        text = f"the snapshot takes {needed} bytes, and there is room for {free}"
+        raise OSError(errno.ENOSPC, text, str(root))
 
 
 def _checked(

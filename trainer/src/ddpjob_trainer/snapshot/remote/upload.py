@@ -124,16 +124,17 @@ class Uploader:
         """Keep the newest of ours and what our chain needs. The rest goes, the manifest first."""
         store, number = self._store, self._number
         _trim(store, number, self._keep)
-        known, taken = store.starts(self._identity)[0], store.numbers()
+        unread: dict[int, Exception] = {}
+        known, taken = lineage.read_starts(store, unread, reader=self._identity), store.numbers()
         mine = known.get(number)
         if mine is None or lineage.newest(known) != mine:
             raise PeerLostError("a later incarnation uploads to the same place")
         spared = lineage.last_of_others(store, known, number)
         for old in lineage.unneeded(
-            known, taken, number, self._keep, partial(lineage.steps, store)
+            known, taken, number, self._keep, partial(lineage.steps, store), unread
         ):
             if old in spared:
-                _trim(store, old, 1)
+                _trim(store, old, 2)
             else:
                 store.remove_folder(old)
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import NoReturn, TypeGuard, TypeVar
 
 import torch
 
@@ -41,6 +41,7 @@ from ddpjob_trainer.telemetry.console import say
 _LIST, _LOOK, _PROPOSED, _SICK = b"list ", b"look ", b"candidate ", b"sick "
 _CALL = "the start of run.steps()"
 _NAMED = 3  # of the files that failed
+_RECORD = -1  # in place of a step: the start record
 _ATTEMPTS = 20
 _FIRST_SECONDS = 0.25
 _RETRY_SECONDS = 15.0
@@ -178,6 +179,7 @@ class _Opening:
         self._unreadable: _Unreadable | None = None
         self._known: list[str] = []
         self._failed: list[str] = []
+        self._anothers = ""  # why snapshots of another namespace's job are left alone
         self._identity = world.identity
         if not world.identity.unique:
             # torchrun and a bare python repeat their names, and no zombie can have this one.
@@ -186,7 +188,7 @@ class _Opening:
 
     def run(self) -> tuple[Start, Source | None]:
         """Claim a number and begin there; a start that fails leaves nothing."""
-        self._unreadable, self._known, self._failed = None, [], []
+        self._unreadable, self._known, self._failed, self._anothers = None, [], [], ""
         self._ours = self._retry(lambda: lineage.claim(self._root))
         try:
             return self._begin()
@@ -208,8 +210,10 @@ class _Opening:
             if not self._settings.resume and head.uid != identity.uid:
                 break
             parent, source = self._choose(starts, head)
-            if source is not None or self._known:
+            if source is not None or (self._known and not self._anothers):
                 break  # a chain without any snapshot hides none of an earlier job
+        if source is None and self._anothers:
+            raise ConfigError(self._anothers)
         if source is None and (self._settings.resume or not first):
             self._refuse_to_begin_anew(starts)
         if source is None and not first:
@@ -241,9 +245,12 @@ class _Opening:
         if self._settings.resume:
             numbers = [n for n in self._folders.numbers() if n not in starts]
             for number in numbers:  # its record is gone, or damaged
+                where = lineage.directory(self._root, number)
                 with contextlib.suppress(OSError):
-                    if found := lineage.steps(self._folders, number, None):
-                        self._known.append(f"{number:08d} holds one of step {found[-1]}")
+                    for path in manifest.listed(where)[-1:]:
+                        with contextlib.suppress(InvalidSnapshotError):  # a stranger's, perhaps
+                            step = manifest.read(path).step
+                            self._known.append(f"{number:08d} holds one of step {step}")
         if self._known:
             failed = "; ".join(self._failed[:_NAMED])
             raise ConfigError(
@@ -263,6 +270,10 @@ class _Opening:
         )
         for number, why in unread.items():
             name = f"{number:08d}/{lineage.START}"
+            if not isinstance(why, NewerFormatError) and not _is_denied(why):
+                said = self._ask(_LOOK, number, _RECORD)
+                if b"1" in said:
+                    self._end_sick(OnlyHereError(0, f"{name}: {why}", said.index(b"1")))
             say(0, f"{name} is not usable, its snapshots are left out: {why}")
             self._failed.append(f"{name}: {why}")
             if isinstance(why, OSError):
@@ -316,7 +327,8 @@ class _Opening:
         name = f"{path.parent.name}/{path.name}"
         try:
             found = self._retry(lambda: self._find(path))
-            self._check_owner(found)
+            if self._is_anothers(found):
+                return None
             source = self._retry(lambda: self._bring(path, ours, found))
         except NewerFormatError as error:
             say(0, f"snapshot {name} is not usable, and left as it is: {error}")
@@ -325,8 +337,7 @@ class _Opening:
             say(0, f"snapshot {name} is not usable: {problem}")
             self._failed.append(f"{name}: {problem}")
         except OnlyHereError as error:
-            self._world.broadcast_bytes(_SICK + json.dumps([error.rank, error.text]).encode())
-            raise _sick(error.rank, error.text, 0) from None
+            self._end_sick(error)
         except FileNotFoundError:
             if listed:
                 raise
@@ -338,6 +349,11 @@ class _Opening:
             return source
         return None
 
+    def _end_sick(self, error: OnlyHereError) -> NoReturn:
+        """End the rank that cannot read, and with it this start, on all ranks."""
+        self._world.broadcast_bytes(_SICK + json.dumps([error.rank, error.text]).encode())
+        raise _sick(error.rank, error.text, 0)
+
     def _find(self, path: Path) -> Manifest:
         """Read a manifest and look at its files. Where that fails here, the others try."""
         try:
@@ -345,7 +361,7 @@ class _Opening:
         except NewerFormatError:
             raise
         except (InvalidSnapshotError, OSError) as error:
-            if not isinstance(error, OSError) or error.errno not in _DENIED:
+            if not _is_denied(error):
                 step = manifest.step_of(path.name)
                 said = self._ask(_LOOK, int(path.parent.name), step or 0)
                 if b"1" in said:
@@ -361,15 +377,17 @@ class _Opening:
         self._world.broadcast_bytes(_PROPOSED + ours.name.encode() + b" " + found.encode())
         return _check_together(ours, found, self._world)
 
-    def _check_owner(self, found: Manifest) -> None:
+    def _is_anothers(self, found: Manifest) -> bool:
+        """Tell whether a job of another namespace made it; only a user may go on from that."""
         theirs, mine = found.config.get("namespace"), self._identity.namespace
-        if theirs and mine and theirs != mine and "namespace" not in self._settings.allow_changes:
-            raise ConfigError(
-                f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one"
-                f" is in {mine!r}. Give this job a directory of its own: another snapshot.path,"
-                " another volume, or subPath. To go on from them, use"
-                " start(allow_changes='namespace')"
-            )
+        if not theirs or not mine or theirs == mine or "namespace" in self._settings.allow_changes:
+            return False
+        self._anothers = (
+            f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one is in"
+            f" {mine!r}. Give this job a directory of its own: another snapshot.path, another"
+            " volume, or subPath. To go on from them, use start(allow_changes='namespace')"
+        )
+        return True
 
     def _note(self, error: OSError, name: str) -> None:
         """Go on to an older one; if there is none, this error is raised."""
@@ -411,6 +429,10 @@ def _look(path: Path) -> Manifest:
                 raise
             raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path)) from None
     return found
+
+
+def _is_denied(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _DENIED
 
 
 def _is_unreadable(error: Exception) -> TypeGuard[_Unreadable]:
@@ -461,10 +483,12 @@ def _answer(root: Path, question: bytes) -> bytes:
     b"": it does not see the directory that rank 0 has made, so its disk is another one.
     """
     ours, number, *step = json.loads(question.partition(b" ")[2])
-    with contextlib.suppress(InvalidSnapshotError, OSError):
+    with contextlib.suppress(InvalidSnapshotError, OSError, ValueError):
         if _holds(lineage.directory(root, ours)):
             if not step:
                 return json.dumps(lineage.steps(lineage.Disk(root), number, None)).encode()
+            if step == [_RECORD]:
+                return b"1" if lineage.read_start(lineage.Disk(root), number) else b""
             _look(lineage.directory(root, number) / manifest.file_name(*step))
             return b"1"
     return b""
@@ -490,6 +514,17 @@ def _who(world: World, yes: bool) -> tuple[int, ...]:
     return tuple(rank for rank, answer in enumerate(said) if answer == b"1")
 
 
+def _read_again(world: World, action: Callable[[], None]) -> None:
+    """Read what this rank has checked; the others wait for it."""
+    try:
+        Retry(world.rank)(action)
+    except (InvalidSnapshotError, OSError) as error:
+        if world.size == 1:
+            raise
+        why = f"{error}, which it could read before"
+        raise _sick(world.rank, why, world.rank) from None
+
+
 def _check_together(where: Path, found: Manifest, world: World) -> Source:
     """Check an equal number of data files on each rank that sees them.
 
@@ -506,7 +541,7 @@ def _check_together(where: Path, found: Manifest, world: World) -> Source:
         owner = owners[file.name]
         if owner == world.rank:
             read = load.read_spans
-            Retry(world.rank)(lambda: read(where, file, offsets[file.name], spans, buffer))
+            _read_again(world, lambda: read(where, file, offsets[file.name], spans, buffer))
         world.broadcast_tensor(buffer, owner)
 
     def check(names: Collection[str]) -> dict[str, tuple[int, str]]:

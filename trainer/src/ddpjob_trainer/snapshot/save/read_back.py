@@ -27,7 +27,7 @@ from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotErr
 #: Of each rank, so that training's own reading finds the volume free; and while the next snapshot
 #: is written, which comes first.
 BYTES_PER_SECOND = 128 << 20
-_BESIDE_WRITING = 8 << 20
+_BESIDE_WRITING = 32 << 20
 _ASK, _ANSWER = "read-back", "read-back-answer"
 _FIRST_SECONDS, _MOST_SECONDS = 0.005, 1.0  # between two looks for a note
 

@@ -256,6 +256,10 @@ class SnapshotWriter:
         """Wait until this rank's parts are written and posted."""
         self._wait(lambda: not self._parts)
 
+    def check(self) -> None:
+        """Raise what has ended a thread."""
+        self._raise()
+
     def hurry(self, on: bool) -> None:
         """Read back as fast as the volume gives it, for training waits."""
         self._read_back.hurry = on
@@ -369,7 +373,7 @@ class SnapshotWriter:
             try:
                 root, sequence, keep = self._files.root, self._files.sequence, self._files.keep
                 with self._removing:
-                    retain(root, sequence, keep, self._verified)
+                    retain(root, sequence, keep, self._verified, set(self._unverified))
                 with contextlib.suppress(OSError):  # a full disk, which has none to spare
                     disk.keep_reserve(root)
             except Exception as error:  # no reason to end training
@@ -416,6 +420,8 @@ class SnapshotWriter:
                 self._changed.notify_all()
             if text:
                 self._files.discard(step)
+            else:
+                self._retain()
 
     def _was_read_back(self, step: int, text: str) -> None:
         """Take in that a snapshot was read back, or why it could not be, on rank 0."""
