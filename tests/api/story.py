@@ -57,6 +57,7 @@ class Play:
     eager: bool = False  # the job is there before the operator watches
     trainer: Object = field(default_factory=dict)  # more of that container
     deaths: int = 0
+    first: int = 0  # the attempt of the gang that ran first
     seen: list[str] = field(default_factory=list)  # roles and happenings, in their order
     last: Object = field(default_factory=dict)  # the status that was told last
     idle: list[str] = field(default_factory=list)  # writes of an operator that had nothing to do
@@ -138,7 +139,8 @@ class Play:
         state = self.stage.history.verify()
         if [*invariants.at_rest(state, datetime.now(UTC))]:
             return
-        if number == 1:
+        self.first = self.first or number
+        if number == self.first:
             self._end(pods[1], 1)
             return
         if not self.timers:
@@ -217,7 +219,9 @@ class Play:
         last = self.last
         assert (last["phase"], last["succeededReplicas"]) == ("Succeeded", f"0-{REPLICAS - 1}")
         counts = (last["restarts"]["total"], last["restarts"]["charged"], last["attempt"])
-        assert counts == (1, 1, 2), f"counted {counts}"
+        # Who follows an operator that died before the hub's pod was there takes another attempt.
+        assert counts[:2] == (1, 1), f"counted {counts}"
+        assert 2 <= counts[2] <= 2 + self.deaths, f"counted {counts}"
         assert len(last["failures"]) == 1
         self._judge_writes()
 

@@ -67,7 +67,7 @@ class GangWorld(World):
     def begins(self, launcher: Launcher, key: Key) -> None:
         """A round's worker starts in a launcher."""
         hub = self.launchers.get(launcher.followed, launcher)
-        if key.round > 0 or launcher.config.replacement:
+        if key.round > 0 or launcher.config.replacement or launcher.replica == 0:
             given = self.numbers.setdefault((launcher.job, key.number), hub.uid)
             if given != hub.uid or key.number != attempt(hub.pod):
                 what = f"{hub.uid} of attempt {attempt(hub.pod)} gives out {key}"
@@ -88,12 +88,13 @@ class GangWorld(World):
                 raise Violation("k3_all_stand_still", f"{launcher.uid} begins {key}, and {older}")
 
     def _made_again(self, launcher: Launcher, key: Key, other: str) -> bool:
-        """While a whole gang starts, the next operator makes again what is missing then.
+        """While a whole gang starts, the next operator makes again what is missing but the hub.
 
         A process that lives on without its object was given up by a person.
         """
         gone = not self.launchers[other].alive or other in self.cluster.forced
-        return gone and key.round == 0 and not launcher.config.replacement
+        began = key.round == 0 and not launcher.config.replacement
+        return gone and began and launcher.replica != 0
 
     def whole(self, name: str = "job") -> Key | None:
         """The round in which every member of the operator's gang is, and linked."""

@@ -42,11 +42,17 @@ def finishes(job: str, attempt: int, replica: int) -> int | None:
     return 0
 
 
-def loses_one(job: str, attempt: int, replica: int) -> int | None:
-    """The fate of the reference trace: replica 1 of the first attempt fails, then all is well."""
-    if attempt == 1:
-        return 1 if replica == 1 else None
-    return 0
+def loses_one() -> Fate:
+    """The fate of the reference trace: replica 1 of the first gang fails, then all is well."""
+    first: list[int] = []
+
+    def fate(job: str, attempt: int, replica: int) -> int | None:
+        first.append(attempt)
+        if attempt == first[0]:
+            return 1 if replica == 1 else None
+        return 0
+
+    return fate
 
 
 class World:

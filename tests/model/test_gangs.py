@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
 
 from ddpjob_contract import crd
+from ddpjob_operator.core.objects.status import Progress
 from model.cluster import NODES, START
 from model.story import World, job_body
 
@@ -54,6 +56,27 @@ def test_three_gangs_that_do_not_fit_together_all_end(
     world.cluster.quota = quota
     assert world.run(lambda: all(map(world.over, "abc")), DAY, limit=100_000)
     assert world.cluster.now - START < timedelta(hours=8), "three hours of work, one by one"
+
+
+def test_progress_that_is_held_back_is_stored_though_nothing_else_happens(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """No list of jobs comes to its help: the API server's answers are slow, or the hub is gone."""
+    world = World(loop, fate=lambda *_: None)
+    world.cluster.create(crd.PLURAL, job_body())
+    assert world.run(lambda: world.phase() == "Running")
+    world.run(lambda: False, 1800)
+    world.freeze(world.operator)
+    (job,) = world.operator.store.jobs()
+    for step in (1, 2):
+        known = world.operator.store.feedback(job.uid)
+        told = replace(known, progress=Progress(step=step, updated_at=world.cluster.now))
+        world.operator.store.set_feedback(job.uid, told)
+        world.operator.queue.add(job.key)
+        while world.tick():
+            pass
+    assert world.cluster.status("job")["progress"]["step"] == 1, "written a moment ago"
+    assert world.run(lambda: world.cluster.status("job")["progress"]["step"] == 2, 60)
 
 
 def test_waiting_for_any_node_is_told(loop: asyncio.AbstractEventLoop) -> None:

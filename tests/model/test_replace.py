@@ -92,6 +92,59 @@ def test_who_takes_a_cache_for_the_gang_is_found_out(loop: asyncio.AbstractEvent
     assert found.value.name == "i4_replaces_the_lost"
 
 
+def second_hub_of_a_start(loop: asyncio.AbstractEventLoop, planner: Planner) -> World:
+    """The operator dies as a whole gang starts, and with it the pod with its hub."""
+    world = World(loop, fate=lambda *_: None, planner=planner)
+    world.pulls = False
+    world.cluster.create(crd.PLURAL, job_body())
+    assert world.run(lambda: len(world.cluster.pods()) == 3)
+    world.cluster.force(world.cluster.pods()[0])
+    world.restart(world.operator)
+    world.run(lambda: len(world.cluster.pods()) == 3, 60)
+    return world
+
+
+@pytest.mark.fault("O7")
+def test_after_a_crash_in_a_whole_start_nobody_makes_a_second_hub_of_one_number(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    world = second_hub_of_a_start(loop, plan)
+    assert [*map(attempt, world.cluster.pods())] == [2, 2, 2]
+    world.heal()
+    world.must_end()
+    assert status(world.cluster.jobs()[0])["restarts"]["total"] == 0
+
+
+def test_who_makes_the_hub_again_is_found_out(loop: asyncio.AbstractEventLoop) -> None:
+    with pytest.raises(Violation) as found:
+        second_hub_of_a_start(loop, wrong.makes_again_what_is_missing)
+    assert found.value.name == "i2_one_hub"
+
+
+@pytest.mark.fault("U2")
+def test_a_new_pod_that_finds_the_others_done_is_no_loss(loop: asyncio.AbstractEventLoop) -> None:
+    """One that had succeeded was removed between two looks, and was replaced as if lost."""
+    world = World(loop, fate=lambda *_: None)
+    world.holds = True
+    world.cluster.create(crd.PLURAL, job_body())
+    assert world.run(lambda: bool(world.cluster.status("job").get("holds")))
+    done = world.cluster.pods()[1]
+    world.cluster.finish(done, 0)
+    world.cluster.force(done)
+    assert world.run(lambda: world.cluster.status("job")["attempt"] == 2)
+    assert world.run(lambda: world.phase() == "Running")
+    for pod in world.cluster.pods():
+        if attempt(pod) == 1:
+            world.cluster.finish(pod, 0)
+    world.run(lambda: False, 330)
+    (late,) = (pod for pod in world.cluster.pods() if attempt(pod) == 2)
+    world.cluster.finish(late, 75)
+    world.heal()
+    world.must_end()
+    found = world.cluster.status("job")
+    assert (found["phase"], found["attempt"], found["restarts"]["total"]) == ("Succeeded", 3, 1)
+
+
 class Replacing(Machine):
     """The machine of test_machine.py from where two gangs train whose launchers hold."""
 

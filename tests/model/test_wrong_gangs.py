@@ -24,7 +24,7 @@ from support.invariants import Violation
 @pytest.mark.parametrize(
     ("launcher", "seed", "name"),
     [
-        (wrong_gangs.TakesTheNewcomersNumber, 2, "k2_number_of_one_hub"),
+        (wrong_gangs.TakesTheNewcomersNumber, 1, "k2_number_of_one_hub"),
         (wrong_gangs.KeepsTheNumber, 24, "k2_number_of_one_hub"),
         (wrong_gangs.GoesBeforeAllHaveStopped, 11, "k3_all_stand_still"),
         (wrong_gangs.SaysHelloBeforeWorkersAreGone, 0, "k3_all_stand_still"),

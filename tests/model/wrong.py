@@ -61,6 +61,7 @@ def creates_before_the_intent(*args: Any) -> Plan:
     if status is None or status.get("phase") != "Starting" or asked.attempt == 0:
         return found
     network = replace(asked.feedback, network_attempt=0, confirmed=asked.belief())
+    network = network.begin(asked.attempt)
     ahead = replace(asked, job=replace(asked.job, status=status), feedback=network)
     first = ahead.answer().actions
     made = replace(network, network_attempt=asked.attempt)
@@ -170,14 +171,9 @@ def gives_up_waiting(*args: Any) -> Plan:
 
 
 def makes_again_what_is_missing(*args: Any) -> Plan:
-    """Takes itself for the process that began to make the pods of a replacement."""
+    """Takes itself for the process that began to make the pods of an attempt."""
     asked = Question(*args)
-    read = asked.feedback.confirmed
-    if read is None:
-        return asked.answer()
-    return replace(
-        asked, feedback=replace(asked.feedback, confirmed=replace(read, begun=True))
-    ).answer()
+    return replace(asked, feedback=asked.feedback.begin(asked.attempt)).answer()
 
 
 def raises_floors_by_its_cache(*args: Any) -> Plan:

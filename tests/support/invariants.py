@@ -102,6 +102,8 @@ class State:
     gangs: dict[str, int] = field(default_factory=dict)  # membersSince of its gang, by uid of a pod
     #: Attempts in which only lost pods were made, by job, and the replicas that had one there.
     born: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    #: Who made the first pod of replica 0, by job and attempt.
+    hubs: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def before(self, write: Write) -> Object | None:
         """The object as it was."""
@@ -156,7 +158,10 @@ class State:
         _put(self.pods.setdefault(job, {}), write)
         if write.kind == "ADDED":
             self._notice_gang(write.obj)
-            self.born.get((job, attempt(write.obj) or 0), set()).add(replica(write.obj) or 0)
+            key = (job, attempt(write.obj) or 0)
+            self.born.get(key, set()).add(replica(write.obj) or 0)
+            if write.by and replica(write.obj) == 0 and write.uid not in self.late:
+                self.hubs.setdefault(key, write.by)
         self.top[job] = max(self.top.get(job, 0), attempt(write.obj) or 0)
         self._notice_success(job, write)
         if write.kind == "DELETED" or hurt(write.obj) or node(write.obj) in self.silent:
@@ -242,6 +247,15 @@ def i2_one_birth(state: State, write: Write) -> str | None:
     if not _created(write) or replica(write.obj) not in there:
         return None
     return f"{name(write.obj)} of attempt {attempt(write.obj)} is made a second time"
+
+
+def i2_one_hub(state: State, write: Write) -> str | None:
+    """Nor does another operator than the first make a second pod with the hub of an attempt."""
+    maker = state.hubs.get((owner(write.obj) or "", attempt(write.obj) or 0))
+    mine = _created(write) and replica(write.obj) == 0 and not untimely(state, write)
+    if not mine or maker in (None, write.by):
+        return None
+    return f"{name(write.obj)} of attempt {attempt(write.obj)} was made by {maker} before"
 
 
 def i4_attempt_monotone(state: State, write: Write) -> str | None:
@@ -476,6 +490,7 @@ ALWAYS: tuple[Invariant, ...] = (
     i1_single_incarnation,
     i1_barrier,
     i2_one_birth,
+    i2_one_hub,
     i3_service_first,
     i4_attempt_monotone,
     i4_one_cause,

@@ -94,7 +94,7 @@ class Operated(Training):
             "DDPJOB_REPLACE_SECONDS": "600", "DDPJOB_HUB_PORT": str(hub_port or self.hub_port),
             "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", "DDPJOB_DRILL": "Never",
             "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(replica),
-            "MASTER_ADDR": HUB, "MASTER_PORT": str(self._port), "WORLD_SIZE": "3",
+            "MASTER_ADDR": HUB, "MASTER_PORT": str(self.port), "WORLD_SIZE": "3",
             "RANK": str(replica), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         if self.attempt_now > 1 or replica >= 3:

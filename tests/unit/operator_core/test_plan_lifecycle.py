@@ -317,6 +317,20 @@ def test_progress_is_merged_and_quiet_polls_write_nothing():
     assert world.wait(30).poll(step=10).log == []
 
 
+def test_progress_that_is_held_back_is_stored_by_itself_later():
+    """Nothing else need happen: no newer progress, and no event."""
+    world = running()
+    world.wait(1800).poll(step=1)
+    world.now += timedelta(seconds=4)
+    world.poll(step=2)
+    told = world.now
+    while world.status["progress"]["step"] == 1:
+        pause = world.plan().requeue_after
+        assert pause is not None
+        world.wait(pause)
+    assert world.now - told <= timedelta(seconds=60)
+
+
 @pytest.mark.parametrize(("minutes", "most"), [(1, 4), (10, 40), (60, 90)])
 def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
     """Told every 15 s; while young often, for people watch; later O(1) per job and minute."""

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from ddpjob_operator.core.actions import ApiFeedback
 from support.world import World, refusal, running, started
 
 
@@ -128,12 +129,13 @@ def test_a_pod_that_is_to_be_evicted_is_a_disruption_when_the_time_is_over():
 
 
 def test_pods_that_could_not_be_created_in_time_are_no_fault_of_the_user():
-    """The operator was away, or the API server, and nothing is known of why."""
+    """The API server was away, and nothing is known of why."""
     world = World()
     while "Starting" not in str(world.job.get("status")):
         world.carry_out(world.plan().actions[0])
     world.now = world.now.replace(hour=1)
-    world.restart_operator().settle()
+    world.feedback = ApiFeedback(begun=1)
+    world.settle()
     assert (world.phase, world.status["restarts"]["total"]) == ("Pending", 0)
     assert "never created" in world.condition("Stalled")["message"]
 

@@ -11,7 +11,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import World, env_of, refusal, running
+from support.world import World, env_of, refusal, running, started
 
 LOST = {"round": 0, "replica": 1, "kind": "lost", "step": 30, "snapshotStep": 20}
 
@@ -364,6 +364,31 @@ def test_only_who_has_begun_makes_the_pods_and_each_once():
 
 
 @pytest.mark.fault("O7")
+def test_the_next_process_makes_no_second_hub_of_a_whole_start():
+    """The pod may have been there, given out rounds, and be gone (K1): all begin again."""
+    for world in (started(), running().all_end(1).settle()):
+        attempt, counts = world.status["attempt"], world.counts
+        del world.pods["job-0"]
+        world.restart_operator().settle()
+        assert (intent(world), world.counts) == ((attempt + 1, attempt + 1, ""), counts)
+        assert world.attempts() == {attempt + 1}
+        assert "whether there was a pod of replica 0" in world.told("Restarting")[-1]
+        assert world.run().phase == "Running"
+
+
+@pytest.mark.fault("O7")
+def test_other_pods_that_are_missing_after_a_crash_are_made_in_the_same_attempt():
+    """Replica 0's is made first, and its hub takes in who comes."""
+    world = started()
+    del world.pods["job-1"], world.pods["job-2"]
+    assert intent(world.restart_operator().settle().run()) == (1, 1, "")
+    # A creation whose outcome is unknown is repeated by the process that knows of it.
+    world = until(World(), act.CreatePod)
+    world.feedback = replace(world.feedback, confirmed=None)
+    assert intent(world.settle()) == (1, 1, "")
+
+
+@pytest.mark.fault("O7")
 def test_another_process_that_finds_the_intent_goes_on_with_it():
     world = until(holding().end(1, 137, settle=False), act.DeletePod).restart_operator().settle()
     assert (intent(world), world.counts) == ((2, 1, "1:2"), (1, 1, 0))
@@ -450,6 +475,25 @@ def test_one_who_is_done_meanwhile_waits_for_nobody():
     world = holding(graceful=True).end(1, 137).end(2, 0)
     assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
     assert "replica 2 ended with 0" in world.told("Restarting")[0]
+
+
+def test_a_new_pod_that_found_the_others_done_is_charged_to_nobody_and_all_restart():
+    """The one before had ended with 0 too, and was removed before that was stored."""
+    world = holding().vanish(1).run(1)
+    assert (world.phase, intent(world), world.counts) == ("Running", (2, 1, "1:2"), (1, 0, 1))
+    world.end(0, 0).end(2, 0).wait(330).end(1, 75).wait(5)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 0, 1))
+    assert "before the new pod of replica 1 came to them" in world.told("Restarting")[-1]
+    assert world.run().all_end(0).settle().phase == "Succeeded"
+
+
+@pytest.mark.parametrize(("lost", "code", "done"), [(1, 1, (0, 2)), (1, 75, (2,)), (0, 75, (1, 2))])
+def test_any_other_end_of_a_new_pod_is_a_loss(lost: int, code: int, done: tuple[int, ...]):
+    """Of another cause, while the hub is there, or of the hub's own new pod."""
+    world = holding().vanish(lost).run(lost)
+    for replica in done:
+        world.end(replica, 0)
+    assert world.end(lost, code).wait(5).counts[0] == 2
 
 
 def test_a_crd_that_drops_the_births_has_the_whole_gang_restarted():

@@ -64,7 +64,7 @@ def test_a_gang_that_cannot_become_whole_any_more_is_released(reason: str, spec:
     world = World()
     while "Starting" not in str(world.job.get("status")):
         world.carry_out(world.plan().actions[0])
-    world.feedback = act.ApiFeedback(confirmed=act.QuorumRead(1, world.now), network_attempt=1)
+    world.feedback = act.ApiFeedback(act.QuorumRead(1, world.now), begun=1, network_attempt=1)
     world.carry_out(world.plan().actions[0])
     assert len(world.pods) == 1
     world.patch(**spec)

@@ -59,6 +59,8 @@ class Taker:
             if isinstance(action, act.WriteStatus):
                 known = replace(known, status=action.status, resource_version=version)
                 self._store.put_job(known)
+                if action.begins:
+                    self._store.set_feedback(known.uid, learnt.begin(known.status["attempt"]))
             elif isinstance(action, act.DeletePod):
                 self._store.remove_pod(action.uid)
             elif isinstance(action, act.ConfirmGone):
@@ -87,7 +89,7 @@ def starting(replicas: int, args: Sequence[str] = ()) -> Store:
     status = {"phase": "Starting", "attempt": 1, "membersSince": 1}
     store.put_job({**job(replicas, args), "status": status})
     read = act.QuorumRead(attempt=1, at=CLOCK.now(), alone=True)
-    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read))
+    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read, begun=1))
     return store
 
 

@@ -288,6 +288,7 @@ class ApiFeedback:
     """The API's answers about one job since this operator process started."""
 
     confirmed: QuorumRead | None = None
+    begun: int = 0  # the attempt whose phase Starting this process has stored, as it led (rule O5)
     network_attempt: int = 0
     network_at: datetime | None = None  # when that was
     network_refusal: Refusal | None = None
@@ -316,5 +317,6 @@ class ApiFeedback:
     def begin(self, attempt: object) -> ApiFeedback:
         """Note that this process has stored the phase Starting of that attempt."""
         read = self.confirmed
-        known = read is not None and read.attempt == attempt
-        return replace(self, confirmed=replace(read, begun=True)) if read and known else self
+        if read is not None and read.attempt == attempt:
+            read = replace(read, begun=True)
+        return replace(self, confirmed=read, begun=attempt if isinstance(attempt, int) else 0)

@@ -137,9 +137,15 @@ def _restart(view: View, change: Change) -> Change | None:
         return restart.whole(view, change, *over)
     loss = root_cause.loss(view, change.status)
     if loss is not None:
-        return restart.after(view, root_cause.clear_wait(view, change), loss)
+        change = root_cause.clear_wait(view, change)
+        if late := replacement.too_late(view, loss):
+            return restart.whole(view, change, "Restarting", late)
+        return restart.after(view, change, loss)
     if unmade := replacement.unmade(view):
-        return replacement.again(view, change, unmade)
+        if view.replacing or view.status.phase == "Running":
+            return replacement.again(view, change, unmade)
+        what = "nobody knows whether there was a pod of replica 0"
+        return restart.whole(view, change, "Restarting", what)
     return handover.begin(view, change)
 
 
@@ -298,7 +304,8 @@ def _write(view: View, change: Change) -> Plan | None:
 
 def _seldom(view: View) -> timedelta:
     """Return the time between writes of progress: the longer the gang has run, the longer."""
-    age = view.now - (view.status.timings.running_at or view.now)
+    written = view.feedback.status_written_at or view.now
+    age = written - (view.status.timings.running_at or written)
     return max(REPORT_INTERVAL, min(PROGRESS_INTERVAL, age / 20))
 
 
@@ -469,8 +476,8 @@ def _wake(view: View) -> float | None:
     times += [retry.due(view), *retry.waits(view)]
     if view.status.timings.placed_at:
         times.append(view.status.timings.placed_at + report.PATIENCE)
-    if view.feedback.status_written_at:
-        times.append(view.feedback.status_written_at + REPORT_INTERVAL)
+    if written := view.feedback.status_written_at:  # what is held back since
+        times += [written + REPORT_INTERVAL, written + _seldom(view)]
     times += [pod.deletion_at + report.PATIENCE for pod in view.pods if pod.deletion_at]
     left = [(at - now).total_seconds() for at in times if at is not None and at > now]
     return min([*left, *fence.waits(view), *root_cause.waits(view)], default=None)

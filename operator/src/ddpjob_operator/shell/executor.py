@@ -190,6 +190,7 @@ class Executor:
                 await self.refresh(job)
                 found = self._store.snapshot(job.key)
                 if found and (found.job.uid, found.job.status) == (job.uid, action.status):
+                    self._begin(job, action)
                     self._tell_of(job, action)  # only an answer was lost: aiohttp repeats a PUT
             if error.code != 409:
                 raise
@@ -202,11 +203,15 @@ class Executor:
         if pruned and not known.pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
         known = replace(known, status_written_at=at, pruned=pruned or known.pruned)
-        if action.begins:
-            known = known.begin(action.status.get("attempt"))
         self._store.set_feedback(job.uid, known)
+        self._begin(job, action)
         self._tell_of(job, action)
         return True
+
+    def _begin(self, job: observe.Job, action: WriteStatus) -> None:
+        if action.begins:
+            attempt = action.status.get("attempt")
+            self._learn(job.uid, lambda known: known.begin(attempt))
 
     def _tell_of(self, job: observe.Job, action: WriteStatus) -> None:
         self._recorder.send(job, action.events)

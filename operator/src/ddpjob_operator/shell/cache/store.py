@@ -197,7 +197,7 @@ class Store:
     def doubt_all(self) -> None:
         """Void all confirmations, since another operator may have led meanwhile."""
         for uid, known in self._outcomes.items():
-            self._outcomes[uid] = replace(known, confirmed=None)
+            self._outcomes[uid] = replace(known, confirmed=None, begun=0)
 
     def put_pod(self, offered: Object | SlimPod, *, from_watch: bool = True) -> set[Key]:
         """Take a pod; return the keys of its jobs, two if it changed its owner."""

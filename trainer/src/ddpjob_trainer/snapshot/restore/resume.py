@@ -383,8 +383,8 @@ class _Opening:
         if not theirs or not mine or theirs == mine or "namespace" in self._settings.allow_changes:
             return False
         self._anothers = (
-            f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one is in"
-            f" {mine!r}. Give this job a directory of its own: another snapshot.path, another"
+            f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one is"
+            f" in {mine!r}. Give this job a directory of its own: another snapshot.path, another"
             " volume, or subPath. To go on from them, use start(allow_changes='namespace')"
         )
         return True

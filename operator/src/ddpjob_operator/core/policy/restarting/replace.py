@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
@@ -123,13 +124,19 @@ def unmade(view: View) -> frozenset[int]:
     """Return the missing seats that this process may not make in this attempt (rule O5).
 
     Only the process that has stored phase Starting makes them, each once. After a crash, or a
-    creation without an answer, a pod of this attempt may have been there.
+    creation without an answer, a pod of this attempt may have been there. Of a whole start that
+    holds for the hub's seat, where a second pod would be a second hub of its number, and after a
+    crash: it is made first, so that little is lost.
     """
     read, phase = view.confirmed, view.status.phase
     runs = phase == "Running" and view.status.holds
-    if not (runs or (view.replacing and phase == "Starting")) or read is None or read.begun:
+    if not (runs or phase == "Starting") or read is None:
         return frozenset()
-    absent = (r for r in (view.unborn if runs else view.missing) if r not in read.replicas)
+    part = runs or view.replacing
+    if read.begun if part else view.feedback.begun == view.status.attempt:
+        return frozenset()
+    seats = view.unborn if runs else view.missing if part else view.missing[:1]
+    absent = (r for r in seats if r not in read.replicas and (part or r == 0))
     return frozenset(filter(read.asked, absent))
 
 
@@ -160,6 +167,22 @@ def over(view: View) -> tuple[str, str] | None:
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
     what = f"{left} did not run within {most}: {why.partition(WAIT)[0]}"
     return "ReplaceDeadlineExceeded", what
+
+
+def too_late(view: View, loss: Failure) -> str:
+    """Say that a new pod found the others done, and gave up; "" of any other loss.
+
+    A pod that had succeeded was removed before that was stored. The hub has ended with 0, so no
+    round is to come, and whoever came after it can join nobody: that is no fault of the program.
+    """
+    status, done = view.status, view.succeeded
+    left = (r for r in range(view.spec.replicas) if r not in done)
+    if loss.exit_code != ExitCode.PEER_LOST or any(status.floor(r) <= status.hub for r in left):
+        return ""
+    return (
+        f"{told.replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"
+        " to them, and nobody knows whether the one before had, too"
+    )
 
 
 def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:

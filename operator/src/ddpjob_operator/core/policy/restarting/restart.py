@@ -75,7 +75,7 @@ def after(
 
 
 def whole(view: View, change: Change, reason: str, message: str) -> Change:
-    """Restart the whole gang in place of a replacement, whose loss is counted already."""
+    """Restart the whole gang, uncharged: in place of a replacement, whose loss is counted."""
     change = new_attempt(view, change, "Restarting", _left(view))
     return _say(view, change, reason, f"{message}; restarting all pods")
 
