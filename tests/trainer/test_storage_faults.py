@@ -178,6 +178,27 @@ def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):  # typ
     assert ended(harmed) == before[1]
 
 
+@SLOW
+@pytest.mark.fault("S4")
+def test_start_record_unreadable_for_rank_0(gang, before, harmed):  # type: ignore[no-untyped-def]
+    """Else its snapshots would be passed over, and removed later."""
+
+    def sick(rank: int) -> None:
+        read = lineage.read_start
+
+        def reads(folders: Any, number: int) -> Start:
+            if rank == 0 and number == 1:
+                raise ValueError("its bits are wrong")
+            return read(folders, number)
+
+        lineage.read_start = reads
+
+    assert gang.run(program(harmed, sick), env=job(2)) == {0: 74, 1: 75, 2: 75}, gang.log(0)
+    assert gang.run(program(harmed), env=job(3)) == ALL_WELL, gang.log(0)
+    assert "resuming after step 20" in gang.log(0)
+    assert ended(harmed) == before[1]
+
+
 def foreign_names(root: Path) -> None:
     (root / ("9" * 255)).mkdir()
     (root / ("9" * 20)).mkdir()

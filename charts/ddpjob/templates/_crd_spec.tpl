@@ -463,7 +463,7 @@ properties:
       keep:
         description: >-
           Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP), at least two. Only those count that
-          another rank has read back. The newest one of each earlier job stays, too.
+          another rank has read back. The newest two of each earlier job stay, too.
         type: integer
         format: int32
         minimum: 1
@@ -472,8 +472,8 @@ properties:
       resume:
         description: >-
           Auto continues from the newest valid snapshot under the path. Never makes a new
-          DDPJob start at step 0 even when there are snapshots of an earlier one. The newest of
-          those stays on the volume until somebody removes it.
+          DDPJob start at step 0 even when there are snapshots of an earlier one. The newest two
+          of those stay on the volume until somebody removes them.
         type: string
         enum: [Auto, Never]
         default: Auto

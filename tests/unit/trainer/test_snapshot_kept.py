@@ -118,6 +118,39 @@ def test_what_one_reader_cannot_parse_keeps_its_files(tmp_path, monkeypatch):  #
     assert step_of(open_snapshots(tmp_path, 2)) == 2
 
 
+@pytest.mark.fault("S4")
+def test_a_record_that_this_rank_cannot_read_now_spares_its_directory(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    saved(tmp_path, 500, uid="a")
+    store, _ = open_snapshots(tmp_path, 1, uid="b", resume=False, keep=2)
+    read = disk.read_bounded
+
+    def fails(path: Path, most: int) -> bytes:
+        if path == tmp_path / "00000001" / lineage.START:
+            raise OSError(5, "Input/output error")
+        return read(path, most)
+
+    monkeypatch.setattr(disk, "read_bounded", fails)
+    save(store, *range(1, 7))
+    assert {500, 5, 6} == steps(tmp_path)
+
+
+def test_the_last_verified_stays_though_this_rank_does_not_see_its_files(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Its listing is old. What was never read back takes no place of it."""
+    store = saved(tmp_path, 1, 2, 3, 4, 5, keep=9)
+    real = Path.lstat
+
+    def old(path: Path) -> os.stat_result:
+        if path.name.startswith("step-000000000002-"):
+            raise FileNotFoundError(path)
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "lstat", old)
+        retain(tmp_path, store.sequence, 2, {1, 2})
+    assert 2 in steps(tmp_path)
+    assert not any(path.name == manifest.file_name(3) for path in store.directory.iterdir())
+
+
 # --- Names and records of strangers -------------------------------------------------------------
 
 
@@ -221,6 +254,19 @@ def test_another_namespaces_snapshots_are_not_gone_on_from(tmp_path):  # type: i
     moved = frozenset({"namespace"})
     assert step_of(open_snapshots(tmp_path, 1, **other, allow_changes=moved)) == 5
     assert step_of(open_snapshots(tmp_path, 2, uid="a", namespace="one")) == 5
+
+
+def test_a_job_that_is_applied_again_finds_its_namespaces_snapshots(tmp_path):  # type: ignore[no-untyped-def]
+    save(open_snapshots(tmp_path, 1, uid="a", namespace="one")[0], 5, namespace="one")
+    other, _ = open_snapshots(tmp_path, 1, uid="b", namespace="two", resume=False)
+    save(other, 7, namespace="two")
+    assert step_of(open_snapshots(tmp_path, 1, uid="c", namespace="one")) == 5
+
+
+def test_an_empty_manifest_of_a_stranger_is_no_snapshot_that_was_lost(tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "00000005").mkdir()
+    (tmp_path / "00000005" / manifest.file_name(1)).touch()
+    assert step_of(open_snapshots(tmp_path, 1)) is None
 
 
 # --- A bucket -----------------------------------------------------------------------------------
