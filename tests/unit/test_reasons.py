@@ -21,6 +21,7 @@ OTHERS = {
         "Restart",
         "RestartFree",
     ),  # values of the spec
+    "Deadline",  # a class that the definition has, and that nothing writes
     *(
         "DDPJob",
         "Pod",

@@ -267,7 +267,7 @@ class SnapshotWriter:
     def wait_settled(self) -> None:
         """Wait on rank 0, after all ranks' posts, until all is durable or given up.
 
-        And a while until it is verified: a pod that is told to end has little time.
+        And a while until it is verified: a pod that must end has little time.
         """
         self._wait(lambda: not self._snapshots)
         self._wait(lambda: not self._unverified, _VERIFY_SECONDS)

@@ -173,7 +173,7 @@ def too_late(view: View, loss: Failure) -> str:
     """Say that a new pod found the others done, and gave up; "" of any other loss.
 
     A pod that had succeeded was removed before that was stored. The hub has ended with 0, so no
-    round is to come, and whoever came after it can join nobody: that is no fault of the program.
+    round is to come, and a pod that came after it can join none: that is no fault of the program.
     """
     status, done = view.status, view.succeeded
     left = (r for r in range(view.spec.replicas) if r not in done)
