@@ -219,7 +219,7 @@ def forged_records(root: Path) -> None:
 
 
 @pytest.mark.fault("S3")
-@pytest.mark.parametrize("put", [foreign_names, pytest.param(forged_records, marks=SLOW)])
+@pytest.mark.parametrize("put", [pytest.param(foreign_names, marks=SLOW), forged_records])
 def test_directory_foreign(gang, before, harmed, put):  # type: ignore[no-untyped-def]
     put(harmed / "job")
     token = {"DDPJOB_TOKEN": "secret"}

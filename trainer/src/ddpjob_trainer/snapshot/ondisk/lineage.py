@@ -50,6 +50,10 @@ class Start:
     predecessors: tuple[str, ...] = ()  # uids of earlier jobs, which must not come back
 
 
+class ForgedError(ValueError):
+    """A start record that names a job which has not signed it. Every rank reads it so."""
+
+
 class Folders(Protocol):
     """The folders of all incarnations by their numbers: Disk, and remote.store.Store."""
 
@@ -156,7 +160,7 @@ def read_starts(
     for number in _forged(folders, starts, reader) if reader and reader.secret else ():
         del starts[number]
         if unread is not None:
-            unread[number] = ValueError("it names this job, which has not signed it: forged")
+            unread[number] = ForgedError("it names this job, which has not signed it: forged")
     return starts
 
 

@@ -270,7 +270,7 @@ class _Opening:
         )
         for number, why in unread.items():
             name = f"{number:08d}/{lineage.START}"
-            if not isinstance(why, NewerFormatError) and not _is_denied(why):
+            if not (isinstance(why, NewerFormatError | lineage.ForgedError) or _is_denied(why)):
                 said = self._ask(_LOOK, number, _RECORD)
                 if b"1" in said:
                     self._end_sick(OnlyHereError(0, f"{name}: {why}", said.index(b"1")))
