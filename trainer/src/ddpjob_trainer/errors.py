@@ -21,7 +21,15 @@ class DivergedError(ArithmeticError):
 
 
 class HardwareError(RuntimeError):
-    """A GPU fails here, another machine's may work. The message names the cure."""
+    """A GPU or the memory fails here, another machine's may work. The message names the cure."""
+
+
+def cannot_read(rank: int, text: str) -> HardwareError:
+    """Build the error of a rank that alone cannot read what another can."""
+    return HardwareError(
+        f"rank {rank} cannot read a snapshot: {text}. Either this node's memory fails or its mount"
+        " of the volume: look at both. Another node may do better"
+    )
 
 
 class NotCommittedError(ConfigError):

@@ -25,7 +25,7 @@ import torch
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
-from ddpjob_trainer.errors import ConfigError, HardwareError, PeerLostError
+from ddpjob_trainer.errors import ConfigError, PeerLostError, cannot_read
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import (
@@ -253,13 +253,12 @@ class _Opening:
                             self._known.append(f"{number:08d} holds one of step {step}")
         if self._known:
             failed = "; ".join(self._failed[:_NAMED])
+            why = f" What failed: {failed}." if failed else ""
             raise ConfigError(
                 f"no snapshot in {self._root} is usable, and there was one, so training does not"
-                f" begin anew: {'; '.join(self._known[:_NAMED])}."
-                + f" What failed: {failed}."
-                * bool(failed)
-                + " Put the files back, or mount the volume that has them. To begin anew, delete"
-                " the job and apply it with snapshot.resume: Never, or in another directory"
+                f" begin anew: {'; '.join(self._known[:_NAMED])}.{why} Put the files back, or mount"
+                " the volume that has them. To begin anew, delete the job and apply it with"
+                " snapshot.resume: Never, or in another directory"
             )
 
     def _starts(self) -> dict[int, Start]:
@@ -412,10 +411,7 @@ def _sick(rank: int, text: str, mine: int) -> Exception:
     """Build the error of this rank where one alone cannot read a snapshot."""
     if rank != mine:
         return PeerLostError(f"rank {rank} cannot read the snapshots that others can")
-    return HardwareError(
-        f"rank {rank} cannot read a snapshot: {text}. Either this node's memory fails or its mount"
-        " of the volume: look at both. Another node may do better"
-    )
+    return cannot_read(rank, text)
 
 
 def _look(path: Path) -> Manifest:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.sealed import Board
-from ddpjob_trainer.errors import HardwareError
+from ddpjob_trainer.errors import cannot_read
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import PAST_CACHE_BYTES
 from ddpjob_trainer.snapshot.ondisk.manifest import DataFile, InvalidSnapshotError
@@ -102,7 +102,7 @@ class ReadBack:
         while (order := self._await(f"{_ASK}-{self._rank}", 0, self._rank)) is not None:
             if "sick" in order:
                 if order["sick"]:
-                    raise sick(self._rank, order["sick"])
+                    raise cannot_read(self._rank, order["sick"])
                 with self._changed:
                     self._expected = {s for s in self._expected if s > order["step"]}
                 return
@@ -121,7 +121,7 @@ class ReadBack:
         for rank in self._writers[1:]:
             self._ask(rank, {"sick": ill.get(rank, ""), "step": step})
         if self._rank in ill:
-            raise sick(self._rank, ill[self._rank])
+            raise cannot_read(self._rank, ill[self._rank])
         bad = sorted(wrong.keys() - able)
         return f"rank {bad[0]} cannot read it back: {wrong[bad[0]][0]}" if bad else ""
 
@@ -197,11 +197,3 @@ class ReadBack:
         except OSError as error:
             return str(error), False
         return (f"{file.name} does not match its checksum", True) if wrong else ("", False)
-
-
-def sick(rank: int, text: str) -> HardwareError:
-    """Build the error of a rank that alone cannot read what another can."""
-    return HardwareError(
-        f"rank {rank} cannot read a snapshot that another rank can: {text}. Either this node's"
-        " memory fails or its mount of the volume: look at both. Another node may do better"
-    )
