@@ -74,7 +74,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
         "`tests/api/test_odd_manifests.py` sends them all to a real API server and holds this page",
         "to what it saw, in 260 characters at most. What is Invalid is tried again from time to",
         "time; to mend it, suspend the job, apply the mended manifest, resume. In what is said of",
-        "a pod, `env[39]` is the first of the manifest: those that ddpjob sets come before it.",
+        "a pod, `env[N]` counts those that ddpjob sets first; the manifest's come after them.",
         "",
         "| | when | what it says |",
         "|---|---|---|",
@@ -86,6 +86,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
             "",
             text,
         )
+        text = re.sub(r"\benv\[\d\d\]", "env[N]", text)
         text = text.encode("unicode_escape").decode().replace("|", "\\|").replace("<", "&lt;")
         text = text if len(text) <= _SAID else f"{text[:_SAID]} …"
         lines.append(f"| {name} | {when} | {text} |")

@@ -436,8 +436,12 @@ def test_who_falls_behind_leaves_older_ones_out(tmp_path, open_ranks, monkeypatc
     for step in range(1, 12):
         ranks.begin(step)
         wait_for(lambda: outcomes.extend(ranks.writers[0].outcomes()) or len(outcomes) == step)  # noqa: B023
-    left = [manifest.step_of(path.name) for path in manifest.listed(ranks.directory)]
-    assert left == [1, 9, 10, 11], "the one that is being read, and so many as are kept"
+
+    def left() -> list[int]:
+        return [manifest.step_of(path.name) for path in manifest.listed(ranks.directory)]
+
+    # The one that is being read, and so many as are kept; the writer removes after it has reported.
+    wait_for(lambda: left() == [1, 9, 10, 11])
     go.set()
     assert [(o.step, o.text) for o in ranks.settle() if o.verified] == [(1, ""), (11, "")]
     check(open_snapshots(tmp_path, 2)[1], 11)
