@@ -32,8 +32,9 @@ def believes() -> None:
 
 
 def newer_and_hasty() -> None:
-    """Of another version; nobody is there to answer it."""
-    reconciler.__version__, operators.PATIENCE = "9.9", timedelta(seconds=1)
+    """Of another version; nobody is there to answer it, whatever was answered before."""
+    reconciler.__version__ = "9.9"
+    operators.PATIENCE = operators.AGAIN = timedelta(seconds=1)
 
 
 def lease_path(arena: Arena, name: str = "ddpjob-operator") -> str:
