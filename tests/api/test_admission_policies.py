@@ -274,6 +274,8 @@ MISUSES: tuple[tuple[str, str, Any, str], ...] = (
     ("Service", "spec", {"type": "ExternalName", "externalName": "evil.example"}, "headless"),
     ("Service", "spec.externalIPs", ["10.0.0.1"], "headless"),
     ("Service", "spec.selector", {"k8s-app": "kube-dns"}, "headless"),
+    ("Service", "metadata.annotations", {"dns.example/hostname": "login"}, "neither annotations"),
+    ("Service", "metadata.finalizers", ["example.com/x"], "neither annotations nor finalizers"),
     ("NetworkPolicy", "spec.podSelector", {}, "NetworkPolicies for the pods of a gang"),
     ("NetworkPolicy", "spec.podSelector.matchExpressions", ANY, "for the pods of a gang"),
     ("Event", "involvedObject.kind", "Pod", "about DDPJobs"),
@@ -332,7 +334,7 @@ def test_the_operators_account_changes_only_what_jobs_own(plane: Cluster, kind: 
     create(plane, changed(good, "metadata.ownerReferences", []))
     status = kind == "Workload"
     what = f"{WORKLOADS if status else kind}/{good['metadata']['name']}"
-    own = {"metadata": {"ownerReferences": [owner()], "annotations": {"a": "b"}}}
+    own = {"metadata": {"ownerReferences": [owner()], "labels": {"a": "b"}}}
     sub = ["--subresource=status"] * status
     says = merge(plane, what, {**own, "status": {}} if status else own, *sub, *policy.AS_OPERATOR)
     assert "only what a DDPJob owns" in says, "a change must not make it its own"

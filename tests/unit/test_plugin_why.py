@@ -588,6 +588,14 @@ def test_who_has_a_terminal_is_asked_before_a_pod_is_made(
     assert (code == 0, (tmp_path / "created").exists()) == (made, made)
 
 
+def test_groups_are_shown_before_a_pod_is_made(tmp_path: Path) -> None:
+    found = job("Failed")
+    context = {"runAsUser": 7, "fsGroup": 0, "supplementalGroups": [6]}
+    found.spec["template"]["spec"]["securityContext"] = context
+    _, said = asked(tmp_path, found.obj, None)
+    assert "  user    7, groups 0, 6\n" in said
+
+
 def test_who_has_none_needs_yes_and_sees_image_and_volume_too(tmp_path: Path) -> None:
     found = job("Failed", {"persistentVolumeClaim": {"claimName": "c\x1b[2J\n  image   x"}})
     found.trainer["image"] = "evil\u202e\x1b]0;t\x07\n  image   good"

@@ -141,12 +141,18 @@ def _ask(job: Job, body: Object, allowed: Consent) -> None:
     claim = volume.keys() == {_CLAIM} and (volume[_CLAIM] or {}).get("claimName")
     url = str(_upload(job).get("value") or "the URL of its uploads")
     if refusal(job):
-        what = f"no volume, but {without_credentials(url, url)} and the job's environment"
+        what = (
+            f"no volume, but {without_credentials(url, url)} and the job's environment, Secrets too"
+        )
     else:
         what = f"{f'claim {claim}' if claim else json.dumps(volume)}, read-only"
     user = spec["securityContext"] | spec["containers"][0]["securityContext"]
     of_image = "the image's, root too" if allowed.trusted else "the image's, not root"
     who = user.get("runAsUser", of_image)
+    groups = [user[key] for key in ("runAsGroup", "fsGroup") if key in user]
+    groups += user.get("supplementalGroups") or []
+    if groups:
+        who = f"{who}, groups {', '.join(map(str, groups))}"
     where = f" on {allowed.node}" if allowed.node else ""
     pod = body["metadata"]["name"]
     about = f"no pod of {job.name} runs: reading what it kept in pod {pod}{where}, which is deleted"

@@ -103,6 +103,20 @@ def test_stderr_is_written_while_nobody_reads_stdout():  # type: ignore[no-untyp
         assert os.read(errors, 100) == b"launcher: heard\n"
 
 
+def test_reports_and_evidence_show_no_password_of_the_uploads_url():  # type: ignore[no-untyped-def]
+    url = "s3://key:pa55word@store/bucket"
+    pump = OutputPump(Log(), prefixed=True, secret_url=url)
+    out, err = pump.pipes(0)
+    os.write(out, f"using {url} as pa55word\n".encode())
+    os.write(err, b'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n')
+    os.write(err, f"OSError: cannot open {url}/vocab.txt\n".encode())
+    pump.collect(0)
+    assert "pa55word" not in str([*pump.tail(0), pump.exception(0)])
+    assert pump.exception(0) == "OSError: cannot open s3://***@store/bucket/vocab.txt"
+    os.close(out)
+    os.close(err)
+
+
 def test_last_words_of_a_worker_are_known_though_nobody_reads_and_a_stray_holds_its_pipe():  # type: ignore[no-untyped-def]
     with unread(1, 2) as pipe:
         log = Log()

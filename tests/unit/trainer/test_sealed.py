@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from ddpjob_trainer.comm.rendezvous import _Card
+from ddpjob_trainer.comm.rendezvous import _Card, _group
 from ddpjob_trainer.comm.sealed import data_of
 from ddpjob_trainer.environment import (
     KEY_FD,
@@ -179,6 +180,20 @@ def test_a_forged_identity_is_waited_out(
     assert second.compare(store) == ""
 
 
+@pytest.mark.parametrize(
+    "text", [b"x" * 10, b"Unable to find address; ncclInvalidUsage", b"\xff" * 170]
+)
+@pytest.mark.fault("T19")
+def test_who_writes_over_gloos_own_keys_is_a_lost_peer(text: bytes) -> None:
+    """Gloo raises ValueError or MemoryError then, which would be charged as the script's."""
+    store = HashStore()
+    store.set("0//cpu//0/0", text)
+    second = timedelta(seconds=1)
+    with pytest.raises(PeerLostError):
+        _group(store, card(1)._env, torch.device("cpu"), second, second)
+
+
+@pytest.mark.fault("T19")
 def test_a_younger_attempt_ends_a_straggler_and_no_job(store: TCPStore) -> None:
     """A stranger may do that by repeating it; so it is no more than a lost peer."""
     card(0, attempt=3).show(store)

@@ -288,7 +288,6 @@ def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.de
             "there is a process group already: leave dist.init_process_group() out, ddp.start()"
             " makes it; and end each run with run.finish() before the next one starts"
         )
-    backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=env.deadlines.last_resort)
     # All ranks are here now: a rank that does not connect soon has died in between.
     connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
@@ -302,22 +301,40 @@ def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.de
         assert env.master is not None
         interfaces.choose(env.master[0])  # rank 0's name resolves by now
         store.set_timeout(connecting)
-    with peer_loss():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=connecting if backend == "gloo" else timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        control = dist.group.WORLD
-        if backend != "gloo":
-            control = dist.new_group(backend="gloo", timeout=connecting)
-        assert control is not None
-        _set_timeout(timeout, control)
-        store.set_timeout(timeout)
+    control = _group(store, env, device, connecting, timeout)
     board = Board(store, seal, env.rank)
     world = World(env.rank, env.world_size, device, env.identity, control, board)
     holds_group(world, "control", "board")
     return world
+
+
+def _group(
+    store: Store,
+    env: WorkerEnvironment,
+    device: torch.device,
+    connecting: timedelta,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """Make the process groups; return the one for control. Raises ConfigError, PeerLostError."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        with peer_loss():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=connecting if backend == "gloo" else timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            control = dist.group.WORLD
+            if backend != "gloo":
+                control = dist.new_group(backend="gloo", timeout=connecting)
+            assert control is not None
+            _set_timeout(timeout, control)
+            store.set_timeout(timeout)
+    except (ValueError, MemoryError) as error:
+        # What gloo itself leaves in the store has no MAC: this may be a stranger's.
+        what = f"an address that a rank left in torch's store cannot be read: {brief(error)}"
+        raise PeerLostError(what) from error
+    return control

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.tracebacks import Tracebacks
 
@@ -38,8 +39,12 @@ class _Stream:
 class OutputPump:
     """Owns the reading ends of all workers' pipes."""
 
-    def __init__(self, log: Log, *, prefixed: bool, whose: str = "rank ") -> None:
+    def __init__(
+        self, log: Log, *, prefixed: bool, whose: str = "rank ", secret_url: str = ""
+    ) -> None:
+        """Create it; ``secret_url``: its password is shown in no report and no evidence."""
         self._log = log
+        self._url = secret_url
         self._prefixed = prefixed
         self._whose = whose
         self._selector = selectors.DefaultSelector()
@@ -79,14 +84,15 @@ class OutputPump:
         """Return the last lines of a worker, oldest first."""
         with self._lock:
             streams = self._streams.get(rank)
-            return list(streams[0].tail)[-most:] if streams else []
+            lines = list(streams[0].tail)[-most:] if streams else []
+        return [without_credentials(line, self._url) for line in lines]
 
     def exception(self, rank: int, *, crashed: bool = False) -> str:
         """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""
         with self._lock:
             found = [stream.tracebacks for stream in self._streams.get(rank, [])[::-1]]
             words = (one.fatal if crashed else one.exception for one in found)
-            return next(filter(None, words), "")
+            return without_credentials(next(filter(None, words), ""), self._url)
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Append lines about a worker to its tail."""

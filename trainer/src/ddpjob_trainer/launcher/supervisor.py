@@ -140,7 +140,9 @@ class Supervisor:
             with self._signals.collected(self._selector):
                 # On a terminal several launchers may write; a pod's name tells whose line it is.
                 several = config.nproc > 1 or (config.world_size > 1 and os.isatty(1))
-                self._pump = OutputPump(self._log, prefixed=several)
+                self._pump = OutputPump(
+                    self._log, prefixed=several, secret_url=self._config.env.upload
+                )
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest, self._tick
                 )

@@ -3,8 +3,9 @@
 Operators with one Lease elect a leader. Those with different Leases, as of two releases for one
 namespace, meet only here, and plan() calls it. One that finds the other's name does nothing but ask
 for it, by status.operator.asked; the other one answers with a write. Without an answer it is dead,
-and the one that asks takes the job over. Each compares only what it stamped itself with its clock,
-and needs no right to read the other's Lease.
+and the one that asks takes the job over. It compares its clock with what it stamped itself, and
+needs no right to read the other's Lease. Of three Leases, the two that wait need clocks that agree
+to within AGAIN.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ _MOST = contract.STATE_MAX_BYTES + 8 * 1024  # with its head
 _OF_NO_POD = tuple(
     map(
         ipaddress.ip_network,
-        ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16",
-         "255.255.255.255/32"),
+        ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48",
+         "2001::/32", "2002::/16", "0.0.0.0/8", "255.255.255.255/32"),
     )
 )  # fmt: skip
 _IN_PARALLEL = 32  # of those that answered last time, and as many of the others
@@ -160,10 +160,8 @@ def _is_of_a_pod(ip: str) -> bool:
         return False
     if "%" in ip:  # a zone names a link of the operator's own, and may hold line breaks
         return False
-    # Python 3.11 calls no mapped address a loopback's, and the kernel connects to what is mapped.
-    address = getattr(address, "ipv4_mapped", None) or address
     odd = address.is_loopback or address.is_link_local or address.is_multicast
-    return not (odd or address.is_unspecified or any(address in one for one in _OF_NO_POD))
+    return not (odd or any(address in one for one in _OF_NO_POD))
 
 
 async def _fetch(ip: str, port: int, uid: str) -> object:
