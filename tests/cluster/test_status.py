@@ -76,5 +76,5 @@ def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
     trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it
     site.apply(obj)
     told = site.wait_condition("no-config", "Stalled", "ContainerCreating")
-    assert "kubectl describe pod" in told
+    assert "kubectl get events" in told
     site.delete("no-config")

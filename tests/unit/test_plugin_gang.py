@@ -379,6 +379,8 @@ class TestStatus:
             for name, code in (("ok", 0), ("fetch", 6))
         ]
         assert (Member(found).state, Member(found).failed_init) == ("Init:Error", "fetch")
+        found["spec"]["initContainers"] = [{"name": "fetch", "restartPolicy": "Always"}]
+        assert Member(found).failed_init == "", "a native sidecar is started again"
 
     def test_a_row_for_each_replica_whether_it_has_a_pod_or_not(self) -> None:
         found = job(failures=[FAILURE, {**FAILURE, "exitCode": 137, "signal": 9, "class": "OOM",

@@ -12,6 +12,7 @@ PAGE = ROOT / "docs/reference/reasons.md"
 #: Words of the same shape there that are no reasons.
 OTHERS = {
     *(
+        "Always",
         "Auto",
         "Native",
         "Never",

@@ -8,17 +8,19 @@ type: object
 required: [name]
 x-kubernetes-preserve-unknown-fields: true
 x-kubernetes-validations:
+  {{- if eq .kind "initContainer" }}
+  - rule: "!has(self.restartPolicy) || self.restartPolicy == 'Always'"
+    fieldPath: .restartPolicy
+    message: >-
+      restartPolicy of an init container must be Always, which makes it a native sidecar, or
+      left out
+  {{- else }}
   - rule: "!has(self.restartPolicy)"
     fieldPath: .restartPolicy
-    {{- if eq .kind "initContainer" }}
-    message: >-
-      restartPolicy of an init container is not supported (this includes native sidecars):
-      remove it, or move a sidecar to spec.template.spec.containers
-    {{- else }}
     message: >-
       restartPolicy of a container is not supported: remove it; the operator restarts the
       gang, see spec.restart
-    {{- end }}
+  {{- end }}
   - rule: "!has(self.restartPolicyRules)"
     fieldPath: .restartPolicyRules
     message: >-
@@ -140,7 +142,7 @@ properties:
           type: string
           maxLength: 1024
   restartPolicy:
-    description: Not supported; refused when set.
+    description: Of an init container Always, for a native sidecar; else refused when set.
     type: string
     maxLength: 32
   restartPolicyRules:

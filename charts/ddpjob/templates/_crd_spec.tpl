@@ -29,10 +29,13 @@ x-kubernetes-validations:
       ? 'trainer' : self.template.spec.containers[0].name)
       || !has(c.ports)
       || c.ports.all(p, p.containerPort != self.port && p.containerPort != self.metrics.port))
+      && (!has(self.template.spec.initContainers) || self.template.spec.initContainers.all(c,
+      !has(c.restartPolicy) || !has(c.ports)
+      || c.ports.all(p, p.containerPort != self.port && p.containerPort != self.metrics.port)))
     fieldPath: .template
     message: >-
-      a sidecar in spec.template.spec.containers declares a containerPort equal to spec.port
-      or spec.metrics.port, which the trainer opens: change one of them
+      a sidecar of spec.template declares a containerPort equal to spec.port or
+      spec.metrics.port, which the trainer opens: change one of them
   - rule: >-
       !has(self.snapshot) || self.template.spec.containers.all(c,
       c.name != (self.template.spec.containers.exists(t, t.name == 'trainer')

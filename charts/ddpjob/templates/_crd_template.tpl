@@ -88,7 +88,10 @@ properties:
         items:
           {{- include "ddpjob.crd.container" (dict "kind" "container") | nindent 10 }}
       initContainers:
-        description: Containers that run to their end before the others start.
+        description: >-
+          Containers that run to their end before the others start. One with restartPolicy
+          Always is a native sidecar: it runs beside the trainer and ends with the pod. All of
+          them have the rendezvous variables.
         type: array
         maxItems: 32
         x-kubernetes-list-type: map

@@ -43,7 +43,9 @@ _OF_CLASS: Final[Mapping[str, str]] = {
 _OF_CONDITION: Final[Mapping[str, str]] = {
     "QuotaExceeded": "raise the quota, or ask for less; else wait: it is tried again",
     "Unschedulable": "add nodes or ask for less; a claim that is missing has to be created",
-    "ContainerCreating": "kubectl describe pod: images, volumes, ConfigMaps and Secrets",
+    "ContainerCreating": "see the pod's Events: images, volumes, ConfigMaps and Secrets",
+    "InitContainerPending": "see its log: kubectl logs POD -c NAME; if it is at work, raise"
+    " startupDeadlineSeconds",
     "ImagePullBackOff": "correct the image's name, the pull secret or the registry",
     "ErrImageNeverPull": "correct the image's name, or its imagePullPolicy",
     "InvalidImageName": "correct the image's name",

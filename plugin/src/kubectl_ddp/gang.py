@@ -199,6 +199,9 @@ class Member:
     def failed_init(self) -> str:
         """Return the name of the init container that failed; empty if none did."""
         found = (self.pod.get("status") or {}).get("initContainerStatuses") or []
+        inits = self.pod["spec"].get("initContainers") or []
+        kept = {one["name"] for one in inits if one.get("restartPolicy") == "Always"}
+        found = [one for one in found if one["name"] not in kept]
         ends = ((one["name"], (one.get("state") or {}).get("terminated")) for one in found)
         return next((str(name) for name, end in ends if end and end.get("exitCode")), "")
 

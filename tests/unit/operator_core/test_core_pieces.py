@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
+from ddpjob_contract import crd
 from ddpjob_operator.core.objects import observe, ranges, spec, status
 from support.world import START, env_of, rendered, running
 
@@ -107,6 +108,29 @@ def test_the_environment_of_the_contract():
     reserved = set(contract.RESERVED_ENV)
     ours = {name for name in env if name != "A" and name != "PYTHONUNBUFFERED"}
     assert all(name in reserved or name.startswith(contract.OWN_PREFIX) for name in ours)
+
+
+def test_init_containers_have_the_variables_of_the_rendezvous_and_no_secret():
+    """A check of the gang before training, as NVSentinel's, reads them."""
+    mine = {"name": "A", "value": "$(RANK)"}
+    inits = [{"name": "check", "env": [mine]}, {"name": "proxy", "restartPolicy": "Always"}]
+    body = render_pod({"spec": {"containers": [{"name": "t"}], "initContainers": inits}})
+    for init in body["spec"]["initContainers"]:
+        env = {one["name"]: one["value"] for one in init["env"]}
+        assert env.pop("A", mine["value"]) == mine["value"]
+        assert env == {k: v for k, v in env_of(body).items() if k in contract.RESERVED_ENV}
+        assert env.keys() == set(contract.RESERVED_ENV)
+
+
+def test_the_labels_that_a_chart_sets_for_all_of_a_release_stay_and_ours_do():
+    """Its Service and its spread constraints select by them."""
+    given = {f"app.kubernetes.io/{name}": "x" for name in ("name", "instance", "managed-by")}
+    wrong = {crd.LABEL_JOB_UID: "x", crd.LABEL_JOB_NAME: "x", crd.LABEL_ATTEMPT: "x"}
+    template = {"spec": {"containers": [{"name": "t"}]}}
+    plain = render_pod(template)["metadata"]["labels"]
+    assert given.keys() < plain.keys()
+    labels = render_pod({**template, "metadata": {"labels": {**given, **wrong}}})["metadata"]
+    assert labels["labels"] == {**plain, **given}
 
 
 def test_ranks_are_left_to_the_launcher_with_several_processes_per_pod():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions as act
 from support.gitops import kstatus
 from support.world import JOB_UID, World, job_object, refusal, running, started
@@ -112,6 +113,12 @@ def test_the_end_is_absorbing(code: int):
 
 
 TWO = {"spec": {"containers": [{"name": "trainer"}, {"name": "side"}]}}
+NATIVE = {
+    "spec": {
+        "initContainers": [{"name": "fetch"}, {"name": "proxy", "restartPolicy": "Always"}],
+        "containers": [{"name": "trainer"}],
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,8 @@ TWO = {"spec": {"containers": [{"name": "trainer"}, {"name": "side"}]}}
         ({}, 2, "Running", "Failed", 3),  # their phase lags behind their containers
         ({}, 0, "Running", "Succeeded", 3),
         ({"template": TWO}, 0, "Running", "Succeeded", 0),  # a sidecar that still runs
+        ({"template": NATIVE}, 0, "Running", "Succeeded", 3),  # it ends by itself
+        ({"template": NATIVE}, 2, "Running", "Failed", 3),
         ({"cleanPodPolicy": "All"}, 2, "", "Failed", 0),
     ],
 )
@@ -239,6 +248,72 @@ def test_an_object_in_the_way_is_named_and_waited_for(kind: str, owner: str | No
     assert len(world.wait(10).pods) == 3
 
 
+AT = "2026-01-01T00:00:00Z"
+RUNS = {"state": {"running": {"startedAt": AT}}, "started": True}
+DONE = {"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}, "started": False}
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return {"state": {"terminated": {"exitCode": code, "reason": reason, "message": message}}}
+
+
+def beside(world: World, **inits: dict[str, Any]) -> World:
+    """The init containers of replica 0 are so."""
+    statuses = [{"name": name, **status} for name, status in inits.items()]
+    world.pods["job-0"]["status"]["initContainerStatuses"] = statuses
+    return world.settle()
+
+
+@pytest.mark.fault("N16")
+def test_a_native_sidecar_counts_for_nothing_and_ends_with_its_pod():
+    world = beside(running(template=NATIVE, graceful=True), fetch=DONE, proxy=RUNS)
+    for state in (ended(1), {"state": {"waiting": {"reason": "CrashLoopBackOff"}}}):
+        assert beside(world, fetch=DONE, proxy={**state, "started": True}).phase == "Running"
+        assert (world.counts, world.stalled) == ((0, 0, 0), "")
+    beside(world, fetch=DONE, proxy=RUNS).end(0, 1, settle=False)
+    pod = world.pods["job-0"]
+    pod["status"] |= {"phase": "Running", "initContainerStatuses": [{"name": "proxy", **RUNS}]}
+    world.settle()
+    assert pod["metadata"]["deletionGracePeriodSeconds"] == DEAD_GANG_SECONDS, "not by force"
+
+
+NOT_STARTED = {**RUNS, "started": False}
+BACK_OFF = {
+    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting"}},
+    "lastState": ended(3)["state"],
+}
+
+
+@pytest.mark.fault("N16")
+@pytest.mark.parametrize(
+    ("inits", "says"),
+    [
+        ({"fetch": NOT_STARTED}, "fetch has run since 00:00:00 UTC, and the trainer starts after"),
+        ({"fetch": DONE, "proxy": NOT_STARTED}, "proxy has run since 00:00:00 UTC"),
+        ({"fetch": DONE, "proxy": BACK_OFF}, "proxy ends again and again, last with exit code 3"),
+        ({"fetch": DONE, "proxy": ended(3)}, "proxy ends again and again, last with exit code 3"),
+    ],
+)
+def test_an_init_container_that_holds_up_the_start_is_named_with_its_state(
+    inits: dict[str, Any], says: str
+):
+    world = started(template=NATIVE, restart={"maxRestarts": 0}).run(1, 2)
+    beside(world.waiting(0, "PodInitializing"), **inits).wait(20)
+    assert world.stalled == "InitContainerPending"
+    assert world.status["message"].startswith(f"init container {says}"[:79])
+    world.wait(601)
+    assert world.loss["class"] == "Startup"
+    assert f"init container {says}" in world.condition("Failed")["message"]
+
+
+@pytest.mark.fault("N16")
+def test_an_init_container_that_fails_is_seen_before_its_pods_phase_says_so():
+    world = started(template=NATIVE).waiting(0, "PodInitializing")
+    beside(world, fetch=ended(128, "StartError", "runc create failed: no space left on device"))
+    assert (world.loss["class"], world.loss["reason"]) == ("Infrastructure", "StartError")
+    assert "no space left on device" in world.loss["message"]
+
+
 @pytest.mark.fault("N8")
 def test_a_pod_that_takes_long_to_go_or_to_start_is_named():
     world = running(graceful=True).end(0, 1).wait(20)
@@ -246,7 +321,7 @@ def test_a_pod_that_takes_long_to_go_or_to_start_is_named():
     world.finish_deletions()
     world.waiting(1, "ContainerCreating").wait(20)
     assert world.stalled == "ContainerCreating"
-    assert "kubectl describe pod" in world.condition("Stalled")["message"]
+    assert "involvedObject.name=job-1" in world.condition("Stalled")["message"]
     assert world.run().stalled == ""
 
 

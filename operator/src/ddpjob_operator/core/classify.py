@@ -67,8 +67,7 @@ def running(pod: Pod) -> bool:
 
 def decisive(pod: Pod) -> Container:
     """Return the trainer container, or the init container that failed before it could start."""
-    never = pod.phase == "Failed" and pod.trainer.state != "terminated"
-    return pod.init if pod.init and never else pod.trainer
+    return pod.init if pod.init and pod.trainer.state != "terminated" else pod.trainer
 
 
 def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
@@ -76,7 +75,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     if succeeded(pod):
         return None
     trainer = pod.trainer
-    dead = trainer.state == "terminated" or pod.phase in ("Failed", "Succeeded")
+    dead = decisive(pod).state == "terminated" or pod.phase in ("Failed", "Succeeded")
     if not dead and trainer.restart_count == 0:
         return None
     report, code = trainer.report, decisive(pod).exit_code

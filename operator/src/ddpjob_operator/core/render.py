@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import POD_UID, TOKEN, TOKEN_KEY, crd, exits
+from ddpjob_contract import POD_UID, RESERVED_ENV, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects import workload as workloads
@@ -106,9 +106,12 @@ def pod(
         *({"name": name, "value": value} for name, value in ours.items() if name not in names),
         *given,
     ]
-    for container in (trainer, *sequence(body.get("initContainers"))):
-        if isinstance(container, dict):  # else the API server has to name it
-            _default(container, "terminationMessagePolicy", "FallbackToLogsOnError")
+    inits = [one for one in sequence(body.get("initContainers")) if isinstance(one, dict)]
+    for container in (trainer, *inits):  # what is none the API server has to name
+        _default(container, "terminationMessagePolicy", "FallbackToLogsOnError")
+    for container in inits:  # a check of the gang before training needs no launcher
+        found = [{"name": name, "value": ours[name]} for name in RESERVED_ENV if name in ours]
+        container["env"] = [*found, *sequence(container.get("env"))]
     if spec.template.host_network:
         # Else its DNS is the node's, which does not know the gang. No port is declared: it would be
         # the node's, and only one pod would fit on each.
@@ -122,9 +125,11 @@ def pod(
         "metadata": {
             "name": name,
             "namespace": job.namespace,
-            "labels": {
-                **mapping(written.get("labels")),
+            "labels": {  # those that charts set for all of a release are the user's to choose
                 **_labels(job),
+                **mapping(written.get("labels")),
+                crd.LABEL_JOB_NAME: job.name,
+                crd.LABEL_JOB_UID: job.uid,
                 crd.LABEL_ATTEMPT: str(attempt),
                 crd.LABEL_REPLICA: str(replica),
             },

@@ -84,6 +84,14 @@ def _out_of_memory(ended: Container) -> str:
     return f"out of memory ({limit}): the kernel killed it: {cure}"
 
 
+def initializing(init: Container) -> str:
+    """Say in what state, and since when, an init container keeps the trainer from its start."""
+    if init.state == "running":
+        since = f" since {init.started_at:%H:%M:%S} UTC" if init.started_at else ""
+        return f"init container {init.name} has run{since}, and the trainer starts after it"
+    return f"init container {init.name} ends again and again, last with exit code {init.exit_code}"
+
+
 def left_early(loss: str, done: frozenset[int], members: Mapping[int, Pod]) -> str:
     """Name the replicas that ended with 0 before one that needs them was lost."""
     after = after_step(done, members)

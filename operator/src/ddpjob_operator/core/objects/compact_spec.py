@@ -190,6 +190,12 @@ def trainer_container(pod_spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(named, containers[0] if containers else {})
 
 
+def sidecars(pod_spec: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of native sidecars, which run beside the trainer and end with the pod."""
+    inits = map(mapping, sequence(pod_spec.get("initContainers")))
+    return frozenset(text(one.get("name")) for one in inits if one.get("restartPolicy") == "Always")
+
+
 def memory_limit(pod_spec: Mapping[str, Any], name: object) -> str:
     """Return the memory limit of a container as written, "" without one."""
     found = (c for c in map(mapping, sequence(pod_spec.get("containers"))) if c.get("name") == name)

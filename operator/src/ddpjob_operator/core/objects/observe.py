@@ -90,8 +90,9 @@ class Report(Round):
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """State of the trainer container. ``state``: waiting, running, terminated or unknown."""
+    """State of a container. ``state``: waiting, running, terminated or unknown."""
 
+    name: str = ""
     state: str = "unknown"
     reason: str = ""
     message: str = ""
@@ -130,8 +131,10 @@ class Pod:
     waiting_message: str = ""
     created_at: datetime | None = None
     stopped: bool = False  # every container has ended, whatever the phase still says
+    ends: bool = False  # its kubelet ends it: all but native sidecars have ended
     trainer: Container = Container()
     init: Container | None = None  # that failed, so that the trainer never starts
+    awaits: Container | None = None  # the init container that keeps the trainer from its start
     told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
     probed: str | None = None  # Events: the failed probe that ended it; "": none; None: not read
 
@@ -190,7 +193,8 @@ def pod(obj: Mapping[str, Any]) -> Pod:
     disruption = _condition(status, "DisruptionTarget", "True")
     unscheduled, scheduled = (_condition(status, "PodScheduled", v) for v in ("False", "True"))
     waiting_reason, waiting_message = _blocked(status)
-    init = _failed_init(status)
+    sidecars = compact_spec.sidecars(spec)
+    init = _failed_init(status, sidecars)
     return Pod(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -212,9 +216,11 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
         created_at=parse_time(meta.get("creationTimestamp")),
-        stopped=_stopped(spec, status),
+        stopped=_stopped(spec, status, sidecars),
+        ends=_stopped(spec, status),
         trainer=_trainer(meta, spec, status),
         init=init,
+        awaits=_awaited_init(status, sidecars),
     )
 
 
@@ -272,13 +278,31 @@ def clean(text: object, limit: int = MESSAGE_MAX) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _failed_init(status: Mapping[str, Any]) -> Container | None:
+def _failed_init(status: Mapping[str, Any], sidecars: frozenset[str]) -> Container | None:
     """Find the first init container that failed, so that the trainer never starts."""
     for found in map(mapping, sequence(status.get("initContainerStatuses"))):
         ended = _container(found)
-        if ended.state == "terminated" and ended.exit_code:
+        kept = found.get("name") in sidecars  # its kubelet starts it again
+        if ended.state == "terminated" and ended.exit_code and not kept:
             what = f"init container {found.get('name')}: exit code {ended.exit_code}"
             return replace(ended, message=clean(f"{what}\n{ended.message}"), report=None)
+    return None
+
+
+def _awaited_init(status: Mapping[str, Any], sidecars: frozenset[str]) -> Container | None:
+    """Find the init container that runs, or that its kubelet starts again, while others wait.
+
+    Of one that is to be started again the exit code is that of its last end.
+    """
+    for found in map(mapping, sequence(status.get("initContainerStatuses"))):
+        one = _container(found)
+        native = one.name in sidecars
+        if found.get("started") is True if native else one.exit_code == 0:
+            continue  # it is done, or as far as the next ones need it
+        last = mapping(mapping(found.get("lastState")).get("terminated")).get("exitCode")
+        if one.state == "waiting" and isinstance(last, int):
+            return replace(one, exit_code=last)
+        return one if one.state == "running" or (native and one.exit_code is not None) else None
     return None
 
 
@@ -299,6 +323,7 @@ def _container(found: Mapping[str, Any]) -> Container:
     detail = mapping(state.get(kind))
     report, exit_code = _report(detail.get("message")), detail.get("exitCode")
     return Container(
+        name=clean(found.get("name"), 63),
         state=kind,
         reason=clean(detail.get("reason"), 64),
         message=_tail(detail.get("message")) if report is None else "",
@@ -312,11 +337,15 @@ def _container(found: Mapping[str, Any]) -> Container:
     )
 
 
-def _stopped(spec: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
-    """Tell whether all containers have ended: the phase says so only seconds later."""
-    states = [mapping(mapping(s).get("state")) for s in sequence(status.get("containerStatuses"))]
-    count = len(sequence(spec.get("containers")))
-    return len(states) == count and all("terminated" in state for state in states)
+def _stopped(
+    spec: Mapping[str, Any], status: Mapping[str, Any], sidecars: frozenset[str] = frozenset()
+) -> bool:
+    """Tell whether these and all containers have ended: the phase says so only seconds later."""
+    found = [*map(mapping, sequence(status.get("containerStatuses")))]
+    inits = map(mapping, sequence(status.get("initContainerStatuses")))
+    found += [one for one in inits if one.get("name") in sidecars]
+    count = len(sequence(spec.get("containers"))) + len(sidecars)
+    return len(found) == count and all("terminated" in mapping(s.get("state")) for s in found)
 
 
 def _condition(status: Mapping[str, Any], type_: str, value: str) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ def clean_up(view: View) -> Plan:
     dead = loss is not None and loss.attempt == view.status.attempt
     grace = DEAD_GANG_SECONDS if dead else None
     for pod in view.pods:
-        keep = view.spec.clean_pod_policy == "Running" and pod.ended
+        keep = view.spec.clean_pod_policy == "Running" and (pod.ended or pod.ends)
         if fence.lost(view, pod):
             todo.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:

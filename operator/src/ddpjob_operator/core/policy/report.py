@@ -25,7 +25,7 @@ from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.policy.restarting.replace import WAIT
 from ddpjob_operator.core.policy.starting import gang, node_avoidance, template_guard
-from ddpjob_operator.core.told import after_step, describe, replicas, shorten
+from ddpjob_operator.core.told import after_step, describe, initializing, replicas, shorten
 from ddpjob_operator.core.view import Change, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -35,6 +35,7 @@ SCHEDULING_PATIENCE = timedelta(seconds=5)
 #: Ranks end together; a replica that still works so long after another one is reported.
 LINGERING = timedelta(minutes=10)
 CRASH_LOOPING: Final = "CrashLooping"
+INIT_PENDING: Final = "InitContainerPending"
 #: A loop is so many failures within so short a time, and ends after so long without one. Both
 #: bounds are longer than the longest wait of restart.py between two attempts, or it would flap.
 _FAILURES: Final = 3
@@ -189,8 +190,13 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     for pod in pods:
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not (fresh(view) or gang.just_placed(view, PATIENCE)):
-            hint = f"see kubectl describe pod -n {pod.namespace} {pod.name}"
-            yield "ContainerCreating", f"pod {pod.name} on {pod.node} does not start: {hint}"
+            where = f"pod {pod.name} on {pod.node}"
+            if pod.awaits:
+                yield INIT_PENDING, f"{initializing(pod.awaits)}, in {where}"
+            # Events outlive the pod, which the end of the wait removes.
+            hint = f"kubectl get events -n {pod.namespace}"
+            hint += f" --field-selector involvedObject.name={pod.name}"
+            yield "ContainerCreating", f"{where} does not start; its Events say why: {hint}"
     for pod in pods:
         # Two clocks: good for a message, never for a decision.
         old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE

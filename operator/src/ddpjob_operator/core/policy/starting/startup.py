@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
@@ -166,11 +166,14 @@ def _too_slow(view: View) -> Failure:
     replica = next(r for r in range(view.spec.replicas) if r not in on)
     stalled = view.status.condition("Stalled")
     known = stalled.message if stalled and stalled.status == "True" else "no reason is known"
+    if (pod := view.members[replica]).awaits:
+        known = told.initializing(pod.awaits)
     return replace(
-        classify.removed(view.members[replica], view.now),
+        classify.removed(pod, view.now),
         cls="Startup",
         reason="StartupDeadlineExceeded",
         message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
+        exception=told.shorten(known),
     )
 
 
