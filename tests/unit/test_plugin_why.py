@@ -111,6 +111,17 @@ def test_the_status_alone_is_enough_for_a_page() -> None:
     assert "Followed" not in found
 
 
+@pytest.mark.parametrize(
+    ("reason", "code", "cure"), [("OutOfcpu", None, "ask for less"), ("StartError", 128, "paths")]
+)
+def test_a_pod_that_its_node_would_not_start(reason: str, code: int | None, cure: str) -> None:
+    """It was the node's doing once; again and again it is the job's."""
+    lost = failure(**{"class": "Infrastructure", "reason": reason}, exitCode=code, step=None)
+    found = rows(page(job(failures=[lost])))
+    assert found["How"].startswith(f"its node would not start it (Infrastructure, {reason}")
+    assert cure in found["Do"]
+
+
 def test_newest_first_and_in_place_is_free() -> None:
     failures = [failure(-100), failure(-50, inPlace=True, round=1), failure(replaced=True, round=2)]
     text = page(job(failures=failures))

@@ -50,6 +50,7 @@ KUBERNETES = {
     *("Forbidden", "InternalError", "Timeout", "TooManyRequests", "ServiceUnavailable"),
     *("PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI"),
     *("DeletionByPodGC", "TerminationByKubelet", "SIGKILL"),
+    *("OutOfcpu", "OutOfmemory", "UnexpectedAdmissionError", "NodeAffinity"),
 }
 _WORD = re.compile("[A-Z][A-Za-z0-9]+")
 

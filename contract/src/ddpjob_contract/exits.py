@@ -29,6 +29,8 @@ SEVERITY: Final = (
 )
 #: Not the user's doing: restarted without touching maxRestarts.
 FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
+#: Without an exit code all the same: containers that ran.
+_RAN: Final = frozenset({"NodeLost", "NodeSilent", "ContainerRestarted", "Unknown"})
 #: Trying again cannot help.
 FATAL: Final = frozenset({"Permanent", "Diverged"})
 #: One exception so often in a row at one step would come again: the hub ends the attempt, by the
@@ -69,6 +71,12 @@ def final_class(code: int | None, number: int | None) -> str:
 def settled(code: int | None) -> str:
     """Class a collateral loss when nobody else turned out to be the cause."""
     return "Disruption" if code == ExitCode.SIGTERM else "Infrastructure"
+
+
+def unstarted(cls: str, reason: str, code: int | None) -> bool:
+    """Tell whether a node's kubelet or runtime would not start a pod's container."""
+    never = code is None and reason not in _RAN
+    return cls == "Infrastructure" and (never or reason == "StartError")
 
 
 def action_of(cls: str) -> Action:

@@ -6,8 +6,9 @@ commands/why.py asks. A test holds the reasons equal to docs/reference/reasons.m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
+from ddpjob_contract import exits
 from ddpjob_contract.exits import FREE
 
 #: What to do where the reason tells it.
@@ -26,6 +27,10 @@ _OF_REASON: Final[Mapping[str, str]] = {
     "Evicted": "nothing, if it was a drain; else the node lacked memory or disk: set requests",
     "PodDeleted": "nothing, if you did it: else find out who deletes pods (audit log)",
 }
+#: Of a pod that its node did not take.
+_REFUSED: Final = (
+    "see to what its node says: ask for less, mend the node, or leave its choice to the scheduler"
+)
 _OF_CLASS: Final[Mapping[str, str]] = {
     "User": "see to the exception and the lines above: the program ended by itself",
     "Killed": "find out who sent SIGKILL: an admin, a script; or the kernel, short of memory on"
@@ -73,9 +78,11 @@ _OF_CONDITION: Final[Mapping[str, str]] = {
 }
 
 
-def of_failure(cls: str, reason: str, job: str) -> str:
+def of_failure(failure: Mapping[str, Any], job: str) -> str:
     """Return what to do about a failure."""
-    found = _OF_REASON.get(reason) or _OF_CLASS.get(cls) or "docs/reference/reasons.md"
+    cls, reason = str(failure.get("class", "")), str(failure.get("reason", ""))
+    refused = _REFUSED if exits.unstarted(cls, reason, failure.get("exitCode")) else ""
+    found = _OF_REASON.get(reason) or refused or _OF_CLASS.get(cls) or "docs/reference/reasons.md"
     return found.format(job=job)
 
 

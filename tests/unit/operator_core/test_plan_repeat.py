@@ -152,3 +152,45 @@ def test_a_failure_after_a_step_is_tried_at_once_as_ever(how: str):
         found.append(world.end(0, 1, message=message).pause())
         world.wait(8).run()
     assert found == [0, 1, 2, 4]
+
+
+REJECTED = "Pod was rejected: Node didn't have enough resource: cpu, requested: 64000, used: 950"
+
+
+def refused(world: World, reason: str, message: str = REJECTED) -> World:
+    """The kubelet takes no pod of replica 1: no container of it ever runs."""
+    status = {"phase": "Failed", "reason": reason, "message": message}
+    world.pods["job-1"]["status"] = status
+    world.pods["job-1"]["spec"]["nodeName"] = "node2"
+    return world.settle()
+
+
+@pytest.mark.fault("N19")
+@pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
+def test_a_pod_that_kubelets_refuse_again_and_again_is_told_and_ends_the_job(reason: str):
+    """A template that names its node, or a scheduler that sees room where its kubelet sees none."""
+    world = running()
+    began = world.now
+    for number in range(1, 8):
+        refused(world, reason)
+        assert loops(world) == (number >= 3 and world.phase != "Failed"), number
+        if number >= 3:
+            assert world.status["message"].startswith(REJECTED[:40])
+        assert world.counts[1:] == (min(max(0, number - 3), 3), min(number, 3))
+        if number < 7:
+            world.wait(world.pause())
+    assert world.status["reason"] == "MaxRestartsExceeded"
+    assert (world.now - began).total_seconds() < 3600
+    assert f"{reason}: {REJECTED}" in world.condition("Failed")["message"]
+
+
+def test_once_a_refused_pod_runs_the_refusals_are_told_no_more():
+    world = running()
+    for _ in range(3):
+        refused(world, "OutOfpods").wait(5)
+    assert loops(world)
+    assert (world.run().wait(2).stalled, world.phase) == ("", "Running")
+    for _ in range(4):  # a lost node says nothing of the pod
+        world.pods["job-1"]["status"] = {"phase": "Failed", "reason": "NodeLost"}
+        world.settle().wait(300).run()
+    assert world.counts[1] == 0

@@ -61,7 +61,9 @@ def how(failure: Object) -> str:
     """Word an end: no sign of life (Hang, exit code 76)."""
     cls, reason = str(failure.get("class", "")), str(failure.get("reason", ""))
     words = _WORDS.get(cls, "it ended")
-    if cls == "Infrastructure" and failure.get("exitCode") is not None:
+    if exits.unstarted(cls, reason, failure.get("exitCode")):
+        words = "its node would not start it"
+    elif cls == "Infrastructure" and failure.get("exitCode") is not None:
         words = "its peers were gone first"
     if cls == "User" and failure.get("signal"):
         words = "the program was ended by a signal"

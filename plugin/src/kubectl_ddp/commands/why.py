@@ -222,8 +222,7 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
     yield "Charged", case.charged
     yield "Lost", _lost(case, snapshots="snapshot" in job.spec)
     yield "Then", _then(job, case)
-    cls, reason = str(failure.get("class", "")), str(failure.get("reason", ""))
-    yield "Do", cures.of_failure(cls, reason, job.name)
+    yield "Do", cures.of_failure(failure, job.name)
 
 
 def _who(job: Job, case: Case) -> str:

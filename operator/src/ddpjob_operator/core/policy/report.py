@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 import ddpjob_contract as contract
+from ddpjob_contract import exits
 from ddpjob_contract.crd import KIND
 from ddpjob_contract.exits import FREE
 from ddpjob_operator.core import classify
@@ -434,7 +435,14 @@ def quiet_at(status: Status) -> datetime | None:
 
 
 def _of_program(status: Status) -> list[Failure]:
-    """List the program's failures since the start or resume, which may have cured older ones."""
-    since = status.timings.started_at
-    charged = [one for one in status.failures if one.cls not in FREE]
+    """List the program's failures since the start or resume, which may have cured older ones.
+
+    And those of pods that no node would start, until one does.
+    """
+    since, runs = status.timings.started_at, status.phase == "Running"
+    charged = [
+        one
+        for one in status.failures
+        if one.cls not in FREE or (not runs and exits.unstarted(one.cls, one.reason, one.exit_code))
+    ]
     return [one for one in charged if since is None or one.detected_at >= since]

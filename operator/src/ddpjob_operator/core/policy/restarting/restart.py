@@ -188,7 +188,7 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
-    if node_avoidance.blames(loss) and not node_avoidance.is_free(view, in_a_row(view, old)):
+    if node_avoidance.repeats(loss) and not node_avoidance.is_free(view, in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 

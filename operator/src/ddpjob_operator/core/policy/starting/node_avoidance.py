@@ -12,6 +12,7 @@ from collections import Counter
 from datetime import datetime, timedelta
 from typing import Final
 
+from ddpjob_contract import exits
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
@@ -30,14 +31,19 @@ def blames(loss: Failure) -> bool:
     return loss.cls == "Hardware" or unstarted
 
 
+def repeats(loss: Failure) -> bool:
+    """Tell whether the job itself is the cause if such failures come again and again."""
+    return loss.cls == "Hardware" or exits.unstarted(loss.cls, loss.reason, loss.exit_code)
+
+
 def is_free(view: View, consecutive: int) -> bool:
     """Tell whether one more of these failures, after ``consecutive`` restarts, is free.
 
-    A program that breaks one GPU after another is itself the cause.
+    So does a program that breaks one GPU after another, or a pod that fits on none of its nodes.
     """
     losses = [failure for failure in view.status.failures if not failure.in_place]
     row = losses[max(0, len(losses) - consecutive) :]
-    return sum(map(blames, row)) < _FREE
+    return sum(map(repeats, row)) < _FREE
 
 
 def node_of(view: View, change: Change, loss: Failure) -> Change:
