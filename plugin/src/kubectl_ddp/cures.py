@@ -58,6 +58,7 @@ _OF_CONDITION: Final[Mapping[str, str]] = {
     "CreateContainerError": "correct the template: the message has the runtime's words",
     "RunContainerError": "correct the template: the message has the runtime's words",
     "WaitingForDeletion": "wait; if its node is dead see docs/guides/nodes.md",
+    "DeletionRefused": "ask those who run what refuses it; it is tried again",
     "NameConflict": "delete or rename the object that is in the way",
     "NodeNotReady": "docs/guides/nodes.md: the message has the command",
     "NodesNotReady": "see to the control plane and its network",

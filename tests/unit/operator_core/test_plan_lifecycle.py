@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -168,6 +169,41 @@ def test_suspend_keeps_the_grace_period_and_resume_is_a_new_attempt():
     assert (world.phase, world.status["attempt"]) == ("Running", 2)
     assert world.status["restarts"]["total"] == 0
     assert world.condition("Suspended")["status"] == "False"
+
+
+@pytest.mark.fault("A10")
+@pytest.mark.parametrize("why", ["suspended", "failed"])
+def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
+    """A freeze of the cluster: a policy refuses every deletion."""
+    world = (
+        running().edit(suspend=True) if why == "suspended" else running().end(1, 1, settle=False)
+    )
+    words = 'admission webhook "freeze" denied the request: no deletions before Monday'
+
+    def tries() -> None:
+        for _ in range(9):
+            for action in world.plan().actions:
+                if not isinstance(action, act.DeletePod):
+                    world.carry_out(action)
+                elif world.feedback.undeleted is None:
+                    found = (action.uid, refusal(world, 403, words))
+                    world.feedback = replace(world.feedback, undeleted=found)
+
+    tries()
+    assert world.stalled == "", "a blink of the API server is no news"
+    world.now += timedelta(seconds=21)
+    tries()
+    assert world.stalled == world.status["reason"] == "DeletionRefused"
+    assert world.condition("Stalled")["message"].startswith("pod job-0 cannot be deleted: ")
+    assert words in world.condition("Stalled")["message"]
+    if why == "suspended":
+        assert (world.phase, world.status["ready"]) == ("Suspended", "3/3")
+    world.feedback = replace(world.feedback, undeleted=None)
+    world.wait(21)
+    if why == "failed":
+        world.run()
+    assert world.stalled == ""
+    assert world.condition("Suspended").get("status", "True") == "True"
 
 
 @pytest.mark.fault("N11")

@@ -441,6 +441,28 @@ async def test_deletions(stage: Stage, answer: Answer, found: Object, left: list
     assert all(pod.deleting != again for pod in stage.store.pods_of("u1"))
 
 
+@pytest.mark.fault("A10")
+@pytest.mark.parametrize("phase", ["Suspended", "Failed"])
+async def test_a_deletion_that_is_refused_is_known_until_it_succeeds(
+    stage: Stage, phase: str
+) -> None:
+    stage.store.put_job(job(9, phase=phase, attempt=2))
+    stage.job = stage.now
+    refused = errors.Forbidden(403, "Forbidden", 'admission webhook "freeze" denied the request')
+    gone: Object = {"kind": "Status"}
+    stage.api.script = {"delete pods": [refused, refused, gone]}
+    for _ in range(2):
+        with pytest.raises(errors.Forbidden):
+            await stage.do(with_pod(stage))
+    assert stage.feedback.undeleted is not None
+    assert stage.feedback.undeleted[0] == "p0-2"
+    assert "freeze" in stage.feedback.undeleted[1].message
+    said = [event.message for event in stage.recorder.sent if event.reason == "DeletionRefused"]
+    assert len(said) == (phase == "Failed"), "else the condition has its Event"
+    await stage.do(with_pod(stage))
+    assert stage.feedback.undeleted is None
+
+
 async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage) -> None:
     leaving = {"kind": "DDPJob", **job(9)}
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

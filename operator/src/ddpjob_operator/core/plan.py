@@ -197,7 +197,7 @@ def _stop(view: View, change: Change) -> Change | None:
 def _suspend(view: View, change: Change) -> Change:
     """End the pods, with their grace period for a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
-        return template_guard.suspended(view, change)
+        return report.stall(view, template_guard.suspended(view, change), report.outlived(view))
     message = "spec.suspend is true: set it to false to go on"
     if not view.spec.suspend:
         message = "spec.template changed while the job was suspended for a moment: its pods are new"

@@ -18,7 +18,15 @@ from typing import Any
 
 from ddpjob_contract import TOKEN_KEY, crd
 from ddpjob_operator.core import actions, ownership
-from ddpjob_operator.core.actions import Body, CreatePod, DeletePod, Existing, Refusal, WriteStatus
+from ddpjob_operator.core.actions import (
+    Body,
+    CreatePod,
+    DeletePod,
+    Event,
+    Existing,
+    Refusal,
+    WriteStatus,
+)
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.policy.restarting import probe
@@ -245,12 +253,28 @@ class Executor:
             if found is not None and found["metadata"]["uid"] == action.uid:
                 raise  # not about the uid: another client wrote to the pod at that moment
             left = {}
+        except errors.ApiError as error:
+            self._learn_undeleted(job, action, error)
+            raise
+        self._learn(job.uid, lambda known: known.deleted(action.uid))
         meta = left.get("metadata") or {}
         stays = meta.get("deletionGracePeriodSeconds") or meta.get("finalizers")
         if left.get("kind") == "Pod" and stays:
             self._store.put_pod(left, from_watch=False)
         else:
             self._store.remove_pod(action.uid)
+
+    def _learn_undeleted(self, job: observe.Job, action: DeletePod, error: errors.ApiError) -> None:
+        """Keep the first refusal of a pod's deletion; a job at its end has no condition for it."""
+        known, words = self._store.feedback(job.uid).undeleted, observe.clean(error.message)
+        if known is not None and known[0] == action.uid:
+            return
+        attempt = job.status.get("attempt", 0)
+        refusal = Refusal(attempt, error.code, error.reason, words, self._now())
+        self._learn(job.uid, partial(replace, undeleted=(action.uid, refusal)))
+        if job.status.get("phase") in crd.TERMINAL_PHASES:
+            what = f"pod {action.name} cannot be deleted: {words}"
+            self._recorder.send(job, [Event("Warning", "DeletionRefused", what)])
 
     async def _confirm_gone(self, job: observe.Job, action: actions.ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)

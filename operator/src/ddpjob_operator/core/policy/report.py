@@ -7,7 +7,7 @@ list; silence is a defect.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -104,7 +104,8 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"succeeded": view.succeeded}
     elif status.phase == "Suspended" or status.queued:
         active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
-        parts |= {"replicas": st.Replicas(desired=view.spec.replicas, active=active)}
+        still = replace(_replicas(view, view.pods), active=active, succeeded=0, failed=0)
+        parts |= {"replicas": still}
     elif status.members_since == view.status.members_since:
         parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
@@ -255,8 +256,11 @@ def _refusals(view: View) -> Iterator[tuple[str, str]]:
 
 
 def outlived(view: View) -> Iterator[tuple[str, str]]:
-    """Report pods that outlive their grace period."""
+    """Report pods that cannot be deleted, and those that outlive their grace period."""
+    stuck = view.feedback.undeleted
     for pod in view.pods:
+        if stuck and pod.uid == stuck[0] and not pod.deleting and view.now - stuck[1].at > PATIENCE:
+            yield "DeletionRefused", f"pod {pod.name} cannot be deleted: {explained(stuck[1])}"
         if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
             if not pod.node or pod.ended:
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
@@ -319,8 +323,9 @@ def explained(refusal: Refusal) -> str:
     return refusal.message
 
 
-def _replicas(view: View) -> st.Replicas:
-    members, most = view.members.values(), view.spec.replicas  # others stand by
+def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas:
+    members = view.members.values() if members is None else members
+    most = view.spec.replicas  # others stand by
     alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
     return st.Replicas(
         desired=most,
