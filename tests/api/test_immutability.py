@@ -91,6 +91,18 @@ def test_refuses_change(plane: Cluster, stored: dict[str, Any]) -> None:
         assert (free if "template" in path else "is immutable") in said, (path, value)
 
 
+def test_a_disruption_budget_reads_the_scale_and_nobody_changes_it(
+    plane: Cluster, stored: dict[str, Any]
+) -> None:
+    """Else Kubernetes counts no budget with maxUnavailable or a percentage, and no drain gets on."""
+    name = f"ddpjob/{stored['metadata']['name']}"
+    read = ("get", name, "--subresource=scale", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}")
+    assert plane.kubectl(*read, check=True).stdout == str(stored["spec"]["replicas"])
+    said = plane.kubectl("scale", name, "--replicas=9", "-n", NAMESPACE).stderr
+    assert "spec.replicas is immutable: create a new DDPJob" in said
+    assert plane.kubectl(*read, check=True).stdout == str(stored["spec"]["replicas"])
+
+
 @pytest.mark.parametrize("before", [{"snapshot": NFS}, {}], ids=["another volume", "none yet"])
 def test_refuses_one_snapshot_for_another(plane: Cluster, before: dict[str, Any]) -> None:
     body = ddpjob(f"job{next(_numbers)}", **before)

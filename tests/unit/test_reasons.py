@@ -30,7 +30,6 @@ OTHERS = {
         "NetworkPolicy",
         "PodGroup",
         "Secret",
-        "ValidatingAdmissionPolicy",
     ),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
     "Straggling",

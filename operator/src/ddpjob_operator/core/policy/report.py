@@ -72,7 +72,7 @@ _REFUSERS: Final = (
         "create it: it is tried again by itself; or delete the job, and apply it with another",
     ),
     (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
-    ("ValidatingAdmissionPolicy", "an admission policy of the cluster", "mend what it names"),
+    ("' denied request", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
 #: The scheduler's words before and after its reasons.
