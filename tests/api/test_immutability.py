@@ -94,7 +94,7 @@ def test_refuses_change(plane: Cluster, stored: dict[str, Any]) -> None:
 def test_a_disruption_budget_reads_the_scale_and_nobody_changes_it(
     plane: Cluster, stored: dict[str, Any]
 ) -> None:
-    """Else Kubernetes counts no budget with maxUnavailable or a percentage, and no drain gets on."""
+    """Else Kubernetes counts no budget with maxUnavailable, and no drain gets on."""
     name = f"ddpjob/{stored['metadata']['name']}"
     read = ("get", name, "--subresource=scale", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}")
     assert plane.kubectl(*read, check=True).stdout == str(stored["spec"]["replicas"])

@@ -82,7 +82,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
     for name, (when, said) in found.items():
         text = re.sub(r"\s+", " ", said.replace(namespace, "NAMESPACE"))
         text = re.sub(
-            r"^(released all pods|no pod was made), next try in \d+ s: |; suspend the job, .*",
+            r"; (suspend the job, |(released all pods|no pod was made), next try in \d+ s).*",
             "",
             text,
         )

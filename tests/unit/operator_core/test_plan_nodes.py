@@ -179,7 +179,9 @@ def test_wait_says_what_it_waits_for_and_what_a_person_can_do():
     taint = "kubectl taint node node2 node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
     (said,) = world.told("NodeNotReady")
     assert (world.stalled, said) == ("NodeNotReady", world.condition("Stalled")["message"])
-    assert f"{taint}, or: kubectl delete node node2" in said
+    assert f"kubectl delete node node2, or: {taint}" in said
+    cut = "node node2 is not ready: if it is off for good: kubectl delete node node2"
+    assert world.status["message"].startswith(cut)
     world.wait(30).terminate(1).wait(3600)
     assert world.status["attempt"] == 1, "it may train on"
 

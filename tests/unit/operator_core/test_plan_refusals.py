@@ -89,7 +89,7 @@ def test_a_gang_that_rests_for_the_refusals_of_the_attempt_before_says_so_and_un
     told = world.condition("Stalled")
     assert world.stalled == "CreationFailed"
     assert 'violates PodSecurity "restricted:latest"' in told["message"]
-    until = re.fullmatch(r".*: tried again at (\d\d:\d\d:\d\d) UTC", told["message"])
+    until = re.fullmatch(r".*, tried again at (\d\d:\d\d:\d\d) UTC", told["message"])
     assert until
     while world.phase == "Restarting":
         assert f"{world.now:%H:%M:%S}" <= until[1]
@@ -150,7 +150,10 @@ def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_
     assert "Pod job-0 of an earlier attempt or job is still there on node dead" in told["message"]
     assert "taint" not in told["message"]
     told = live(world, 60).condition("Stalled")
-    assert "if the machine is off for good: kubectl taint node dead " in told["message"]
+    assert (
+        "if it is off for good: kubectl delete node dead, or: kubectl taint node dead "
+        in told["message"]
+    )
     assert len(world.told("WaitingForDeletion")) == 2
 
 
@@ -202,6 +205,28 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
 )  # fmt: skip
 def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure: str):
     told = report.explained(act.Refusal(1, 403, "Forbidden", message, START))
-    first, _, last = told.partition(message)
-    assert (first[: len("refused by ")], who in first, cure in last) == (
-        "refused by " * bool(who), True, True)  # fmt: skip
+    words, refused, last = told.partition(" (refused by ")
+    assert words == message.removeprefix('pods "job-0" is forbidden: ')
+    assert (bool(refused), who in last, cure in last) == (bool(who), True, True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "begins", "also"),
+    [
+        (422, 'Pod "job-0" is invalid: {}', "spec.containers[0].resources.limits: Required value",
+         "rejects pod job-0"),
+        (400, 'Pod in version "v1" cannot be handled as a Pod: strict decoding error: {}',
+         'unknown field "spec.containers[0].imagePullPolcy"', "rejects pod job-0"),
+        (403, 'pods "job-0" is forbidden: {}',
+         "exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2",
+         "no pod was made, next try in"),
+    ],
+)  # fmt: skip
+def test_the_column_of_kubectl_begins_with_what_matters(
+    code: int, said: str, begins: str, also: str
+):
+    world = World()
+    world.refuse = lambda _: refusal(world, code, said.format(begins))
+    assert world.settle().status["message"].startswith(begins)
+    told = world.condition("Stalled" if code == 403 else "Invalid")["message"]
+    assert also in told

@@ -43,8 +43,16 @@ def test_rounds_that_fail_again_and_again_are_told_while_the_gang_runs():
     assert (world.status["reason"], world.status["message"]) == ("CrashLooping", SHAPES)
     (said,) = world.told("CrashLooping")
     assert said.startswith(
-        f"3 failures within 2 min, 3 of them restarted in place, each with {SHAPES}"
+        f"replica 0 (rank 0) on node1: {SHAPES}, exit code 1 [User]: the last of 3 failures within"
+        " 2 min, 3 of them restarted in place, each so; "
     )
+
+
+def test_of_a_loop_without_an_exception_the_end_is_told():
+    world = running(restart={"maxRestarts": 9})
+    for _ in range(3):
+        world.end(0, 3).wait(300).run()
+    assert world.status["message"] == "replica 0 (rank 0) on node1: ExitCode3, exit code 3 [User]"
 
 
 def test_a_loop_that_has_ended_is_told_no_more_and_costs_nothing_meanwhile():

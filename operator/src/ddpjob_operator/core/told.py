@@ -30,6 +30,10 @@ _LINE: Final = 160
 _EXCEPTION: Final = re.compile(
     r"^(?:\[\w+\]: ?)*((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: .*)?)$", re.MULTILINE
 )
+#: Of a runtime that could not start a container: what handed the error on.
+_LAYERS: Final = re.compile(
+    r"^.*(create failed|unable to start container process|container init): ", re.DOTALL
+)
 #: torchrun's own exception says only that one of its processes has failed.
 _TORCHRUN: Final = "torch.distributed.elastic"
 
@@ -72,7 +76,7 @@ def _said(pod: Pod, ended: Container) -> str:
     if words and ended is not pod.trainer:
         return shorten(": ".join(dict.fromkeys((words[0], words[-1]))))
     if not words and ended.reason == "StartError":  # behind the layers that handed it on
-        words = [ended.message.rpartition("create failed: ")[2]]
+        words = [_LAYERS.sub("", ended.message)]
     return shorten(words[0] if words else _exception(pod.trainer))
 
 

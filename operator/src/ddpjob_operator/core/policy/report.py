@@ -79,6 +79,11 @@ _REFUSERS: Final = (
 _SCHEDULER: Final = re.compile(
     r"^pod \S+: \d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
 )
+#: The API server's words before those that say what is wrong: the object's name is ours.
+_OBJECT: Final = re.compile(
+    r'^(\S+ "\S+" is (forbidden|invalid)'
+    r'|Pod in version "v1" cannot be handled as a Pod(: strict decoding error)?): '
+)
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
 #: Fields of Progress that no later one fills in.
@@ -143,9 +148,8 @@ def _why(status: Status) -> tuple[str, str]:
         found = status.condition(type_)
         if found and found.status == "True":
             # A quoted failure follows words that the reason already says.
-            causes = (one for one in reversed(status.failures) if one.exception)
-            quoted = (c.exception for c in causes if describe(c) in found.message)
-            cause = next(quoted, None)
+            causes = (one for one in reversed(status.failures) if describe(one) in found.message)
+            cause = next((one.exception or describe(one) for one in causes), None)
             words = cause or _SCHEDULER.sub("", found.message)
             return found.reason, shorten(words, _BRIEF) if cause else clean(words, _BRIEF)
     loss = recovers_from(status)
@@ -198,7 +202,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
             # Events outlive the pod, which the end of the wait removes.
             hint = f"kubectl get events -n {pod.namespace}"
             hint += f" --field-selector involvedObject.name={pod.name}"
-            yield "ContainerCreating", f"{where} does not start; its Events say why: {hint}"
+            yield "ContainerCreating", f"{where} does not start: {hint}"
     for pod in pods:
         # Two clocks: good for a message, never for a decision.
         old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
@@ -316,11 +320,12 @@ def refused(view: View, refusal: Refusal) -> tuple[str, str]:
 
 
 def explained(refusal: Refusal) -> str:
-    """Add to the API server's words, where known, who refused and what helps."""
+    """Put after the API server's words, where known, who refused and what helps."""
+    said = _OBJECT.sub("", refusal.message)
     for words, who, cure in _REFUSERS:
         if words in refusal.message:
-            return f"refused by {who}: {refusal.message}; {cure}"
-    return refusal.message
+            return f"{said} (refused by {who}): {cure}"
+    return said
 
 
 def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas:
@@ -426,9 +431,9 @@ def loops(view: View, status: Status) -> Iterator[tuple[str, str]]:
     rounds = sum(one.in_place for one in counted)
     often = f"{len(counted)} failures within {took:.0f} min, {rounds} of them restarted in place"
     alike = {one.exception for one in counted} == {newest.exception}
-    said = f", each with {newest.exception}" if newest.exception and alike else ""
+    each = ", each so" if newest.exception and alike else ""
     cure = "spec.suspend true stops it and keeps the snapshots"
-    yield CRASH_LOOPING, f"{often}{said}; last: {describe(newest)}; {cure}"
+    yield CRASH_LOOPING, f"{describe(newest)}: the last of {often}{each}; {cure}"
 
 
 def quiet_at(status: Status) -> datetime | None:

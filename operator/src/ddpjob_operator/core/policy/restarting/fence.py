@@ -104,20 +104,20 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         if _given_up(view, node) or not node.exists:
             then = "its pods are being removed"
         elif after is None:
-            then = "waiting until it is ready again; " + cure(node.name)
+            then = cure(node.name)
         elif view.nodes and view.nodes.disrupted:
             reason = "NodesNotReady"
             most = f"{view.nodes.unready} of {view.nodes.workers} worker nodes are not ready"
-            then = f"{most}, so Fence waits until others are; {cure(node.name)}"
+            then = f"Fence waits, since {most}; {cure(node.name)}"
         else:
             then = f"after {after:g} s its pods are deleted by force"
-        yield reason, f"node {node.name}, with pod {pod.name}, {_state(node)}: {then}"
+        yield reason, f"node {node.name} {_state(node)}: {then}; pod {pod.name} waits for it"
 
 
 def cure(node: str) -> str:
     """Advise how to end the wait for a machine that will not come back."""
     taint = f"kubectl taint node {node} {OUT_OF_SERVICE}=nodeshutdown:NoExecute"
-    return f"if the machine is off for good: {taint}, or: kubectl delete node {node}"
+    return f"if it is off for good: kubectl delete node {node}, or: {taint}"
 
 
 def advises(message: str) -> bool:

@@ -128,7 +128,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     if at is None or found is None or view.now >= at or not waits:
         return  # report.py tells of this attempt's refusals first
     if not report.fresh(view):
-        what = f"the attempt before was refused ({found.words}): tried again at {at:%H:%M:%S} UTC"
+        what = f"{found.words}: so the attempt before was refused, tried again at {at:%H:%M:%S} UTC"
         yield "CreationFailed", what
 
 

@@ -90,7 +90,9 @@ def advance(view: View, change: Change) -> Change:
     refusals = [*view.refusals.values(), *([network] if network else [])]
     wrong = next((r for r in refusals if r.code in (400, 422)), None)
     if wrong:
-        what = f"the API server calls an object of the gang wrong: {wrong.message}; {_CURE}"
+        pods = (f"pod {view.job.name}-{seat}" for seat, r in view.refusals.items() if r is wrong)
+        what = next(pods, "an object of the gang")
+        what = f"{report.explained(wrong)}: the API server rejects {what}; {_CURE}"
         return _release(view, change, template_guard.POD_REFUSED, what, "Invalid")
     full = next((r for r in refusals if retry.quota_exceeded(r)), None)
     if full:
@@ -186,7 +188,7 @@ def _release(
     change = restart.new_attempt(view, change, "Pending", wait)
     change = change.with_status(restarts=replace(change.status.restarts, released=released))
     did = "released all pods" if view.pods else "no pod was made"
-    what = f"{did}, next try in {wait:.0f} s: {message}"
+    what = f"{message}; {did}, next try in {wait:.0f} s"
     change = change.condition(condition, True, reason, what, view.now)
     return change.tell("Warning", reason, what)
 
