@@ -96,9 +96,9 @@ def test_a_failure_on_one_page() -> None:
     )
     assert found["Charged"] == "restart 1 of at most 3 (maxRestarts)"
     assert found["Lost"] == (
-        "2 steps, from 10 to 12 and 8s until it ran again (all of it: kubectl ddp account)"
+        "2 steps, from 10 to 12 and 8s until its pods ran again (all: kubectl ddp account)"
     )
-    assert found["Then"] == "all pods were made again; it ran again at 12:00:08 UTC"
+    assert found["Then"] == "all pods were made again; they ran again at 12:00:08 UTC"
     assert found["Do"].startswith("see to the exception")
 
 
@@ -120,6 +120,21 @@ def test_a_pod_that_its_node_would_not_start(reason: str, code: int | None, cure
     found = rows(page(job(failures=[lost])))
     assert found["How"].startswith(f"its node would not start it (Infrastructure, {reason}")
     assert cure in found["Do"]
+
+
+def test_one_step_is_told_of_one_failure() -> None:
+    """The operator had heard of step 222 when the launcher was killed after 237."""
+    killed = failure(step=222, **{"class": "Killed", "reason": "SIGKILL"})
+    found = rows(page(job(failures=[killed]), incidents=[incident(step=237, snapshotStep=220)]))
+    assert "after step 237" in found["How"]
+    assert found["Lost"].startswith("17 steps, from 220 to 237")
+
+
+def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod() -> None:
+    told = failure(**{"class": "Disruption", "reason": "SIGTERM"}, exitCode=143, signal=15)
+    found = rows(page(job(failures=[told])))
+    assert found["How"].startswith("SIGTERM came from somewhere, and nobody removed its pod (")
+    assert found["Do"].startswith("find out who sent SIGTERM")
 
 
 def test_newest_first_and_in_place_is_free() -> None:
@@ -304,6 +319,27 @@ def test_the_right_to_get_the_job_is_enough(cluster: Any, capsys: Any) -> None:
     assert "rank 1, replica 1, pod j-1, node n1" in out
     assert "(without Events: you may not get events)" in out
     assert "(without what launchers kept beside the snapshots: you may not get pods)" in out
+
+
+def test_where_nothing_failed_no_evidence_is_missed_and_the_pods_event_is_told(
+    cluster: Any, capsys: Any
+) -> None:
+    stalled = {"type": "Stalled", "status": "True", "reason": "ContainerCreating", "message": "x"}
+    cluster["get ddpjobs.ddpjob.dev"] = job("Starting", conditions=[stalled]).obj
+    words = 'MountVolume.SetUp failed for volume "files" : configmap "f" not found'
+    pod = {"kind": "Pod", "name": "j-0"}
+    warned = [
+        {"metadata": {}, "involvedObject": pod, "reason": reason, "message": message,
+         "lastTimestamp": at(seconds)}
+        for reason, message, seconds in (("FailedMount", words, 9), ("BackOff", "older", 8))
+    ]  # fmt: skip
+    cluster["get events"] = {"items": warned}
+    assert cli.run(["why", "j"]) == 0
+    out = capsys.readouterr().out
+    assert f"FailedMount: {words}" in " ".join(out.split())
+    assert "older" not in out
+    assert "It has had no failure." in out
+    assert "(without" not in out
 
 
 def test_a_pod_that_runs_is_asked(cluster: Any, capsys: Any) -> None:

@@ -48,7 +48,7 @@ OTHERS = {
 KUBERNETES = {
     *("Forbidden", "InternalError", "Timeout", "TooManyRequests", "ServiceUnavailable"),
     *("PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI"),
-    *("DeletionByPodGC", "TerminationByKubelet", "SIGKILL"),
+    *("DeletionByPodGC", "TerminationByKubelet", "SIGKILL", "SIGTERM"),
     *("OutOfcpu", "OutOfmemory", "UnexpectedAdmissionError", "NodeAffinity"),
 }
 _WORD = re.compile("[A-Z][A-Za-z0-9]+")

@@ -25,6 +25,8 @@ _OF_REASON: Final[Mapping[str, str]] = {
     "NodeLost": "nothing, it was not the program; if the machine comes back look at its log",
     "NodeSilent": "nothing, it was not the program; look at the machine's network",
     "Evicted": "nothing, if it was a drain; else the node lacked memory or disk: set requests",
+    "SIGTERM": "find out who sent SIGTERM: a script in the pod, an admin",
+    "DeletionByTaintManager": "nothing, it was not the program; look at the node",
     "PodDeleted": "nothing, if you did it: else find out who deletes pods (audit log)",
 }
 #: Of a pod that its node did not take.
@@ -65,7 +67,7 @@ _OF_CONDITION: Final[Mapping[str, str]] = {
     "WaitingForCause": "wait a minute",
     "NamesNotResolved": "see to the cluster's DNS",
     "WaitingForReplicas": "look at those that run: kubectl ddp status {job}",
-    "CrashLooping": "see to the failures below: it will go on like this",
+    "CrashLooping": "see to the failures below: while their cause lasts it goes on like this",
     "CreationFailed": "see the message; it is tried again",
     "SpecInvalid": "correct the field that the message names",
     "TemplateChanged": "change it back, or suspend and resume",

@@ -65,6 +65,8 @@ def how(failure: Object) -> str:
         words = "its node would not start it"
     elif cls == "Infrastructure" and failure.get("exitCode") is not None:
         words = "its peers were gone first"
+    if cls == "Disruption" and reason == "SIGTERM":
+        words = "SIGTERM came from somewhere, and nobody removed its pod"
     if cls == "User" and failure.get("signal"):
         words = "the program was ended by a signal"
     code = failure.get("exitCode")

@@ -62,6 +62,14 @@ def told(kubectl: Kubectl, job: Job) -> list[Happening]:
     return sorted((one for one in found if one is not None), key=_when)
 
 
+def warned(kubectl: Kubectl, job: Job) -> str:
+    """Return the newest warning about a pod of the job, "" without one; raise Failure."""
+    events = _events(kubectl, job, "involvedObject.kind=Pod,type=Warning")
+    found = (one for event in events if (one := _of_event(job, event)) is not None)
+    newest = max(found, key=_when, default=None)
+    return f"{newest.reason}: {newest.message}" if newest else ""
+
+
 def _of_job(kubectl: Kubectl, job: Job) -> list[Object]:
     return _events(kubectl, job, f"involvedObject.kind=DDPJob,involvedObject.name={job.name}")
 

@@ -28,6 +28,7 @@ _MOST = 300  # characters of such a line
 #: Clocks of nodes and of the operator differ, and a lost node is noticed late.
 _NEAR = timedelta(seconds=180)
 _UNKNOWN: Incident = {}
+_CREATING = "ContainerCreating"
 #: In a failure's message, and no line of a log.
 _AFTER = re.compile("after step [0-9]+")
 
@@ -55,19 +56,22 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     job = gang.find_job(kubectl, options.job)
     notes: list[str] = []
     story: list[Happening] = []
+    warned = ""
     try:
         story = events.told(kubectl, job)
+        if any(one["reason"] == _CREATING for one in true(job)):
+            warned = events.warned(kubectl, job)
     except Failure as failure:
         notes.append(f"without Events: {failure}")
     found = _incidents(kubectl, job, options, notes) if job.status.get("attempt") else []
     known = cases(job, story, found, everything=options.all)
     shown = known if options.all else known[:_SHOWN]
-    lines = [*head(job, found, datetime.now(UTC), width()), ""]
+    lines = [*head(job, found, datetime.now(UTC), width(), warned), ""]
     for number, case in enumerate(shown, 1):
         lines += [*page(job, case, number, datetime.now(UTC), width()), ""]
     if len(known) > len(shown):
         lines.append(f"{len(known) - len(shown)} earlier: kubectl ddp why {job.name} --all")
-    lines += [f"({clean(note)})" for note in notes]
+    lines += [f"({clean(note)})" for note in notes if known]
     print("\n".join(lines).rstrip())
     return 0
 
@@ -92,8 +96,17 @@ def _incidents(
 # --- The job ------------------------------------------------------------------------------
 
 
-def head(job: Job, found: Sequence[Incident], now: datetime, columns: int) -> list[str]:
-    """Tell what the job is doing, and what keeps it from more."""
+def true(job: Job) -> list[Object]:
+    """Return the conditions that keep it from training, but for what one of them repeats."""
+    bad = ("Invalid", "Stalled", "Failed") if job.phase != "Failed" else ("Invalid", "Failed")
+    conditions = job.status.get("conditions") or []
+    return [one for one in conditions if one["status"] == "True" and one["type"] in bad]
+
+
+def head(
+    job: Job, found: Sequence[Incident], now: datetime, columns: int, warned: str = ""
+) -> list[str]:
+    """Tell what the job is doing, and what keeps it from more; ``warned``: a pod's Event."""
     status = job.status
     attempt = f", attempt {status['attempt']}" if status.get("attempt") else ""
     lines = [
@@ -101,13 +114,12 @@ def head(job: Job, found: Sequence[Incident], now: datetime, columns: int) -> li
     ]
     if not job.phase:
         return [*lines, *_row("Do", "does the operator run? kubectl get deployments -A", columns)]
-    for one in status.get("conditions") or []:
-        if one["status"] == "True" and one["type"] in ("Invalid", "Stalled", "Failed"):
-            if one["type"] == "Stalled" and job.phase == "Failed":
-                continue  # repeats the same
-            lines += _row(one["type"], f"{one['reason']}: {one['message']}", columns)
-            if cure := cures.of_condition(str(one["reason"]), job.name):
-                lines += _row("Do", cure, columns)
+    for one in true(job):
+        lines += _row(one["type"], f"{one['reason']}: {one['message']}", columns)
+        if warned and one["reason"] == _CREATING:
+            lines += _row("Event", warned, columns)
+        if cure := cures.of_condition(str(one["reason"]), job.name):
+            lines += _row("Do", cure, columns)
     progress = status.get("progress") or {}
     if "step" in progress:
         total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
@@ -247,13 +259,20 @@ def _who(job: Job, case: Case) -> str:
 def _how(case: Case) -> str:
     failure = case.failure
     first = (case.incident or _UNKNOWN).get("first", {}) if _is_of_first(case) else {}
-    step = failure.get("step", first.get("step"))
+    step = _step(case)
     after = f", after step {step}" if isinstance(step, int) and step >= 0 else ""
     words = charges.how(failure)
     said = failure.get("exception") or first.get("exception") or ""
     if not said and "exitCode" not in failure:
         said = str(failure.get("message", "")).partition("\n")[0]
     return f"{words}{after}{': ' if said else ''}{said}"
+
+
+def _step(case: Case) -> object:
+    """Return the last step that is known, as launchers have it before the status: one for all."""
+    incident = case.incident or _UNKNOWN
+    first = incident.get("first", {}) if _is_of_first(case) else {}
+    return incident.get("step", case.failure.get("step", first.get("step")))
 
 
 def _last_lines(case: Case) -> list[str]:
@@ -329,8 +348,7 @@ def _others(incident: Incident, own: set[int], job: str) -> Iterator[tuple[str, 
 
 
 def _lost(case: Case, *, snapshots: bool) -> str:
-    incident, failure = case.incident or _UNKNOWN, case.failure
-    step = incident.get("step", failure.get("step"))
+    incident, step = case.incident or _UNKNOWN, _step(case)
     snapshot = incident.get("snapshotStep", incident.get("cause", {}).get("snapshotStep"))
     parts = []
     if isinstance(step, int) and isinstance(snapshot, int):
@@ -342,14 +360,14 @@ def _lost(case: Case, *, snapshots: bool) -> str:
     if case.again:
         ended = min(case.at, moment(incident.get("at")) or case.at)
         took = max(0.0, (case.again - ended).total_seconds())
-        began = "new processes began" if case.failure.get("inPlace") else "it ran again"
-        parts.append(f"{duration(took)} until {began} (all of it: kubectl ddp account)")
+        began = "processes" if case.failure.get("inPlace") else "pods"
+        parts.append(f"{duration(took)} until its {began} ran again (all: kubectl ddp account)")
     return " and ".join(parts) or "not known: the program says nothing of steps"
 
 
 def _then(job: Job, case: Case) -> str:
     did = charges.did(job, case.failure)
-    return f"{did}; it ran again at {case.again:%H:%M:%S} UTC" if case.again else did
+    return f"{did}; they ran again at {case.again:%H:%M:%S} UTC" if case.again else did
 
 
 def _row(title: str, text: str, columns: int) -> list[str]:
