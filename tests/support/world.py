@@ -134,6 +134,7 @@ class Machines:
     calm_since: datetime | None = None  # None: always
     leases: dict[str, Lease] = field(default_factory=dict)  # as a list shows them
     listed: datetime | None = None
+    back: dict[str, datetime] = field(default_factory=dict)  # since when each is ready again
     #: What a read brings to light: the cache of the watch was behind.
     truth: Callable[[], None] = lambda: None
 
@@ -158,6 +159,7 @@ class Machines:
             guessed=name in self.guessed,
             signal=self.signals.get(name, ""),
             lease=self.leases.get(name, Lease()) if self.listed else Lease(),
+            since=since or self.back.get(name),
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Lease, record
-from support.world import Machines, World, job_object, running, started
+from support.world import START, Machines, World, job_object, running, started
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
 FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 30}}
@@ -184,6 +184,27 @@ def test_wait_says_what_it_waits_for_and_what_a_person_can_do():
     assert world.status["message"].startswith(cut)
     world.wait(30).terminate(1).wait(3600)
     assert world.status["attempt"] == 1, "it may train on"
+
+
+@pytest.mark.fault("N6")
+@pytest.mark.parametrize("back", [None, 120, 5], ids=["not yet", "since", "never was away"])
+def test_a_node_that_was_lost_under_wait_is_named(back: int | None):
+    """The kubelet is back, and ends the pod that the taint manager had removed meanwhile."""
+    world, machines = on_nodes()
+    world.fall_silent("node2").wait(60)
+    removed = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager",
+               "lastTransitionTime": world.now.isoformat()}  # fmt: skip
+    world.terminate(1).wait(60)
+    if back is not None:
+        machines.down.clear()
+        machines.back["node2"] = START + timedelta(seconds=back)
+    world.end(1, 255, settle=False)
+    world.pods["job-1"]["status"]["conditions"] = [removed]
+    loss = world.settle().loss
+    assert (loss["class"], loss["reason"]) == ("Disruption", "DeletionByTaintManager")
+    said = loss.get("exception") == "node node2 was not ready, so Kubernetes removed the pod"
+    assert said == (back != 5)
+    assert loss["node"] == "node2"
 
 
 @pytest.mark.parametrize("policy", ["Wait", "Fence"])

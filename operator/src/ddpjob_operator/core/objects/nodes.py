@@ -70,7 +70,7 @@ class Node:
 
     ``down_seconds``: for how long this process has seen that it is not ready. ``read_seconds``: the
     age of the last quorum read; None if only a watch has shown it. ``guessed``: only a pod names it
-    so far, no list and no watch.
+    so far, no list and no watch. ``since``: NodeRecord's.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Node:
     guessed: bool = False
     signal: str = ""
     lease: Lease = Lease()
+    since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,7 @@ class Pod:
     deletion_grace: int | None = None
     deletion_at: datetime | None = None  # when its grace period is over
     disruption: str = ""  # reason of a true DisruptionTarget condition
+    disrupted_at: datetime | None = None  # by the cluster's clock
     unschedulable: str = ""  # message of PodScheduled=False
     scheduled_at: datetime | None = None  # when it got its node, by the cluster's clock
     waiting_reason: str = ""  # of the first container that cannot start, e.g. ErrImagePull
@@ -211,6 +212,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         deletion_grace=meta.get("deletionGracePeriodSeconds"),
         deletion_at=parse_time(meta.get("deletionTimestamp")),
         disruption=clean(disruption.get("reason"), 64) or ("Unknown" if disruption else ""),
+        disrupted_at=parse_time(disruption.get("lastTransitionTime")),
         unschedulable=clean(unscheduled.get("message"), 300),
         scheduled_at=parse_time(scheduled.get("lastTransitionTime")),
         waiting_reason=waiting_reason,

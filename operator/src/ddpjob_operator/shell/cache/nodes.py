@@ -153,6 +153,7 @@ class NodeCache:
             guessed=seen.guessed,
             signal=found.signal if found is not None else "",
             lease=self._lease(name),
+            since=found.since if found is not None else None,
         )
 
     def _lease(self, name: str) -> nodes.Lease:

@@ -19,7 +19,7 @@ from typing import Final
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import ReadLeases, ReadNodes
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
-from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.view import View
 
@@ -92,6 +92,23 @@ def failure(view: View, pod: Pod) -> Failure:
         reason=reason,
         message=f"node {pod.node} {state}",
     )
+
+
+def named(view: View, loss: Failure) -> Failure:
+    """Name the node that was silent as the taint manager removed the pod, as under Wait.
+
+    Its word does not say for which taint. The two times are of two clocks: good for a message.
+    """
+    pod, nodes = view.members.get(loss.replica), view.nodes.known if view.nodes else {}
+    node = nodes.get(pod.node) if pod is not None else None
+    if pod is None or node is None or pod.disruption != "DeletionByTaintManager":
+        return loss
+    back = node.ready and node.since and pod.disrupted_at and node.since >= pod.disrupted_at
+    if node.ready and not back:
+        return loss
+    said = f"node {node.name} was not ready, so Kubernetes removed the pod"
+    message = clean(f"{said}\n{loss.message}")
+    return replace(loss, node=node.name, exception=said, message=message)
 
 
 def reasons(view: View) -> Iterator[tuple[str, str]]:

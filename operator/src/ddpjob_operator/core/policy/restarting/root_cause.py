@@ -111,7 +111,7 @@ def _seen(view: View) -> Failure | None:
         return fence.failure(view, silent)
     leaving = classify.leaving(view.needed.values())
     if leaving:
-        return classify.removed(leaving, view.now)
+        return fence.named(view, classify.removed(leaving, view.now))
     gone = _vanished(view)
     return gone[0] if gone else first
 
@@ -129,6 +129,7 @@ def _first(view: View) -> Failure | None:
     losses += _vanished(view)
     finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
     first = classify.cause(losses, finished)
+    first = fence.named(view, first) if first else None
     return _named(view, first) if first and view.succeeded else first
 
 
