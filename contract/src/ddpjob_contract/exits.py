@@ -31,6 +31,8 @@ SEVERITY: Final = (
 FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
 #: Without an exit code all the same: containers that ran.
 _RAN: Final = frozenset({"NodeLost", "NodeSilent", "ContainerRestarted", "Unknown"})
+#: Of processes that do not find rank 0 by its name.
+UNRESOLVED_NAMES: Final = "NamesNotResolved"
 #: Trying again cannot help.
 FATAL: Final = frozenset({"Permanent", "Diverged"})
 #: One exception so often in a row at one step would come again: the hub ends the attempt, by the
@@ -77,6 +79,11 @@ def unstarted(cls: str, reason: str, code: int | None) -> bool:
     """Tell whether a node's kubelet or runtime would not start a pod's container."""
     never = code is None and reason not in _RAN
     return cls == "Infrastructure" and (never or reason == "StartError")
+
+
+def recurs(cls: str, reason: str, code: int | None) -> bool:
+    """Tell whether such an end, free of charge, is the job's doing if it comes again and again."""
+    return reason == UNRESOLVED_NAMES or unstarted(cls, reason, code)
 
 
 def action_of(cls: str) -> Action:

@@ -25,6 +25,7 @@ _OF_REASON: Final[Mapping[str, str]] = {
     "NodeLost": "nothing, it was not the program; if the machine comes back look at its log",
     "NodeSilent": "nothing, it was not the program; look at the machine's network",
     "Evicted": "nothing, if it was a drain; else the node lacked memory or disk: set requests",
+    "NamesNotResolved": "see to the cluster's DNS, and to dnsPolicy and dnsConfig of the template",
     "SIGTERM": "find out who sent SIGTERM: a script in the pod, an admin",
     "DeletionByTaintManager": "nothing, it was not the program; look at the node",
     "PodDeleted": "nothing, if you did it: else find out who deletes pods (audit log)",

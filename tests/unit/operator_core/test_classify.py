@@ -367,6 +367,24 @@ def test_outgrown_limits_use_up_the_budget_and_rules_for_evictions_meet_them():
     assert outgrow(running(restart={"maxRestarts": 0, "rules": rules})).counts == (1, 0, 1)
 
 
+LOST = "job-0.job.ns.svc does not resolve (Name or service not known): is the job's Service there?"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "judgement"),
+    [(1, "exception", ("Infrastructure", "NamesNotResolved")),
+     (76, "hang", ("Infrastructure", "NamesNotResolved")),
+     (64, "exception", ("Permanent", "ExitCode64"))],
+)  # fmt: skip
+def test_a_name_that_does_not_resolve_is_the_clusters_doing(
+    code: int, kind: str, judgement: tuple[str, str]
+):
+    words = f"{LOST}; torch.distributed.DistNetworkError: The client socket has timed out"
+    raw = pod(ended(code, message=report(kind, code, exception=words)))
+    assert judged(raw) == judgement
+    assert failure(raw).exception.startswith("job-0.job.ns.svc does not resolve")
+
+
 RUNC = ("failed to create containerd task: failed to create shim task: OCI runtime create failed: "
         "runc create failed: unable to start container process: {}: unknown")  # fmt: skip
 INIT = "error during container init: "

@@ -192,6 +192,19 @@ def test_a_pod_that_kubelets_refuse_again_and_again_is_told_and_ends_the_job(rea
     assert f"{reason}: {REJECTED}" in world.condition("Failed")["message"]
 
 
+def test_a_cluster_without_dns_does_not_try_for_hours():
+    words = "job-0.job.ns.svc does not resolve (Name or service not known)"
+    world = running()
+    for number in range(1, 8):
+        world.end(1, 1, message=report(0, exception=words))
+        assert world.counts[1:] == (min(max(0, number - 3), 3), min(number, 3))
+        if number >= 3:
+            assert world.status["message"] == words
+        if number < 7:
+            world.wait(world.pause()).run()
+    assert world.status["reason"] == "MaxRestartsExceeded"
+
+
 def test_once_a_refused_pod_runs_the_refusals_are_told_no_more():
     world = running()
     for _ in range(3):

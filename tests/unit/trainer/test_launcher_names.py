@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
 from ddpjob_trainer.liveness.heartbeat import RankState
 from support.patience import PATIENCE
+from support.worker_group import NEVER, make_group
 
 MASTER = "job-0.job.ns.svc"
 
@@ -58,11 +60,23 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
             f"{MASTER} does not resolve (Name or service not known): is the job's Service there?"
         )
     assert said == [f"workers cannot find one another: {found.trouble}"] * 2
+    assert found.lasting == found.trouble
     resolver.there = True
     resolver.asked.clear()
     found.begin()
     assert resolver.asked.wait(PATIENCE)
-    assert found.trouble == ""
+    assert (found.trouble, found.lasting) == ("", "")
+
+
+@pytest.mark.fault("T11")
+def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path: Path) -> None:
+    """Torch tells of a socket that has timed out, and nothing of the name."""
+    workers, _ = make_group(tmp_path)
+    words = f"{MASTER} does not resolve (no such name)"
+    for local_rank, found in enumerate(("", words)):
+        workers.unresolved = lambda found=found: found
+        workers.ended(NEVER + local_rank, 1, 1.0)
+    assert [one.exception for one in workers.exits] == ["", words]
 
 
 @pytest.mark.fault("T11")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_contract import LEFT_EARLY, PERMANENT_EXIT_CODES, ExitCode, exits
+from ddpjob_contract import LEFT_EARLY, PERMANENT_EXIT_CODES, UNRESOLVED, ExitCode, exits
 from ddpjob_operator.core import told
 from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.objects.status import Failure
@@ -274,6 +274,14 @@ def _out_of_memory(pod: Pod) -> Verdict | None:
     return None if code in meant else ("OOM", ended.reason)
 
 
+def _unresolved(pod: Pod) -> Verdict | None:
+    """Blame the cluster's DNS where the launcher could not resolve rank 0's name, either."""
+    ended = decisive(pod)
+    unknown = ended.report is not None and UNRESOLVED in ended.report.exception
+    unknown = unknown and ended.exit_code not in PERMANENT_EXIT_CODES
+    return ("Infrastructure", exits.UNRESOLVED_NAMES) if unknown else None
+
+
 def _of_init(pod: Pod) -> Verdict | None:
     """Classify a failed init container; the trainer's own exit codes mean nothing there."""
     ended = decisive(pod)
@@ -294,6 +302,7 @@ _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
     _unseen,
     _not_started,
     _out_of_memory,
+    _unresolved,
     _of_init,
 )
 

@@ -109,7 +109,7 @@ class Supervisor:
         self._counted = LauncherMetrics()
         self._log = Log()
         alone = config.standalone or config.world_size == config.nproc
-        names = Names(None if alone else config.master[0], self._log.say)
+        names = self._names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
         self._hangs = HangResponse(config.env.deadlines, self._counted.hangs, self._log, names)
         self._evidence = evidence.Keeper(config, self._log.say)
@@ -221,7 +221,9 @@ class Supervisor:
 
     def _group(self, key: Key) -> WorkerGroup:
         path = self._runtime_dir.round_path(key)
-        return WorkerGroup(self._config, key, path, self._pump, self._log.say)
+        group = WorkerGroup(self._config, key, path, self._pump, self._log.say)
+        group.unresolved = lambda: self._names.lasting
+        return group
 
     def _park(self) -> None:
         """Wait for the hub's Go: this launcher replaces a lost one, or is a standby."""

@@ -58,6 +58,8 @@ class WorkerGroup:
         self._awaited: set[int] = set()  # local ranks whose pid is not known yet
         #: Cancels the spares that were called and have not started; returns their local ranks.
         self.recall: Callable[[], Collection[int]] = tuple
+        #: Says that rank 0's name does not resolve, "" if it does.
+        self.unresolved: Callable[[], str] = str
         self._hung: dict[int, str] = {}  # local rank -> the exception of its exit
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
@@ -155,6 +157,9 @@ class WorkerGroup:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
+        lost = self.unresolved() if status > 0 and not ours and step < 0 else ""
+        if lost not in exception:  # else torch tells of a socket only
+            exception = f"{lost}; {exception}" if exception else lost
         exception = shorten(exception)
         done = state is not None and state.phase == "done"
         self.exits.append(

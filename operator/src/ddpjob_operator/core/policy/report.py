@@ -226,7 +226,7 @@ def _unresolved(view: View) -> Iterator[tuple[str, str]]:
         return
     if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
         what = f"processes were restarted in place and do not find one another: {last.message}"
-        yield "NamesNotResolved", what
+        yield exits.UNRESOLVED_NAMES, what
 
 
 def lingers(view: View) -> datetime | None:
@@ -453,6 +453,6 @@ def _of_program(status: Status) -> list[Failure]:
     charged = [
         one
         for one in status.failures
-        if one.cls not in FREE or (not runs and exits.unstarted(one.cls, one.reason, one.exit_code))
+        if one.cls not in FREE or (not runs and exits.recurs(one.cls, one.reason, one.exit_code))
     ]
     return [one for one in charged if since is None or one.detected_at >= since]

@@ -1,7 +1,8 @@
 """Check that rank 0's name resolves: without it a round's workers hang in silence.
 
-hangs.py begins it with each round, and reads ``trouble``. A thread asks the resolver, which may
-block for long. Pods' names may take half a minute at a job's first start.
+hangs.py begins it with each round, and reads ``trouble``; worker_group.py reads ``lasting``. A
+thread asks the resolver, which may block for long. Pods' names may take half a minute at a job's
+first start.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ _QUIET_TRIES: Final = 10
 class Names:
     """The checks of all rounds. ``trouble``: why the name does not resolve, "" if it does.
 
+    ``lasting``: the same once the name has been asked for long enough: one that is new takes time.
     ``address``: None where there is no other pod. ``say`` reports trouble once a round.
     """
 
     def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
-        self.trouble = ""
+        self.trouble = self.lasting = ""
         self._address, self._say = address, say
         self._rounds = 0
 
     def begin(self) -> None:
         """Start over with a round."""
-        self.trouble = ""
+        self.trouble = self.lasting = ""
         self._rounds += 1
         if self._address is not None:
             task = (self._address, self._rounds)
@@ -48,6 +50,7 @@ class Names:
             if of_round != self._rounds:  # the next one asks for itself
                 return
             self.trouble = trouble
+            self.lasting = trouble if tries >= _QUIET_TRIES else ""
             if not trouble:
                 return
             if tries == _QUIET_TRIES:

@@ -33,7 +33,7 @@ def blames(loss: Failure) -> bool:
 
 def repeats(loss: Failure) -> bool:
     """Tell whether the job itself is the cause if such failures come again and again."""
-    return loss.cls == "Hardware" or exits.unstarted(loss.cls, loss.reason, loss.exit_code)
+    return loss.cls == "Hardware" or exits.recurs(loss.cls, loss.reason, loss.exit_code)
 
 
 def is_free(view: View, consecutive: int) -> bool:
