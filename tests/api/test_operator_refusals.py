@@ -115,3 +115,49 @@ def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
     assert refused.value.code == 403
     assert f"exceeded quota: ddpjobs, requested: {kind}=1, used: {kind}=1" in str(refused.value)
     stage.wait_phase(gang, "Running")
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("A10")
+def test_pods_that_a_policy_keeps_are_told_and_end_when_it_lets_them(
+    stage: Arena, gang: str
+) -> None:
+    """A freeze of the cluster. What it says is the API server's, as of any such policy."""
+    group = "/apis/admissionregistration.k8s.io/v1"
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["DELETE"]}
+    ours = {"matchLabels": {"kubernetes.io/metadata.name": stage.namespace}}
+    rules = {"resourceRules": [{**rule, "resources": ["pods"]}], "namespaceSelector": ours}
+    policy = {
+        "matchConstraints": rules,
+        "validations": [{"expression": "false", "message": "no deletions before Monday"}],
+    }
+    binding = {"policyName": gang, "validationActions": ["Deny"]}
+    kind, plural = "ValidatingAdmissionPolicy", "validatingadmissionpolic"
+    plurals = {kind: (f"{plural}ies", policy), f"{kind}Binding": (f"{plural}ybindings", binding)}
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    for kind, (plural, spec) in plurals.items():
+        meta = {"apiVersion": group[6:], "kind": kind, "metadata": {"name": gang}}
+        stage.rest.post(f"{group}/{plural}", {**meta, "spec": spec})
+
+    def refused() -> bool:
+        try:
+            options = {"apiVersion": "v1", "kind": "DeleteOptions", "dryRun": ["All"]}
+            stage.rest.call("DELETE", stage.path("pods", f"{gang}-0"), options)
+        except RestError as error:
+            return "before Monday" in str(error)
+        return False
+
+    try:
+        eventually("the policy holds", refused)
+        stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
+        told = stage.wait_condition(gang, "Stalled", "DeletionRefused")
+        status = stage.status(gang)
+        assert told["message"].startswith(f"pod {gang}-0 cannot be deleted: ")
+        assert "no deletions before Monday (refused by an admission policy" in told["message"]
+        assert (status["phase"], status["ready"]) == ("Suspended", "3/3")
+    finally:
+        for plural, _ in plurals.values():
+            stage.rest.delete(f"{group}/{plural}/{gang}")
+    stage.wait_condition(gang, "Suspended")
+    assert stage.condition(gang, "Stalled")["status"] == "False"

@@ -185,8 +185,8 @@ def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
             for action in world.plan().actions:
                 if not isinstance(action, act.DeletePod):
                     world.carry_out(action)
-                elif world.feedback.undeleted is None:
-                    found = (action.uid, refusal(world, 403, words))
+                else:
+                    found = {action.uid: refusal(world, 403, words)} | world.feedback.undeleted
                     world.feedback = replace(world.feedback, undeleted=found)
 
     tries()
@@ -198,7 +198,7 @@ def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
     assert words in world.condition("Stalled")["message"]
     if why == "suspended":
         assert (world.phase, world.status["ready"]) == ("Suspended", "3/3")
-    world.feedback = replace(world.feedback, undeleted=None)
+    world.feedback = replace(world.feedback, undeleted={})
     world.wait(21)
     if why == "failed":
         world.run()

@@ -450,17 +450,20 @@ async def test_a_deletion_that_is_refused_is_known_until_it_succeeds(
     stage.job = stage.now
     refused = errors.Forbidden(403, "Forbidden", 'admission webhook "freeze" denied the request')
     gone: Object = {"kind": "Status"}
-    stage.api.script = {"delete pods": [refused, refused, gone]}
-    for _ in range(2):
-        with pytest.raises(errors.Forbidden):
-            await stage.do(with_pod(stage))
-    assert stage.feedback.undeleted is not None
-    assert stage.feedback.undeleted[0] == "p0-2"
-    assert "freeze" in stage.feedback.undeleted[1].message
+    stage.api.script = {"delete pods": [refused] * 4 + [gone]}
+    stage.store.put_pod(pod(1))
+    both = [with_pod(stage), DeletePod("job-1", "p1-2", 2)]
+    with pytest.raises(errors.Forbidden):
+        await stage.do(*both)
+    first = stage.feedback.undeleted
+    with pytest.raises(errors.Forbidden):
+        await stage.do(*both)
+    assert stage.feedback.undeleted is first, "the first time counts"
+    assert [uid for uid, found in first.items() if "freeze" in found.message] == ["p0-2", "p1-2"]
     said = [event.message for event in stage.recorder.sent if event.reason == "DeletionRefused"]
-    assert len(said) == (phase == "Failed"), "else the condition has its Event"
+    assert len(said) == 2 * (phase == "Failed"), "else the condition has its Event"
     await stage.do(with_pod(stage))
-    assert stage.feedback.undeleted is None
+    assert stage.feedback.undeleted.keys() == {"p1-2"}
 
 
 async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage) -> None:

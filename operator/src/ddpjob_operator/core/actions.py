@@ -294,7 +294,7 @@ class ApiFeedback:
     network_refusal: Refusal | None = None
     refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
     create_backoff: CreateBackoff | None = None
-    undeleted: tuple[str, Refusal] | None = None  # uid of a pod, and why it could not be deleted
+    undeleted: Mapping[str, Refusal] = field(default_factory=dict)  # by the uid of a pod
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
     spent: Heard | None = None  # the newest account of a hub's launcher
@@ -317,8 +317,8 @@ class ApiFeedback:
 
     def deleted(self, uid: str) -> ApiFeedback:
         """Note that the pod can be deleted after all."""
-        stuck = self.undeleted is not None and self.undeleted[0] == uid
-        return replace(self, undeleted=None) if stuck else self
+        left = {pod: refusal for pod, refusal in self.undeleted.items() if pod != uid}
+        return replace(self, undeleted=left) if self.undeleted else self
 
     def begin(self, attempt: object) -> ApiFeedback:
         """Note that this process has stored the phase Starting of that attempt."""

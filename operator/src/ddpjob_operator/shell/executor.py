@@ -265,13 +265,15 @@ class Executor:
             self._store.remove_pod(action.uid)
 
     def _learn_undeleted(self, job: observe.Job, action: DeletePod, error: errors.ApiError) -> None:
-        """Keep the first refusal of a pod's deletion; a job at its end has no condition for it."""
+        """Keep the first refusal of each pod; a job at its end has no condition for it."""
         known, words = self._store.feedback(job.uid).undeleted, observe.clean(error.message)
-        if known is not None and known[0] == action.uid:
+        if action.uid in known:
             return
         attempt = job.status.get("attempt", 0)
         refusal = Refusal(attempt, error.code, error.reason, words, self._now())
-        self._learn(job.uid, partial(replace, undeleted=(action.uid, refusal)))
+        there = {pod.uid for pod in self._store.pods_of(job.uid)}
+        known = {uid: one for uid, one in known.items() if uid in there} | {action.uid: refusal}
+        self._learn(job.uid, partial(replace, undeleted=known))
         if job.status.get("phase") in crd.TERMINAL_PHASES:
             what = f"pod {action.name} cannot be deleted: {words}"
             self._recorder.send(job, [Event("Warning", "DeletionRefused", what)])

@@ -261,10 +261,10 @@ def _refusals(view: View) -> Iterator[tuple[str, str]]:
 
 def outlived(view: View) -> Iterator[tuple[str, str]]:
     """Report pods that cannot be deleted, and those that outlive their grace period."""
-    stuck = view.feedback.undeleted
     for pod in view.pods:
-        if stuck and pod.uid == stuck[0] and not pod.deleting and view.now - stuck[1].at > PATIENCE:
-            yield "DeletionRefused", f"pod {pod.name} cannot be deleted: {explained(stuck[1])}"
+        refusal = view.feedback.undeleted.get(pod.uid)
+        if refusal and not pod.deleting and view.now - refusal.at > PATIENCE:
+            yield "DeletionRefused", f"pod {pod.name} cannot be deleted: {explained(refusal)}"
         if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
             if not pod.node or pod.ended:
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
