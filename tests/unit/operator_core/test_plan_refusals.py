@@ -12,7 +12,7 @@ import pytest
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import ownership
 from ddpjob_operator.core.policy import report
-from support.world import START, World, job_object, refusal, running
+from support.world import START, World, job_object, refusal, running, started
 
 DAY = 24 * 3600
 DENIED = 'pods "job-0" is forbidden: violates PodSecurity "restricted:latest"'
@@ -230,3 +230,13 @@ def test_the_column_of_kubectl_begins_with_what_matters(
     assert world.settle().status["message"].startswith(begins)
     told = world.condition("Stalled" if code == 403 else "Invalid")["message"]
     assert also in told
+
+
+@pytest.mark.parametrize(
+    ("words", "column"),
+    [('Back-off pulling image "example/train:nope"',) * 2, ("", "pod job-0:")],
+)
+def test_the_column_tells_an_image_before_its_pod(words: str, column: str):
+    world = started().waiting(0, "ImagePullBackOff", words)
+    assert world.status["message"] == column
+    assert "pod job-0" in world.condition("Stalled")["message"]

@@ -75,9 +75,9 @@ _REFUSERS: Final = (
     ("' denied request", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
-#: The scheduler's words before and after its reasons.
+#: A pod's name, and the scheduler's words before and after its reasons.
 _SCHEDULER: Final = re.compile(
-    r"^pod \S+: \d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
+    r"^pod \S+: (\d+/\d+ nodes are available: )?|[,.]? (no new claims to \w+, )?preemption: .*$"
 )
 #: The API server's words before those that say what is wrong: the object's name is ours.
 _OBJECT: Final = re.compile(
@@ -150,7 +150,7 @@ def _why(status: Status) -> tuple[str, str]:
             # A quoted failure follows words that the reason already says.
             causes = (one for one in reversed(status.failures) if describe(one) in found.message)
             cause = next((one.exception or describe(one) for one in causes), None)
-            words = cause or _SCHEDULER.sub("", found.message)
+            words = cause or _SCHEDULER.sub("", found.message) or found.message
             return found.reason, shorten(words, _BRIEF) if cause else clean(words, _BRIEF)
     loss = recovers_from(status)
     if loss is None or status.phase != "Restarting":
