@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,32 @@ def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):  # type: ignore[no
     said = alone(gang, train(tmp_path / "b", 5, kind="chain", length=3, **script))
     assert f"{SAID}scheduler 1 milestones {{8: 1}} (now {{3: 1}})" in said
     assert "'milestones': Counter({3: 1})" in said.split("end ")[1]
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_a_scheduler_counts_steps_or_epochs(gang, tmp_path, every):  # type: ignore[no-untyped-def]
+    """Ten steps an epoch; killed in the second one, it goes on with the rate of then."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(epochs=3, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=3)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 1.0)
+        scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, _ = run.prepare(net, optimizer, scheduler=scheduler, scheduler_every=every)
+        for step in run.steps(DATA):
+            print(f"rate {step.index}:", abs(math.log2(optimizer.param_groups[0]["lr"])))
+            for x in step.batches:
+                step.backward(model(x).pow(2).mean() * 1e-3)
+            step.commit()
+            if step.index == 13 and not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                sys.exit(3)
+        run.finish()
+
+    assert gang.run(program, world=1) == {0: 3}
+    said = gang.log(0) + alone(gang, program)
+    rates = dict(re.findall(r"rate (\d+): (\d+)", said))
+    count = 1 if every == "step" else 10
+    assert rates == {str(index): str(index // count) for index in range(30)}
+    warned = "StepLR advances at every step, and its schedule has the length 1" in said
+    assert warned == (every == "step")

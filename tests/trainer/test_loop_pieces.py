@@ -223,3 +223,41 @@ def test_a_second_run_in_one_process_does_not_begin_where_the_first_has_ended(
     said = gang.log(0)
     assert said.count(" trained\n") == (1 if code else 2)
     assert ("Give each run a directory of its own" in said) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("how", "warned"),
+    [
+        ("left", True),
+        ("put back", False),
+        ("evaluating", False),
+        ("a part", False),
+        ("never", False),
+    ],
+)
+def test_a_model_that_an_evaluation_has_left_in_eval_mode_is_warned_of(gang, how, warned):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=6, global_batch=6)
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        if how == "never":  # in train mode: as the script wants it
+            net.eval()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for step in run.steps(torch.randn(18, 4)):
+            for x in step.batches:
+                step.backward(model(x).sum())
+            step.commit()
+            if step.ends_epoch and how == "a part":
+                model.module[1].eval()
+            elif step.ends_epoch and how == "evaluating":
+                with run.evaluating() as bare:
+                    bare(torch.zeros(2, 4))
+            elif step.ends_epoch and how != "never":
+                model.eval()
+                model(torch.zeros(2, 4))
+            if how == "put back":
+                model.train()
+
+    assert gang.run(program, world=1) == {0: 0}, gang.log(0)
+    text = "warning: the model trains in eval mode since step 3, and was in train mode before"
+    assert gang.log(0).count(text) == warned
+    assert gang.log(0).count("eval mode") == warned

@@ -214,7 +214,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sampler that learns, workers": {"learned": 2},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
     "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
-    "tail pad": {"start": {"tail": "pad"}},
+    "tail pad, scheduler_every": {
+        "start": {"tail": "pad"}, "prepare": {"scheduler_every": "epoch"},
+    },
     "tail join": {"start": {"tail": "join", "micro_batches": 2}},
     "elastic, fp16, ema, tail pad": {
         "start": {"level": "elastic", "shards": 6, "precision": "fp16", "tail": "pad"},

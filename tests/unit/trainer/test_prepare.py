@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as kinds
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.ema import make_ema
-from ddpjob_trainer.optim.update import check_parameters, match_schedulers
+from ddpjob_trainer.optim.update import Clip, Unit, Updater, check_parameters, match_schedulers
 from ddpjob_trainer.training.models.compiled import keep_bits
 from ddpjob_trainer.training.models.prepare import (
     named,
@@ -94,6 +96,53 @@ def test_a_scheduler_belongs_to_its_optimizer_wherever_it_stands():
     ):
         with pytest.raises(ConfigError, match=words):
             match_schedulers(optimizers, wrong)
+
+
+def schedules(make: Any, every: str = "step") -> Updater:
+    updater, optimizer = Updater(), sgd(nn.Linear(1, 1))
+    updater.units.append(Unit(optimizer, make(optimizer), Clip(None, []), every))
+    return updater
+
+
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        (lambda o: kinds.StepLR(o, 3), 3),
+        (lambda o: kinds.MultiStepLR(o, [2, 9]), 9),
+        (lambda o: kinds.CosineAnnealingLR(o, 10), 10),
+        (lambda o: kinds.LinearLR(o, total_iters=4), 4),
+        (lambda o: kinds.OneCycleLR(o, 0.1, total_steps=10), 10),
+        (lambda o: kinds.CosineAnnealingWarmRestarts(o, 5), 5),
+        (lambda o: kinds.SequentialLR(o, [kinds.LinearLR(o), kinds.ConstantLR(o)], [8]), 8),
+        (lambda o: kinds.ChainedScheduler([kinds.LinearLR(o), kinds.StepLR(o, 7)]), 7),
+    ],
+)
+def test_a_schedule_that_fits_the_epochs_and_not_the_steps_is_warned_of(make, length):
+    (text,) = schedules(make).check_schedules(40, 400)  # ten epochs
+    assert f"the length {length}: that fits the 10 epochs of this run and not its 400 st" in text
+    assert "scheduler_every='epoch'" in text
+    assert not schedules(make, "epoch").check_schedules(40, 400)
+    assert not schedules(make).check_schedules(None, 400)  # a stream
+    assert not schedules(make).check_schedules(400, 400)  # one epoch: it fits nothing
+    assert not schedules(make).check_schedules(1, 10)  # an epoch is a step
+
+
+def test_a_schedule_of_steps_or_without_a_length_is_not():
+    for make in (
+        lambda o: kinds.CosineAnnealingLR(o, 400),
+        lambda o: kinds.LambdaLR(o, lambda count: 0.9**count),
+        lambda o: kinds.SequentialLR(
+            o, [kinds.LinearLR(o, total_iters=5), kinds.CosineAnnealingLR(o, 395)], [5]
+        ),
+        lambda o: SimpleNamespace(optimizer=o, T_max=3),
+        lambda o: None,
+    ):
+        assert not schedules(make).check_schedules(40, 400)
+
+
+def test_a_scheduler_by_epochs_needs_them():
+    with pytest.raises(ConfigError, match=r"a stream does not say.*run\.register"):
+        schedules(lambda o: kinds.StepLR(o, 3), "epoch").check_schedules(None, 400)
 
 
 def test_every_parameter_has_an_optimizer_and_every_optimizer_a_model():

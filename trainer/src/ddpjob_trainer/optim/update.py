@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.errors import ConfigError
@@ -33,11 +34,12 @@ class Clip:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """One optimizer with its scheduler."""
+    """One optimizer with its scheduler, which advances with its updates or at ``every`` epoch."""
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
     clip: Clip
+    every: str = "step"
     parameters: Parameters = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,9 +193,46 @@ class Updater:
         self.forget()
         return bool(applied)
 
+    def end_epoch(self) -> None:
+        """Advance the schedulers that count epochs, whether or not its last step has updated."""
+        self.applying = True
+        try:
+            for unit in self.units:
+                if unit.scheduler is not None and unit.every == "epoch":
+                    unit.scheduler.step()
+        finally:
+            self.applying = False
+
+    def check_schedules(self, epoch_steps: int | None, total: int) -> list[str]:
+        """Return a warning for each schedule that fits the run's epochs and not its steps.
+
+        ``epoch_steps``: None where nobody knows when an epoch ends. Raises ConfigError there for a
+        scheduler that counts epochs.
+        """
+        units = [unit for unit in self.units if unit.scheduler is not None]
+        if epoch_steps is None:
+            if any(unit.every == "epoch" for unit in units):
+                raise ConfigError(
+                    "prepare(scheduler_every='epoch'): a stream does not say where an epoch ends:"
+                    " keep the scheduler with run.register('scheduler', scheduler), and call its"
+                    " step() when step.epoch is another than in the step before"
+                )
+            return []
+        epochs, found = -(-total // epoch_steps), []
+        for unit in units:
+            length = _length(unit.scheduler)
+            if unit.every == "step" and 0 < length <= epochs < total:
+                found.append(
+                    f"warning: {type(unit.scheduler).__name__} advances at every step, and its"
+                    f" schedule has the length {length}: that fits the {epochs} epochs of this run"
+                    f" and not its {total} steps. If it counts epochs:"
+                    " run.prepare(..., scheduler_every='epoch')"
+                )
+        return found
+
     def _advance(self, applied: Sequence[Unit]) -> None:
         for unit in applied:
-            if unit.scheduler is not None:
+            if unit.scheduler is not None and unit.every == "step":
                 unit.scheduler.step()
         if self.emas and applied:
             changed = held_by(unit.optimizer for unit in applied)
@@ -292,6 +331,23 @@ def _needs_arguments(obj: Any) -> bool:
     except TypeError:
         return True
     return False
+
+
+#: Where torch's schedulers keep their lengths: CosineAnnealingLR, LinearLR, OneCycleLR, StepLR,
+#: CosineAnnealingWarmRestarts, MultiStepLR and SequentialLR.
+_LENGTHS = ("T_max", "total_iters", "total_steps", "step_size", "T_0", "milestones", "_milestones")
+
+
+def _length(scheduler: Any) -> int:
+    """Return a schedule's length, the longest of those that it chains; 0: it has none."""
+    if not isinstance(scheduler, LRScheduler):
+        return 0
+    held = vars(scheduler)
+    found = [_length(part) for part in held.get("_schedulers", ())]
+    for value in (held.get(name) for name in _LENGTHS):
+        numbers = value if isinstance(value, Iterable) else (value,)
+        found += [int(one) for one in numbers if isinstance(one, int | float)]
+    return max(found, default=0)
 
 
 def match_schedulers(

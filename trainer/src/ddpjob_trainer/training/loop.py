@@ -58,6 +58,8 @@ class Loop:
         self.exchange = StepExchange(process, nan)
         self._device_watch = DeviceWatch(process.world.accelerator, process.progress)
         process.progress.plan(self._total)
+        for text in trained.updater.check_schedules(self._epoch_steps(), self._total):
+            place.say(text)
         if self._input.stream is not None:
             trained.state.register("data stream", self._input.stream, per_rank=True)
         process.averaging.plan(self._input.order, 0)  # one that fails does so before the first step

@@ -92,6 +92,7 @@ class Run:
         optimizer: Optimizers,
         *,
         scheduler: Any = None,
+        scheduler_every: str = "step",
         clip_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         ema: float | None = None,
@@ -110,7 +111,8 @@ class Run:
         they are returned. It may be called again for more. Every parameter that requires a
         gradient must have an optimizer.
 
-        ``scheduler``: one, or several in a list; each advances with its optimizer's updates.
+        ``scheduler``: one, or several in a list; each advances with its optimizer's updates, or
+        with ``scheduler_every="epoch"`` in the commit() that ends an epoch.
         ``clip_grad_norm`` bounds the 2-norm of all gradients that an update applies, together.
         ``grad_scaler`` replaces fp16's default one.
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see

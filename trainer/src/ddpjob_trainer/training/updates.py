@@ -19,6 +19,7 @@ from ddpjob_trainer.optim.update import Unit
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.buffers import Backup
+from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.models.guard import Guard, Touched
 from ddpjob_trainer.training.models.prepare import PreparedModels
@@ -47,6 +48,7 @@ class Updates:
         self.exchange = exchange
         self._nan = nan
         self._device_watch = device_watch
+        self._trained_in: dict[str, int | None] = {}  # step, by model in train mode; None: warned
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
 
     # --- What a Step calls ------------------------------------------------------------------
@@ -83,6 +85,10 @@ class Updates:
         with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
+        for model in self._trained.models:
+            warned = self._trained_in.get(model.name, 0) is None
+            if not warned and any(part.training for part in model.module.modules()):
+                self._trained_in[model.name] = step.index
         trace.first("backward")
         self._device_watch.queued("backward")
         self._touched.after_backward(weighted=weight is not None)
@@ -123,10 +129,31 @@ class Updates:
                 if step.weights and allowed:
                     self._trained.updater.multiply(units, self.exchange.factor(step))
                 self._apply(step, units, allowed=allowed, exchanged=True)
+        if step.epoch_steps is not None and step.ends_epoch:
+            self.guard.check_schedulers()
+            self._trained.updater.end_epoch()
+            self.guard.scheduled()
+        self._warn_of_eval(step)
         self._process.progress.at("body")
         self._device_watch.queued("update")
         failpoints.reach("step")
         step.committed = True
+
+    def _warn_of_eval(self, step: Step) -> None:
+        """Say once that a whole model was in eval mode in this step, and not in one before."""
+        for name, last in self._trained_in.items():
+            if last is None or last == step.index:
+                continue
+            self._trained_in[name] = None
+            if self._process.world.rank == 0:
+                which = f"the model {name!r}" if len(self._trained.models) > 1 else "the model"
+                say(
+                    0,
+                    f"warning: {which} trains in eval mode since step {step.index}, and was in"
+                    " train mode before: dropout is off, and BatchNorm uses what it has learned and"
+                    " learns no more. If an evaluation has left it so, call model.train() after"
+                    " that, or use run.evaluate() or run.evaluating(), which put it back",
+                )
 
     # --- Its parts --------------------------------------------------------------------------
 

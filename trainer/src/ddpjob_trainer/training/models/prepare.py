@@ -83,6 +83,8 @@ class PreparedModels:
         if before_update is not None and not callable(before_update):
             raise ConfigError(f"before_update={before_update!r} must be a function")
         found = match_schedulers(list(optimizers.values()), schedulers)
+        if options.scheduler_every == "epoch" and not any(found):
+            raise ConfigError("scheduler_every='epoch' needs prepare(scheduler=...)")
         self._check(models, optimizers, options)
         wrapped = [self._add_model(name, module, options) for name, module in models.items()]
         parameters = dict.fromkeys(p for module in models.values() for p in module.parameters())
@@ -90,7 +92,7 @@ class PreparedModels:
         trained = [p for p in parameters if p.requires_grad and p in held]
         clip = Clip(options.clip_grad_norm, trained)
         for (name, optimizer), scheduler in zip(optimizers.items(), found, strict=True):
-            self._add_optimizer(name, optimizer, scheduler, clip)
+            self._add_optimizer(name, Unit(optimizer, scheduler, clip, options.scheduler_every))
         self._add_scaler(options.grad_scaler)
         if before_update is not None:
             self.updater.hooks.append((before_update, set(parameters)))
@@ -154,18 +156,17 @@ class PreparedModels:
             self.state.averages.add(_name("ema", name, "model"))
         return wrapped
 
-    def _add_optimizer(
-        self, name: str, optimizer: torch.optim.Optimizer, scheduler: Any, clip: Clip
-    ) -> None:
+    def _add_optimizer(self, name: str, unit: Unit) -> None:
+        optimizer = unit.optimizer
         is_zero = zero.is_zero(optimizer)
         place_state(zero.inner(optimizer))
         if is_zero:
             holds_group(optimizer, "process_group")
         state = zero.ZeroState(optimizer, self._world) if is_zero else optimizer
         self._register(_name("optimizer", name, "optimizer"), state)
-        if scheduler is not None:
-            self._register(_name("scheduler", name, "optimizer"), scheduler)
-        self.updater.units.append(Unit(optimizer, scheduler, clip))
+        if unit.scheduler is not None:
+            self._register(_name("scheduler", name, "optimizer"), unit.scheduler)
+        self.updater.units.append(unit)
 
     def _add_scaler(self, given: torch.amp.GradScaler | None) -> None:
         """Make one scaler for the whole run. Its scale is that of all losses."""
