@@ -229,6 +229,66 @@ def test_a_dataloader_is_taken_apart_into_its_order():
         assert isinstance(found.order.epochs, kind)
 
 
+class Balanced(DistributedSampler[Any]):
+    """A subclass, as Catalyst's wrapper and many of one's own: it decides itself what is drawn."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0] * self.num_samples)
+
+
+def test_a_sampler_of_another_class_is_not_taken_for_a_shuffle():
+    sampler = Balanced(Noisy(), 2, 1)
+    for source, options in ((loader(sampler=sampler), {}), (Noisy(), {"sampler": sampler})):
+        with pytest.raises(ConfigError, match=r"Balanced, a DistributedSampler.*weights="):
+            opened(source, **options)
+
+
+class Zeros(DataLoader[Any]):
+    """Changes its batches on their way, as loaders that prefetch to a GPU do."""
+
+    def __iter__(self) -> Any:
+        return (batch["index"] * 0 for batch in super().__iter__())
+
+
+class Own(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return iter(Zeros(self.dataset, 4))
+
+
+class Fixed(DataLoader[Any]):
+    """As PyTorch Geometric's: torch's code with another collate_fn."""
+
+    def __init__(self) -> None:
+        super().__init__(Noisy(), 4, collate_fn=list)
+
+    def of_mine(self) -> None: ...
+
+
+def test_a_dataloader_that_goes_through_its_batches_itself_is_read_as_it_is():
+    for kind in (Zeros, Own):
+        found = opened(kind(Noisy(), 4))
+        assert isinstance(found, Stream)
+        assert taken(found, 6) == [[0] * 4] * 6
+    assert isinstance(opened(Fixed()), Indexed)
+
+
+def test_the_sampler_of_a_dataloader_that_is_read_as_it_is_is_given_the_epoch():
+    sampler: Any = DistributedSampler(Noisy(), 2, 1)
+
+    class Indices(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch["index"] for batch in super().__iter__())
+
+    for source in (
+        Indices(Noisy(), 4, sampler=sampler),
+        Indices(Noisy(), batch_sampler=BatchSampler(sampler, 4, True)),
+    ):
+        rows = taken(opened(source, place(global_batch=8)), 4)
+        sampler.set_epoch(1)
+        assert rows[2:] == [batch["index"].tolist() for batch in [*loader(sampler=sampler)][:2]]
+        assert rows[:2] != rows[2:]
+
+
 def test_a_dataloader_says_how_it_is_read():
     def start(number: int) -> None: ...
 
@@ -334,6 +394,48 @@ def test_a_stream_goes_on_from_its_state_as_if_nothing_had_been(kind, stop):
     assert bool(told) == again
     if again:
         assert "batches of epoch" in told[0]
+
+
+class Endlessly(IterableDataset[Any]):
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.item
+
+
+X4, Y4 = torch.zeros(4, 3), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "item", [(X4, Y4), X4, {"x": X4, "y": Y4}, [X4, (Y4, "a")], (torch.zeros(9, 3), np.zeros(9))]
+)
+def test_a_stream_whose_items_may_be_batches_is_asked_about(item):
+    with pytest.raises(ConfigError, match=r"Endlessly yields samples or batches: .* with \d rows"):
+        opened(Endlessly(item)).next(0, 0, np.arange(4))
+    opened(Endlessly(item), batched=True).next(0, 0, np.arange(4))
+    opened(Endlessly(item), place(collate=list)).next(0, 0, np.arange(4))
+    made = opened(Endlessly((X4, Y4)), batched=False).next(0, 0, np.arange(4))
+    assert made[0].shape == (4, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.zeros(4),
+        torch.zeros(3, 8, 8),
+        (torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)),
+        (torch.zeros(3, 8, 8), 5),
+        (torch.zeros(1, 8, 8), torch.zeros(1)),
+        (X4, torch.tensor(5)),
+        {"input_ids": torch.zeros(128), "labels": torch.zeros(128), "name": "a"},
+        7,
+        "text",
+    ],
+)
+def test_a_stream_of_samples_is_not(item):
+    opened(Endlessly(item)).next(0, 0, np.arange(4))
 
 
 def test_a_stream_that_yields_nothing_is_refused():

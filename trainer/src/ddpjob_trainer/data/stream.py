@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,6 +64,7 @@ class Stream:
         batched: bool | None = None,
         named: Sequence[Any] = (),
     ) -> None:
+        self._unsure = batched is None  # until the first item is seen
         batched = _yields_batches(source) if batched is None else batched
         rows = getattr(source, "batch_size", None)
         if batched and isinstance(rows, int):
@@ -185,7 +186,26 @@ class Stream:
             return next(((item,) for item in iterator if _is_whole(item, self._rows)), None)
         size = self._place.batch_size
         samples = list(itertools.islice(iterator, size))
+        if self._unsure and samples and self._place.collate is None:
+            self._check_sample(samples[0])
+        self._unsure = False
         return (self._collate(samples),) if len(samples) == size else None
+
+    def _check_sample(self, item: Any) -> None:
+        """Raise ConfigError for an item that may be a batch: all its tensors have as many rows."""
+        shapes = [*_shapes(item)]
+        rows = {shape[0] if shape else 0 for shape in shapes}
+        dimensions = {len(shape) for shape in shapes}
+        if len(rows) != 1 or (count := rows.pop()) < 2:
+            return
+        labelled = len(dimensions) > 1 and 1 in dimensions
+        as_asked = count == self._place.batch_size and (len(shapes) > 1 or dimensions != {1})
+        if labelled or as_asked:
+            raise ConfigError(
+                f"run.steps() cannot tell whether {type(self._source).__name__} yields samples or"
+                f" batches: all tensors of its first item begin with {count} rows. Say batched=True"
+                " if an item is a batch, batched=False if it is one sample"
+            )
 
     def _open(self) -> Iterator[Any]:
         source = self._source
@@ -201,8 +221,9 @@ class Stream:
         if self._sampler is not None:
             self._sampler.epoch = self._epoch
         seed_generators(key)  # workers' seeds are drawn from torch's
-        if callable(set_epoch := getattr(source, "set_epoch", None)):
-            set_epoch(self._epoch)
+        for holder in _parts(source):
+            if callable(set_epoch := getattr(holder, "set_epoch", None)):
+                set_epoch(self._epoch)
         return iter(source)
 
     def close(self) -> None:
@@ -278,10 +299,29 @@ def _keeper(source: Any) -> Any:
     return None
 
 
+def _parts(source: Any) -> list[Any]:
+    """Return the source, and a DataLoader's samplers."""
+    if not isinstance(source, DataLoader):
+        return [source]
+    batches = source.batch_sampler
+    found = (source, source.sampler, batches, getattr(batches, "sampler", None))
+    return [*{id(part): part for part in found if part is not None}.values()]
+
+
 def _generator_holders(source: Any) -> Iterator[Any]:
     """Yield a DataLoader and its samplers, where they have a generator of their own."""
     if isinstance(source, DataLoader):
-        batches = source.batch_sampler
-        for holder in (source, source.sampler, batches, getattr(batches, "sampler", None)):
+        for holder in _parts(source):
             if isinstance(getattr(holder, "generator", None), torch.Generator):
                 yield holder
+
+
+def _shapes(item: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of an item's tensors, arrays and numbers."""
+    if isinstance(item, torch.Tensor | np.ndarray):
+        yield tuple(item.shape)
+    elif isinstance(item, bool | int | float | np.number):
+        yield ()
+    elif isinstance(item, Mapping | list | tuple):
+        for part in item.values() if isinstance(item, Mapping) else item:
+            yield from _shapes(part)

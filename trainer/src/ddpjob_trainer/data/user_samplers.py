@@ -45,8 +45,10 @@ class Sampled:
     def __init__(self, seed: int, sampler: Any, samples: int, named: Sequence[Any] = ()) -> None:
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
-                "sampler is a DistributedSampler, but run.steps() shares each global batch among"
-                " the processes itself: give a sampler of the whole dataset, or only shuffle"
+                f"sampler is a {_kind(sampler, DistributedSampler)}, which gives each process its"
+                " part, but run.steps() shares each global batch among the processes itself: give a"
+                " sampler of the whole dataset, a function of the epoch that returns its indices,"
+                " weights=, or only shuffle="
             )
         if isinstance(sampler, type):
             raise ConfigError(f"sampler is the class {sampler.__name__}: give an object of it")
@@ -206,10 +208,12 @@ def seed_sampler(loader: DataLoader[Any], key: int) -> SeededSampler | None:
 def is_indexed_loader(source: Any) -> bool:
     """Tell whether it is a DataLoader that makes usual batches of a map-style dataset.
 
-    Those with batch samplers of their own, or none, are streams of batches.
+    Those with batch samplers of their own, or none, are streams of batches; so is one whose class
+    has its own __iter__(), which nobody else could run.
     """
     return (
         isinstance(source, DataLoader)
+        and _is_torchs(source)
         and not isinstance(source.dataset, IterableDataset)
         and _is(source.batch_sampler, BatchSampler)
         and hasattr(source.sampler, "__len__")
@@ -218,7 +222,7 @@ def is_indexed_loader(source: Any) -> bool:
 
 def options_of(sampler: Any) -> dict[str, Any]:
     """Return the options of run.steps() that give the order of a DataLoader's sampler."""
-    if isinstance(sampler, DistributedSampler):
+    if _is(sampler, DistributedSampler):
         return {"shuffle": bool(sampler.shuffle)}
     if _is(sampler, SequentialSampler):
         return {"shuffle": False}
@@ -231,8 +235,25 @@ def options_of(sampler: Any) -> dict[str, Any]:
     return {"sampler": sampler}
 
 
+def _is_torchs(loader: DataLoader[Any]) -> bool:
+    """Tell whether torch's own code, or torchdata's, decides what a DataLoader yields."""
+    mine: Any = type(loader)
+    base = next(kind for kind in mine.__mro__ if _of_torch(kind))
+    return all(
+        getattr(mine, name) is getattr(base, name)
+        for name in ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+    )
+
+
 def _is(obj: object, kind: type) -> bool:
     """Tell whether it is of torch's own class, or of torchdata's with that name."""
-    found = type(obj)
-    package = found.__module__.partition(".")[0]
-    return found.__name__ == kind.__name__ and package in ("torch", "torchdata")
+    return type(obj).__name__ == kind.__name__ and _of_torch(type(obj))
+
+
+def _of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
+def _kind(obj: object, base: type) -> str:
+    """Name an object's class, and what it is of."""
+    return base.__name__ if type(obj) is base else f"{type(obj).__name__}, a {base.__name__}"
