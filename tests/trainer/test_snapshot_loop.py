@@ -73,15 +73,79 @@ class Notes:
 
 
 UNLIKE = "rank {} holds parameters or optimizer state of other names or shapes"
+NEVER = [
+    ("value", 0, 0, "cannot store registered/notes/value: a set"),
+    ("value", 1, 1, "cannot store registered/notes/value: a set"),
+    ("shape", 0, 0, UNLIKE.format(1)),  # divided between them, parts would not belong together
+    ("shape", 2, 0, UNLIKE.format(2)),
+]
 FAILURES = [
-    ("value", 0, "cannot store registered/notes/value: a set"),
-    ("value", 1, "rank 1: cannot store registered/notes/value: a set"),
-    ("shape", 0, UNLIKE.format(1)),  # divided between them, parts would not belong together
-    ("shape", 2, UNLIKE.format(2)),
     ("memory", 2, "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"),
     ("room", 1, ""),  # skipped, and no alarm yet
     ("error", 1, "ValueError: odd"),  # others may wait for this rank in there: it must not train on
 ]
+
+
+def spoil(notes: Notes, mine: dict[str, Any], what: str) -> None:
+    if what == "value":
+        notes.value = {1}
+    elif what == "shape":
+        mine["mine"] = torch.full((5,), 7.0)
+
+
+@pytest.mark.parametrize("case", NEVER)
+def test_what_can_never_be_stored_ends_the_run_at_its_first_snapshot(gang, tmp_path, case):  # type: ignore[no-untyped-def]
+    """It would train to its end without one, and say so each time."""
+    what, odd, named, why = case
+
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path / "snapshots", total_steps=60, snapshot_keep=9)
+        run.register("notes", notes := Notes())
+
+        def each(step: int) -> None:
+            assert step < 40
+            if rank == odd and step == 3:
+                optimizer = run._ready("the test").state.registered["optimizer"]
+                spoil(notes, optimizer.state[next(wrapped.parameters())], what)
+
+        train(run, wrapped, each)
+
+    codes = gang.run(program)
+    assert codes == {rank: 64 if rank == named else 75 for rank in range(3)}, gang.log(0)
+    assert f"ConfigError: no snapshot can be made: {why}" in gang.log(named)
+    assert list(stored(tmp_path / "snapshots")) == [2]
+
+
+def test_what_comes_with_the_first_step_and_cannot_be_stored_ends_the_run_there(gang, tmp_path):  # type: ignore[no-untyped-def]
+    def program(rank: int) -> None:
+        run, wrapped = begin(tmp_path, snapshot_every=50, total_steps=60)
+        run.register("notes", notes := Notes())
+
+        def each(step: int) -> None:
+            assert step < 2
+            spoil(notes, {}, "value")
+
+        train(run, wrapped, each)
+
+    assert set(gang.run(program).values()) <= {64, 75}, gang.log(0)
+    assert "no snapshot can be made: cannot store registered/notes/value: a set" in gang.log(0)
+
+
+def test_a_script_may_change_its_directory(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Read here, written there: each restart would begin at step 0."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def program(total: int, rank: int) -> None:
+        run, wrapped = begin(Path("snapshots"), total_steps=total, events="events")
+        os.chdir("elsewhere")
+        train(run, wrapped)
+        run.finish()
+
+    assert gang.run(partial(program, 4)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert gang.run(partial(program, 6)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    assert "resuming after step 4" in gang.log(0)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize(("what", "odd", "why"), FAILURES)
@@ -105,16 +169,8 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
                 notes.state_dict = fails  # type: ignore[method-assign]
             if what == "room":
                 staging.Pool.free = (lambda _: False) if bad else free
-            if what == "value":
-                notes.value = {1} if bad else step
             if what == "memory":
                 staging.Pool.take = full if bad else take
-            optimizer = run._ready("the test").state.registered["optimizer"]
-            mine = optimizer.state[next(wrapped.parameters())]
-            if what == "shape" and bad:
-                mine["mine"] = torch.full((5,), 7.0)
-            if step == 5:
-                mine.pop("mine", None)
 
         train(run, wrapped, each)
         collected = [after > before for before, after in itertools.pairwise(calls)]

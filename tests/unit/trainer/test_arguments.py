@@ -90,7 +90,7 @@ def test_what_is_accepted_is_made_plain() -> None:
     assert type(accepted(ModelOptions, "clip_grad_norm", np.float32(0.5))) is float
     assert accepted(ModelOptions, "clip_grad_norm", math.inf) == math.inf
     assert accepted(ModelOptions, "static_graph", np.bool_(True)) is True
-    assert accepted(SnapshotOptions, "snapshot_dir", "here") == Path("here")
+    assert accepted(SnapshotOptions, "snapshot_dir", "here") == Path.cwd() / "here"
     assert accepted(ModelOptions, "compile", "eager") == "eager"
     scaler = torch.amp.GradScaler("cpu")
     assert accepted(ModelOptions, "grad_scaler", scaler) is scaler

@@ -93,7 +93,7 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
         "True, False or the name of a backend",
         lambda value: isinstance(value, bool) or (isinstance(value, str) and bool(value)),
     ),
-    "Path": place,
+    "Path": lambda name, value: place(name, value).absolute(),  # a script may change its directory
     "str": _of("a string", lambda value: isinstance(value, str)),
     "Several": _of(
         "names with commas between them, or a list", lambda value: isinstance(value, _LISTS)

@@ -328,7 +328,7 @@ def _secret_from(fd: str) -> bytes:
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:
     text = env.get(name, "")
-    return Path(text) if text else None
+    return Path(text).absolute() if text else None  # the script may change its directory
 
 
 def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
@@ -356,7 +356,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         trace=_path(env, TRACE),
         chaos=_path(env, CHAOS),
         events=_path(env, EVENTS),
-        tensorboard_dir=env.get(TENSORBOARD) or None,
+        tensorboard_dir=env.get(TENSORBOARD) or None,  # may be a URL
         # A single process without deadlines may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),
     )

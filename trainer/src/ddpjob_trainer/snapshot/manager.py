@@ -1,14 +1,16 @@
 """Restore a snapshot once and save when due: the loop's view of snapshots.
 
 Every rank stages its part and trains on; a thread writes. Failing to save is no reason to stop
-training: it is said, counted, and tried again.
+training: it is said, counted, and tried again. What can never be stored ends the run at once: it
+would train to its end without a snapshot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -62,10 +64,8 @@ class Snapshots:
         """Raise ConfigError now for what the first snapshot could not store."""
         if self._settings.directory is None:
             return
-        try:
+        with _refusing(UnstorableError, ValueError):
             state.capture(self._world.rank).check()
-        except (UnstorableError, ValueError) as error:
-            raise ConfigError(f"no snapshot can be made: {error}") from error
 
     # --- Restore -------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Snapshots:
         assert world.board is not None
         nonce = world.broadcast_bytes(secrets.token_hex(4).encode()).decode()
         sequence, size = resumed.start.sequence, world.size
-        files = SnapshotFiles(settings.directory.absolute(), sequence, nonce, settings.keep)
+        files = SnapshotFiles(settings.directory, sequence, nonce, settings.keep)
         reports = PartReports(world.board, resumed.writers)
         later = settings.staging == "thread" or (
             settings.staging == "auto" and world.accelerator.queues
@@ -177,9 +177,8 @@ class Snapshots:
             failpoints.reach("snapshot")
             captured = found or self._capture(state)
             if self._world.rank in self._writers:
-                writer.save(step, begun, captured, config)
-            elif isinstance(captured, str):
-                say(self._world.rank, f"after step {step} a snapshot would fail here: {captured}")
+                with _refusing(ValueError):
+                    writer.save(step, begun, captured, config)
             self._unsettled = True
         else:
             self._progress.count("snapshots_skipped")
@@ -193,17 +192,15 @@ class Snapshots:
                 self._world.barrier()
         self._progress.phase("step")
 
-    def _capture(self, state: TrainingState) -> Captured | str:
-        """Return the state, or why it cannot be stored. Collective, as a state_dict() may be.
+    def _capture(self, state: TrainingState) -> Captured:
+        """Return the state. Collective, as a state_dict() may be. Raises ConfigError.
 
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
         # Where not every rank writes, what one alone holds must go to another.
         gathered = len(self._writers) < self._world.size
-        try:
+        with _refusing(UnstorableError):
             return state.capture(self._world.rank, gathered=gathered)
-        except UnstorableError as error:
-            return str(error)
 
     def _agree(self) -> None:
         self._progress.at("agreement")
@@ -215,7 +212,7 @@ class Snapshots:
             return
         self._prepared = True
         captured = self._capture(state)
-        if not isinstance(captured, str) and self._world.rank in self._writers:
+        if self._world.rank in self._writers:
             self._writer.prepare(captured)
 
     def settle(self) -> None:
@@ -265,6 +262,8 @@ class Snapshots:
         if self._writer is None:
             return
         for outcome in self._writer.outcomes():
+            if outcome.never:
+                raise ConfigError(f"no snapshot can be made: {outcome.text}")
             if outcome.text:
                 self._failed(outcome.step, outcome.text)
             elif not outcome.verified:
@@ -295,3 +294,14 @@ class Snapshots:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+@contextlib.contextmanager
+def _refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Turn these errors, of what no snapshot can hold, into the refusal of the run."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except errors as error:
+        raise ConfigError(f"no snapshot can be made: {error}") from error

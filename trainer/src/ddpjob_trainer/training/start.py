@@ -237,7 +237,7 @@ def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     """
     if settings.directory is None or not settings.resume:
         return
-    directory = settings.directory.absolute()
+    directory = settings.directory
     if total_steps <= _BEGUN.get(directory, -1):
         raise ConfigError(
             f"a run before in this process has its snapshots in {directory}, too: this one would go"

@@ -81,12 +81,14 @@ class Outcome:
     """What became of a snapshot, known on rank 0. ``text`` says why it failed.
 
     ``verified``: another rank has read it back. Before that it is durable, and counts for nothing.
+    ``never``: no later one can be made either.
     """
 
     step: int
     seconds: float = 0.0  # from the end of the step until durable, or verified
     text: str = ""
     verified: bool = False
+    never: bool = False
 
 
 class SnapshotWriter:
@@ -158,23 +160,17 @@ class SnapshotWriter:
             size = lay_out(captured.structure, len(self.reports.writers), self._index).bytes
             self._copies.put(size + _SLACK_BYTES)
 
-    def save(
-        self, step: int, begun: float, captured: Captured | str, config: Mapping[str, Any]
-    ) -> None:
+    def save(self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]) -> None:
         """Stage this rank's part and have it written. Nobody waits for another.
 
-        ``captured``: or why there is nothing to save. Raises PeerLostError.
+        Raises PeerLostError, and ValueError for what no snapshot can hold.
         """
         self._said_seconds = 0.0
         try:
-            if isinstance(captured, str):
-                raise ValueError(captured)
             part = self._stage(step, begun, captured, config)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
             text = f"no memory to stage it in: {getattr(error, 'strerror', None) or error}"
             self._failed(step, begun, text)
-        except ValueError as error:
-            self._failed(step, begun, str(error))
         else:
             self.submit(part)
 
@@ -404,19 +400,21 @@ class SnapshotWriter:
             if reports is None:
                 return  # nor can a later one be complete
             text = next((f"rank {r.rank}: " * bool(r.rank) + r.text for r in reports if r.text), "")
+            never = False
             if not text:
                 assert draft is not None, "it has reported that it failed here"
                 try:
                     made = draft.manifest(reports)
                     self._files.commit(step, made.encode())
                 except Exception as error:  # a manifest that nobody could read, for one
-                    text = self._why(error)
+                    text, never = self._why(error), isinstance(error, ValueError)
             with self._changed:
                 del self._snapshots[step]
                 if not text:
                     self._unverified.pop(self._read_back.begin(step, made.files), None)
                     self._unverified[step] = begun
-                self._outcomes.append(Outcome(step, time.perf_counter() - begun, text))
+                took = time.perf_counter() - begun
+                self._outcomes.append(Outcome(step, took, text, never=never))
                 self._changed.notify_all()
             if text:
                 self._files.discard(step)
