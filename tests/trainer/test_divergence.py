@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -166,3 +167,43 @@ def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[
         "object": "queue.values.rows",
     }[case]  # fmt: skip
     assert f"after step 2: rank 1 differs from rank 0, first in '{name}'" in gang.log(2)
+
+
+class ByOwner(torch.optim.SGD):
+    """Momentum that only the owner of a parameter updates, as distributed Muon's."""
+
+    lazy = False
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = index % dist.get_world_size()
+            if not self.lazy or owner == dist.get_rank():
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            if owner == dist.get_rank():
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(momentum, alpha=self.param_groups[0]["lr"])
+            dist.broadcast(parameter.detach(), owner)
+
+
+@pytest.mark.parametrize(
+    ("lazy", "first"), [(False, "optimizer/state/0/momentum"), (True, "optimizer")]
+)
+def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_path, lazy, first):  # type: ignore[no-untyped-def]
+    """Each rank would go on with parts of the others', and no comparison of parameters tells."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
+        model = Net()
+        optimizer = ByOwner(model.parameters(), lr=1e-2)
+        optimizer.lazy = lazy
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.01)
+        for step in run.steps(torch.randn(96, 32)):
+            for x in step.batches:
+                step.backward(wrapped(x).pow(2).mean())
+            step.commit()
+
+    assert gang.run(program) == {0: 64, 1: 64, 2: 64}, gang.log(0)
+    text = "the state of an optimizer is not the same on all ranks: ranks [1, 2] differ from rank 0"
+    assert f"{text}, first in {first!r}. A snapshot" in gang.log(0)
+    assert not list(tmp_path.glob("*/step-*.json"))

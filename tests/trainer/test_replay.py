@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,38 @@ def test_a_drill_finds_it_without_a_kill(gang, tmp_path):  # type: ignore[no-unt
     assert codes == dict.fromkeys(range(3), 0), gang.last_words()
     step, rank, what = differing(gang.log(0))
     assert (step % EVERY, rank, what) == (1, 0, "loss")
+
+
+@pytest.mark.fault("T1")
+def test_a_fault_that_all_resumed_processes_share_is_never_proven(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """Whoever begins at step 0 trains otherwise than all who resume, which agree."""
+
+    def program(die: int, rank: int) -> None:
+        run = ddp.start(
+            total_steps=16, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=3
+        )
+        net = nn.Linear(12, 2)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        factor = 1.0
+        for step in run.steps(features(SAMPLES)):
+            factor = 2.0 if step.index == 0 else factor
+            for x in step.batches:
+                step.backward(model(x).pow(2).mean() * factor)
+            step.commit()
+            if step.index == die:
+                await_snapshot(max((tmp_path / "s").glob("0*")), die // 3 * 3)
+                os._exit(9)
+
+    env = {REPLAY_DIR: str(tmp_path / "replay")}
+    said = []
+    for die in (4, 10, 99):
+        codes = gang.run(partial(program, die), world=1, env=env)
+        assert codes == {0: 0 if die == 99 else 9}, gang.last_words()
+        said += re.findall("restart (.*)", gang.log(0))
+        gang.log_path(0).unlink()
+    assert [line.partition(":")[0] for line in said] == ["not proven", "not proven"], said
+    assert "step 4, done again after the restart, differs on rank 0 in its loss" in said[0]
+    assert re.search("steps 10 to 1[01] are equal again, but step 4 differed", said[1])
 
 
 @pytest.mark.tier("all")

@@ -7,6 +7,7 @@ import enum
 import json
 import random
 from collections import deque
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +153,43 @@ def test_what_a_registered_dict_would_get_back_as_another_type_is_refused(
     words = rf"mine/values/kept: a {type(value).__name__}; .* keep what it is made of"
     with pytest.raises(UnstorableError, match=words):
         state.capture(0)
+
+
+class Coded(torch.Tensor):
+    """Eight bits and a scale for each number, as optimizers of torchao keep them."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Coded:
+        made: Coded = torch.Tensor._make_wrapper_subclass(Coded, values.shape, dtype=values.dtype)
+        made.codes = values.to(torch.int8)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [one.codes.float() if isinstance(one, Coded) else one for one in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("kept", ["optimizer", "object"])
+def test_a_tensor_of_another_class_is_refused_in_any_state(kept: str, *, per_rank: bool) -> None:
+    """It would come back as a plain one, and update otherwise. In a module it is filled."""
+    net = nn.Linear(2, 2)
+    state, optimizer = TrainingState(net), torch.optim.SGD(net.parameters(), 0.1)
+    optimizer.state[net.weight]["momentum"] = Coded.of(torch.ones(2, 2))
+    mine: Any = optimizer
+    if kept == "object":
+        mine = SimpleNamespace(state_dict=optimizer.state_dict, load_state_dict=lambda _: None)
+    state.register("mine", mine, per_rank=per_rank)
+    with pytest.raises(UnstorableError, match=r"mine/state/.*momentum: a Coded; .*derive one"):
+        state.capture(0)
+    filled = TrainingState(nn.Linear(2, 2))
+    filled.register("teacher", nn.Linear(2, 2), per_rank=per_rank)
+    for module in (filled.module, *filled.registered.values(), *filled.per_rank.values()):
+        module.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Marked))  # type: ignore[attr-defined]
+    filled.capture(0)
 
 
 def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused() -> None:

@@ -162,7 +162,9 @@ def test_draws_from_a_global_generator_change_the_hash():
 
 
 class Life:
-    def __init__(self, path: Path, done: int, facts: Any = "same") -> None:
+    def __init__(
+        self, path: Path, done: int, facts: Any = "same", mark: Any = None, program: str = "a"
+    ) -> None:
         self.proofs: list[Any] = []
         progress: Any = SimpleNamespace(proven=self.proofs.append)
         world: Any = SimpleNamespace(
@@ -170,7 +172,7 @@ class Life:
             gather_bytes=lambda what, data: [data],
         )  # fmt: skip
         self.replay = Replay(world, progress, path)
-        self.replay.begin(done, {"facts": facts})
+        self.replay.begin(done, {"facts": facts, "program": program}, mark)
         self.step = done
 
     def do(self, *losses: float, end: bool = False) -> None:
@@ -208,7 +210,7 @@ def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said
     assert not (tmp_path / "r").exists()
 
 
-def test_a_difference_is_told_once_and_its_course_is_the_new_record(
+def test_a_difference_is_told_once_and_each_restart_before_it_differs_again(
     tmp_path: Path, said: list[str]
 ):
     Life(tmp_path / "r", 0).do(*LOSSES)
@@ -219,7 +221,41 @@ def test_a_difference_is_told_once_and_its_course_is_the_new_record(
     assert "step 4, done again after the restart, differs on rank 0 in its loss, 4 before" in text
     again = Life(tmp_path / "r", 3)
     again.do(4.5, 5.5, 6.5, 7.5)
-    assert again.proofs == [{"equal": True, "first": 4, "last": 6}]
+    assert again.proofs == life.proofs  # not with what had been lost already
+
+
+def test_two_resumed_rounds_that_agree_are_no_proof_after_a_difference(
+    tmp_path: Path, said: list[str]
+):
+    path, false = tmp_path / "r", {"equal": False, "step": 4, "rank": 0, "what": "loss"}
+    Life(path, 0).do(*LOSSES)
+    life = Life(path, 2)
+    life.do(3.0, 4.5)  # known to all with the next step: the snapshot of step 4 has no mark
+    assert life.replay.mark() is None
+    life.do(5.5, 6.5)
+    unmarked = Life(path, 4)
+    unmarked.do(5.5, 6.5)
+    assert unmarked.proofs == []
+    life = Life(path, 2)
+    life.do(3.0, 4.5, 5.5)
+    mark = life.replay.mark()  # in the snapshot of step 5
+    life.do(6.5, 7.5)
+    again = Life(path, 5, mark=mark)
+    again.do(6.5, 7.5, 8.5)
+    assert (again.proofs, again.replay.mark()) == ([false], mark)
+    assert "restart not proven: steps 6 to 7 are equal again, but step 4 differed" in said[-1]
+    # A changed program begins with that snapshot: what it makes is without the mark.
+    changed = Life(path, 5, mark=mark, program="b")
+    changed.do(6.5, 7.5, 8.5)
+    assert changed.replay.mark() is None
+    restarted = Life(path, 5, mark=mark, program="b")  # which is not yet from one of its own
+    restarted.do(6.5, 7.5, 8.5, 9.5)
+    assert restarted.proofs == [false]
+    proven = Life(path, 7, mark=restarted.replay.mark(), program="b")
+    proven.do(8.5, 9.5, 9.9)
+    assert proven.proofs == [{"equal": True, "first": 8, "last": 9}]
+    for odd in ("x", {}, {"proof": 3}, {"proof": {"equal": False}}):
+        assert Life(path, 8, mark=odd, program="b").replay.mark() is None
 
 
 @pytest.mark.parametrize(("done", "facts"), [(0, "same"), (2, "others"), (5, "same")])

@@ -106,6 +106,53 @@ def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # 
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], buffer)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Of one inner optimizer, or several, whose groups are its own. ``loads``: how it does."""
+
+    def __init__(self, *inner: torch.optim.Optimizer, loads: str) -> None:
+        one = inner[0]
+        super().__init__(one.param_groups, {})
+        self.inner, self.loads = [*inner], loads
+        self.base = one if len(inner) == 1 else None
+        self.param_groups = one.param_groups
+        if len(inner) > 1:
+            self.param_groups = [group for part in inner for group in part.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = [one.state_dict() for one in self.inner]
+        mine = {"state": {}, "param_groups": parts[0]["param_groups"]}
+        return {"mine": mine, "inner": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.loads == "both":
+            super().load_state_dict(state["mine"])
+        for one, part in zip(self.inner, state["inner"], strict=True):
+            one.load_state_dict(part)
+
+
+@pytest.mark.parametrize(("count", "loads"), [(1, "both"), (1, "inner"), (2, "inner")])
+def test_groups_that_two_optimizers_share_are_shared_after_a_resume(count: int, loads: str) -> None:
+    """Else a schedule changes the rate of the outer one, and the inner one goes on with its own."""
+    made = []
+    for rate in (0.5, 0.1):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        parts = [model] if count == 1 else [*model]
+        inner = [torch.optim.SGD(part.parameters(), lr=rate, momentum=0.9) for part in parts]
+        outer = Lookahead(*inner, loads=loads)
+        state = TrainingState(model)
+        state.register("optimizer", outer)
+        made.append((state, outer, inner))
+        model(torch.ones(2)).sum().backward()
+    for one in made[0][2]:
+        one.step()
+    made[1][0].restore(memory_source(stored(made[0][0])), 0)
+    _, outer, inner = made[1]
+    assert [group["lr"] for group in outer.param_groups] == [0.5] * count
+    assert [id(g) for one in inner for g in one.param_groups] == [*map(id, outer.param_groups)]
+    assert (inner[0].param_groups is outer.param_groups) == (count == 1)
+    assert all(len(one.state) for one in inner)
+
+
 class Shows(torch.optim.SGD):
     """As wrappers of optimizers do: what it shows is another's, and cannot be assigned."""
 

@@ -9,6 +9,7 @@ all_reduce compares it (MIN = MAX).
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.errors import DivergedError
+from ddpjob_trainer.errors import ConfigError, DivergedError
 from ddpjob_trainer.gpu.accelerator import in_order
 from ddpjob_trainer.state import buffers
+from ddpjob_trainer.state.codec import UnstorableError, flatten
 from ddpjob_trainer.state.stateful import Stateful
 
 _Hashes = npt.NDArray[np.int64]
@@ -107,6 +109,7 @@ class DivergenceCheck:
         self._world = world
         self._every = every if world.size > 1 else 0
         self._buffers = buffers
+        self._states_compared = False
 
     def due(self, step: int, *, needed: bool) -> bool:
         """Return whether to compare after this step. ``needed``: a snapshot or the end follows.
@@ -125,16 +128,51 @@ class DivergenceCheck:
             tensors |= buffers.persistent(module)
         for name, obj in registered.items():
             tensors |= _tensors_of(name, obj, with_buffers=self._buffers)
+        if found := self._compare(tensors):
+            raise DivergedError(
+                f"the ranks no longer hold the same parameters after step {step}: {found}. No"
+                " snapshot was made of it. Look for code that depends on run.rank or changes"
+                " parameters or gradients on its own, and for faulty hardware; what each rank has"
+                " for itself is kept by run.register(name, obj, per_rank=True)"
+            )
+
+    def check_states(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Raise ConfigError on every rank when an optimizer's state is each rank's own.
+
+        Once, at the first snapshot, which takes another part from each rank: momentum that only the
+        owner of a parameter updates would come back as that of others. No later step shows it.
+        """
+        if self._states_compared or not self._every:
+            return
+        self._states_compared = True
+        tensors: dict[str, torch.Tensor] = {}
+        for name, optimizer in optimizers.items():
+            try:
+                flat = flatten(optimizer.state_dict())
+            except UnstorableError as error:
+                raise ConfigError(f"no snapshot can be made: {error}") from error
+            tree = json.dumps(flat.tree).encode()  # names, and what is no tensor
+            tensors[name] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+            tensors |= {f"{name}/{place}": tensor for place, tensor in flat.tensors.items()}
+        if found := self._compare(tensors):
+            raise ConfigError(
+                f"the state of an optimizer is not the same on all ranks: {found}. A snapshot holds"
+                " one state for all of them, so a restart would give each rank parts of the others."
+                " Let every rank update the state of all parameters. To divide it use torch's"
+                " ZeroRedundancyOptimizer, of which each rank's part is kept"
+            )
+
+    def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Return which ranks differ from rank 0 and in what first; nothing: they are equal."""
         hashes = hash_tensors(tensors.values())
         mine = int(_hash(hashes))
         both = torch.tensor([mine, ~mine])  # the least of ~x is the greatest of x
         with peer_loss():
             dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._world.control)
         least, greatest = int(both[0]), ~int(both[1])
-        if least != greatest:
-            self._explain(step, list(tensors), hashes)
+        return "" if least == greatest else self._difference(list(tensors), hashes)
 
-    def _explain(self, step: int, names: list[str], hashes: torch.Tensor) -> None:
+    def _difference(self, names: list[str], hashes: torch.Tensor) -> str:
         mine = hashes.cpu().numpy().tobytes()
         blobs = self._world.gather_bytes("the comparison of ranks", mine)
         every = [np.frombuffer(blob, dtype=np.int64) for blob in blobs]
@@ -143,20 +181,16 @@ class DivergenceCheck:
         others, place = list(differing), min(differing.values())
         first = names[min(place, len(names) - 1)]
         ranks = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {others} differ"
-        raise DivergedError(
-            f"the ranks no longer hold the same parameters after step {step}: {ranks} from rank"
-            f" 0, first in {first!r}. No snapshot was made of it. Look for code that depends on"
-            " run.rank or changes parameters or gradients on its own, and for faulty hardware;"
-            " what each rank has for itself is kept by run.register(name, obj, per_rank=True)"
-        )
+        return f"{ranks} from rank 0, first in {first!r}"
 
 
 def _tensors_of(name: str, obj: Stateful, *, with_buffers: bool) -> dict[str, torch.Tensor]:
     """Return the tensors of a registered object that must be equal on all ranks.
 
-    Not an optimizer's state: a fault in it reaches the parameters a step later, and reading ZeRO's
-    would gather it. Nor a module's buffers where each rank's model has its own: a teacher's
-    BatchNorm has seen this rank's samples only, and an average takes over its model's.
+    Not an optimizer's state: a fault in it reaches the parameters a step later (check_states() is
+    about another kind), and reading ZeRO's would gather it. Nor a module's buffers where each
+    rank's model has its own: a teacher's BatchNorm has seen this rank's samples only, and an
+    average takes over its model's.
     """
     module = obj.module if isinstance(obj, AveragedModel) else obj
     if not isinstance(module, torch.nn.Module):

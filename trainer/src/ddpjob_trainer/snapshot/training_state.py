@@ -109,7 +109,8 @@ def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
 
 def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
     """Return this rank's entries of divided optimizers, named as in the whole."""
-    flat = flatten({"registered": {name: {"state": state} for name, state in states.items()}})
+    exact = {name: {"state": Exact(state, tensors_only=True)} for name, state in states.items()}
+    flat = flatten({"registered": exact})
     registered = member(flat.tree, "registered")
     entries = {name: member(member(registered, name), "state").get("$dict", []) for name in states}
     # What lies in the same memory is stored twice: only rank 0's aliases get into a manifest.
@@ -292,7 +293,9 @@ class TrainingState:
 
 def _state_of(obj: Stateful) -> Any:
     state = obj.state_dict()
-    return Exact(state) if isinstance(obj, DictState) else state
+    if isinstance(obj, torch.nn.Module):  # it takes values into the tensors that it has
+        return state
+    return Exact(state, tensors_only=not isinstance(obj, DictState))
 
 
 def _outline(shape: torch.Size | None) -> str:

@@ -73,9 +73,13 @@ class UnstorableError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """A value that the script reads itself after a resume. One of another type then is refused."""
+    """A value that the script reads itself after a resume. One of another type then is refused.
+
+    ``tensors_only``: its owner takes it back, and makes numbers of another type again itself.
+    """
 
     value: Any
+    tensors_only: bool = False
 
 
 @dataclass(slots=True)
@@ -103,7 +107,7 @@ class _Encoder:
     def __init__(self) -> None:
         self.flat = Flat()
         self._seen: dict[tuple[Any, ...], str] = {}  # by where they begin and their kind: names
-        self._exact = False
+        self._exact = self._exact_tensors = False
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor | np.ndarray):
@@ -118,9 +122,9 @@ class _Encoder:
             content = self.encode(value.item(), path, depth)
             return {"$generic": [value.dtype.str, content]}
         if isinstance(value, Exact):
-            self._exact = True
+            self._exact, self._exact_tensors = not value.tensors_only, True
             node = self.encode(value.value, path, depth)
-            self._exact = False
+            self._exact = self._exact_tensors = False
             return node
         return self._other(value, path, depth)
 
@@ -128,6 +132,8 @@ class _Encoder:
         if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
             raise UnstorableError(f"cannot store {path}: an array of {value.dtype}")
         other = self._exact and type(value) not in (torch.Tensor, np.ndarray)
+        if self._exact_tensors and isinstance(value, torch.Tensor):  # it may hold codes and a scale
+            other = other or type(value) not in (torch.Tensor, torch.nn.Parameter)
         if other or isinstance(value, np.ma.MaskedArray):  # its mask would be lost
             raise UnstorableError(f"cannot store {path}: a {type(value).__name__}; {_CURE}")
         if isinstance(value, torch.Tensor):

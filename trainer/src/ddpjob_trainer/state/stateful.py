@@ -137,22 +137,48 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Load an optimizer's state into the groups and the state that it has.
 
     torch puts others in their place. A loop that changes ``group["lr"]`` of a group that it holds,
-    or an optimizer within another that shares them, would go on with those of before.
+    or an optimizer within another that shares them, would go on with those of before. Where the one
+    loads the other, what was one group is one again.
     """
     members, states = [*optimizer.param_groups], optimizer.state
+    within = [(one, one.param_groups is optimizer.param_groups) for one in _within(optimizer)]
+    numbers = {id(group): number for number, group in enumerate(members)}
+    shared = [
+        (one, place, numbers[id(group)])
+        for one, _ in within
+        for place, group in enumerate(one.param_groups)
+        if id(group) in numbers
+    ]
     optimizer.load_state_dict(state)
-    for group, found in zip(members, optimizer.param_groups, strict=True):
+    loaded = [*optimizer.param_groups]
+    for one, place, number in shared:
+        if loaded[number] is members[number]:  # only the inner one was given what is stored
+            loaded[number] = one.param_groups[place]
+    for group, found in zip(members, loaded, strict=True):
         if group is not found:
             own = dict(group)
             group.clear()
             group.update({name: _filled(own.get(name), value) for name, value in found.items()})
     optimizer.param_groups[:] = members
+    for one, place, number in shared:
+        one.param_groups[place] = members[number]
+    for one, same in within:
+        if same:
+            one.param_groups = optimizer.param_groups
     with contextlib.suppress(AttributeError):  # some show that of the one within, by a property
         if (fresh := optimizer.state) is not states:
             optimizer.state = states
             states.clear()
             states.update(fresh)
     lay_out_like_parameters(optimizer)
+
+
+def _within(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that are its attributes, alone or in a list."""
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        found += value if isinstance(value, list | tuple) else [value]
+    return [one for one in found if isinstance(one, torch.optim.Optimizer) and one is not optimizer]
 
 
 def _filled(own: Any, value: Any) -> Any:

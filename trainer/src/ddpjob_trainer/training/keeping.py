@@ -96,7 +96,7 @@ class Keeping:
                 " directory"
             )
         else:
-            self._process.replay.begin(self.resumed_after, decides)
+            self._process.replay.begin(self.resumed_after, decides, stored.get("unproven"))
 
     def compare_samples(self) -> None:
         """Compare a few samples that all ranks have made. Every rank calls it."""
@@ -119,7 +119,10 @@ class Keeping:
         self._exchange.learn(all_steps=last or due or compare or first)
         if compare:
             self._compare(done)
+            if due:
+                self._divergence.check_states(self._trained.optimizers())
         if due:
+            self._process.replay.conclude()  # what differs marks this snapshot
             self._save(done, last=last, finished=finished)
         else:
             self._snapshots.prepare(self._trained.state)
@@ -154,6 +157,7 @@ class Keeping:
             "modes": self._trained.modes.changed(),
             "orders": orders_since(self._order, done),
             "finished": self._options.total_steps if finished else 0,
+            "unproven": self._process.replay.mark(),
         }
         self._snapshots.save(done, self._trained.state, self._config, last=last)
 

@@ -117,6 +117,14 @@ class PreparedModels:
         """Return the buffers that are not persistent, as all ranks can share them."""
         return [t for m in self.models if m.wrapped.steady for t in m.wrapped.steady.tensors()]
 
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Return those of which all ranks hold the whole state, by their names in a snapshot."""
+        return {
+            name: obj
+            for name, obj in self.state.registered.items()
+            if name in self._own and isinstance(obj, torch.optim.Optimizer)
+        }
+
     def compared(self) -> dict[str, Stateful]:
         """Return what is registered and equal on all ranks: averages, and the script's own."""
         registered = self.state.registered

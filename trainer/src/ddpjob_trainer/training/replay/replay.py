@@ -65,19 +65,27 @@ class Replay:
         self._progress = progress
         self._path = path
         self.records: Records | None = None
-        self._newest = 0  # step that was written down
         self._comparison = Comparison()
         self._batches = Digest()
         self._pending: deque[_Pending] = deque()
         self.compares = False  # a rank has steps of a restart left to compare
         self._due = False  # conclude() now
+        self._program: Any = None
+        self._unproven: Proof | None = None  # a difference after an earlier restart
+        self._mark: dict[str, Any] | None = None  # of it
+        self._paused = False  # no step is recorded before a snapshot has the mark
 
-    def begin(self, done: int, facts: Mapping[str, Any]) -> None:
+    def begin(self, done: int, facts: Mapping[str, Any], mark: Any = None) -> None:
         """Open the record, and read what it holds of the steps after ``done``.
 
         ``facts``: what decides the result and must be as before. After 0 steps, so without a
-        snapshot, nothing is compared.
+        snapshot, nothing is compared. ``mark``: the snapshot's own, see mark().
         """
+        self._program = facts.get("program")
+        proof = mark.get("proof") if isinstance(mark, dict) else None
+        if isinstance(proof, dict) and {"step", "rank", "what"} <= proof.keys():
+            self._unproven = proof  # type: ignore[assignment]
+            self._mark = mark if mark.get("program") == self._program else None
         if self._path is None:
             return
         text = json.dumps(facts, sort_keys=True, default=str)
@@ -162,10 +170,20 @@ class Replay:
             pending.weights.value(weights) if pending.weights is not None else 0,
             values[0] if pending.losses else math.nan,
         )
-        self._newest = entry.step
         if self._comparison.add(entry):
-            self.records.forget_after(entry.step)
-        self.records.put(entry)
+            self.records.forget_after(entry.step)  # the first course's stay, for the next restart
+            self._paused = True
+        if not self._paused:
+            self.records.put(entry)
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return what a snapshot says of a difference that the restarts before it have shown.
+
+        Two processes that have both resumed may have lost the same, so that they agree is no proof.
+        A changed program makes snapshots without it.
+        """
+        self._paused = self._paused and self._mark is None
+        return self._mark
 
     # --- The conclusion ---------------------------------------------------------------------
 
@@ -189,11 +207,13 @@ class Replay:
         compared = [one for one in findings if one.last]
         proof: Proof
         if different:
-            if self.records is not None:
-                self.records.forget_after(self._newest)
             step, rank, found = min(different, key=lambda one: one[:2])
             assert found.what is not None
             proof = {"equal": False, "step": step, "rank": rank, "what": found.what}
+            self._unproven, self._mark = proof, {"proof": proof, "program": self._program}
+            self._paused = True
+            if self.records is not None:
+                self.records.forget_after(step)
             values = ""
             if found.what == "loss" and found.before != found.now:
                 values = f", {found.before:.9g} before and {found.now:.9g} now"
@@ -206,6 +226,15 @@ class Replay:
             first, last = min(one.first for one in compared), max(one.last for one in compared)
             proof = {"equal": True, "first": first, "last": last}
             text = f"restart proven: steps {first} to {last} again, bit for bit"
+            if before := self._unproven:
+                proof = before
+                text = (
+                    f"warning: restart not proven: steps {first} to {last} are equal again, but"
+                    f" step {before['step']} differed after an earlier restart, on rank"
+                    f" {before['rank']} in its {before['what']}, and what both have lost since then"
+                    " shows in neither. A changed script is proven by a restart from a snapshot"
+                    " that it has made"
+                )
         else:
             return
         self._progress.proven(proof)
