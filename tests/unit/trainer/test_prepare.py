@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler as kinds
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import Clip, Unit, Updater, check_parameters, match_schedulers
 from ddpjob_trainer.training.models.compiled import keep_bits
@@ -143,6 +144,17 @@ def test_a_schedule_of_steps_or_without_a_length_is_not():
 def test_a_scheduler_by_epochs_needs_them():
     with pytest.raises(ConfigError, match=r"a stream does not say.*run\.register"):
         schedules(lambda o: kinds.StepLR(o, 3), "epoch").check_schedules(None, 400)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "shown"),
+    [({"lr": None}, []), ({}, []), ({"lr": print}, []), ({"lr": torch.tensor(0.5)}, [0.5])],
+)
+def test_an_optimizer_without_a_rate_shows_none(defaults, shown):
+    updater = Updater()
+    optimizer = Optimizer(nn.Linear(1, 1).parameters(), defaults)  # as Adafactor and Prodigy
+    updater.units.append(Unit(optimizer, None, Clip(None, [])))
+    assert list(updater.readings(accelerator.of(CPU)).values()) == shown
 
 
 def test_every_parameter_has_an_optimizer_and_every_optimizer_a_model():

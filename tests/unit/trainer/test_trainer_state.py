@@ -106,6 +106,17 @@ def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # 
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], buffer)
 
 
+def test_a_model_that_was_compiled_before_prepare_and_is_not_is_told_apart() -> None:
+    plain, other = nn.Linear(2, 2), nn.Linear(2, 3)
+    compiled: nn.Module = torch.compile(nn.Linear(2, 2))
+    for before, after in ((plain, compiled), (compiled, plain)):
+        with pytest.raises(ConfigError, match=r"torch.compile\(\) was given otherwise.*Compile as"):
+            TrainingState(after).restore(memory_source(stored(TrainingState(before))), 0)
+    wider = nn.Sequential(other)
+    with pytest.raises(ConfigError, match="belongs to another model"):
+        TrainingState(wider).restore(memory_source(stored(TrainingState(plain))), 0)
+
+
 class Lookahead(torch.optim.Optimizer):
     """Of one inner optimizer, or several, whose groups are its own. ``loads``: how it does."""
 

@@ -71,6 +71,33 @@ def test_plain_state_dicts_are_read_with_the_prefixes_of_wrappers(tmp_path, pref
     assert equal(model, other)
 
 
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def compiled() -> nn.Module:
+    made: nn.Module = torch.compile(net())
+    return made
+
+
+def in_part() -> nn.Module:
+    made = net()
+    made[1] = torch.compile(made[1])
+    return made
+
+
+@pytest.mark.parametrize("writer", [net, compiled, in_part])
+@pytest.mark.parametrize("reader", [net, compiled, in_part])
+def test_compiled_and_plain_modules_read_one_anothers_weights(tmp_path, writer, reader):  # type: ignore[no-untyped-def]
+    weights.save(tmp_path / "w", source := writer(), {})
+    assert load_file(tmp_path / "w").keys() == net().state_dict().keys()
+    weights.load(tmp_path / "w", found := reader())
+    torch.save(source.state_dict(), tmp_path / "pt")
+    weights.load(tmp_path / "pt", reader())
+    pairs = zip(source.parameters(), found.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_a_file_that_is_being_written_leaves_the_old_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
     path = tmp_path / "weights"
     weights.save(path, Tied(0), {})

@@ -77,7 +77,8 @@ class Updater:
 
         A GPU's norm is that of the call before, so that the host need not wait.
         """
-        found = {"learning_rate": float(self.units[0].optimizer.param_groups[0]["lr"])}
+        rate = self.units[0].optimizer.param_groups[0].get("lr")
+        found = {} if not isinstance(rate, SupportsFloat) else {"learning_rate": float(rate)}
         norms = [unit.clip.norm for unit in self.units if unit.clip.norm is not None]
         if norms:
             before, self._norm = self._norm, accelerator.soon({"": norms[0]})[""]

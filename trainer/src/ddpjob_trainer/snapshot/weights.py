@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import disk
 
-#: What DistributedDataParallel and torch.compile put before every name of a state_dict.
-_PREFIXES = ("module.", "_orig_mod.")
+#: What DistributedDataParallel puts before every name of a state_dict.
+_PREFIX = "module."
 _TOLD = 2000  # characters of an error that lists names
 
 
 def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[str]:
-    """Write a module's state_dict to a safetensors file with write().
+    """Write a module's state_dict to a safetensors file with write(), by its names uncompiled.
 
     Return the names of what is no tensor, which is not in the file. ``about`` becomes its
     metadata. Raises OSError.
@@ -45,7 +45,7 @@ def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[
         if tensor.untyped_storage().data_ptr() in places:
             tensor = tensor.clone()
         places.add(tensor.untyped_storage().data_ptr())
-        tensors[name] = tensor
+        tensors[uncompiled(name)] = tensor
     write(path, tensors, about)
     return left_out
 
@@ -71,6 +71,11 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, s
         raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def uncompiled(name: str) -> str:
+    """Return a name in a state_dict without what torch.compile() of any module puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _order_header(path: Path) -> None:
@@ -118,16 +123,18 @@ def read(path: Path) -> dict[str, Any]:
             f"resume={path} holds {holds}: give a plain state_dict, as"
             " torch.save(model.state_dict(), path) writes it"
         )
-    found = {str(name): value for name, value in state.items()}
-    while prefix := next((p for p in _PREFIXES if all(n.startswith(p) for n in found)), ""):
-        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    found = {uncompiled(str(name)): value for name, value in state.items()}
+    while all(name.startswith(_PREFIX) for name in found):
+        found = {name.removeprefix(_PREFIX): value for name, value in found.items()}
     return found
 
 
 def load(path: Path, module: torch.nn.Module) -> None:
     """Put the weights of a file into a module, all of them. Raises ConfigError with the names."""
+    names = {uncompiled(name): name for name in module.state_dict()}
+    state = {names.get(name, name): value for name, value in read(path).items()}
     try:
-        module.load_state_dict(read(path), strict=True)
+        module.load_state_dict(state, strict=True)
     except RuntimeError as error:
         text = textwrap.shorten(str(error), _TOLD, placeholder="...")
         raise ConfigError(

@@ -15,6 +15,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.restore.load import Source
+from ddpjob_trainer.snapshot.weights import uncompiled
 from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
 
 _ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
@@ -124,6 +125,12 @@ def check_tensors(
     """
     caches = set(transient)
     odd = sorted((stored.keys() ^ mine.keys()) - caches)
+    if odd and sorted(map(uncompiled, stored)) == sorted(map(uncompiled, mine)):
+        raise ConfigError(
+            "the snapshot belongs to a model that torch.compile() was given otherwise:"
+            f" {odd[0]!r} is in only one of them. Compile as then, or {_ANEW};"
+            " run.prepare(..., compile=True) changes no name"
+        )
     if odd:
         raise ConfigError(
             f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
