@@ -409,7 +409,15 @@ X4, Y4 = torch.zeros(4, 3), torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    "item", [(X4, Y4), X4, {"x": X4, "y": Y4}, [X4, (Y4, "a")], (torch.zeros(9, 3), np.zeros(9))]
+    "item",
+    [
+        (X4, Y4),
+        X4,
+        {"x": X4, "y": Y4},
+        [X4, (Y4, "a")],
+        (torch.zeros(9, 3), np.zeros(9)),
+        (torch.zeros(9, 3, 2), torch.zeros(9, 5)),
+    ],
 )
 def test_a_stream_whose_items_may_be_batches_is_asked_about(item):
     with pytest.raises(ConfigError, match=r"Endlessly yields samples or batches: .* with \d rows"):

@@ -124,7 +124,7 @@ def test_a_schedule_that_fits_the_epochs_and_not_the_steps_is_warned_of(make, le
     assert "scheduler_every='epoch'" in text
     assert not schedules(make, "epoch").check_schedules(40, 400)
     assert not schedules(make).check_schedules(None, 400)  # a stream
-    assert not schedules(make).check_schedules(400, 400)  # one epoch: it fits nothing
+    assert not schedules(make).check_schedules(400, 400)  # one epoch
     assert not schedules(make).check_schedules(1, 10)  # an epoch is a step
 
 

@@ -198,9 +198,8 @@ class Stream:
         dimensions = {len(shape) for shape in shapes}
         if len(rows) != 1 or (count := rows.pop()) < 2:
             return
-        labelled = len(dimensions) > 1 and 1 in dimensions
         as_asked = count == self._place.batch_size and (len(shapes) > 1 or dimensions != {1})
-        if labelled or as_asked:
+        if as_asked or len(dimensions) > 1:  # as inputs and labels have
             raise ConfigError(
                 f"run.steps() cannot tell whether {type(self._source).__name__} yields samples or"
                 f" batches: all tensors of its first item begin with {count} rows. Say batched=True"

@@ -222,7 +222,7 @@ class Updater:
         epochs, found = -(-total // epoch_steps), []
         for unit in units:
             length = _length(unit.scheduler)
-            if unit.every == "step" and 0 < length <= epochs < total:
+            if unit.every == "step" and 0 < length <= epochs < total and epochs > 1:
                 found.append(
                     f"warning: {type(unit.scheduler).__name__} advances at every step, and its"
                     f" schedule has the length {length}: that fits the {epochs} epochs of this run"
@@ -305,7 +305,8 @@ def check_parameters(
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() needs a closure that computes the loss again"
                 " and again within one update, which commit() does not have: use an optimizer that"
-                " takes one gradient per update, such as AdamW or SGD"
+                " takes one gradient per update, such as AdamW or SGD; of SAM the base optimizer,"
+                " as in Recipes of docs/guides/training.md"
             )
         if any(parameter not in known for parameter in held_by([optimizer])):
             raise ConfigError(

@@ -97,7 +97,8 @@ class Guard:
                 f"{name} is used in the loop, but prepare() does not know it: the gradients that it"
                 " applies are not averaged over the ranks, and no snapshot would hold its state."
                 " Train with several as in run.prepare(model, [first, second]) or"
-                " run.prepare([model, other], [optimizer, other_optimizer])"
+                " run.prepare([model, other], [optimizer, other_optimizer]). Of SAM and the like"
+                " give prepare() the base optimizer, as in Recipes of docs/guides/training.md"
             )
 
 
