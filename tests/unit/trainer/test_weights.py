@@ -16,7 +16,7 @@ from ddpjob_trainer.options import CHANGES, SnapshotOptions
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.origin import compare
 from ddpjob_trainer.training.keeping import is_better
-from ddpjob_trainer.training.run_config import take_layout
+from ddpjob_trainer.training.run_config import take_layout, take_schedules
 
 
 class Tied(nn.Module):
@@ -214,3 +214,11 @@ def test_sums_in_another_order_are_told():  # type: ignore[no-untyped-def]
     assert config == {"buckets": "layout/sums"}
     assert take_layout(config, "layout/sums") == ""
     assert "added up in another order than before" in take_layout(config, "layout/other")
+
+
+def test_a_schedule_that_counts_something_else_now_is_told():  # type: ignore[no-untyped-def]
+    steps, epochs = {"scheduler_every": ["step"]}, {"scheduler_every": ["epoch"]}
+    assert "at every step before the snapshot, and do so at every epoch" in take_schedules(
+        steps, epochs
+    )
+    assert take_schedules(epochs, epochs) == take_schedules({}, epochs) == ""  # or an older one

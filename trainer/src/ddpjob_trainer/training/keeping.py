@@ -58,6 +58,8 @@ class Keeping:
         self._config = run_config.fingerprint(
             options, process.world, self._order.epochs, source.fingerprint
         )
+        units = trained.updater.units
+        self._config["scheduler_every"] = [u.every for u in units if u.scheduler is not None]
 
     def restore(self) -> None:
         """Load the newest snapshot into all there is.
@@ -77,6 +79,7 @@ class Keeping:
         self._tell(built.compare(stored.get("hyperparameters"), script=script))
         config["hyperparameters"] = built.kept
         self._tell(run_config.take_data(stored, config["data"]))
+        self._tell(run_config.take_schedules(stored, config))
         if not stored and self._options.resume is not None:
             weights.load(self._options.resume, state.module)
             self._tell(f"beginning with the weights of {self._options.resume}")

@@ -92,6 +92,18 @@ def take_data(stored: Mapping[str, Any], mine: Fingerprint | None) -> str:
     )
 
 
+def take_schedules(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """Return a warning where schedules counted something else before the snapshot."""
+    were, are = stored.get("scheduler_every", mine["scheduler_every"]), mine["scheduler_every"]
+    if were == are:
+        return ""
+    return (
+        f"warning: schedulers advanced at every {' and '.join(were)} before the snapshot, and do so"
+        f" at every {' and '.join(are)} now, from where they are: the rate will not be that of a"
+        " run from the beginning. For that start anew in another snapshot directory"
+    )
+
+
 def take_layout(config: dict[str, Any], layout: str | None) -> str:
     """Put an Averaging's layout() into the configuration; return a warning if it was another."""
     before, config["buckets"] = config["buckets"], layout
