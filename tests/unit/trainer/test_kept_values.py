@@ -52,6 +52,10 @@ def resumed(name: str, before: Any, after: Any) -> None:
 def carry(before: TrainingState, after: TrainingState) -> None:
     flat = before.capture(0).flat
     flat.tree = json.loads(json.dumps(flat.tree))  # nothing but JSON goes to the disk
+    flat.tensors = {
+        name: tensor + 0 if type(tensor) is Coded else tensor
+        for name, tensor in flat.tensors.items()
+    }
     after.restore(memory_source(copy.deepcopy(flat)), 0)
 
 
@@ -169,6 +173,13 @@ class Coded(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = [one.codes.float() if isinstance(one, Coded) else one for one in args]
+        if func is torch.ops.aten.detach.default:
+            made = Coded.of(plain[0])
+            made.codes = args[0].codes  # of one memory, as a detached tensor is
+            return made
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Coded):
+            args[0].codes.copy_(plain[1])
+            return args[0]
         return func(*plain, **(kwargs or {}))
 
 
@@ -190,6 +201,18 @@ def test_a_tensor_of_another_class_is_refused_in_any_state(kept: str, *, per_ran
     for module in (filled.module, *filled.registered.values(), *filled.per_rank.values()):
         module.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Marked))  # type: ignore[attr-defined]
     filled.capture(0)
+
+
+def test_a_models_tensor_of_another_class_is_filled() -> None:
+    states = []
+    for number in (3.0, 5.0):
+        net = nn.Linear(2, 2)
+        net.weight = nn.Parameter(Coded.of(torch.full((2, 2), number)), requires_grad=False)
+        states.append(TrainingState(net))
+    weight = states[1].module.weight
+    carry(*states)
+    assert states[1].module.weight is weight
+    assert weight.codes.tolist() == [[3, 3], [3, 3]]  # type: ignore[union-attr]
 
 
 def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused() -> None:

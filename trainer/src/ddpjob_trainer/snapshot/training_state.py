@@ -167,7 +167,10 @@ class TrainingState:
         state = {
             "model": model.tensors,
             "transient": sorted(model.transient),
-            "extra": {n: part.get_extra_state() for n, part in model.extra.items()},
+            "extra": {
+                n: Exact(part.get_extra_state(), tensors_only=True)
+                for n, part in model.extra.items()
+            },
             "registered": registered,
         }
         objects = {name: _state_of(obj) for name, obj in self.per_rank.items()}

@@ -52,8 +52,10 @@ class Loader:
             target = tensor.detach()
             stored = next(iter(member(nodes, name).values()))
             stored = self._source.manifest.aliases.get(stored, stored)
-            if target.is_conj():  # its memory holds the conjugate of what was stored
-                plain = torch.empty_like(target)
+            # Its memory holds the conjugate of what was stored, or codes that its class reads.
+            own = type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            if own or target.is_conj():
+                plain = torch.empty(target.shape, dtype=target.dtype, device=target.device)
                 copies.append((target, plain))
                 target = plain
             if target.is_complex():
