@@ -209,10 +209,15 @@ def test_a_models_tensor_of_another_class_is_filled() -> None:
         net = nn.Linear(2, 2)
         net.weight = nn.Parameter(Coded.of(torch.full((2, 2), number)), requires_grad=False)
         states.append(TrainingState(net))
+        average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+        average.module.weight = nn.Parameter(Coded.of(net.weight + 1), requires_grad=False)
+        states[-1].register("ema", average)
+        states[-1].averages.add("ema")
     weight = states[1].module.weight
     carry(*states)
     assert states[1].module.weight is weight
     assert weight.codes.tolist() == [[3, 3], [3, 3]]  # type: ignore[union-attr]
+    assert average.module.weight.codes.tolist() == [[4, 4], [4, 4]]
 
 
 def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused() -> None:

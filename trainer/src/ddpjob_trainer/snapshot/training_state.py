@@ -20,6 +20,7 @@ from ddpjob_trainer.state.codec import (
     Exact,
     Flat,
     flatten,
+    has_memory,
     member,
     raw,
     tensor_names,
@@ -283,7 +284,7 @@ class TrainingState:
         return {
             key: value
             for key, value in self.registered[name].state_dict().items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and has_memory(value)
         }
 
     def _restore_own(self, flat: Flat) -> None:

@@ -194,11 +194,13 @@ class _Encoder:
         tensor = value.detach() if value.requires_grad else value
         while path in flat.tensors or path in flat.aliases:
             path += "'"  # {"a/b": x, "a": {"b": y}}, or the keys 1 and "1"
-        elements = (
-            tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(),
-            tensor.is_neg(),
-        )  # fmt: skip
-        first = self._seen.setdefault(elements, path) if tensor.numel() else path
+        first = path
+        if tensor.numel() and has_memory(tensor):
+            elements = (
+                tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(),
+                tensor.is_neg(),
+            )  # fmt: skip
+            first = self._seen.setdefault(elements, path)
         if first == path:
             flat.tensors[path] = tensor
         else:
@@ -308,6 +310,11 @@ _READERS: dict[str, Callable[[Any, Flat], Any]] = {
     "$float": lambda text, flat: float(text),
     "$bytes": lambda text, flat: base64.b64decode(text),
 }
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether its elements lie there, and not in codes that its class reads."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -16,7 +16,7 @@ import torch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.restore.load import Source
 from ddpjob_trainer.snapshot.weights import uncompiled
-from ddpjob_trainer.state.codec import Flat, member, tensor_names, unflatten
+from ddpjob_trainer.state.codec import Flat, has_memory, member, tensor_names, unflatten
 
 _ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
 
@@ -52,9 +52,7 @@ class Loader:
             target = tensor.detach()
             stored = next(iter(member(nodes, name).values()))
             stored = self._source.manifest.aliases.get(stored, stored)
-            # Its memory holds the conjugate of what was stored, or codes that its class reads.
-            own = type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-            if own or target.is_conj():
+            if target.is_conj() or not has_memory(target):
                 plain = torch.empty(target.shape, dtype=target.dtype, device=target.device)
                 copies.append((target, plain))
                 target = plain
