@@ -100,7 +100,7 @@ def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):  # type: ignore[no
     assert "'milestones': Counter({3: 1})" in said.split("end ")[1]
 
 
-@pytest.mark.parametrize("every", ["step", "epoch"])
+@pytest.mark.parametrize("every", [None, "epoch"])
 def test_a_scheduler_counts_steps_or_epochs(gang, tmp_path, every):  # type: ignore[no-untyped-def]
     """Ten steps an epoch; killed in the second one, it goes on with the rate of then."""
 
@@ -123,7 +123,7 @@ def test_a_scheduler_counts_steps_or_epochs(gang, tmp_path, every):  # type: ign
     assert gang.run(program, world=1) == {0: 3}
     said = gang.log(0) + alone(gang, program)
     rates = dict(re.findall(r"rate (\d+): (\d+)", said))
-    count = 1 if every == "step" else 10
+    count = 10 if every else 1
     assert rates == {str(index): str(index // count) for index in range(30)}
     warned = "StepLR advances at every step, and its schedule has the length 1" in said
-    assert warned == (every == "step")
+    assert warned == (every is None)

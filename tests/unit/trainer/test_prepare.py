@@ -99,7 +99,7 @@ def test_a_scheduler_belongs_to_its_optimizer_wherever_it_stands():
             match_schedulers(optimizers, wrong)
 
 
-def schedules(make: Any, every: str = "step") -> Updater:
+def schedules(make: Any, every: str | None = None) -> Updater:
     updater, optimizer = Updater(), sgd(nn.Linear(1, 1))
     updater.units.append(Unit(optimizer, make(optimizer), Clip(None, []), every))
     return updater
@@ -122,16 +122,26 @@ def test_a_schedule_that_fits_the_epochs_and_not_the_steps_is_warned_of(make, le
     (text,) = schedules(make).check_schedules(40, 400)  # ten epochs
     assert f"the length {length}: that fits the 10 epochs of this run and not its 400 st" in text
     assert "scheduler_every='epoch'" in text
-    assert not schedules(make, "epoch").check_schedules(40, 400)
+    for chosen in ("step", "epoch"):
+        assert not schedules(make, chosen).check_schedules(40, 400)
     assert not schedules(make).check_schedules(None, 400)  # a stream
     assert not schedules(make).check_schedules(400, 400)  # one epoch
     assert not schedules(make).check_schedules(1, 10)  # an epoch is a step
 
 
-def test_a_schedule_of_steps_or_without_a_length_is_not():
+def test_what_a_schedule_without_a_length_counts_is_said():
+    for make in (
+        lambda o: kinds.LambdaLR(o, lambda count: 0.9**count),
+        lambda o: kinds.ExponentialLR(o, 0.9),
+    ):
+        (text,) = schedules(make).check_schedules(40, 400)
+        assert "LR advances at every step, 400 times in this run; by the epoch, 10 times" in text
+        assert not schedules(make, "step").check_schedules(40, 400)
+
+
+def test_a_schedule_of_steps_is_not():
     for make in (
         lambda o: kinds.CosineAnnealingLR(o, 400),
-        lambda o: kinds.LambdaLR(o, lambda count: 0.9**count),
         lambda o: kinds.SequentialLR(
             o, [kinds.LinearLR(o, total_iters=5), kinds.CosineAnnealingLR(o, 395)], [5]
         ),

@@ -114,7 +114,7 @@ class Reporting(Arguments):
 class ModelOptions(Arguments):
     """Arguments of prepare(), for a model. Names and meaning are PyTorch's."""
 
-    scheduler_every: str = _option("step", choices=("step", "epoch"))
+    scheduler_every: str | None = _option(None, choices=("step", "epoch"))  # None: step
     clip_grad_norm: float | None = None
     ema: float | None = None
     compile: bool | str = False

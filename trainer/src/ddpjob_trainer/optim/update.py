@@ -34,12 +34,12 @@ class Clip:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """One optimizer with its scheduler, which advances with its updates or at ``every`` epoch."""
+    """One optimizer with its scheduler. ``every``: what that counts; None: steps."""
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
     clip: Clip
-    every: str = "step"
+    every: str | None = None
     parameters: Parameters = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,9 @@ class Updater:
             self.applying = False
 
     def check_schedules(self, epoch_steps: int | None, total: int) -> list[str]:
-        """Return a warning for each schedule that fits the run's epochs and not its steps.
+        """Return what to say where nobody has chosen what schedules count.
+
+        A warning for each that fits the run's epochs and not its steps, a word where none can tell.
 
         ``epoch_steps``: None where nobody knows when an epoch ends. Raises ConfigError there for a
         scheduler that counts epochs.
@@ -221,19 +223,26 @@ class Updater:
             return []
         epochs, found = -(-total // epoch_steps), []
         for unit in units:
-            length = _length(unit.scheduler)
-            if unit.every == "step" and 0 < length <= epochs < total and epochs > 1:
+            name, length = type(unit.scheduler).__name__, _length(unit.scheduler)
+            if unit.every is not None or not 1 < epochs < total or length > epochs:
+                continue
+            if length:
                 found.append(
-                    f"warning: {type(unit.scheduler).__name__} advances at every step, and its"
-                    f" schedule has the length {length}: that fits the {epochs} epochs of this run"
-                    f" and not its {total} steps. If it counts epochs:"
-                    " run.prepare(..., scheduler_every='epoch')"
+                    f"warning: {name} advances at every step, and its schedule has the length"
+                    f" {length}: that fits the {epochs} epochs of this run and not its {total}"
+                    " steps. If it counts epochs: run.prepare(..., scheduler_every='epoch'), else"
+                    " 'step'"
+                )
+            elif isinstance(unit.scheduler, LRScheduler):
+                found.append(
+                    f"{name} advances at every step, {total} times in this run; by the epoch,"
+                    f" {epochs} times, with run.prepare(..., scheduler_every='epoch')"
                 )
         return found
 
     def _advance(self, applied: Sequence[Unit]) -> None:
         for unit in applied:
-            if unit.scheduler is not None and unit.every == "step":
+            if unit.scheduler is not None and unit.every != "epoch":
                 unit.scheduler.step()
         if self.emas and applied:
             changed = held_by(unit.optimizer for unit in applied)

@@ -59,7 +59,9 @@ class Keeping:
             options, process.world, self._order.epochs, source.fingerprint
         )
         units = trained.updater.units
-        self._config["scheduler_every"] = [u.every for u in units if u.scheduler is not None]
+        self._config["scheduler_every"] = [
+            u.every or "step" for u in units if u.scheduler is not None
+        ]
 
     def restore(self) -> None:
         """Load the newest snapshot into all there is.

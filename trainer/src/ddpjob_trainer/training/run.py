@@ -92,7 +92,7 @@ class Run:
         optimizer: Optimizers,
         *,
         scheduler: Any = None,
-        scheduler_every: str = "step",
+        scheduler_every: str | None = None,
         clip_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         ema: float | None = None,
@@ -111,8 +111,9 @@ class Run:
         they are returned. It may be called again for more. Every parameter that requires a
         gradient must have an optimizer.
 
-        ``scheduler``: one, or several in a list; each advances with its optimizer's updates, or
-        with ``scheduler_every="epoch"`` in the commit() that ends an epoch.
+        ``scheduler``: one, or several in a list; each advances with its optimizer's updates
+        (``scheduler_every="step"``, the default), or in the commit() that ends an epoch
+        (``"epoch"``).
         ``clip_grad_norm`` bounds the 2-norm of all gradients that an update applies, together.
         ``grad_scaler`` replaces fp16's default one.
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
