@@ -104,7 +104,6 @@ class ExitCode(IntEnum):
     NOT_FOUND = 127
     SIGKILL = 137
     SIGTERM = 143
-    UNKNOWN = 255
 
 
 #: A restart cannot help: usage, configuration, not found.

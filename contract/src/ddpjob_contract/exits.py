@@ -6,6 +6,7 @@ judges launchers.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
@@ -38,6 +39,8 @@ FATAL: Final = frozenset({"Permanent", "Diverged"})
 #: One exception so often in a row at one step would come again: the hub ends the attempt, by the
 #: whole text that it has; the operator fails the job, by the part that every record has.
 SAME_EXCEPTION: Final = 3
+#: What differs by process and time: an address, a port, a duration, a pid.
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 #: When only collateral losses were seen, the cause gets this long to show itself. The time of
 #: a death is given in whole seconds, and one kubelet may tell of it seconds after another.
 CAUSE_SECONDS: Final = 5
@@ -51,23 +54,32 @@ CLASSES: Final[Mapping[int, str]] = {
     ExitCode.PEER_LOST: "Collateral",
     ExitCode.HANG: "Hang",
     ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
-    ExitCode.UNKNOWN: "Infrastructure",
 }
+#: Kinds of a report on a process that has chosen its code itself.
+_OWN_CODE: Final = ("exit", "exception")
 
 
-def class_of(code: int | None, number: int | None, other: str = "User") -> str:
+def class_of(code: int | None, number: int | None, other: str = "User", kind: str = "") -> str:
     """Class an end by its exit code and signal. ``other``: of a code that means nothing.
 
     SIGKILL comes from outside the program, of unknown origin: charged all the same. It
     may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
+    ``kind``: a report's. A program without our library may use 75 for anything.
     """
-    found = other if code is None else CLASSES.get(code, other)
+    own = code == ExitCode.PEER_LOST and kind in _OWN_CODE
+    found = other if code is None or own else CLASSES.get(code, other)
     return "Killed" if found == "User" and number == signal.SIGKILL else found
 
 
-def final_class(code: int | None, number: int | None) -> str:
+def final_class(code: int | None, number: int | None, kind: str = "") -> str:
     """Class the end of a container: no restart cures a permanent code."""
-    return "Permanent" if code in PERMANENT_EXIT_CODES else class_of(code, number)
+    return "Permanent" if code in PERMANENT_EXIT_CODES else class_of(code, number, kind=kind)
+
+
+def alike(one: str, other: str, most: int | None = None) -> bool:
+    """Tell whether two exceptions are the same but for their numbers. ``most``: characters."""
+    first, second = (_NUMBER.sub("#", text)[:most] for text in (one, other))
+    return first == second
 
 
 def settled(code: int | None) -> str:

@@ -100,7 +100,19 @@ def judged(raw: dict[str, Any]) -> tuple[str, str]:
         (pod(ended(75)), ("Collateral", "ExitCode75")),
         (pod(ended(76)), ("Hang", "ExitCode76")),
         (pod(ended(143)), ("Collateral", "SIGTERM")),
-        (pod(ended(255)), ("Infrastructure", "ExitCode255")),
+        (pod(ended(255)), ("User", "ExitCode255")),  # sys.exit(-1)
+        (pod(ended(255, "Unknown")), ("Infrastructure", "Unknown")),  # the machine crashed
+        (pod(ended(75, message=report("exit", 75))), ("User", "ExitCode75")),  # the program's own
+        (pod(ended(75, message=report("peerLost", 75))), ("Collateral", "ExitCode75")),
+        # `run train.py | tee log`, `run train.py; echo over`
+        (pod(ended(0, "Completed", report("exception", 1)), phase="Succeeded"),
+         ("User", "ExitCode1")),
+        (pod(ended(0, "Completed", report("exit", 64)), phase="Succeeded"),
+         ("Permanent", "ExitCode64")),
+        (pod(ended(0, "Completed", report("peerLost", 75)), phase="Succeeded"),
+         ("Collateral", "ExitCode75")),
+        (pod(ended(0, "Completed", report("sigterm", 143)), phase="Succeeded"),
+         ("Collateral", "SIGTERM")),
         (pod(ended(137, "ContainerStatusUnknown")), ("Infrastructure", "ContainerStatusUnknown")),
         (pod({"name": "trainer", "state": {"terminated": {"reason": "Error"}}}),
          ("Infrastructure", "ExitCodeNone")),
@@ -126,7 +138,20 @@ def test_classes(raw: dict[str, Any], judgement: tuple[str, str]):
     assert judged(raw) == judgement
 
 
-@pytest.mark.parametrize("state", [{}, {"running": {}}, {"waiting": {}}, ended(0)["state"]])
+def test_a_command_that_hides_the_launchers_failure_is_named_with_the_cure():
+    last = report("exception", 1, exception="ValueError: no")
+    found = failure(pod(ended(0, "Completed", last), phase="Succeeded"))
+    assert found.exception == "ValueError: no"
+    assert "exit code 0, which hides" in found.message
+    assert "pipefail" in found.message
+
+
+SUCCEEDED = ended(0, "Completed", json.dumps({"version": 1, "kind": "success", "round": 0}))
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"running": {}}, {"waiting": {}}, ended(0)["state"], SUCCEEDED["state"]]
+)
 def test_no_failure(state: dict[str, Any]):
     raw = pod({"name": "trainer", "state": state}, phase="Running")
     assert classify.failure(observe.pod(raw), 1, START) is None

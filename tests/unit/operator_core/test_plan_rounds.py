@@ -160,6 +160,8 @@ def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
          "peerLost: another rank was gone first"),
         ({"round": 0, "rank": 2, "code": 143}, "Disruption", "SIGTERM", ""),
         ({"round": 0, "replica": 2, "code": "x"}, "User", "Unknown", ""),
+        ({"round": 0, "replica": 2, "code": 255, "kind": "exit"}, "User", "ExitCode255", ""),
+        ({"round": 0, "replica": 2, "code": 75, "kind": "exit"}, "User", "ExitCode75", ""),
     ],
 )  # fmt: skip
 def test_classes_of_rounds(record: dict[str, Any], cls: str, reason: str, message: str):

@@ -28,7 +28,9 @@ PROBE_FAILED: Final = "ProbeFailed"
 #: These codes mean the same in any container.
 _OF_ANY: Final = (ExitCode.SIGTERM, 128 + signal.SIGKILL)
 #: Codes with which no program ends for lack of memory, though some child of it may have.
-_MEANT: Final = (exits.CLASSES.keys() | PERMANENT_EXIT_CODES | {0}) - {ExitCode.UNKNOWN}
+_MEANT: Final = exits.CLASSES.keys() | PERMANENT_EXIT_CODES | {0}
+#: Words of runtimes and kubelets for an end that nobody has seen, as on a machine that crashed.
+_UNKNOWN: Final = ("Unknown", "ContainerStatusUnknown")
 _OOM: Final = "OOMKilled"
 #: The kubelet's words for the end of a container that add nothing to its exit code.
 _PLAIN: Final = ("", "Error", "Completed", _OOM)
@@ -116,7 +118,7 @@ def ended_round(
         round=found.number,
         replica=replica,
         rank=rank,
-        cls=exits.class_of(code, number, cls),
+        cls=exits.class_of(code, number, cls, found.kind),
         reason=_OOM if found.kind == "oom" else reason,
         exit_code=code,
         signal=number,
@@ -242,7 +244,7 @@ def _unseen(pod: Pod) -> Verdict | None:
         return "Infrastructure", "ContainerRestarted"
     if ended.state != "terminated":
         return "Infrastructure", pod.reason or "NeverStarted"
-    unknown = ended.exit_code is None or ended.reason == "ContainerStatusUnknown"
+    unknown = ended.exit_code is None or ended.reason in _UNKNOWN
     return ("Infrastructure", _reason(pod)) if unknown else None
 
 
@@ -309,7 +311,9 @@ _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
 
 def _verdict(pod: Pod) -> Verdict:
     found = (look(pod) for look in _EVIDENCE)
-    by_code = exits.final_class(decisive(pod).exit_code, _signal(pod)), _reason(pod)
+    ended = decisive(pod)
+    kind = ended.report.kind if ended.report else ""
+    by_code = exits.final_class(ended.exit_code, _signal(pod), kind), _reason(pod)
     return next((one for one in found if one), by_code)
 
 

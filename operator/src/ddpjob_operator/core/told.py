@@ -34,6 +34,11 @@ _EXCEPTION: Final = re.compile(
 _LAYERS: Final = re.compile(
     r"^.*(create failed|unable to start container process|container init): ", re.DOTALL
 )
+#: What a container's command can do to its launcher's exit code, with the cure.
+_HIDDEN: Final = (
+    "the container ended with exit code 0, which hides that the launcher failed: let the command"
+    " end with the launcher (exec, or `set -o pipefail` before a pipe)"
+)
 #: torchrun's own exception says only that one of its processes has failed.
 _TORCHRUN: Final = "torch.distributed.elastic"
 
@@ -118,7 +123,8 @@ def after_step(done: frozenset[int], members: Mapping[int, Pod]) -> str:
 def _message(pod: Pod) -> str:
     """Say why the pod ended, add the program's error, then its log's end."""
     report = pod.trainer.report
-    lines = [line for line in (pod.message, _exception(pod.trainer)) if line]
+    hidden = _HIDDEN if pod.trainer.hides else ""
+    lines = [line for line in (pod.message, _exception(pod.trainer), hidden) if line]
     room = MESSAGE_MAX - len("\n".join(lines))
     log = report.log if report else (pod.trainer.message[-max(1, room - 1) :],)
     last = len(log)

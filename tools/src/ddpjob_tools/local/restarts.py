@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpjob_contract import exits
+from ddpjob_contract import ExitCode, exits
 from ddpjob_tools.local.manifest import Manifest
 
 
@@ -52,7 +52,9 @@ class Limits:
 
     def action(self, code: int) -> str:
         """Return Restart, RestartFree or Fail."""
-        cls = exits.settled(code) if collateral(code) else _class(code)
+        cls = _class(code)
+        if cls == "Collateral":  # on one machine no peer is lost without a cause that shows
+            cls = "User" if code == ExitCode.PEER_LOST else exits.settled(code)
         reasons = {exits.reason_of(code, exits.signal_of(code)), cls, "Error"}
         return self.ruled(code, reasons) or exits.action_of(cls)
 

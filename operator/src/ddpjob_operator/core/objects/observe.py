@@ -103,6 +103,7 @@ class Container:
     ready: bool = False
     restart_count: int = 0
     report: Report | None = None
+    hides: bool = False  # its command ended with 0 after the launcher had failed: a pipe, `; echo`
     memory: str = ""  # the limit as written
 
 
@@ -324,6 +325,9 @@ def _container(found: Mapping[str, Any]) -> Container:
     kind = next((k for k in ("terminated", "running", "waiting") if k in state), "unknown")
     detail = mapping(state.get(kind))
     report, exit_code = _report(detail.get("message")), detail.get("exitCode")
+    hides = exit_code == 0 and report is not None and report.kind not in ("", "success")
+    if report is not None and hides:
+        exit_code = report.code or 1
     return Container(
         name=clean(found.get("name"), 63),
         state=kind,
@@ -336,6 +340,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         ready=bool(found.get("ready")),
         restart_count=int(found.get("restartCount") or 0),
         report=report,
+        hides=hides,
     )
 
 

@@ -206,7 +206,7 @@ def _in_same_way(view: View, status: Status, loss: Failure) -> int:
         return 0
     since, count = status.timings.started_at, 1
     for old in reversed(status.failures):
-        alike = old.exception[:_COMPARED] == loss.exception[:_COMPARED] and old.step == loss.step
+        alike = exits.alike(old.exception, loss.exception, _COMPARED) and old.step == loss.step
         if not alike or old.cls != "User" or (since and old.detected_at < since):
             break
         count += 1
