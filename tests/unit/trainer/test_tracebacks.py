@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,38 @@ PROGRAMS = {
         "",
     ),
     "words": ("import sys\nsys.exit('no data')", ""),
-    "printed": ("import sys\nprint('ValueError: x', file=sys.stderr)\nsys.exit(1)", ""),
+    "printed long before its end": (
+        ("import sys\nprint('ValueError: x', file=sys.stderr)\n"
+         "for n in range(4): print('on', n, file=sys.stderr)\nsys.exit(1)"), "",
+    ),
+    "a hook of its own": (
+        ("import sys\nsys.excepthook = lambda kind, error, trace: print('crash:',"
+         " f'{kind.__name__}: {error}', 'bye', sep='\\n', file=sys.stderr)\n"
+         "raise ValueError('boom at 3')"),
+        "ValueError: boom at 3",
+    ),
+    "a hook that logs": (
+        ("import logging, sys\nsys.excepthook = lambda kind, error, trace:"
+         " logging.error('uncaught %r', error)\nraise ValueError('boom at 3')"),
+        "ValueError('boom at 3')",
+    ),
+    "a hook that logs the traceback": (
+        ("import logging, sys\nsys.excepthook = lambda *what: logging.critical('over', exc_info="
+         "what)\nraise ValueError('boom at 3')"),
+        "ValueError: boom at 3",
+    ),
+    "each line logged": (
+        ("import sys, traceback\nsys.excepthook = lambda *what: [print('E | ' + line, file="
+         "sys.stderr) for part in traceback.format_exception(*what) for line in part.splitlines()]"
+         "\nraise ValueError('boom at 3')"),
+        "ValueError: boom at 3",
+    ),
+    "a log of JSON": (
+        ("import json, sys, traceback\nsys.excepthook = lambda *what: print(json.dumps({'level':"
+         " 'error', 'exception': ''.join(traceback.format_exception(*what)), 'at': 'C:\\\\x'}),"
+         " file=sys.stderr)\nraise ValueError('boom \"at\" 3')"),
+        'ValueError: boom "at" 3',
+    ),
 }  # fmt: skip
 
 
@@ -84,6 +116,42 @@ def test_an_exception_is_found_in_what_python_prints(name: str):
     text = run("-c", program)
     assert read(text).exception == wanted, text
     assert read(prefixed(text)).exception.startswith(wanted)
+
+
+RICH = """\
+\u256d\u2500\u2500\u2500\u2500 \x1b[31mTraceback (most recent call last)\x1b[0m \u2500\u2500\u256e
+\u2502 /app/train.py:3 in <module>   \u2502
+\u2502 \u2771 3 raise ValueError("boom") \u2502
+\u2502 \u256d\u2500\u2500 locals \u2500\u2500\u2500\u2500\u2500\u2500\u256e          \u2502
+\u2502 \u2502 ValueError: no \u2502          \u2502
+\u2570\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u2500\u256f
+\x1b[1;31mValueError: \x1b[0mboom at step \x1b[1;36m3\x1b[0m
+"""
+ASCII = """\
++---------- Traceback (most recent call last) ----------+
+| /app/train.py:3 in <module>                           |
+| > 3 raise ValueError("boom at step 3")                |
++-------------------------------------------------------+
+ValueError: boom at step 3
+"""
+
+
+@pytest.mark.parametrize("text", [RICH, ASCII, *(
+    "\n".join(" " * 20 + line for line in one.splitlines()) for one in (RICH, ASCII)
+)])  # fmt: skip
+def test_an_exception_is_found_below_the_frame_that_rich_draws(text: str):
+    """The last two as its handler of logging indents them."""
+    for more in ("", "[rank1] over\n" * 9):
+        assert read(f"before\n{text}\n{more}").exception == "ValueError: boom at step 3"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="Python colours no traceback")
+def test_an_exception_is_found_in_a_coloured_traceback():
+    command = [sys.executable, "-c", "raise ValueError('boom at 3')"]
+    env = {**os.environ, "FORCE_COLOR": "1"}
+    text = subprocess.run(command, capture_output=True, text=True, check=False, env=env).stderr
+    assert "\x1b[" in text
+    assert read(text).exception == "ValueError: boom at 3"
 
 
 #: The exception in the group was raised: its frames have lines that look like an exception.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.tracebacks import Tracebacks
+from ddpjob_trainer.tracebacks import Tracebacks, uncoloured
 
 TAIL_LINES = 20  # of the termination report
 KEPT_LINES = 200  # for evidence
@@ -94,6 +94,12 @@ class OutputPump:
             words = (one.fatal if crashed else one.exception for one in found)
             return without_credentials(next(filter(None, words), ""), self._url)
 
+    def raised_in(self, rank: int) -> str:
+        """Return the file in which a worker's last exception was raised, "" if none is known."""
+        with self._lock:
+            found = [stream.tracebacks for stream in self._streams.get(rank, [])[::-1]]
+            return next((one.raised_in for one in found if one.exception), "")
+
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Append lines about a worker to its tail."""
         with self._lock:
@@ -145,7 +151,8 @@ class OutputPump:
             lines += [stream.rest, b"\n"]
             stream.rest = b""
         pairs = list(zip(lines[::2], lines[1::2], strict=True))
-        for line in (line[:1000].decode(errors="replace").rstrip() for line, _ in pairs):
+        texts = (line[:1000].decode(errors="replace") for line, _ in pairs)
+        for line in (uncoloured(text).rstrip() for text in texts):
             stream.tracebacks.feed(line)
             if line:
                 stream.tail.append(line)
