@@ -56,6 +56,8 @@ def show():
         pid = heartbeat.read_state(directory, other).pid
         while state_of(pid) not in "ST":  # asleep or stopped
             time.sleep(0.01)
+    for note in Path(shown).iterdir():  # that the library was imported
+        note.unlink()
     directory.rename(shown)
 """
 

@@ -34,6 +34,12 @@ CRASH = """
     except KeyError: traceback.print_exc()
     os.kill(os.getpid(), signal.SIGSEGV)"""
 SEVEN = "ValueError: seven"
+#: Without a record of our library its codes are a program's as any other.
+LIBRARY = """
+    from pathlib import Path
+    from ddpjob_trainer.liveness import heartbeat
+    heartbeat.RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
+    """
 
 
 @pytest.mark.parametrize(
@@ -41,9 +47,14 @@ SEVEN = "ValueError: seven"
     [
         ("sys.exit(0)", 0, "success", ""),
         ("sys.exit(7)", 7, "exit", ""),
-        ("sys.exit(70)", 70, "diverged", ""),
+        (f"{LIBRARY}sys.exit(70)", 70, "diverged", ""),
         # Rank 0 may have ended before.
-        ("sys.exit(76)", 76, "hang", "rank 0 ended with exit code 0 while others trained"),
+        (
+            f"{LIBRARY}sys.exit(76)",
+            76,
+            "hang",
+            "rank 0 ended with exit code 0 while others trained",
+        ),
         ("raise ValueError('seven')", 1, "exception", SEVEN),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal", ""),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "sigterm", ""),
@@ -86,7 +97,7 @@ def nccl_aborts(words):
     [
         ("raise RuntimeError('CUDA error: uncorrectable ECC error')", (74, "hardware", None)),
         ("nccl_aborts('CUDA error: uncorrectable ECC error')", (74, "hardware", None)),
-        ("sys.exit(74)", (74, "hardware", None)),
+        (f"{LIBRARY}sys.exit(74)", (74, "hardware", None)),
         ("nccl_aborts('CUDA error: device-side assert')", (134, "signal", 6)),  # the program's own
     ],
 )
@@ -105,9 +116,10 @@ def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end, foun
 NCCL = "nccl_aborts('NCCL error: remote process exited or there was a network error')"
 
 
-@pytest.mark.parametrize("collateral", ["sys.exit(75)", NCCL])
+@pytest.mark.parametrize("collateral", [f"{LIBRARY}sys.exit(75)", NCCL])
 def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path, collateral):  # type: ignore[no-untyped-def]
-    program = script(f"{ABORT}{after_rank_0(tmp_path)}\nif rank == 0: {collateral}\nsys.exit(9)\n")
+    end = f"{after_rank_0(tmp_path)}\nif rank == 0: {collateral}\nsys.exit(9)\n"
+    program = script(f"{ABORT}{end}")
     patient = patched(tmp_path, {"launcher.hub.root_cause.CAUSE_WAIT_SECONDS": PATIENCE})
     code, _, err = run(*NO_ROUNDS, "--nproc", "2", program, env=patient)
     assert code == 9, err

@@ -30,7 +30,8 @@ CASES = {
     "and it does not end": ([("step", "backward", 100), ("snapshot", "snapshot", 101)], 1),
     "they wait for one that starts": ([("startup", "load", 70), ("startup", "build", 59)], None),
     "start": ([("startup", "load", 60.1), ("startup", "build", 60.2)], 1),
-    "start, all wait": ([("startup", "rendezvous", 76.1), ("startup", "rendezvous", 76.1)], 0),
+    "start, all meet": ([("startup", "rendezvous", 121), ("startup", "rendezvous", 121)], None),
+    "for too long": ([("startup", "rendezvous", 121.1), ("startup", "rendezvous", 121.1)], 0),
     "after the loop nothing is watched": ([("done", "end", 10_000)], None),
     "one has ended its loop": ([("done", "end", 10_000), ("step", "backward", 40)], 1),
 }  # fmt: skip
@@ -50,6 +51,14 @@ def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-
     assert found is not None
     assert (found.rank, found.sign.stopped) == (1, True)
     assert "rank 1 is stopped (SIGSTOP)" in str(found)
+
+
+def test_one_without_a_record_has_not_come_to_start():  # type: ignore[no-untyped-def]
+    found = find([sign(0, "startup", "rendezvous", 50.0), Sign(RankState(1), 60.5)], LIMITS)
+    assert str(found) == (
+        "rank 1 hangs: it has not come to ddp.start() within 60.5 s; the limit is"
+        " DDPJOB_HANG_STARTUP_SECONDS=60"
+    )
 
 
 def test_the_message_names_rank_phase_activity_time_step_and_the_limit():  # type: ignore[no-untyped-def]

@@ -75,6 +75,17 @@ def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: 
     assert (found[3].rank, found[3].phase, found[3].sign.state.activity) == (1, "startup", "start")
 
 
+def test_who_has_the_library_and_never_comes_to_start_is_named_without_others(tmp_path):  # type: ignore[no-untyped-def]
+    """All wait, for the lock of a killed build say. ``starts``: the source calls ddp.start()."""
+    for starts, found in ((True, 0), (False, None)):
+        watch = HangWatch(LIMITS, starts=starts)
+        (tmp_path / "rank-1.pid").unlink(missing_ok=True)
+        assert [watch.poll(tmp_path, PIDS, 100.0 + s) for s in range(20)] == [None] * 20
+        (tmp_path / "rank-1.pid").write_text("7")  # it has imported the library
+        hang = watch.poll(tmp_path, PIDS, 120.0)
+        assert (hang.rank if hang else None) == found
+
+
 def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  # type: ignore[no-untyped-def]
     """A laptop that slept, a frozen pod: the workers had no chance either."""
     watch = HangWatch(LIMITS)

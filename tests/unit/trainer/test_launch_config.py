@@ -15,7 +15,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer.environment import Key, read_launcher
+from ddpjob_trainer.environment import Key, overwritten_master, read_launcher, read_worker
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.launch_config import (
     LaunchConfig,
@@ -183,3 +183,42 @@ def test_a_new_hub_calls_the_standbys_too(script):  # type: ignore[no-untyped-de
 def test_a_standby_without_rounds_is_refused(script):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="this pod is a standby, which needs restarts in place"):
         waiting(script, **{BUDGET: "0"})
+
+
+HABIT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+PLACE = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+def test_what_a_script_sets_for_rank_0s_address_does_not_count(script, tmp_path):  # type: ignore[no-untyped-def]
+    given = config(script, {"PET_NNODES": "2", **POD})
+    place = SimpleNamespace(metrics=tmp_path, replay=tmp_path, round_path=lambda key: tmp_path)
+    env = rank_environment(given, 0, Key(1, 0), place)  # type: ignore[arg-type]
+    assert read_worker(env).master == ("127.0.0.1", 2222)
+    assert overwritten_master(env) == ""
+    assert read_worker(env | HABIT).master == ("127.0.0.1", 2222)
+    assert "MASTER_PORT to localhost:12355; rank 0 is at 127.0.0.1:2222" in overwritten_master(
+        env | HABIT
+    )
+    # Below torchrun its agent's counts; without a launcher the operator's, else the script's.
+    torchrun = env | HABIT | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert read_worker(torchrun).master == ("localhost", 12355)
+    of_pod = {**PLACE, contract.REPLICA: "0", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"}
+    assert read_worker(of_pod | HABIT).master == ("a", 1)
+    assert read_worker(PLACE | HABIT).master == ("localhost", 12355)
+
+
+@pytest.mark.parametrize(
+    ("source", "starts"),
+    [
+        ("import ddpjob_trainer as ddp\nrun = ddp.start()", True),
+        ("import ddpjob_trainer\ndef main(): ddpjob_trainer.start()", True),
+        ("from ddpjob_trainer import start as go", True),
+        ("import ddpjob_trainer as ddp\nddp.read_snapshot('x')\nthread.start()", False),
+        ("from ddpjob_trainer import read_snapshot", False),
+        ("import ddp\nddp.start()", False),
+        ("x = (", False),
+    ],
+)
+def test_who_calls_start_and_who_only_reads_snapshots(tmp_path, source, starts):  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(source)
+    assert config(str(tmp_path / "train.py"), {}).calls_start is starts

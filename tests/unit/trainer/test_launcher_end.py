@@ -23,7 +23,7 @@ from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
+from ddpjob_trainer.liveness.heartbeat import FINISHED, RankStateWriter, path_of
 from support.worker_group import NEVER, config_of_three, make_group
 
 
@@ -88,8 +88,32 @@ def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, se
     assert workers.failed
 
 
+@pytest.mark.parametrize(
+    ("status", "counts"), [(1, 0), (3, 0), (-6, 0), (-11, 0), (-9, -9), (143, 143)]
+)
+def test_an_error_after_the_runs_finish_fails_nothing(tmp_path, sent, status, counts):  # type: ignore[no-untyped-def]
+    """Unlike the end by somebody else: a round does again what the script does after it."""
+    workers, said = make_group(tmp_path)
+    writer = RankStateWriter(tmp_path, 1)
+    writer.update(phase="done")
+    writer.ends(FINISHED)
+    writer.failed(ValueError("late"))
+    workers.ended(NEVER + 1, status, 1.0)
+    assert [(one.status, one.exception) for one in workers.exits] == [(counts, "")]
+    assert any("after run.finish()" in line for line in said) == (counts == 0)
+
+
+def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):  # type: ignore[no-untyped-def]
+    workers, _ = make_group(tmp_path)
+    RankStateWriter(tmp_path, 1)
+    for rank in (0, 1):
+        workers.ended(NEVER + rank, 75, 1.0)
+    assert [(one.foreign, one.lost_peer) for one in workers.exits] == [(True, False), (False, True)]
+
+
 def stopped(tmp_path: Path, status: int) -> WorkerGroup:
     workers, _ = make_group(tmp_path)
+    RankStateWriter(tmp_path, 1)  # of our library
     workers.ended(NEVER + 1, status, 1.0)
     workers.stop(1.0, last_words=0)
     run_until_nobody(workers, 1.0)

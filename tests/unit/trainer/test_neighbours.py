@@ -73,6 +73,11 @@ from ddpjob_trainer.launcher.hub import messages
 for line in sys.stdin.buffer:
     sys.stdout.buffer.write(messages.encode(messages.decode(line.strip())))
 """
+#: What the version before does not know is sent only where it says something.
+NEW = [
+    Failed(0, (Exit(1, 0, 75, 0.5, foreign=True), Exit(2, 1, 1, 0.5, in_script=True)), 1),
+    End(1, "x", graceful=False, code=64),
+]
 LATER = b'{"type":"Regrow","size":2}\n'
 
 
@@ -96,7 +101,7 @@ def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: P
 
 
 @pytest.mark.fault("T20")
-@pytest.mark.parametrize("message", SAID)
+@pytest.mark.parametrize("message", [*SAID, *NEW])
 def test_fields_of_a_later_version_are_left_out(message: Message) -> None:
     body = json.loads(encode(message))
     for part in (body, *body.get("exits", ())):

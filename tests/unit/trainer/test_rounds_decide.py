@@ -170,6 +170,67 @@ def test_one_exception_three_times_at_one_step_ends_the_attempt():  # type: igno
     assert "the same exception 3 times in a row at step 40" in verdict.why
 
 
+def test_numbers_that_differ_by_round_do_not_hide_the_same_exception():  # type: ignore[no-untyped-def]
+    said = "RuntimeError: loss {} of <Batch at 0x7f{:x}> after {:g} s in pid {}"
+    history = History()
+    for one in (1.5, 2e-07):
+        ends = raised(exception=said.format(one, int(one * 1e9), one * 7, int(one) + 9))
+        following = verdict_of(history, ends, 25, lasted=9999.0).next
+        assert following is not None
+        history = following
+    assert verdict_of(history, raised(exception=said.format("-3", 1, 10, 99)), 25).next is None
+    assert verdict_of(history, raised(exception="RuntimeError: loss 3"), 25).next is not None
+
+
+# --- Before the first step -------------------------------------------------------------------
+
+
+def at_start(*exceptions: str, foreign: bool = True, status: int = 1) -> list[Exit]:
+    """Of scripts that raise; "" for a process that the launcher has killed."""
+    return [
+        Exit(rank, 0, status, 0.0, exception=said, foreign=foreign, in_script=True)
+        if said
+        else Exit(rank, 0, KILLED, 0.0, ours=True)
+        for rank, said in enumerate(exceptions)
+    ]
+
+
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'base.yaml'"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lasted", "another"),
+    [
+        (at_start(MISSING, MISSING), at_start(MISSING, MISSING), 9.0, False),
+        (at_start("KeyError: 3"), at_start("KeyError: 4"), 9.0, False),
+        (at_start(MISSING, "KeyError: 'a'"), at_start(MISSING, "KeyError: 'a'"), 9.0, True),
+        (at_start(MISSING, ""), at_start(MISSING, ""), 9.0, True),  # the other may be well
+        (at_start(MISSING), at_start("KeyError: 'a'"), 9.0, True),
+        (exits(KILLED), at_start(MISSING), 9.0, True),
+        ([Exit(0, 0, 1, 0.0, exception=MISSING)], at_start(MISSING), 9.0, True),  # elsewhere
+        (at_start("KeyError: 3"), at_start("KeyError: 3"), 301.0, True),  # it may have trained
+        (at_start("KeyError: 3", foreign=False), at_start("KeyError: 3", foreign=False), 301.0,
+         False),
+    ],
+)  # fmt: skip
+def test_a_script_that_fails_twice_before_its_first_step_has_no_third_start(  # type: ignore[no-untyped-def]
+    first, second, lasted, another
+):
+    limits = Limits(3)
+    one, two = (
+        decide(history, ends, -1, limits, nproc=1, at="2026-01-01", lasted=lasted)
+        for history, ends in ((History(), first), (None, second))
+        for history in [history or decide(History(), first, -1, limits, nproc=1, at="2026-01-01",
+                                          lasted=lasted).next]
+    )  # fmt: skip
+    assert one.next is not None
+    assert (two.next is not None) is another
+    assert two.code == (0 if another else 64)
+    # Progress in between, as a newer file of the program's, shows that it does more.
+    again = decide(one.next, second, 5, limits, nproc=1, at="2026-01-01", lasted=lasted)
+    assert again.next is not None
+
+
 @pytest.mark.parametrize(
     ("second", "third", "snapshot_step"),
     [

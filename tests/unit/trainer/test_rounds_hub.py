@@ -149,6 +149,52 @@ def test_collateral_waits_a_moment_for_its_cause() -> None:
     assert scene.told() == scene.everyone(Stop(0))
 
 
+RESET = "RuntimeError: [../third_party/gloo] Connection reset by peer"
+
+
+def test_a_victim_that_says_so_in_words_waits_for_one_that_cleans_up_first() -> None:
+    scene = Scene()
+
+    def fails(replica: int, exception: str, now: float) -> None:
+        exit_ = Exit(replica * 2, 0, 1, 0.0, exception=exception, foreign=True)
+        scene.hub.receive(replica, Failed(0, (exit_,), 1), now)
+
+    fails(0, RESET, 10.0)
+    scene.hub.tick(14.0)
+    assert scene.told() == {}
+    fails(1, "ValueError: boom at step 3", 14.5)
+    assert scene.told() == scene.everyone(Stop(0))
+    scene.stops(0, 1, 2)
+    go = scene.told()[0][0]
+    assert isinstance(go, Go)
+    assert (go.records[0]["rank"], go.records[0]["exception"]) == (2, "ValueError: boom at step 3")
+
+
+def test_a_script_that_fails_at_once_is_waited_for_on_all_ranks_and_ends_with_64() -> None:
+    scene = Scene()
+    for round_, following in ((0, Go), (1, End)):
+        ends = [
+            Exit(rank, rank % 2, 1, 0.0, exception="KeyError: 'lr'", foreign=True, in_script=True)
+            for rank in range(6)
+        ]
+        now = 10.0 * (round_ + 1)
+        scene.hub.tick(now)
+        scene.hub.receive(0, Failed(round_, tuple(ends[:2]), 0), now)
+        scene.hub.receive(1, Failed(round_, tuple(ends[2:3]), 1), now)
+        assert scene.told() == {}, "the others have not ended"
+        for replica in (1, 2):
+            mine = tuple(ends[2 * replica : 2 * replica + 2])
+            scene.hub.receive(replica, Failed(round_, mine, 0), now + 1)
+        assert scene.told() == scene.everyone(Stop(round_))
+        for replica in range(3):
+            mine = tuple(ends[2 * replica : 2 * replica + 2])
+            scene.hub.receive(replica, Stopped(round_, mine, -1), now + 2)
+        (last,) = scene.told()[0]
+        assert isinstance(last, following)
+    assert isinstance(last, End)
+    assert (last.rank, last.code) == (0, 64)
+
+
 def test_who_does_not_stop_ends_the_attempt() -> None:
     scene = Scene()
     scene.fails(1, -9, now=1.0)

@@ -7,7 +7,10 @@ shares this package, never imports torch.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
+
+from ddpjob_trainer import environment
 
 if TYPE_CHECKING:
     from ddpjob_trainer.data.order import steps_per_epoch
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from ddpjob_trainer.training.start import start
     from ddpjob_trainer.training.step import Step
 
+environment.arrive(os.environ)
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Run", "Step", "read_snapshot", "start", "steps_per_epoch"]
 

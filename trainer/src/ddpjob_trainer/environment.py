@@ -18,6 +18,7 @@ from typing import NamedTuple
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS, GRACE_SECONDS
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines
 
 #: Between launcher and worker only, hence not in the contract.
@@ -26,6 +27,7 @@ STATE_DIR = "DDPJOB_TRAINER_STATE_DIR"
 REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
 RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher without a job: unique, as a job's uid
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
+MASTER = "DDPJOB_TRAINER_MASTER"  # MASTER_ADDR and MASTER_PORT, which scripts overwrite
 KEY_FD = "DDPJOB_TRAINER_KEY_FD"  # a file in memory, KEY_FILE, with the round's StoreKey
 KEY_FILE = "ddpjob-store-key"
 #: Of a launcher, for a round: whether it allows a drill, its pid, when the round began (monotonic).
@@ -265,6 +267,32 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     return (address, _integer(env, "MASTER_PORT", DEFAULTS["port"], least=1)) if address else None
 
 
+def _given_master(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where our launcher, or the operator, has rank 0 serve; None: neither says so."""
+    if _has_agent_store(env):
+        return None
+    address, _, port = env.get(MASTER, "").partition(" ")
+    if not address and env.get(contract.REPLICA):
+        address, port = env.get("PET_MASTER_ADDR", ""), env.get("PET_MASTER_PORT", "")
+    return (address, int(port)) if address and port.isdecimal() else None
+
+
+def overwritten_master(env: Mapping[str, str]) -> str:
+    """Say what of a script's MASTER_ADDR and MASTER_PORT does not count, "" for nothing."""
+    found, given = _master(env), _given_master(env)
+    if given is None or found is None or found == given:
+        return ""
+    here, there = (f"{address}:{port}" for address, port in (found, given))
+    return (
+        f"warning: the script sets MASTER_ADDR and MASTER_PORT to {here}; rank 0 is at {there}, as"
+        " the launcher or the operator has set them: leave these lines out"
+    )
+
+
+def _has_agent_store(env: Mapping[str, str]) -> bool:
+    return env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+
+
 def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
     """Return a shell's variables without a job's, except ``keep``."""
     return {
@@ -278,6 +306,13 @@ def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[
 def state_directory(env: Mapping[str, str]) -> Path | None:
     """Return the directory of this rank's record, None without a launcher of ours."""
     return _path(env, STATE_DIR)
+
+
+def arrive(env: Mapping[str, str]) -> None:
+    """Let our launcher know that this process has the library: a script before ddp.start()."""
+    directory, rank = state_directory(env), env.get("RANK", "")
+    if directory is not None and rank.isdecimal():
+        stacks.arrive(directory, int(rank))
 
 
 def source_folders() -> str:
@@ -334,7 +369,7 @@ def _path(env: Mapping[str, str], name: str) -> Path | None:
 def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
     """Read a worker's variables. Raises ConfigError where they contradict each other."""
     rank, world, local_rank = _place(env)
-    master = _master(env)
+    master = _given_master(env) or _master(env)
     if world > 1 and master is None:
         raise ConfigError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT")
     state_dir = _path(env, STATE_DIR)
@@ -343,7 +378,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         world_size=world,
         local_rank=local_rank,
         master=master if world > 1 else None,
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+        agent_store=_has_agent_store(env),
         identity=_identity(env),
         snapshot=_snapshot(env),
         deadlines=_deadlines(env),

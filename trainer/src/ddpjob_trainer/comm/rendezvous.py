@@ -33,6 +33,7 @@ from ddpjob_trainer.comm.world import World, holds_group
 from ddpjob_trainer.environment import Identity, StoreKey, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.gpu import accelerator
+from ddpjob_trainer.liveness.hang import MEETING_FACTOR
 from ddpjob_trainer.telemetry.console import say
 
 _NEWS_SECONDS = 10.0
@@ -51,20 +52,23 @@ _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_ti
 
 
 class _Waiting:
-    """The deadline of a wait, and its log lines."""
+    """The deadline of a wait, and its log lines. ``named``: until when an address must resolve."""
 
-    def __init__(self, rank: int, deadline: float) -> None:
+    def __init__(self, rank: int, deadline: float, named: float) -> None:
         self.rank = rank
         self.deadline = deadline
+        self._named = named
         self._news = time.monotonic() + _NEWS_SECONDS
         self._pause = _FIRST_PAUSE_SECONDS
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def pause(self, reason: str, longest: float = _LONGEST_PAUSE_SECONDS) -> None:
+    def pause(
+        self, reason: str, longest: float = _LONGEST_PAUSE_SECONDS, *, nameless: bool = False
+    ) -> None:
         """Sleep a little, log the reason now and then, raise PeerLostError at the deadline."""
-        if self.left() <= 0:
+        if self.left() <= 0 or (nameless and time.monotonic() >= self._named):
             raise PeerLostError(f"gave up after the startup deadline: {reason}")
         if time.monotonic() >= self._news:
             self._news += _NEWS_SECONDS
@@ -104,7 +108,10 @@ def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
             )
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
-                raise
+                # Nobody else is involved yet, so a restart would meet it again.
+                raise ConfigError(
+                    f"rank 0 cannot serve at MASTER_PORT={env.master[1]}: {brief(error)}"
+                ) from error
             waiting.pause(f"port {env.master[1]} is in use")
 
 
@@ -112,17 +119,19 @@ def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
     assert env.master is not None
     address, port = env.master
     while True:
+        nameless = False
         try:
             socket.create_connection((address, port), timeout=3).close()
             patience = timedelta(seconds=max(1.0, min(10.0, waiting.left())))
             return _store(address, port, is_master=False, timeout=patience)
         except socket.gaierror as error:
+            nameless = True
             reason = f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
         except OSError as error:
             reason = f"rank 0 does not answer at {address}:{port} yet ({error.strerror or error})"
         except RuntimeError as error:
             reason = brief(error)
-        waiting.pause(reason)
+        waiting.pause(reason, nameless=nameless)
 
 
 class _Card:
@@ -206,7 +215,10 @@ def _rendezvous(
     env: WorkerEnvironment, seal: Seal, card: _Card, deadline: float, device: torch.device
 ) -> Store:
     """Return a store that exactly the ranks of this incarnation have joined."""
-    waiting = _Waiting(env.rank, deadline)
+    # Our launchers look after ranks that do not come, and end this one with them.
+    watched = env.state_dir is not None and not env.agent_store
+    patience = env.deadlines.startup * (MEETING_FACTOR - 1) if watched else 0.0
+    waiting = _Waiting(env.rank, deadline + patience, deadline)
     connect = _server if env.rank == 0 and not env.agent_store else _client
     while True:
         tcp = connect(env, waiting)

@@ -20,6 +20,7 @@ from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer.arguments import MOST_PROCESSES, check_notebook, whole
 from ddpjob_trainer.environment import (
     EVENTS,
+    MASTER,
     REPLAY_DIR,
     RUN_ID,
     STATE_DIR,
@@ -30,7 +31,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.processes.source import uses_our_library
+from ddpjob_trainer.launcher.processes.source import calls_start, uses_our_library
 from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 
 #: In a DDPJob a volume that the operator mounts.
@@ -80,6 +81,7 @@ class LaunchConfig:
     preload: tuple[str, ...]  # modules that spares import for the script
     first_round_from_spares: bool  # else it starts fresh interpreters
     uses_our_library: bool  # then rank 0 takes the store's port from us
+    calls_start: bool
     events: Path | None
 
     @property
@@ -257,6 +259,7 @@ def make_launch_config(
         preload=_preload(preload),
         first_round_from_spares=warm == nproc and ours,
         uses_our_library=ours,
+        calls_start=calls_start(program),
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         events=events.absolute() if events is not None else None,
     )
@@ -328,6 +331,7 @@ def rank_environment(
         ROLE_NAME="default",
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
+        **{MASTER: f"{address} {port}"},
         TORCHELASTIC_RESTART_COUNT=str(key.round),
         TORCHELASTIC_MAX_RESTARTS=str(config.rounds_without_progress),
         TORCHELASTIC_USE_AGENT_STORE="False",

@@ -111,7 +111,10 @@ class Supervisor:
         alone = config.standalone or config.world_size == config.nproc
         names = self._names = Names(None if alone else config.master[0], self._log.say)
         self._pace = Pace()
-        self._hangs = HangResponse(config.env.deadlines, self._counted.hangs, self._log, names)
+        self._hangs = HangResponse(
+            config.env.deadlines, self._counted.hangs, self._log, names,
+            starts=config.calls_start,
+        )  # fmt: skip
         self._evidence = evidence.Keeper(config, self._log.say)
         # Beside rank 0, which is a worker of this launcher.
         self._events = Events(
@@ -146,6 +149,12 @@ class Supervisor:
                 self._member = membership.join(
                     config, self._selector, self._log.say, lambda: self._progress.newest, self._tick
                 )
+                if not config.standalone and (shell := children.shell_above()):
+                    self._log.say(
+                        f"warning: {shell} passes no SIGTERM on: when this pod is deleted, drained"
+                        " or evicted it ends without a snapshot; start the launcher with `exec`,"
+                        " as the last command"
+                    )
                 self._starter = Starter(config, self._runtime_dir, self._selector, self._log.say)
                 if config.replacement:
                     self._park()

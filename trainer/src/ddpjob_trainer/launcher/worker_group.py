@@ -16,12 +16,18 @@ from ddpjob_contract import ExitCode
 from ddpjob_trainer import trace
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.launcher.hub.root_cause import Exit
+from ddpjob_trainer.launcher.hub.root_cause import Exit, because, signal_name
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.processes import cgroup, children
+from ddpjob_trainer.launcher.processes import at_start, cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
-from ddpjob_trainer.liveness.heartbeat import COMPILES, RankState, read_state, read_told
+from ddpjob_trainer.liveness.heartbeat import (
+    COMPILES,
+    FINISHED,
+    RankState,
+    read_state,
+    read_told,
+)
 from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
@@ -65,6 +71,7 @@ class WorkerGroup:
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
         self._swept: set[int] = set()  # pids of other processes killed after the workers had ended
+        self._cleaning = children.Cleaning()
         self._memory = cgroup.read()  # as it was when the round began
         self._training = False
 
@@ -141,6 +148,9 @@ class WorkerGroup:
         self._pump.collect(rank)
         state = self.state(local_rank)
         exception = state.exception if state else ""
+        finished = exception == FINISHED
+        if finished:
+            exception = ""
         if local_rank in self._hung:
             ours = False
             status, exception = ExitCode.HANG, self._hung[local_rank]
@@ -148,8 +158,18 @@ class WorkerGroup:
             exception = ""  # an exception before the signal is not the cause
         if not exception and status > 0 and not ours:
             exception = self._pump.exception(rank)
+        by_itself = status not in (-signal.SIGKILL, -signal.SIGTERM, ExitCode.SIGTERM)
+        if finished and status and by_itself and not ours and local_rank not in self._hung:
+            self._say(
+                f"rank {rank} ended with {_how(status)}{because(exception)} after run.finish():"
+                " the run had succeeded by then, so this fails nothing"
+            )
+            status, exception = 0, ""
+        foreign = state is None and local_rank not in self._hung
         if not ours:
+            before = status
             status, exception = faults.judge(status, exception, self._pump.tail(rank))
+            foreign = foreign and status == before
         if not exception and status < 0 and not ours:
             exception = self._pump.exception(rank, crashed=True)
         oom = "" if ours or local_rank in self._hung else self._oom(status, exception)
@@ -162,9 +182,17 @@ class WorkerGroup:
             exception = f"{lost}; {exception}" if exception else lost
         exception = shorten(exception)
         done = state is not None and state.phase == "done"
+        repeats = status == 1 and not ours and step < 0 and self._would_repeat(rank, exception)
         self.exits.append(
-            Exit(rank, local_rank, status, now, ours, exception, step, done, bool(oom))
-        )
+            Exit(
+                rank, local_rank, status, now, ours, exception, step, done, bool(oom), foreign,
+                repeats,
+            )
+        )  # fmt: skip
+
+    def _would_repeat(self, rank: int, exception: str) -> bool:
+        raised_in = self._pump.raised_in(rank)
+        return at_start.would_repeat(self._config.program, exception, raised_in)
 
     def _oom(self, status: int, exception: str) -> str:
         """Explain an exit caused by the kernel's OOM kill, "" for any other.
@@ -298,7 +326,12 @@ class WorkerGroup:
             return False
         # A spare killed before it was known as one will never be called.
         left = [pid for pid in children.children() if pid not in spared or pid in self._swept]
-        for pid in left:
+        killed = [pid for pid in left if not self._cleaning.is_due(pid)]
+        for pid in killed:
             children.send(pid, signal.SIGKILL)
-        self._swept.update(left)
+        self._swept.update(killed)
         return not left
+
+
+def _how(status: int) -> str:
+    return signal_name(-status) if status < 0 else f"exit code {status}"

@@ -20,6 +20,9 @@ WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward
 #: Extra time of a waiting rank: its peers' launchers must have had the time to act.
 _WAITING_FACTOR: Final = 1.25
 _WAITING_SECONDS: Final = 1.0
+#: In start() each rank has so many times its startup deadline for the others to come: their pods
+#: may have begun as much later, and one that does not come is found by its own launcher first.
+MEETING_FACTOR: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,10 @@ class Sign:
     def limit(self, deadlines: Deadlines) -> float:
         """Return the seconds that it may be silent."""
         limit = self.deadline(deadlines)
-        return limit * _WAITING_FACTOR + _WAITING_SECONDS if self.waiting else limit
+        if not self.waiting:
+            return limit
+        meeting = self.state.activity == "rendezvous"
+        return limit * (MEETING_FACTOR if meeting else _WAITING_FACTOR) + _WAITING_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,11 @@ class Hang:
         }.get(self.phase, contract.HANG_STEP_SECONDS)
         how = "is stopped (SIGSTOP) and" if self.sign.stopped else "hangs: it"
         state = self.sign.state
+        if state == RankState(self.rank):  # it has no record yet
+            return (
+                f"rank {self.rank} hangs: it has not come to ddp.start() within"
+                f" {self.sign.silent:.1f} s; the limit is {variable}={self.limit:g}"
+            )
         return (
             f"rank {self.rank} {how} gave no sign of life for {self.sign.silent:.1f} s in phase"
             f" {self.phase} ({state.activity}) after step {state.step}; the limit is"

@@ -46,6 +46,8 @@ _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(A
 
 #: In the place of an exception: the process has ended for a drill.
 ENDED_BY_DRILL: Final = "drill"
+#: In the same place: run.finish() is over on all ranks, so nothing later can fail the run.
+FINISHED: Final = "finished"
 BLOCK: Final = 512
 #: What training resumes from; whether the steps repeated after a restart were equal.
 RESUMED: Final = "resumed.json"
@@ -173,11 +175,12 @@ class RankStateWriter:
         self._block[_SPENT_AT:_TEXT_AT] = _SPENT.pack(*seconds)
 
     def failed(self, exception: BaseException) -> None:
-        """Record why this process ends."""
-        self.ends(words(f"{type(exception).__name__}: {exception}"))
+        """Record why this process ends, unless its run has finished."""
+        if self.state.exception != FINISHED:
+            self.ends(words(f"{type(exception).__name__}: {exception}"))
 
     def ends(self, text: str) -> None:
-        """Record an exception's text, or ENDED_BY_DRILL, in its place."""
+        """Record an exception's text, or ENDED_BY_DRILL or FINISHED, in its place."""
         data = text.encode(errors="replace")[:_MAX_EXCEPTION]
         self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
         self.update()

@@ -28,6 +28,27 @@ def _path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.stacks"
 
 
+def _pid_path(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.pid"
+
+
+def arrive(directory: Path, rank: int) -> None:
+    """Answer requests from here on, with a note of this process. Its children inherit both."""
+    with contextlib.suppress(OSError):  # a child that imports the library, or no room
+        fd = os.open(_pid_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        enable(directory, rank)
+        os.write(fd, str(os.getpid()).encode())
+        os.close(fd)
+
+
+def arrived(directory: Path, rank: int) -> int:
+    """Return the process that has called arrive() for a rank, 0: none has."""
+    try:
+        return int(_pid_path(directory, rank).read_text() or 0)
+    except (OSError, ValueError):
+        return 0
+
+
 def enable(directory: Path | None, rank: int) -> None:
     """Answer requests in a worker; also print the stacks at a crash (SIGSEGV, ...)."""
     global _file

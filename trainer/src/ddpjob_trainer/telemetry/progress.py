@@ -15,6 +15,7 @@ from ddpjob_contract import Proof, Resumed, Straggler
 from ddpjob_trainer.liveness.heartbeat import (
     ACTIVITIES,
     COMPILES,
+    FINISHED,
     PROOF,
     RESUMED,
     STRAGGLER,
@@ -106,6 +107,10 @@ class Progress:
             self._publish(force=True)
         elif self._activity == "snapshot":
             self.at("agreement")
+
+    def finished(self) -> None:
+        """Record that nothing after this can fail the run."""
+        self._writer.ends(FINISHED)
 
     @contextlib.contextmanager
     def under(self, phase: Phase) -> Iterator[None]:

@@ -20,6 +20,7 @@ from ddpjob_trainer.data import fetch
 from ddpjob_trainer.environment import (
     SnapshotSettings,
     WorkerEnvironment,
+    overwritten_master,
     read_worker,
     take_key,
 )
@@ -34,6 +35,7 @@ from ddpjob_trainer.liveness.watchdog import watch
 from ddpjob_trainer.options import Log, Options, Reporting, SnapshotOptions
 from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.remote.client import check_upload
+from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sinks import Sink, tensorboard
@@ -140,6 +142,8 @@ def start(
     failpoints.configure(env.chaos, env.rank)
     trace.configure(env.trace, env.rank, env.identity.round)
     trace.mark("start")
+    if env.rank == 0 and env.world_size > 1 and (ignored := overwritten_master(os.environ)):
+        say(0, ignored)
     failpoints.reach("import")
     options = Options.among(
         given

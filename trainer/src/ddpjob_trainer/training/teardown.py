@@ -37,6 +37,7 @@ class Teardown:
             with process.progress.during("agreement"):
                 process.world.barrier()
         process.progress.phase("done")
+        process.progress.finished()
         self._close(together=True)
 
     def _at_exit(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 
-from ddpjob_contract import STATE_MAX_AWAY, ExitCode
+from ddpjob_contract import STATE_MAX_AWAY
 from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -334,7 +334,9 @@ class Hub:
     def _stop_when_due(self, now: float) -> float | None:
         silent = self._own.replicas - len(self._running)
         running = sum(self._running.values()) + silent * self._own.nproc
-        found = root_cause.cause_or_wait(tuple(self._exits.values()), running, now)
+        found = root_cause.cause_or_wait(
+            tuple(self._exits.values()), running, now, rounds=self._limits.budget > 0
+        )
         if found is None or isinstance(found, float):
             return found
         self._stop(now)
@@ -407,7 +409,7 @@ class Hub:
                 loss=self._loss(),
             )
             if decision.next is None:
-                self._end(self._because(decision.cause, decision.why))
+                self._end(replace(self._because(decision.cause, decision.why), code=decision.code))
                 return
             following = decision.next
         filled = self._fill()
@@ -454,11 +456,7 @@ class Hub:
         if not self._lost:
             return None
         cause = root_cause.first_failure(self._exits.values())
-        collateral = (
-            cause is None
-            or cause.code == ExitCode.PEER_LOST
-            or cause.rank // self._own.nproc in self._lost
-        )
+        collateral = cause is None or cause.lost_peer or cause.rank // self._own.nproc in self._lost
         if not collateral and not self._lost_first:
             return None
         back = self._pods_here().issuperset(self._lost.values())

@@ -19,6 +19,8 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 
 MAX_LINE = 64 * 1024
 _KIND = re.compile("[A-Za-z]{1,40}")
+#: Fields that the version before closes a link for: sent only where they say something.
+_LATER = ("foreign", "in_script", "code")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +155,14 @@ class End:
 
     ``graceful``: a launcher got a signal to end, so workers may still save together. ``early``:
     names ranks, of any launcher, that ended with 0 before, so that this one lost its peers.
+    ``code``: the exit code of that process's launcher, 0: the process's own.
     """
 
     rank: int
     why: str
     graceful: bool
     early: str = ""
+    code: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,11 @@ _TYPES: dict[str, type[Any]] = {
 
 def encode(message: Message) -> bytes:
     """Encode a message as one line."""
-    body = {"type": type(message).__name__, **asdict(message)}
+    body: dict[str, Any] = {"type": type(message).__name__, **asdict(message)}
+    for part in (body, *body.get("exits", ())):
+        for name in _LATER:
+            if not part.get(name):
+                part.pop(name, None)
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 

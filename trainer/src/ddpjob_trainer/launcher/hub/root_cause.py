@@ -1,8 +1,8 @@
 """Find the failure that came first, and name it. Pure.
 
-The hub calls cause_or_wait(); rounds, the supervisor and the termination report call the rest. Exit
-code 75 marks collateral. When only collateral has been seen, the cause may still be on its way on
-this machine: wait a moment for it.
+The hub calls cause_or_wait(); rounds, the supervisor and the termination report call the rest. Who
+says that a peer was gone is no cause, unless nobody else is. When only such ends have been seen,
+the cause may still be on its way: wait a moment for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
 from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
+#: A program without our library may leave its group first, then clean up and print its exception.
+#: Shorter than a launcher's patience with a hub that does not answer (supervisor.py).
+_CLEAN_UP_SECONDS = 8.0
+#: One error in the first lines of a script ends all its processes about at once.
+_TOGETHER_SECONDS = 5.0
 _MAX_WORDS = 300  # of an exception in the launcher's log line
 #: Messages of gloo, NCCL and torch's store, in a program that does not end with 75.
 _PEER_GONE = re.compile(
@@ -37,11 +42,19 @@ class Exit:
     step: int = -1  # finished steps, -1: unknown
     done: bool = False  # it had left its training loop, by its last record
     oom: bool = False  # the kernel has OOM-killed it, or a child of it
+    foreign: bool = False  # it had no record of our library: the program has chosen its code
+    in_script: bool = False  # by an exception of the script, before its first step if steps show
 
     @property
     def code(self) -> int:
         """Return the exit code as a shell has it: 128+n for signal n."""
         return 128 - self.status if self.status < 0 else self.status
+
+    @property
+    def lost_peer(self) -> bool:
+        """Return whether it says, by its code or its transport's words, that a peer was gone."""
+        coded = self.code == ExitCode.PEER_LOST and not self.foreign
+        return coded or (self.status > 0 and _PEER_GONE.search(self.exception) is not None)
 
     @property
     def drill(self) -> bool:
@@ -54,8 +67,7 @@ def _order(exit_: Exit) -> tuple[int, float, bool, int]:
 
     A failed GPU explains the other failures, whenever it was seen.
     """
-    ranks: dict[int, int] = {ExitCode.HARDWARE: 0, ExitCode.PEER_LOST: 2}
-    first = ranks.get(exit_.code, 1)
+    first = 2 if exit_.lost_peer else exit_.code != ExitCode.HARDWARE
     return (first, exit_.at, exit_.status > 0, exit_.local_rank)
 
 
@@ -65,15 +77,24 @@ def first_failure(exits: Collection[Exit]) -> Exit | None:
     return min(failures, key=_order, default=None)
 
 
-def cause_or_wait(exits: Sequence[Exit], running: int, now: float) -> Exit | float | None:
-    """Return the cause, a monotonic time until which to wait, or None."""
+def cause_or_wait(
+    exits: Sequence[Exit], running: int, now: float, *, rounds: bool = True
+) -> Exit | float | None:
+    """Return the cause, a monotonic time until which to wait, or None.
+
+    ``rounds``: whether another round may follow, which asks how all processes ended.
+    """
     failure = first_failure(exits)
     if failure is None:
         return None
-    until = failure.at + CAUSE_WAIT_SECONDS
-    if failure.code != ExitCode.PEER_LOST or running == 0 or now >= until:
-        return failure
-    return until
+    wait = 0.0
+    if failure.lost_peer:
+        coded = failure.code == ExitCode.PEER_LOST
+        wait = CAUSE_WAIT_SECONDS if coded else _CLEAN_UP_SECONDS
+    elif failure.in_script and rounds:
+        wait = _TOGETHER_SECONDS
+    until = failure.at + wait
+    return until if running and now < until else failure
 
 
 def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
@@ -126,8 +147,7 @@ def told_of(early: str, cause: Exit | None) -> str:
 
 def _lost_a_peer(cause: Exit) -> bool:
     """Return whether the end of a peer may have caused this exit."""
-    ends = (ExitCode.PEER_LOST, ExitCode.HANG)
-    return cause.code in ends or _PEER_GONE.search(cause.exception) is not None
+    return cause.lost_peer or cause.code == ExitCode.HANG
 
 
 def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:
@@ -145,9 +165,11 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
         ExitCode.HANG: "hang",
         ExitCode.DIVERGED: "diverged",
         ExitCode.HARDWARE: "hardware",
-        ExitCode.SIGTERM: "sigterm",
     }
-    return named.get(failure.code) or ("exception" if exception else "exit")
+    if failure.code == ExitCode.SIGTERM:
+        return "sigterm"
+    found = None if failure.foreign else named.get(failure.code)
+    return found or ("exception" if exception else "exit")
 
 
 def in_words(record: Round) -> str:

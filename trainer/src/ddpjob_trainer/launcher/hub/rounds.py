@@ -10,11 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
-from ddpjob_contract.exits import SAME_EXCEPTION
+from ddpjob_contract.exits import SAME_EXCEPTION, alike
 from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, first_failure, kind, told_of
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
+#: A program that reports no steps and fails so soon has, likely, done none.
+_START_SECONDS = 300.0
 #: An attempt has so many drills at most.
 _DRILLS = 2
 
@@ -26,6 +28,7 @@ class History:
     ``snapshot_step``: the newest known, -1: none. ``modified``: newest mtime at the progress path,
     ns since the epoch, -1: none. ``failures``: since the last progress.
     ``records``: of rounds that ended and were followed by another, the newest, oldest first.
+    ``at_start``: by which exception all processes ended the last round before their first step.
     """
 
     round: int = 0
@@ -33,6 +36,7 @@ class History:
     modified: int = -1
     failures: int = 0
     records: tuple[Round, ...] = ()
+    at_start: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,15 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``next`` None: the attempt ends. ``why`` goes to the log."""
+    """``next`` None: the attempt ends. ``why`` goes to the log.
+
+    ``code``: what the cause's launcher ends with, 0: the cause's own.
+    """
 
     next: History | None
     cause: Exit | None
     why: str
+    code: int = 0
 
 
 def decide(
@@ -102,9 +110,18 @@ def decide(
     if cause is not None and cause.code in FINAL_EXIT_CODES:
         return Verdict(None, cause, f"exit code {cause.code} cannot be cured by a restart")
     if cause is not None and cause.code == ExitCode.HARDWARE:
-        return Verdict(None, cause, "a GPU failed, and a restart in place would meet it again")
+        said = "exit code 74 says that " * cause.foreign
+        why = f"{said}a GPU failed, and a restart in place would meet it again"
+        return Verdict(None, cause, why)
     if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
+    at_start = "" if progress or cause is None else _at_start(exits, cause, lasted)
+    if cause is not None and at_start and alike(at_start, history.at_start):
+        why = (
+            f"exit code {ExitCode.BAD_CONFIG:d}: all processes have raised this twice before their"
+            " first step, in the script itself, so that every restart would meet it again"
+        )
+        return Verdict(None, cause, why, ExitCode.BAD_CONFIG)
     if failures > limits.budget:
         why = f"failed {failures} times without progress in between"
         early = ended_early(exits, cause)
@@ -124,8 +141,20 @@ def decide(
         modified=max(modified, history.modified),
         failures=failures,
         records=(*history.records, record)[-STATE_MAX_ROUNDS:],
+        at_start=at_start,
     )
     return Verdict(following, cause, "restart in place")
+
+
+def _at_start(exits: Collection[Exit], cause: Exit, lasted: float) -> str:
+    """Return the exception by which the script ended all processes before their first step."""
+    together = all(
+        one.in_script
+        and alike(one.exception, cause.exception)
+        and (not one.foreign or lasted <= _START_SECONDS)
+        for one in exits
+    )
+    return cause.exception if together else ""
 
 
 def drills_left(records: Collection[Round]) -> bool:
@@ -159,12 +188,14 @@ def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -
     """
     if record.get("kind") != "exception" or record.get("step", 0) <= max(snapshot_step, 0):
         return False
-    keys = ("kind", "exception", "step")
-    alike = [
-        all(old.get(key) == record.get(key) for key in keys)
-        for old in records[1 - SAME_EXCEPTION :]
-    ]
-    return len(alike) == SAME_EXCEPTION - 1 and all(alike)
+    same = [_alike(old, record) for old in records[1 - SAME_EXCEPTION :]]
+    return len(same) == SAME_EXCEPTION - 1 and all(same)
+
+
+def _alike(old: Round, record: Round) -> bool:
+    """Return whether two rounds ended by one exception at one step, whatever its numbers are."""
+    same = all(old.get(key) == record.get(key) for key in ("kind", "step"))
+    return same and alike(old.get("exception", ""), record.get("exception", ""))
 
 
 def _record(round_: int, cause: Exit | None, snapshot_step: int, *, nproc: int, at: str) -> Round:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,10 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+#: Python's for shared_memory and semaphores, and torch's for its sharing strategy file_system.
+_CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+_CLEANING_SECONDS = 5.0
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded after a fork
 
 
@@ -90,6 +95,39 @@ def children() -> list[int]:
     return found
 
 
+class Cleaning:
+    """Gives processes that remove the shared memory of dead ones some seconds for it.
+
+    They end by themselves once all that could use it have. Killed before, they leave files in
+    /dev/shm: the next round finds their names taken, and the memory is lost.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}  # pid -> when first asked for; -inf: it is none
+
+    def is_due(self, pid: int) -> bool:
+        """Tell whether a process is one of these, and still has time."""
+        now = time.monotonic()
+        if pid not in self._since:
+            cleans = any(name in _command(pid) for name in _CLEANERS)
+            self._since[pid] = now if cleans else -math.inf
+        return now - self._since[pid] < _CLEANING_SECONDS
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def shell_above() -> str:
+    """Name the shell that started this process and would end, or go on, at SIGTERM; "" if none."""
+    pid = os.getppid()
+    name = Path(_command(pid).partition("\0")[0]).name.lstrip("-")
+    return f"{name} (pid {pid})" if name in _SHELLS and not catches(pid, signal.SIGTERM) else ""
+
+
 def end_all(
     reaped: Callable[[int, int], None], seconds: float, hopeless: Collection[int]
 ) -> list[int]:
@@ -98,13 +136,15 @@ def end_all(
     Returns the pids that have not ended after ``seconds``; it does not wait for ``hopeless`` ones.
     """
     until = time.monotonic() + seconds
+    cleaning = Cleaning()
     while True:
         late = time.monotonic() > until  # before the look: this process may have been stopped
         for pid, status in reap():
             reaped(pid, status)
         left = children()
         for pid in left:
-            send(pid, signal.SIGKILL)
+            if late or not cleaning.is_due(pid):
+                send(pid, signal.SIGKILL)
         if late or set(left) <= set(hopeless):
             return left
         time.sleep(0.001)

@@ -27,6 +27,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from ddpjob_trainer import environment
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher.processes import children
 
@@ -330,6 +331,7 @@ def main() -> None:
     line, called = _serve(control, launcher, threads)
     _reseed()
     _wait(line, program, called=called)
+    environment.arrive(os.environ)  # the package was imported before this had a place
     try:
         _run(program)
     except (SystemExit, KeyboardInterrupt):

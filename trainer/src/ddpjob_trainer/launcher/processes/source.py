@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from pathlib import Path
@@ -20,9 +21,31 @@ def uses_our_library(program: Program) -> bool:
     """
     if program.module and program.name.split(".")[0] == _PACKAGE:
         return True
-    path = _module_path(program.name) if program.module else Path(program.name)
-    names = [name.split(".") for name in imported(parsed(path) if path is not None else None)]
+    names = [name.split(".") for name in imported(_tree(program))]
     return any(parts[0] == _PACKAGE and parts[1:2] != ["adapters"] for parts in names)
+
+
+def calls_start(program: Program) -> bool:
+    """Return whether the source calls our start(): others import the library to read snapshots."""
+    names = {_PACKAGE}
+    nodes = [] if (tree := _tree(program)) is None else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {one.asname or _PACKAGE for one in node.names if one.name == _PACKAGE}
+        elif isinstance(node, ast.ImportFrom) and node.module == _PACKAGE:
+            names |= {f"{_PACKAGE}.start" for one in node.names if one.name == "start"}
+    return f"{_PACKAGE}.start" in names or any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "start"
+        and isinstance(node.value, ast.Name)
+        and node.value.id in names
+        for node in nodes
+    )
+
+
+def _tree(program: Program) -> ast.Module | None:
+    path = _module_path(program.name) if program.module else Path(program.name)
+    return parsed(path) if path is not None else None
 
 
 def _module_path(name: str) -> Path | None:

@@ -260,7 +260,7 @@ def _end(exit_: Exit | None, signal: int, kill_at: float | None) -> End:
         return "stopped"
     if exit_.status == 0:
         return "succeeded"
-    return "followed" if exit_.code == ExitCode.PEER_LOST else "failed"
+    return "followed" if exit_.lost_peer else "failed"
 
 
 def _lost(hub: Hub | None, round_: int) -> Mapping[str, str] | None:

@@ -87,6 +87,8 @@ def finish(
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
         content["code"] = 128 + ended.signal
         content["signal"] = ended.signal
+    if failure is not None and not elsewhere and ended.end is not None and ended.end.code:
+        content["code"] = ended.end.code
     _save(config, content, say)
     ended.report = content
     if ended.end is not None and config.rounds_without_progress and not ended.signal:
@@ -103,7 +105,7 @@ def finish(
     _say_first(failure, content, say)
     if content["kind"] == "sigterm" and ended.signal == signal.SIGTERM:
         return ExitCode.SIGTERM  # also when our own SIGKILL ended it
-    return failure.code
+    return content["code"]
 
 
 def _say_first(failure: Exit, report: TerminationReport, say: Callable[[str], None]) -> None:
@@ -164,7 +166,7 @@ def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
         return mine or min(
             (exit_ for exit_ in workers.exits if exit_.status), key=lambda e: e.at, default=None
         ), ""
-    collateral = mine if mine and mine.code == ExitCode.PEER_LOST else None
+    collateral = mine if mine and mine.lost_peer else None
     if ended.end is not None:
         here = [e for e in workers.exits if e.rank == ended.end.rank and e.status]
         if here:
@@ -174,7 +176,7 @@ def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
     if not ended.lost:
         return mine, ""
     before = ended.before_loss
-    if before is not None and before.code != ExitCode.PEER_LOST:
+    if before is not None and not before.lost_peer:
         return before, ""
     return collateral, f"the hub was lost: {ended.lost}"
 

@@ -2,7 +2,8 @@
 
 The supervisor's loop calls it; the workers' records flow in. Deadlines are measured on the
 launcher's clock from when it saw a record change, so a worker that holds the GIL or is stopped is
-found too. A program that does not use our library keeps no record and is not watched.
+found too. A program that does not use our library keeps no record and is not watched. A script of
+which the source shows that it calls ddp.start() is watched from its import of the library on.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ _LOOK_SECONDS: Final = 0.1  # between two looks whether native stacks have come
 
 
 class HangWatch:
-    """Looks at the records of one round's workers. ``pids``: rank -> pid of those that run."""
+    """Looks at the records of one round's workers. ``pids``: rank -> pid of those that run.
 
-    def __init__(self, deadlines: Deadlines) -> None:
+    ``starts``: the program calls ddp.start().
+    """
+
+    def __init__(self, deadlines: Deadlines, *, starts: bool = False) -> None:
         self._deadlines = deadlines
+        self._starts = starts
         self.interval = min(_LONGEST_POLL_SECONDS, deadlines.shortest / 10)
         self._seen: dict[int, tuple[int, int]] = {}  # rank -> pid and marks of its record
         self._at: dict[int, float] = {}  # when that last changed
@@ -50,7 +55,8 @@ class HangWatch:
         states = {rank: read_state(directory, rank) for rank in pids}
         signs = [self._sign(state or RankState(rank), now) for rank, state in states.items()]
         # One record shows that the program uses our library; without one no worker reached start().
-        used = any(states.values())
+        arrived = (stacks.arrived(directory, rank) for rank in pids)
+        used = any(states.values()) or (self._starts and any(arrived))
         return find(signs, self._deadlines) if used else None
 
     def _sign(self, state: RankState, now: float) -> Sign:
@@ -84,14 +90,14 @@ class StackRequest:
 
     def _ask(self, rank: int, pids: Mapping[int, int]) -> bool:
         state = read_state(self._directory, rank)
-        if state is None:  # without our library the signal would just kill it
+        pid = state.pid if state else stacks.arrived(self._directory, rank)
+        # Without our library the signal would just kill it. The worker may be a shell around the
+        # process that trains: same process group.
+        if not pid or children.group_of(pid) != pids.get(rank):
             return False
-        # The worker may be a shell around the process that trains: same process group.
-        if children.group_of(state.pid) != pids.get(rank):
-            return False
-        asked = stacks.request(self._directory, rank, state.pid)
+        asked = stacks.request(self._directory, rank, pid)
         if asked:
-            self._trains[rank] = state.pid
+            self._trains[rank] = pid
         return asked
 
     def brief(self) -> list[str]:
@@ -120,8 +126,17 @@ class HangResponse:
     the supervisor's loop runs on meanwhile.
     """
 
-    def __init__(self, deadlines: Deadlines, counted: Counter[str], log: Log, names: Names) -> None:
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        counted: Counter[str],
+        log: Log,
+        names: Names,
+        *,
+        starts: bool,
+    ) -> None:
         self.stacks = self.found = ""
+        self._starts = starts
         self._names = names
         self._deadlines = deadlines
         self._counted = counted
@@ -132,7 +147,7 @@ class HangResponse:
         """Start over with a round."""
         self.found = ""
         self._names.begin()
-        self._watch = HangWatch(self._deadlines)
+        self._watch = HangWatch(self._deadlines, starts=self._starts)
         self._request: StackRequest | None = None
         self._answer_at = 0.0
 

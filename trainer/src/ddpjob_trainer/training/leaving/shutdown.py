@@ -22,7 +22,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.peer_loss import brief, cure_of, is_peer_loss, leave
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL, RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL, FINISHED, RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.leaving import refusal
 
@@ -187,7 +187,8 @@ class Shutdown:
         error = refusal.of_child() or error
         self.if_peer_lost(error, explain=True)
         self._state.failed(error)
-        if self._state.state.phase == "done":  # so it looked as the error left the loop
+        state = self._state.state
+        if state.phase == "done" and state.exception != FINISHED:  # the error left the loop
             self._state.update(phase="step")  # a hang on the way out is one
         self.failing = True
         if not refusal.tell(self._rank, error, trace):
