@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kubectl_ddp import cli, cures, evidence, reader
-from kubectl_ddp.commands import why
+from kubectl_ddp.commands import charges, why
 from kubectl_ddp.commands.events import Happening
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
@@ -135,6 +135,20 @@ def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod() -> None:
     found = rows(page(job(failures=[told])))
     assert found["How"].startswith("SIGTERM came from somewhere, and nobody removed its pod (")
     assert found["Do"].startswith("find out who sent SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason", "code", "words"),
+    [
+        ("Disruption", "PodDeleted", 143, "its pod was removed"),
+        ("Infrastructure", "ExitCode75", 75, "its peers were gone first"),
+        ("Infrastructure", "Unknown", 255, "lost, not by the program"),
+        ("User", "ExitCode255", 255, "the program ended"),
+    ],
+)
+def test_an_end_is_told_by_its_reason(cls: str, reason: str, code: int, words: str) -> None:
+    found = charges.how({"class": cls, "reason": reason, "exitCode": code})
+    assert found.startswith(f"{words} ({cls}")
 
 
 def test_newest_first_and_in_place_is_free() -> None:

@@ -57,7 +57,7 @@ def test_one_without_a_record_has_not_come_to_start():  # type: ignore[no-untype
     found = find([sign(0, "startup", "rendezvous", 50.0), Sign(RankState(1), 60.5)], LIMITS)
     assert str(found) == (
         "rank 1 hangs: it has not come to ddp.start() within 60.5 s; the limit is"
-        " DDPJOB_HANG_STARTUP_SECONDS=60"
+        " DDPJOB_HANG_STARTUP_SECONDS=60: raise it if the script was at work"
     )
 
 

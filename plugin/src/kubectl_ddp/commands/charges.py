@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ddpjob_contract import exits
+from ddpjob_contract import ExitCode, exits
 from ddpjob_contract.evidence import Incident
 from kubectl_ddp import cures
 from kubectl_ddp.commands.events import Happening
@@ -63,7 +63,7 @@ def how(failure: Object) -> str:
     words = _WORDS.get(cls, "it ended")
     if exits.unstarted(cls, reason, failure.get("exitCode")):
         words = "its node would not start it"
-    elif cls == "Infrastructure" and failure.get("exitCode") is not None:
+    elif cls == "Infrastructure" and failure.get("exitCode") == ExitCode.PEER_LOST:
         words = "its peers were gone first"
     if cls == "Disruption" and reason == "SIGTERM":
         words = "SIGTERM came from somewhere, and nobody removed its pod"

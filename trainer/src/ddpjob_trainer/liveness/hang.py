@@ -101,7 +101,8 @@ class Hang:
         if state == RankState(self.rank):  # it has no record yet
             return (
                 f"rank {self.rank} hangs: it has not come to ddp.start() within"
-                f" {self.sign.silent:.1f} s; the limit is {variable}={self.limit:g}"
+                f" {self.sign.silent:.1f} s; the limit is {variable}={self.limit:g}: raise it if"
+                " the script was at work"
             )
         return (
             f"rank {self.rank} {how} gave no sign of life for {self.sign.silent:.1f} s in phase"
