@@ -90,7 +90,8 @@ facts = {
                                  "DDPJOB_TRAINER_KEY_FD",
                                  "DDPJOB_REACHED_STEP",
                                  # of another launcher
-                                 "MASTER_PORT", "TORCHELASTIC_RUN_ID", "DDPJOB_TRAINER_RUN_ID",
+                                 "MASTER_PORT", "DDPJOB_TRAINER_MASTER", "TORCHELASTIC_RUN_ID",
+                                 "DDPJOB_TRAINER_RUN_ID",
                                  "DDPJOB_TRAINER_REPLAY_DIR", "PROMETHEUS_MULTIPROC_DIR")},
 }
 (here / f"facts-{round_}").write_text(json.dumps(facts))
@@ -348,8 +349,8 @@ facts = {
     "interop": torch.get_num_interop_threads(), "tasks": len(os.listdir("/proc/self/task")),
     "cuda": torch.cuda.is_initialized(), "dtype": str(torch.get_default_dtype()),
     "grad": torch.is_grad_enabled(), "deterministic": torch.are_deterministic_algorithms_enabled(),
-    "fds": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in range(3, 64)
-                  if os.path.exists(f"/proc/self/fd/{n}")),
+    "fds": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0].split("-")[0]
+                  for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}")),
 }
 run = ddp.start(total_steps=3, global_batch=8, seed=1, snapshot_dir=here / f"snapshots{fresh}",
                 snapshot_every=1)
