@@ -35,7 +35,7 @@ def test_who_leaves_alone_does_not_wait_for_what_is_queued(
 @pytest.fixture
 def process() -> Any:
     nothing = SimpleNamespace(
-        rank=1, close=lambda **_: None, settle=lambda: None,
+        rank=1, close=lambda **_: None, settle=lambda: None, finished=lambda: None,
         barrier=lambda: None, phase=lambda _: None, during=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
     shutdown = SimpleNamespace(failing=False, peers=lambda _: contextlib.nullcontext())
