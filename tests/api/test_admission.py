@@ -85,6 +85,9 @@ OWN: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("spec.restart.backoff.initialSeconds", 0),
         ("spec.restart.healAfterSeconds", -1, "0"),
         ("spec.restart.progressPath", ""),
+        ("spec.restart.resumeWhen", "ck/*.pt", "needs spec.restart.resumeArgs"),
+        ("spec.restart.resumeArgs", ["--resume={newest}"], "needs spec.restart.resumeWhen"),
+        ("spec.restart.resumeArgs", ["--resume", "$(CKPT)"], "nothing is put in its place"),
         ("spec.startupDeadlineSeconds", 0),
         ("spec.activeDeadlineSeconds", 0),
         ("spec.ttlSecondsAfterFinished", -1),
@@ -273,6 +276,8 @@ GOOD = (
     ("spec.restart.healAfterSeconds", 0),
     ("spec.restart.progressPath", "/data/my run:1/last.ckpt"),
     ("spec.restart.progressPath", "/out/checkpoint-*"),
+    ("spec.restart", {"resumeArgs": ["--resume", "{newest}"], "resumeWhen": "ck/*.pt"}),
+    ("spec.restart.resumeArgs", ["--init_from=resume"]),
     ("spec.ttlSecondsAfterFinished", 0),
 )
 

@@ -125,6 +125,7 @@ FREE = {
     "spec.restart.inPlace": {"enabled": False},
     "spec.restart.healAfterSeconds": 60,
     "spec.restart.progressPath": "/data/checkpoints",
+    "spec.restart.resumeArgs": ["--resume"],
     "spec.restart.rules": [{"exitCodes": [3], "action": "Fail"}],
 }
 

@@ -130,7 +130,11 @@ class Launcher(Supervisor):
         self._counted = SimpleNamespace(workers=0, round=0, teardown_seconds=0.0, rounds=_Counts())  # type: ignore[assignment]
         self._runtime_dir = SimpleNamespace(path=_NOWHERE, metrics=_NOWHERE)  # type: ignore[assignment]
         self._starter: Any = SimpleNamespace(
-            begin=self._start, prepare=_hush, serve=_hush, spares=SimpleNamespace(pids=tuple)
+            begin=self._start,
+            prepare=_hush,
+            serve=_hush,
+            go_on=_hush,
+            spares=SimpleNamespace(pids=tuple),
         )
         self._workers = self._group(config.first)
         self._member = self._join(config, now)
@@ -154,7 +158,7 @@ class Launcher(Supervisor):
             "sockets": SimpleNamespace(bind=lambda port: _SILENT),
         }
         with mock.patch.multiple(membership, **parts):
-            return membership.join(config, _SILENT, _hush, lambda: -1, now)
+            return membership.join(config, _SILENT, _hush, lambda: -1, lambda: "", now)
 
     # --- The supervisor's parts -----------------------------------------------------------
 

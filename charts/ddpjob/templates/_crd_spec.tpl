@@ -195,6 +195,19 @@ properties:
     description: When and how often the gang comes back.
     type: object
     default: {}
+    x-kubernetes-validations:
+      - rule: "!has(self.resumeWhen) || (has(self.resumeArgs) && self.resumeArgs.size() > 0)"
+        fieldPath: .resumeWhen
+        message: >-
+          spec.restart.resumeWhen needs spec.restart.resumeArgs: what the program gets where one is
+          there
+      - rule: >-
+          has(self.resumeWhen) || !has(self.resumeArgs)
+          || !self.resumeArgs.exists(word, word.contains('{newest}'))
+        fieldPath: .resumeArgs
+        message: >-
+          spec.restart.resumeArgs: {newest} needs spec.restart.resumeWhen, the checkpoints of which
+          it is the newest, for example checkpoints/*.pt
     properties:
       maxRestarts:
         description: >-
@@ -317,6 +330,35 @@ properties:
             message: >-
               spec.restart.progressPath must not lie in /dev, /proc or /sys: name what the program
               writes, for example /data/checkpoints
+      resumeArgs:
+        description: >-
+          More arguments of a program that goes on from its checkpoint only where they say so, in
+          every start of its processes but the job's first: for example ["--resume", "{newest}"],
+          where {newest} stands for the newest match of resumeWhen, the same for all pods. Our
+          launcher appends them (ddpjob-trainer run). A change holds for pods that are made later.
+        type: array
+        maxItems: 32
+        x-kubernetes-list-type: atomic
+        items:
+          type: string
+          maxLength: 1024
+        x-kubernetes-validations:
+          - rule: "!self.exists(word, word.contains('$'))"
+            message: >-
+              spec.restart.resumeArgs must not contain "$": nothing is put in its place
+      resumeWhen:
+        description: >-
+          Checkpoints of the program, as a glob: files or directories that are not empty, below the
+          working directory or absolute, on a volume that outlives the pod, for example
+          checkpoints/*.pt. Where nothing matches, the program begins again without resumeArgs.
+          Without it resumeArgs need no checkpoint.
+        type: string
+        minLength: 1
+        maxLength: 512
+        x-kubernetes-validations:
+          - rule: "!self.contains('$')"
+            message: >-
+              spec.restart.resumeWhen must not contain "$": nothing is put in its place
       rules:
         description: >-
           Exceptions from the usual treatment of failures. The first rule that matches wins.

@@ -58,6 +58,12 @@ IN_PLACE_FINAL_EXIT_CODES: Final = "DDPJOB_IN_PLACE_FINAL_EXIT_CODES"
 HEAL_AFTER_SECONDS: Final = "DDPJOB_HEAL_AFTER_SECONDS"
 #: A file or directory that the program writes: a newer mtime there is progress.
 PROGRESS_PATH: Final = "DDPJOB_PROGRESS_PATH"
+#: JSON, a list of words: more arguments of the program from the second start on.
+RESUME_ARGS: Final = "DDPJOB_RESUME_ARGS"
+#: Files or directories that are checkpoints, as a glob: without a match RESUME_ARGS are left out.
+RESUME_WHEN: Final = "DDPJOB_RESUME_WHEN"
+#: In RESUME_ARGS: the newest match of RESUME_WHEN.
+NEWEST: Final = "{newest}"
 #: The number of the hub that the pod was made for: it follows no hub with a smaller one.
 HUB: Final = "DDPJOB_HUB"
 #: Pods beyond ``replicas`` that wait to take a lost one's place; 0 or unset: none.

@@ -5,7 +5,8 @@ Any program that torchrun can start finds in it what torchrun and init_method="e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import ddpjob_contract as contract
@@ -56,6 +57,8 @@ class Member:
     hang_snapshot: int
     snapshots: Snapshots | None
     progress_path: str  # "": none
+    resume_args: Sequence[str] = ()
+    resume_when: str = ""
     reached: int = 0  # the last step that is known to have ended
 
     def environment(self) -> dict[str, str]:
@@ -112,6 +115,9 @@ class Member:
             env[contract.REPLACEMENT] = 1
         if self.progress_path:
             env[contract.PROGRESS_PATH] = self.progress_path
+        if self.resume_args:
+            env[contract.RESUME_ARGS] = json.dumps([*self.resume_args])
+            env[contract.RESUME_WHEN] = self.resume_when
         if self.reached:
             env[contract.REACHED_STEP] = self.reached
         return {name: str(value) for name, value in env.items()}

@@ -182,6 +182,15 @@ def test_an_older_file_or_none_heals_nothing_and_takes_nothing_back():
     assert spent(world.poll(fileModifiedAt=OLD)) == (1, 0)
 
 
+def test_the_launcher_knows_the_arguments_with_which_the_program_resumes():
+    assert contract.RESUME_ARGS not in env_of(rendered())
+    given = {"resumeArgs": ["--resume", "{newest}"], "resumeWhen": "out/*.pt"}
+    env = env_of(rendered(restart=given))
+    assert (env[contract.RESUME_ARGS], env[contract.RESUME_WHEN]) == (
+        '["--resume", "{newest}"]', "out/*.pt",
+    )  # fmt: skip
+
+
 def test_the_launcher_is_told_what_counts_as_progress():
     env = env_of(rendered())
     assert (env.get(contract.PROGRESS_PATH), env[contract.HEAL_AFTER_SECONDS]) == (None, "3600")

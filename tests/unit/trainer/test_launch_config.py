@@ -84,9 +84,24 @@ def test_a_number_that_cannot_be_and_what_is_no_modules_name_are_refused(script)
         ({"metrics_port": 99_999}, "--metrics-port=99999 must be at most 65535"),
         ({"preload": "PIL,a b"}, "--preload: 'a b' must be a module's name"),
         ({"spares": "few"}, "--spares 'few' must be a number or auto"),
+        ({"resume_args": "--resume '"}, "--resume-args .*No closing quotation"),
+        ({"resume_args": "--resume={newest}"}, "{newest} needs --resume-when GLOB"),
+        ({"resume_when": "ck/*.pt"}, "needs --resume-args"),
     ):
         with pytest.raises(ConfigError, match=refusal):
             config(script, {}, **given)
+
+
+def test_the_arguments_of_later_starts(script):  # type: ignore[no-untyped-def]
+    of_job = {contract.RESUME_ARGS: '["--resume", "{newest}"]', contract.RESUME_WHEN: "ck/*.pt"}
+    made = config(script, POD | of_job)
+    assert made.resume_words("ck/7.pt") == ("--resume", "ck/7.pt")
+    assert made.resume_words("") == (), "no checkpoint is there"
+    assert not made.replacement
+    assert config(script, POD | of_job | {contract.ATTEMPT: "2"}).replacement, "the hub chooses one"
+    assert not config(script, POD | {contract.ATTEMPT: "2"}).replacement
+    made = config(script, POD | of_job, resume_args="--init_from=resume 'a b'", resume_when="")
+    assert made.resume_words("") == ("--init_from=resume", "a b")
 
 
 @pytest.mark.parametrize(

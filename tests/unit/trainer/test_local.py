@@ -124,7 +124,13 @@ def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) 
         ]
         path = str(tmp_path / "snapshots")  # the same here as in the pods
         changes = {
-            "restart": {"rules": rules, "progressPath": "/data/x", "inPlace": {"enabled": False}},
+            "restart": {
+                "rules": rules,
+                "progressPath": "/data/x",
+                "inPlace": {"enabled": False},
+                "resumeArgs": ["--resume", "{newest}"],
+                "resumeWhen": "/data/*.pt",
+            },
             "snapshot": {"path": path, "volume": {"emptyDir": {}}, "keep": 5, "resume": "Never"},
             "hang": {"stepSeconds": 7},
         }

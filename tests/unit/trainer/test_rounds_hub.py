@@ -38,15 +38,22 @@ class Scene:
     def __init__(self, budget: int = 3, here: tuple[int, ...] = (0, 1, 2)) -> None:
         self.posted: list[tuple[int, Message]] = []
         self.modified = -1
+        self.newest: str | None = ""
+        self.asked = 0  # for it
         self.hub = Hub(
             GANG,
             Limits(budget, heal_after=60),
             lambda replica, message: self.posted.append((replica, message)),
             lambda: self.modified,
+            newest=self.look,
         )
         for replica in here:
             assert self.comes(replica) is None
         self.told()
+
+    def look(self) -> str | None:
+        self.asked += 1
+        return self.newest
 
     def comes(self, replica: int, **changes: object) -> Refused | None:
         """A launcher's Hello."""
@@ -121,6 +128,21 @@ def test_how_long_a_round_lasted_and_a_newer_file_count_as_progress(
     scene.fails(1, -9, now=200.0 + lasted, round_=1)
     scene.stops(0, 1, 2, now=200.0 + lasted, round_=1)
     assert isinstance(scene.told()[2][-1], end)
+
+
+def test_all_go_on_from_the_checkpoint_that_the_hub_has_found_once_all_have_stopped() -> None:
+    scene = Scene()
+    scene.fails(1, -9)
+    scene.stops(0, 1)
+    assert scene.asked == 0, "another may still write one"
+    scene.told()
+    scene.newest = None
+    scene.stops(2)
+    assert (scene.told(), scene.asked) == ({}, 1), "the file server has not answered"
+    scene.newest = "ck/7.pt"
+    scene.hub.tick(0.5)
+    gos = [told[-1] for told in scene.told().values()]
+    assert [go.newest for go in gos if isinstance(go, Go)] == ["ck/7.pt"] * 3
 
 
 def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from numbers import Real
 from operator import index
 from pathlib import Path
 from typing import Any, Self
 
+from ddpjob_contract import NEWEST
 from ddpjob_trainer.errors import ConfigError
 
 #: Whole numbers up to here are exact in a float, as JSON readers and metrics need.
@@ -136,6 +138,27 @@ def check_notebook(path: Path) -> None:
         raise ConfigError(
             f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
             f" writes {path.with_suffix('.py')}: give that"
+        )
+
+
+def resume_words(given: str) -> tuple[str, ...]:
+    """Split --resume-args as a shell does. Raises ConfigError."""
+    try:
+        return tuple(shlex.split(given))
+    except ValueError as error:
+        raise ConfigError(f"--resume-args {given!r}: {error}") from None
+
+
+def check_resume(words: Sequence[str], when: str) -> None:
+    """Refuse arguments that name a checkpoint which nothing finds. Raises ConfigError."""
+    if when and not words:
+        raise ConfigError(
+            f"--resume-when {when}: needs --resume-args, what the script gets where one is there"
+        )
+    if not when and any(NEWEST in word for word in words):
+        raise ConfigError(
+            f"--resume-args {shlex.join(words)}: {NEWEST} needs --resume-when GLOB, the checkpoints"
+            " of which it is the newest, such as 'checkpoints/*.pt'"
         )
 
 

@@ -43,6 +43,8 @@ examples:
 
 exit code: that of the first process that failed, 128+n when signal n killed it
 """
+#: Options without a value, after which the program's name may follow.
+_FLAGS = ("-m", "--module", "--anew", "--standalone", "--no-python")
 
 
 def _version() -> str:
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_RUN_DESCRIPTION,
         epilog=_RUN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the program's --resume is not our --resume-args
     )
     _add_launcher(run)
     run.add_argument(
@@ -152,6 +155,19 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="modules that spares have imported too, once for all of them, as torchvision,PIL: what"
         " takes a script long to import",
+    )
+    parser.add_argument(
+        "--resume-args",
+        metavar="WORDS",
+        help="more arguments of PROGRAM at every start but the first, such as '--resume {newest}',"
+        " where {newest} is the newest match of --resume-when (default: restart.resumeArgs of the"
+        " DDPJob, else none)",
+    )
+    parser.add_argument(
+        "--resume-when",
+        metavar="GLOB",
+        help="checkpoints of PROGRAM, such as 'out/*.pt': where nothing matches, it begins again"
+        " without --resume-args (default: restart.resumeWhen of the DDPJob, else no condition)",
     )
     torchrun.add(parser)
 
@@ -243,6 +259,8 @@ def _run(options: argparse.Namespace) -> int:
             events=options.events,
             spares=options.spares,
             preload=options.preload,
+            resume_args=options.resume_args,
+            resume_when=options.resume_when,
         )
         supervisor = Supervisor(config, refill)
     except CannotStartError as error:
@@ -256,6 +274,18 @@ def _run(options: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     printing.warn(f"ddpjob-trainer: {text}")
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours."""
+    for at, word in enumerate(words[:-1]):
+        if word == "--resume-args":
+            return [*words[:at], f"{word}={words[at + 1]}", *words[at + 2 :]]
+        before = words[at - 1] if at else ""
+        option = before.startswith("-") and "=" not in before and before not in _FLAGS
+        if word == "--" or (at and words[0] != "init" and word[:1] != "-" and not option):
+            break  # what follows is the program's
+    return words
 
 
 def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:
@@ -275,9 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["init"] and "--" in words:
         at = words.index("--")
         words, rest = words[:at], words[at + 1 :]
-    if words[:1] == ["audit"]:
-        words = audit.joined(words)
-    options, unknown = parser.parse_known_args(words)
+    options, unknown = parser.parse_known_args(_joined(words))
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")
     if options.command == "init":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import math
 import os
 from collections.abc import Collection, Mapping, MutableMapping
@@ -169,6 +170,8 @@ class LauncherEnvironment:
     trace: Path | None
     deadlines: Deadlines
     events: Path | None
+    resume_args: tuple[str, ...]
+    resume_when: str
     snapshot_dir: Path | None  # for evidence of failures
     upload: str  # URL where that goes, too
 
@@ -437,6 +440,8 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         trace=_path(env, TRACE),
         deadlines=_deadlines(env),
         events=_path(env, EVENTS),
+        resume_args=tuple(json.loads(env.get(contract.RESUME_ARGS) or "[]")),
+        resume_when=env.get(contract.RESUME_WHEN, ""),
         snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
         upload=env.get(SNAPSHOT_UPLOAD, ""),
     )

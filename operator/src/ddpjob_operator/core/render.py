@@ -301,6 +301,8 @@ def _env(
         hang_snapshot=spec.hang.snapshot,
         snapshots=snapshots,
         progress_path=spec.restart.progress_path,
+        resume_args=spec.restart.resume_args,
+        resume_when=spec.restart.resume_when,
         reached=reached,
     ).environment()
 

@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the script's --resume is not our --resume-args
     )
     step = {"type": int, "metavar": "STEP"}
     parser.add_argument(
@@ -89,15 +90,6 @@ def add(commands: Any) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a Python module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for SCRIPT")
-
-
-def joined(words: list[str]) -> list[str]:
-    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours."""
-    end = words.index("--") if "--" in words else len(words)
-    if "--resume-args" not in words[: end - 1]:
-        return words
-    at = words.index("--resume-args")
-    return [*words[:at], f"--resume-args={words[at + 1]}", *words[at + 2 :]]
 
 
 def main(options: argparse.Namespace) -> int:

@@ -58,6 +58,8 @@ class Job:
     work: Work | None  # in its place, if it is an emptyDir
     snapshots: Path | None  # where those of this job are
     progress_path: Path | None
+    resume_args: Sequence[str]
+    resume_when: str
     files: Mapping[Path, File]
     shell: Mapping[str, str]
     given: Sequence[tuple[str, str]]  # the container's variables, paths replaced
@@ -147,6 +149,8 @@ class Job:
             hang_snapshot=value("hang.snapshotSeconds"),
             snapshots=snapshots,
             progress_path=str(self.progress_path or ""),
+            resume_args=self.resume_args,
+            resume_when=self.resume_when,
         ).environment()
 
     def _gpus(self, replica: int) -> dict[str, str]:
@@ -190,7 +194,12 @@ def make(
             raise spec["snapshot"]["path"].odd("an absolute directory, like /snapshots")
         folders = {at: snapshots.absolute()} | folders
     replaced = Paths(folders)
-    progress = replaced(spec["restart"]["progressPath"].text())
+    restart = spec["restart"]
+
+    def first(given: Node) -> str:
+        """Read a path of replica 0, which looks there for all."""
+        return expand(replaced(given.text()), {contract.REPLICA: "0"})
+
     grace = manifest.pod["terminationGracePeriodSeconds"]
     own = outside_of_jobs(shell, keep=(*contract.USER_ENV, TRACEBACK))
     own["PATH"] = f"{Path(sys.executable).parent}:{own.get('PATH', '')}"
@@ -204,8 +213,9 @@ def make(
         directory=_directory(trainer["workingDir"].text(), replaced, files, work),
         work=work,
         snapshots=Path(replaced(at), manifest.name) if saves else None,
-        # Beside replica 0, where it is looked at.
-        progress_path=Path(expand(progress, {contract.REPLICA: "0"})) if progress else None,
+        progress_path=Path(path) if (path := first(restart["progressPath"])) else None,
+        resume_args=list(map(first, restart["resumeArgs"].items())),
+        resume_when=first(restart["resumeWhen"]),
         files=files,
         shell=own,
         given=[(name, replaced(value)) for name, value in _given(manifest, shell)],

@@ -26,7 +26,8 @@ _SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
 _OBJECTS: Final = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
 _KNOWN: Final = {
     *DEFAULTS, *_OBJECTS,
-    "restart.rules", "restart.progressPath", "snapshot.path", "snapshot.volume",
+    "restart.rules", "restart.progressPath", "restart.resumeArgs", "restart.resumeWhen",
+    "snapshot.path", "snapshot.volume",
 }  # fmt: skip
 _KINDS: Final = {bool: "true or false", str: "a string"}
 #: ../x would be outside of the folder.

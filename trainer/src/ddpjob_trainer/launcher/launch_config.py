@@ -17,7 +17,13 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer.arguments import MOST_PROCESSES, check_notebook, whole
+from ddpjob_trainer.arguments import (
+    MOST_PROCESSES,
+    check_notebook,
+    check_resume,
+    resume_words,
+    whole,
+)
 from ddpjob_trainer.environment import (
     EVENTS,
     MASTER,
@@ -83,6 +89,8 @@ class LaunchConfig:
     uses_our_library: bool  # then rank 0 takes the store's port from us
     calls_start: bool
     events: Path | None
+    resume_args: tuple[str, ...]  # more arguments from the second start on
+    resume_when: str  # glob of checkpoints; "": they need none
 
     @property
     def attempt(self) -> int:
@@ -97,12 +105,22 @@ class LaunchConfig:
     @property
     def hold_seconds(self) -> float:
         """Return for how long it waits at most."""
-        return self.env.replace_seconds + _HOLD_SECONDS
+        hold = self.env.replace_seconds + _HOLD_SECONDS
+        # A whole gang waits for its first Go as long as its ranks would for one another.
+        return max(hold, self.env.deadlines.startup) if self.goes_on else hold
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether its first start is a later one of a program that resumes by arguments."""
+        return bool(self.resume_args) and self.attempt > 1
 
     @property
     def replacement(self) -> bool:
-        """Return whether it replaces a lost one or is a standby: nothing starts before Go."""
-        return self.hub_port is not None and self.env.replacement
+        """Return whether nothing starts before Go: it replaces a lost one, or is a standby.
+
+        Or the hub has to choose the checkpoint from which all go on.
+        """
+        return (self.hub_port is not None and self.env.replacement) or self.goes_on
 
     @property
     def first(self) -> Key:
@@ -121,6 +139,12 @@ class LaunchConfig:
     def world_size(self) -> int:
         """Return the number of training processes in the gang."""
         return self.replicas * self.nproc
+
+    def resume_words(self, newest: str) -> tuple[str, ...]:
+        """Return the program's further arguments. ``newest``: its checkpoint, "" for none."""
+        if self.resume_when and not newest:
+            return ()
+        return tuple(word.replace(contract.NEWEST, newest) for word in self.resume_args)
 
     def rank(self, local_rank: int) -> int:
         """Return the global rank of a local one."""
@@ -217,6 +241,8 @@ def make_launch_config(
     spares: str = "auto",
     preload: str = "",
     master_port: int | None = None,
+    resume_args: str | None = None,
+    resume_when: str | None = None,
 ) -> LaunchConfig:
     """Build the config from environment and command line; the operator's number of processes wins.
 
@@ -227,6 +253,9 @@ def make_launch_config(
     if metrics_port is not None:
         whole("--metrics-port", metrics_port, most=65535)
     events = events or env.events
+    words = env.resume_args if resume_args is None else resume_words(resume_args)
+    when = env.resume_when if resume_when is None else resume_when
+    check_resume(words, when)
     run_id = uuid.uuid4().hex
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     if (env.replica or 0) >= env.replicas and not (rounds and env.hub_port):
@@ -262,6 +291,8 @@ def make_launch_config(
         calls_start=calls_start(program),
         hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         events=events.absolute() if events is not None else None,
+        resume_args=words,
+        resume_when=when,
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import selectors
+import shlex
 import socket
 from collections.abc import Callable
 
@@ -54,6 +55,8 @@ class Starter:
         self._token = config.env.token or own
         self._key = -1  # the descriptor of this round's key
         self._rounds = 0  # begun here
+        self._more: tuple[str, ...] = ()  # arguments
+        self._tell = tell
         self._begun = 0.0
         self.spares = Spares(
             config.program,
@@ -75,6 +78,17 @@ class Starter:
         """Start workers of another replica from now on; the spares are of the one before."""
         self._config = config
         self.spares.forget()
+
+    def go_on(self, newest: str) -> None:
+        """Have the next round's workers go on. ``newest``: from which checkpoint, "" for none."""
+        if not (asked := self._config.resume_args):
+            return
+        self._more = self._config.resume_words(newest)
+        if self._more:
+            self._tell(f"going on with {shlex.join(self._more)}")
+        else:
+            none = f"no checkpoint at {self._config.resume_when}"
+            self._tell(f"{none}: training begins again, without {shlex.join(asked)}")
 
     def begin(
         self, workers: WorkerGroup, now: float, drill: str = "Never", reached: int = 0
@@ -128,7 +142,7 @@ class Starter:
         if self._store is not None and local_rank == 0:
             fds[STORE_FD] = self._store.fileno()
         env = self._environment_of(local_rank, self._workers.key) | self._of_round
-        call = Call(env, out, err, fds)
+        call = Call(env, out, err, fds, self._more)
         if self._rounds > 1 or self._config.first_round_from_spares:
             with contextlib.suppress(LookupError):
                 return self.spares.call(local_rank, call, now)
@@ -141,7 +155,11 @@ class Starter:
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
         return children.spawn(
-            self._config.command, env, call.out, call.err, tuple(call.fds.values())
+            (*self._config.command, *call.arguments),
+            env,
+            call.out,
+            call.err,
+            tuple(call.fds.values()),
         )
 
     def _arrived(self, local_rank: int, pid: int, call: Call, now: float) -> None:

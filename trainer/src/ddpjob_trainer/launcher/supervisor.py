@@ -48,6 +48,7 @@ from ddpjob_trainer.launcher.reports.state import Pace, Results, state_body
 from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
 from ddpjob_trainer.launcher.signals import ENDING, Signals
 from ddpjob_trainer.launcher.starter import Starter
+from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
@@ -104,6 +105,7 @@ class Supervisor:
         )
         # Beside the hub, which asks for it.
         self._progress = ProgressPath(config.env.progress_path if config.replica == 0 else None)
+        self._checkpoints = Checkpoints(config.resume_when, emptied=self._refill is not None)
         self._ended = termination.Ended()
         self._finished = False
         self._counted = LauncherMetrics()
@@ -147,8 +149,9 @@ class Supervisor:
                     self._log, prefixed=several, secret_url=self._config.env.upload
                 )
                 self._member = membership.join(
-                    config, self._selector, self._log.say, lambda: self._progress.newest, self._tick
-                )
+                    config, self._selector, self._log.say, lambda: self._progress.newest,
+                    self._checkpoints.look, self._tick,
+                )  # fmt: skip
                 if not config.standalone and (shell := children.shell_above()):
                     self._log.say(
                         f"warning: {shell} passes no SIGTERM on: when this pod is deleted, drained"
@@ -159,6 +162,9 @@ class Supervisor:
                 if config.replacement:
                     self._park()
                 else:
+                    if earlier := Checkpoints(config.resume_when).look():
+                        what = "is there before the first start, which leaves it; a later one may"
+                        self._log.say(f"{earlier} {what} go on from it")
                     self._begin(config.first, self._tick)
                 http = self._serve()
                 try:
@@ -433,7 +439,7 @@ class Supervisor:
             since, patience = self._since, patience + self._config.exit_seconds
         if self._phase is _Phase.STOPPING:
             since = max(since, self._workers.kill_at or since)
-        if self._phase is _Phase.PARKED and self._config.holds:
+        if self._phase is _Phase.PARKED and (self._config.holds or not self._began):
             since = max(since, self._linked_at)  # as long as there is a hub, it decides
             patience = max(patience, self._config.hold_seconds)
         waits = since and self._ended.end is None and self._phase is not _Phase.SUCCEEDED
@@ -528,14 +534,15 @@ class Supervisor:
             self._log.say(f"round {go.round}: {_reason(last)}; restarting in place")
             self._events.write("drill" if kind == "drill" else "failure", **last)
             self._counted.rounds[kind] += 1
-        else:
+        elif self._config.env.replacement or go.number > self._config.attempt:
             self._log.say(f"round {go.round}: the hub was replaced, by hub {go.number}")
         trace.mark("go")
         self._evidence.follows(go.records)
-        if go.replica != self._config.replica:
+        if go.replica != self._config.replica and self._config.hub_port is not None:
             self._log.say(f"this pod serves replica {go.replica} from now on")
             self._config = replace(self._config, replica=go.replica)
             self._starter.serve(self._config)
+        self._starter.go_on(go.newest)
         self._results = replace(self._results, records=go.records)
         self._ended.waiting_since = 0.0
         old = self._workers.state_dir

@@ -52,6 +52,8 @@ class Restart:
     drill: str  # Auto, Always or Never: a round that only checks the resume
     heal_after: int  # seconds without a failure that heal the budgets; 0: never by time
     progress_path: str  # a file or directory whose newer mtime is progress; "": none
+    resume_args: tuple[str, ...]  # more arguments from the second start on, by the launcher
+    resume_when: str  # glob of checkpoints; "": they need none
     replace_seconds: int  # members wait so long for a lost one's replacement; 0: they do not
     rules: tuple[Rule, ...]
 
@@ -238,6 +240,8 @@ def _restart(raw: Mapping[str, Any]) -> Restart:
         drill=text(in_place.get("drill")) or DEFAULTS["restart.inPlace.drill"],
         heal_after=_number(raw, "restart.healAfterSeconds"),
         progress_path=text(raw.get("progressPath")),
+        resume_args=tuple(map(text, sequence(raw.get("resumeArgs")))),
+        resume_when=text(raw.get("resumeWhen")),
         replace_seconds=_number(raw, "restart.replaceSeconds"),
         rules=rules,
     )

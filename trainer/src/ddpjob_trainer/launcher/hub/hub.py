@@ -56,7 +56,8 @@ class Hub:
     hub's number. If a round runs there the whole gang begins with this hub, else it replaces one.
 
     ``limits``: see rounds.decide. ``modified``: asks for the newest mtime at the progress path;
-    must not block. ``drop``: closes a launcher's link.
+    must not block. ``drop``: closes a launcher's link. ``newest``: asks for the checkpoint from
+    which all go on, "" for none; None: it is still being looked for.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Hub:
         post: _Post,
         modified: Callable[[], int] = lambda: -1,
         drop: Callable[[int], None] = lambda seat: None,
+        newest: Callable[[], str | None] = lambda: "",
     ) -> None:
         self.history = History(round=0 if own.running else -1)
         self.holds = False  # every launcher has come, and can wait for the place of a lost one
@@ -74,6 +76,7 @@ class Hub:
         self._post = post
         self._modified = modified
         self._drop = drop
+        self._newest = newest
         self._begun_at: float | None = None  # when the round began
         self._phase = _Phase.RUNNING if own.running else _Phase.HOLDING
         #: The seat that serves each replica in this round; empty before the first of a hub that
@@ -416,6 +419,9 @@ class Hub:
         if len(filled) < self._own.replicas:
             self._phase = _Phase.HOLDING
             return
+        # One answer for all: ranks that went on from other checkpoints would train apart.
+        if (newest := self._newest()) is None:
+            return  # asked again at the next tick
         self._out.update(set(self._lost.values()) - self._pods_here())
         self._serving = tuple(filled[replica] for replica in range(self._own.replicas))
         self.history = following
@@ -423,7 +429,8 @@ class Hub:
         self._begun_at = None
         self._begin()
         for replica, seat in enumerate(self._serving):
-            self._post(seat, Go(self._own.birth, following.round, replica, following.records))
+            go = Go(self._own.birth, following.round, replica, following.records, newest)
+            self._post(seat, go)
 
     def _fill(self) -> dict[int, int]:
         """Choose who serves next: a seat for each replica, of those where nothing runs (H2).

@@ -66,11 +66,12 @@ def join(
     selector: selectors.BaseSelector,
     tell: Callable[[str], None],
     modified: Callable[[], int],
+    newest: Callable[[], str | None],
     now: float,
 ) -> Membership:
     """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened.
 
-    ``modified``: newest mtime at the progress path, for the hub.
+    ``modified``: newest mtime at the progress path, ``newest``: newest checkpoint, for the hub.
     """
     hello = Hello(
         config.uid,
@@ -101,7 +102,7 @@ def join(
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress
     limits = Limits(budget, config.heal_after, config.env.final_exit_codes, config.hold_seconds)
-    lead = _lead(config, hello, limits, listening, selector, modified, tell)
+    lead = _lead(config, hello, limits, listening, selector, modified, newest, tell)
     assert lead.hub is not None
     lead.hub.admit(hello, now)
     return lead
@@ -132,6 +133,7 @@ def _lead(
     listening: socket.socket | None,
     selector: selectors.BaseSelector,
     modified: Callable[[], int],
+    newest: Callable[[], str | None],
     tell: Callable[[str], None],
 ) -> Membership:
     link = LocalLink()
@@ -148,11 +150,11 @@ def _lead(
         if server is not None:
             server.drop(seat)
 
-    hub = link.hub = Hub(hello, limits, post, modified, drop)
+    hub = link.hub = Hub(hello, limits, post, modified, drop, newest)
     calls: Calls | None = None
     if listening is not None:
         server = HubServer(listening, selector, hub, tell)
-        if config.replacement:
+        if config.env.replacement:
             call = Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)
     return Membership(link, limits.budget > 0, hub, server, calls)

@@ -135,13 +135,14 @@ class Stop:
 class Go:
     """Start this round of the hub of this number, as this replica.
 
-    ``records``: of the rounds before.
+    ``records``: of the rounds before. ``newest``: the checkpoint to go on from, "" for none.
     """
 
     number: int
     round: int
     replica: int
     records: tuple[Round, ...]
+    newest: str = ""
 
     @property
     def key(self) -> Key:

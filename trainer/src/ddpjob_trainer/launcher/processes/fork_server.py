@@ -22,7 +22,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -211,8 +211,8 @@ def _threads() -> int:
 # --- The spare --------------------------------------------------------------------------------
 
 
-def _wait(line: socket.socket, program: Program, *, called: bool) -> None:
-    """Prepare, wait for the call, become the worker.
+def _wait(line: socket.socket, program: Program, *, called: bool) -> Program:
+    """Prepare, wait for the call, become the worker; return the program as it is to run.
 
     A spare called at once leaves imports to the script, so that their output is seen.
     """
@@ -238,6 +238,8 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> None:
     # line.
     line.shutdown(socket.SHUT_RDWR)
     line.close()
+    sys.orig_argv += body["arguments"]
+    return replace(program, arguments=(*program.arguments, *body["arguments"]))
 
 
 def _become(program: Program) -> None:
@@ -330,7 +332,7 @@ def main() -> None:
     send(control, {"warm": True, "warnings": warnings}, [])
     line, called = _serve(control, launcher, threads)
     _reseed()
-    _wait(line, program, called=called)
+    program = _wait(line, program, called=called)
     environment.arrive(os.environ)  # the package was imported before this had a place
     try:
         _run(program)

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from subprocess import DEVNULL
 
 from ddpjob_trainer import trace
@@ -30,12 +30,16 @@ _MAX_DEATHS = 3
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A worker's start: environment changes, stdout, stderr, and descriptors by variable."""
+    """A worker's start: environment changes, stdout, stderr, and descriptors by variable.
+
+    ``arguments``: more than the program's own.
+    """
 
     env: Mapping[str, str]
     out: int
     err: int
     fds: Mapping[str, int]
+    arguments: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -125,7 +129,7 @@ class Spares:
             self._drop(local_rank)
             raise LookupError(local_rank)
         one.called_at = now
-        one.call = Call(call.env, os.dup(call.out), os.dup(call.err), call.fds)
+        one.call = replace(call, out=os.dup(call.out), err=os.dup(call.err))
         return None
 
     def forget(self) -> None:
@@ -301,7 +305,7 @@ class Spares:
         try:
             fork_server.send(
                 one.line,
-                {"env": dict(call.env), "fds": list(call.fds)},
+                {"env": dict(call.env), "fds": list(call.fds), "arguments": [*call.arguments]},
                 [call.out, call.err, *call.fds.values()],
             )
         except OSError:

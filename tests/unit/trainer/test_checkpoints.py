@@ -1,0 +1,72 @@
+"""Which checkpoint a program goes on from, of those that its pattern names."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ddpjob_trainer.launcher.watch import checkpoints
+from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints, newest
+from support.patience import PATIENCE
+
+
+def write(path: Path, at: int, content: str = "x") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize(
+    ("files", "pattern", "found"),
+    [
+        ({}, "ck/*.pt", ""),
+        ({"ck/b.pt": 5, "ck/a.pt": 7}, "ck/*.pt", "ck/a.pt"),
+        # A server's clock may be a second coarse: then the numbers say which is later.
+        ({"step-9": 5, "step-10": 5, "step-8": 5}, "step-*", "step-10"),
+        ({"out/checkpoint-40/model.bin": 5}, "out/checkpoint-*", "out/checkpoint-40"),
+        ({"runs/1/last.pt": 5, "runs/2/deep/last.pt": 6}, "runs/**/last.pt", "runs/2/deep/last.pt"),
+        ({"ck/last.pt": 5, "ck/note.txt": 9}, "ck/last.pt", "ck/last.pt"),
+    ],
+)
+def test_the_newest_is_taken(tmp_path, files, pattern, found):  # type: ignore[no-untyped-def]
+    for name, at in files.items():
+        write(tmp_path / name, at)
+    assert newest(pattern, tmp_path) == found
+    absolute = str(tmp_path / pattern)
+    assert newest(absolute, Path("/")) == (found and str(tmp_path / found))
+
+
+def test_what_is_empty_or_leads_nowhere_is_no_checkpoint(tmp_path):  # type: ignore[no-untyped-def]
+    write(tmp_path / "ck/1.pt", 5)
+    write(tmp_path / "ck/2.pt", 6, "")
+    (tmp_path / "ck/3.pt").mkdir()
+    (tmp_path / "ck/4.pt").symlink_to("away")
+    assert newest("ck/*.pt", tmp_path) == "ck/1.pt"
+
+
+def test_what_a_restart_removes_is_no_checkpoint(tmp_path):  # type: ignore[no-untyped-def]
+    write(tmp_path / "work/ck/1.pt", 5)
+    write(tmp_path / "claim/2.pt", 4)
+    (tmp_path / "work/out").symlink_to(tmp_path / "claim")
+    assert newest("*/*.pt", tmp_path / "work") == "ck/1.pt"
+    assert newest("*/*.pt", tmp_path / "work", emptied=True) == "out/2.pt"
+
+
+def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):  # type: ignore[no-untyped-def]
+    answers, asked = threading.Event(), []
+
+    def look(*given: object, **named: object) -> str:
+        asked.append(given)
+        answers.wait(PATIENCE)
+        return "ck/1.pt"
+
+    monkeypatch.setattr(checkpoints, "newest", look)
+    looked = Checkpoints("ck/*.pt")
+    assert [looked.look(), looked.look()] == [None, None]
+    answers.set()
+    assert (looked.look(), len(asked)) == ("ck/1.pt", 1)
+    assert (looked.look(), len(asked)) == ("ck/1.pt", 2), "each time it looks again"
+    assert Checkpoints("").look() == ""
