@@ -163,6 +163,61 @@ def test_arguments_for_the_second_start_a_step_to_kill_at_and_one_to_stop_at(tmp
     assert [found.result[name] for name in named] == [28, 25, 40]
 
 
+#: Goes on only from the file that --from names; its checkpoints have steps in their names.
+NAMED = """
+import glob, os, shutil, sys
+made = len(glob.glob("checkpoints/step-*.pt"))
+if "--from" in sys.argv:
+    at = sys.argv.index("--from")
+    shutil.copy(sys.argv[at + 1], "checkpoints/last.pt")
+    del sys.argv[at : at + 2]
+elif os.path.exists("checkpoints/last.pt"):
+    os.remove("checkpoints/last.pt")
+usual = os.replace
+def replace(new, path):
+    global made
+    made += 1
+    usual(new, path)
+    shutil.copy(path, f"checkpoints/step-{5 * made}.pt")
+os.replace = replace
+"""
+
+
+def test_the_newest_checkpoint_at_the_kill_is_named_to_the_second_start(tmp_path: Path):
+    given = ("--resume-args", "--from {newest}", "--resume-when", "checkpoints/step-*.pt")
+    found = odd(tmp_path, NAMED, options=given)
+    assert (found.code, found.result["resumed_after"]) == (0, 15), found.out
+    assert "This holds with --resume-args '--from {newest}' --resume-when" in found.out
+
+
+@pytest.mark.tier("all")
+def test_a_checkpoint_that_comes_after_the_kill_is_no_mistake_of_the_script(tmp_path: Path):
+    found = odd(tmp_path, NAMED, options=("--resume-args", "--from checkpoints/step-40.pt"))
+    assert found.code == 64, found.out
+    assert "checkpoints/step-40.pt: not there after the kill at step 17" in found.out
+    assert "checkpoints/step-15.pt" in found.out
+
+
+@pytest.mark.tier("all")
+def test_a_loop_without_a_seed_gets_one_and_is_judged(tmp_path: Path):
+    found = audited(tmp_path, "own.py", "--mistake", "no-seed", options=("--seed", "3"))
+    assert (found.code, found.result["verdict"]) == (0, "right"), found.out
+
+
+@pytest.mark.tier("all")
+def test_data_beside_the_folder_is_linked_and_asked_for(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_text("x")
+    found = odd(tmp_path, "open('../data/x')\n")
+    assert (found.code, "../data/x is outside of the folder" in found.out) == (3, True), found.out
+
+
+@pytest.mark.tier("all")
+def test_processes_that_join_no_group_are_told(tmp_path: Path):
+    found = audited(tmp_path, "own.py", options=("--nproc", "2", "--stop-after", "20"))
+    assert "each process trained by itself" in found.out
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -170,6 +225,9 @@ def test_arguments_for_the_second_start_a_step_to_kill_at_and_one_to_stop_at(tmp
         (["--nproc", "0", "--", "own.py"], "--nproc=0"),
         (["--kill-after", "9", "--stop-after", "9", "--", "own.py"], "--kill-after must be less"),
         (["--resume-args", "'", "--", "own.py"], "--resume-args"),
+        (["--resume-args", "{newest}", "--", "own.py"], "needs --resume-when"),
+        (["--link", "../dta", "--", "own.py"], "--link ../dta"),
+        (["--seed", "-1", "--", "own.py"], "--seed=-1"),
         (["--", "torchrun", "own.py"], "--nproc N"),
         (["--keep", ".", "--", "own.py"], "is not empty"),
         (["--", "book.ipynb"], "notebook"),

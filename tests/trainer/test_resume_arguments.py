@@ -61,7 +61,7 @@ def test_without_a_checkpoint_it_begins_again_and_that_is_said(script, tmp_path)
     code, said, errors = run(*words(out), "--nproc", "1", str(script), str(out), env=env)
     assert code == 0, errors
     assert said.count("<0 from 0 with None>") == 2
-    assert f"no checkpoint at {out}/step-*: training begins again, without '--resume=" in errors
+    assert f"no checkpoint at {out}/step-*: training begins again, without --resume=" in errors
 
 
 def test_the_first_start_leaves_what_is_there_and_says_so(script, tmp_path):  # type: ignore[no-untyped-def]

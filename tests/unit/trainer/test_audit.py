@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,50 @@ def test_what_may_be_chance_is_not_judged_where_the_script_does_not_repeat_itsel
     assert found.label == UNKNOWN
 
 
+@pytest.mark.parametrize(("end", "label"), [(TOTAL, WRONG), (TOTAL + 2, UNKNOWN)])
+def test_the_number_of_steps_is_judged_where_undisturbed_runs_make_the_same(end: int, label: str):
+    """Samples are drawn without a seed; ``end``: of a second undisturbed run."""
+    calm, again = run(astray(4)), run(astray(4, weights=lambda i: f"u{i}"), end=end)
+    found = judged(run(begin=SAVED, end=TOTAL + 4), calm=calm, again=again)
+    assert (found.label, [one.kind for one in found.findings]) == (label, ["length"])
+
+
+def test_where_weights_never_change_a_checkpoint_says_where_it_went_on():
+    """The tutorial's constant loss: all steps have equal weights, and an epoch comes twice."""
+    drawing = itertools.count()
+
+    def still(index: int, step: Step) -> Step:
+        files = {"snapshot.pt": 9} if index and index % 5 == 0 else {}
+        same = {"weights": "w", "state": "", "parts": (), "after": "w", "hyper": ()}
+        drawn = {"inputs": (f"x {next(drawing)}",), "samples": (), "buffers": {}, "files": files}
+        return dataclasses.replace(step, **same, **drawn)
+
+    gangs = {"calm": run(still), "killed": run(still, end=KILLED), "again": run(still)}
+    found = judged(run(still, begin=10, end=TOTAL), **gangs)
+    assert (found.resumed_after, found.unclear, found.label) == (SAVED, True, WRONG)
+    assert found.findings[-1] == Finding("length", 45, facts={"total": TOTAL, "ended": TOTAL + 5})
+
+
+def test_samples_drawn_from_random_numbers_that_begin_again_have_another_cure():
+    def again(index: int, step: Step) -> Step:
+        first = ordinary(index - SAVED)
+        step = dataclasses.replace(astray()(index, step), rng=first.rng)
+        return dataclasses.replace(step, **of_step(index - SAVED))
+
+    [found] = judged(run(again, begin=SAVED)).findings
+    assert (found.kind, found.facts["seed"]) == ("inputs", True)
+    assert "begin again from the seed" in cures.said(found)
+    assert "get_rng_state" in cures.cure(found, cures.OWN)
+    restored = judged(run(samples_from(lambda i: i - SAVED), begin=SAVED)).findings[0]
+    assert restored.facts["seed"] is False, "a sampler whose epoch was not set"
+
+
+def test_only_a_torn_file_is_called_half_written():
+    for torn in (True, False):
+        [found] = judged((), code=1, torn=torn).findings
+        assert ("half written" in cures.cure(found, cures.OWN)) == torn
+
+
 def test_a_script_that_repeats_itself_up_to_rounding_resumes_rightly_up_to_rounding():
     near = changed(2, gradients=lambda i: f"h{i}", after=lambda i: f"v{i + 1}", norm=2.0000001)
     weights = changed(3, weights=lambda i: f"v{i}")
@@ -385,6 +430,33 @@ def test_the_copy_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(workspace, "MOST_FILES", 1)
     with pytest.raises(ConfigError, match="--link NAME"):
         source.fill(work)
+
+
+def test_what_lies_outside_is_linked_beside_the_copy(tmp_path: Path):
+    here, root = tmp_path / "a/b/here", tmp_path / "root"
+    for name in ("a/b/here/train.py", "a/data/x.bin", "a/b/more/y.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source = workspace.Source(here, linked=["../../data/", "../more", str(tmp_path / "a/data")])
+    source.check()
+    for _ in range(2):
+        source.fill(root)
+    work = source.place(root)
+    assert (work / "train.py").read_text() == "a/b/here/train.py"
+    assert (work / "../../data/x.bin").read_text() == "a/data/x.bin"
+    assert (work / "../more/y.bin").read_text() == "a/b/more/y.bin"
+    assert all(path.is_relative_to(root) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("linked", "dat"), ("linked", "../nothing"), ("linked", ".."), ("left_out", "runs/old")],
+)
+def test_what_matches_nothing_is_refused(option: str, name: str, tmp_path: Path):
+    here = tmp_path / "here"
+    (here / "data").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{name}: .* holds no such file"):
+        workspace.Source(here, **{option: [name]}).check()
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers", cures.OWN])

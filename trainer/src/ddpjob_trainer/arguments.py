@@ -149,6 +149,12 @@ def resume_words(given: str) -> tuple[str, ...]:
         raise ConfigError(f"--resume-args {given!r}: {error}") from None
 
 
+def shown_words(words: Sequence[str]) -> str:
+    """Join words as a shell would split them; {newest} needs no quotes."""
+    plain = (word.replace(NEWEST, "@NEWEST@") for word in words)
+    return shlex.join(plain).replace("@NEWEST@", NEWEST)
+
+
 def check_resume(words: Sequence[str], when: str) -> None:
     """Refuse arguments that name a checkpoint which nothing finds. Raises ConfigError."""
     if when and not words:
@@ -157,8 +163,8 @@ def check_resume(words: Sequence[str], when: str) -> None:
         )
     if not when and any(NEWEST in word for word in words):
         raise ConfigError(
-            f"--resume-args {shlex.join(words)}: {NEWEST} needs --resume-when GLOB, the checkpoints"
-            " of which it is the newest, such as 'checkpoints/*.pt'"
+            f"--resume-args {shown_words(words)}: {NEWEST} needs --resume-when GLOB, the"
+            " checkpoints of which it is the newest, such as 'checkpoints/*.pt'"
         )
 
 

@@ -19,7 +19,14 @@ from ddpjob_tools.audit import judge, report
 from ddpjob_tools.audit.experiment import Result, Settings, audit
 from ddpjob_tools.audit.runs import AuditError, Script
 from ddpjob_tools.audit.workspace import Source
-from ddpjob_trainer.arguments import MOST_PROCESSES, check_notebook, real, whole
+from ddpjob_trainer.arguments import (
+    MOST_PROCESSES,
+    check_notebook,
+    check_resume,
+    real,
+    resume_words,
+    whole,
+)
 from ddpjob_trainer.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -36,7 +43,7 @@ _EPILOG = """\
 examples:
   ddpjob-trainer audit -- train.py --lr 0.1
   ddpjob-trainer audit --nproc 3 -- train.py              as torchrun --nproc-per-node 3 train.py
-  ddpjob-trainer audit --resume-args "--resume last.pt" -- train.py
+  ddpjob-trainer audit --resume-args "--resume {newest}" --resume-when "out/*.pt" -- train.py
   ddpjob-trainer audit --stop-after 500 -- -m package.train    a long run: its first 500 steps
   ddpjob-trainer audit --link data --leave-out runs -- train.py
 
@@ -67,6 +74,14 @@ def add(commands: Any) -> None:
         help="more arguments when it is started again, as '--resume last.pt' (default: none)",
     )  # fmt: skip
     parser.add_argument(
+        "--resume-when", default="", metavar="GLOB",
+        help="checkpoints, as 'out/*.pt': {newest} in --resume-args stands for the newest",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, metavar="N",
+        help="seed torch, random and numpy at each start, of a script that does not",
+    )  # fmt: skip
+    parser.add_argument(
         "--kill-after", **step, help="default: within an epoch after the first, past a checkpoint"
     )
     parser.add_argument("--stop-after", **step, help="end each run there (default: at its end)")
@@ -76,7 +91,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--link", action="append", default=[], metavar="NAME",
-        help="a file or folder that is only read, such as data: linked into the copies",
+        help="a file or folder that is only read, such as data or ../data: linked into the copies",
     )  # fmt: skip
     parser.add_argument(
         "--leave-out", action="append", default=[], metavar="NAME",
@@ -131,13 +146,16 @@ def _settings(options: argparse.Namespace) -> Settings:
     directory = options.keep or Path(tempfile.mkdtemp(prefix="ddpjob-audit-"))
     script = Script(
         words[0], tuple(words[1:]), module, options.nproc, Path.cwd(), os.environ,
-        options.patience,
+        options.patience, options.seed,
     )  # fmt: skip
-    source = Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
     return Settings(
-        script, source, directory.resolve(), tuple(shlex.split(options.resume_args)),
-        options.kill_after, options.stop_after,
+        script, _source(options), directory.resolve(), resume_words(options.resume_args),
+        options.resume_when, options.kill_after, options.stop_after,
     )  # fmt: skip
+
+
+def _source(options: argparse.Namespace) -> Source:
+    return Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
 
 
 def _check(options: argparse.Namespace, script: str, module: bool) -> None:
@@ -149,10 +167,10 @@ def _check(options: argparse.Namespace, script: str, module: bool) -> None:
     if options.kill_after and options.stop_after and options.kill_after >= options.stop_after:
         raise ConfigError("--kill-after must be less than --stop-after: nothing would follow it")
     real("--patience", options.patience)
-    try:
-        shlex.split(options.resume_args)
-    except ValueError as error:
-        raise ConfigError(f"--resume-args {options.resume_args!r}: {error}") from None
+    check_resume(resume_words(options.resume_args), options.resume_when)
+    if options.seed is not None:
+        whole("--seed", options.seed, most=2**32 - 1)  # numpy's bound
+    _source(options).check()
     if not module:
         check_notebook(Path(script))
         if Path(script).name in ("torchrun", "accelerate", "lightning", "deepspeed"):

@@ -59,6 +59,11 @@ def _short(value: object) -> str:
 
 def _inputs(facts: Mapping[str, Any]) -> str:
     kind, step, count = facts["place"], facts["step"], facts["count"]
+    if facts.get("seed"):
+        return (
+            f"the samples are those of step {step}, drawn from random numbers that begin again from"
+            " the seed at each start"
+        )
     epoch = f"epoch {facts['epoch']}" if facts["epoch"] else ""
     where = f" of {epoch}" if epoch else ""
     if kind == "begins":
@@ -161,6 +166,10 @@ _DATA: Final = {
     " first epoch's order, transformers#40691), ignore_data_skip=False, a fixed data_seed",
     "ddpjob_trainer": "take batches from run.steps(); an own DataLoader needs run.register(...)",
 }
+_STATES: Final = (
+    "save torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate(),"
+    " numpy.random.get_state() of each rank, and put them back just before the first"
+)
 _CURES: Final[Mapping[str, Mapping[str, str]]] = {
     "nothing-loaded": _CHECKPOINT,
     "nothing-kept": _CHECKPOINT,
@@ -192,13 +201,17 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
         " save_only_model=False",
     },
     "inputs": _DATA,
+    "seed": {
+        **_DATA,
+        OWN: f"{_STATES} draw; or seed each epoch by its number; an order that a sampler"
+        " draws comes from sampler.set_epoch(epoch)",
+    },
     "rounding": {
         OWN: "nothing, unless equal bits are wanted: then this project's library, whose sums do not"
         " depend on a restart",
     },
     "rng": {
-        OWN: "save torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate(),"
-        " numpy.random.get_state() of each rank, and put them back just before the first step",
+        OWN: f"{_STATES} step",
         "lightning": "Lightning keeps no random states: put them into on_save_checkpoint() and back"
         " in on_train_batch_start() of the first batch",
         "accelerate": "load_state() puts them back, but skipping batches may draw from them: put"
@@ -212,6 +225,9 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "length": {OWN: "save the step (or epoch and position), and count from it"},
     "crash": {
+        OWN: "see the end of its output below, and start the script by hand from a checkpoint",
+    },
+    "torn": {
         OWN: "see the end of its output below; a checkpoint that is half written at the kill must"
         " not be taken: write to a new file, then os.replace()",
     },
@@ -221,6 +237,9 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "no-step": _CHECKPOINT,
 }  # fmt: skip
+
+#: A fact of a finding -> the row that fits better than its kind's.
+_SPECIAL: Final = (("torn", "torn"), ("seed", "seed"))
 
 LIBRARY: Final = (
     "All of this comes by itself with ddpjob's library (ddp.start(), run.prepare(), run.steps()):"
@@ -243,7 +262,8 @@ _CHANCE: Final = {
 
 def cure(finding: Finding, framework: str) -> str:
     """Return what to do, in the framework's words where it has some."""
-    rows = _CURES[finding.kind]
+    kind = next((one for one, fact in _SPECIAL if finding.facts.get(fact)), finding.kind)
+    rows = _CURES[kind]
     name = "lightning" if framework == "pytorch_lightning" else framework
     return rows.get(name, rows.get(OWN, ""))
 

@@ -5,20 +5,31 @@ A second undisturbed run is made only where the judgement hangs on what the scri
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ddpjob_contract import NEWEST
 from ddpjob_tools.audit import judge, order, records, runs
 from ddpjob_tools.audit.judge import Verdict
 from ddpjob_tools.audit.records import Gang
 from ddpjob_tools.audit.runs import AuditError, End, Script
 from ddpjob_tools.audit.workspace import Source
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.imports import parsed
+from ddpjob_trainer.launcher.watch import checkpoints
 
 #: Findings that chance could make, too: only a second undisturbed run can tell.
 _BY_CHANCE = ("rng", "rounding", "unseen", "length")
 _FEWEST = 3
+_BEYOND = re.compile(r"(\.\./)+[\w.-][\w./-]*")
+#: What reading a file says that is not whole.
+_TORN = re.compile(
+    r"EOFError|UnpicklingError|BadZipFile|PytorchStreamReader|JSONDecodeError|Ran out of input"
+    r"|unexpected end of|truncated|Error while deserializing|IncompleteMetadata"
+)
 
 Show = Callable[[str, int], None]
 
@@ -31,6 +42,7 @@ class Settings:
     source: Source
     directory: Path
     resume_arguments: tuple[str, ...] = ()
+    resume_when: str = ""  # glob of the checkpoint that they name
     kill_after: int | None = None
     stop_after: int | None = None
 
@@ -44,6 +56,8 @@ class Result:
     saved: tuple[int, ...]
     epoch: int | None
     tail: str = ""
+    resume_arguments: tuple[str, ...] = ()
+    resume_when: str = ""
 
 
 class _Audit:
@@ -52,10 +66,11 @@ class _Audit:
     def __init__(self, settings: Settings, show: Show) -> None:
         self._settings = settings
         self._show = show
-        self._work = settings.directory / "work"
+        self._root = settings.directory / "work"
+        self.work = settings.source.place(self._root)
 
     def fill(self) -> None:
-        self._settings.source.fill(self._work)
+        self._settings.source.fill(self._root)
 
     def run(
         self, name: str, title: str, stop_at: int | None = None, more: Sequence[str] = (),
@@ -63,7 +78,7 @@ class _Audit:
     ) -> tuple[Gang, End]:  # fmt: skip
         out = self._settings.directory / name
         end = runs.run(
-            self._settings.script, self._work, out, more=more, stop_at=stop_at, enough=enough,
+            self._settings.script, self.work, out, more=more, stop_at=stop_at, enough=enough,
             show=lambda steps: self._show(title, steps),
         )  # fmt: skip
         return records.read(out), end
@@ -73,6 +88,7 @@ def audit(settings: Settings, show: Show) -> Result:
     """Do the runs and judge. Raises AuditError, ConfigError; leaves no process behind."""
     audit = _Audit(settings, show)
     calm, total = _undisturbed(audit, settings, "undisturbed", "1/3 undisturbed")
+    named = _named(settings, audit.work)
     joined = order.lines(calm)
     epoch = order.epoch_length(joined)
     saved = order.saved_after(calm[0])
@@ -83,13 +99,16 @@ def audit(settings: Settings, show: Show) -> Result:
     killed, end = audit.run("killed", f"2/3 to be killed after step {kill}", stop_at=kill)
     _check_alive(settings, end, min((len(story.steps) for story in killed), default=0))
     _check_killed(calm, killed, end, kill)
-    recorded, end = _started_again(audit, settings, calm, killed)
+    words = _resume_words(settings, audit.work, killed, named)
+    recorded, end = _started_again(audit, settings, calm, killed, words)
     verdict = judge.judge(recorded)
     if _hangs_on_chance(verdict):
         again, _ = _undisturbed(audit, settings, "again", "undisturbed once more, to compare")
         verdict = judge.judge(replace(recorded, again=again))
     failed = end.code or end.silent
-    return Result(verdict, calm, tuple(saved), epoch, end.tail() if failed else "")
+    tail = end.tail() if failed else ""
+    when = settings.resume_when
+    return Result(verdict, calm, tuple(saved), epoch, tail, settings.resume_arguments, when)
 
 
 def _undisturbed(audit: _Audit, settings: Settings, name: str, title: str) -> tuple[Gang, int]:
@@ -100,17 +119,38 @@ def _undisturbed(audit: _Audit, settings: Settings, name: str, title: str) -> tu
     if end.code:
         raise AuditError(
             f"the script fails by itself, with exit code {end.code} after step {total}; see that it"
-            f" runs to its end (or give --stop-after STEP). The end of its output:\n{end.tail()}"
+            f" runs to its end (or give --stop-after STEP){_beyond(settings)}. The end of its"
+            f" output:\n{end.tail()}"
         )
     if total < _FEWEST:
         few = f"only {total} steps" if total else "no step"
         raise AuditError(
-            f"{few} of an optimizer of torch were seen: {_FEWEST} are needed. Perhaps it found"
+            f"{few} of an optimizer of torch: {_FEWEST} are needed. Perhaps it found"
             " training complete, from a checkpoint in this folder (--leave-out NAME) or at an"
             " absolute path; or it starts its processes itself: give the script, and --nproc N,"
             f" instead. The end of its output:\n{end.tail()}"
         )
+    if len(gang) > 1 and all(story.world == 1 for story in gang):
+        raise AuditError(
+            "each process trained by itself: none joined a process group"
+            " (torch.distributed.init_process_group), so all do the same work; leave --nproc out"
+        )
     return gang, total
+
+
+def _beyond(settings: Settings) -> str:
+    """Name the paths in script and arguments that lead out of the folder; "" for none."""
+    tree = parsed(settings.script.here / settings.script.program)
+    nodes = ast.walk(tree) if tree else ()
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    texts += [word.rpartition("=")[2] for word in settings.script.arguments]
+    beyond = {text for text in texts if isinstance(text, str) and _BEYOND.fullmatch(text)}
+    if not (missed := sorted(beyond - {*settings.source.linked})):
+        return ""
+    return (
+        f". {missed[0]} is outside of the folder, of which each run gets a copy: --link"
+        f" {missed[0]}, once it is there, links it beside the copy"
+    )
 
 
 def _check_alive(settings: Settings, end: End, steps: int) -> None:
@@ -142,8 +182,35 @@ def _check_killed(calm: Gang, killed: Gang, end: End, kill: int) -> None:
         )
 
 
+def _named(settings: Settings, work: Path) -> list[str]:
+    """Return what --resume-args name that is there now, after a whole run."""
+    values = (word.partition("=")[2] or word for word in settings.resume_arguments)
+    return [value for value in values if (work / value).exists()]
+
+
+def _resume_words(
+    settings: Settings, work: Path, killed: Gang, named: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the arguments of the start after the kill. Raises ConfigError."""
+    found = checkpoints.newest(settings.resume_when, work) if settings.resume_when else ""
+    missing = [one for one in named if not (work / one).exists()]
+    if missing or (settings.resume_when and not found):
+        what = (
+            f"--resume-args: {missing[0]}" if missing else f"--resume-when {settings.resume_when}"
+        )
+        files = {path for step in killed[0].steps for path in step.files}
+        there = sorted(path for path in files if (work / path).exists())
+        raise ConfigError(
+            f"{what}: not there after the kill at step {len(killed[0].steps)}; the script has"
+            f" written {order.named(there[::-1]) or 'nothing'}. Take --kill-after STEP, later, or"
+            f" {NEWEST} in --resume-args and --resume-when GLOB, the checkpoints of which it stands"
+            " for the newest"
+        )
+    return tuple(word.replace(NEWEST, found) for word in settings.resume_arguments)
+
+
 def _started_again(
-    audit: _Audit, settings: Settings, calm: Gang, killed: Gang
+    audit: _Audit, settings: Settings, calm: Gang, killed: Gang, words: Sequence[str]
 ) -> tuple[judge.Runs, End]:
     """Start the killed run again, in its folder, until it ends or is as far as the first."""
     out = settings.directory / "resumed"
@@ -157,13 +224,17 @@ def _started_again(
         return place[0] + steps >= settings.stop_after
 
     title = f"3/3 killed after step {len(killed[0].steps)}, started again"
-    resumed, end = audit.run(out.name, title, None, settings.resume_arguments, enough)
+    resumed, end = audit.run(out.name, title, None, words, enough)
     kept = bool(order.saved_after(killed[0]))
     whole = settings.stop_after is None
-    return judge.Runs(calm, killed, resumed, (), kept, end.code or 0, whole, end.silent), end
+    torn = bool(end.code and _TORN.search(end.tail()))
+    return judge.Runs(calm, killed, resumed, (), kept, end.code or 0, whole, end.silent, torn), end
 
 
 def _hangs_on_chance(verdict: Verdict) -> bool:
-    return not verdict.loose and any(
-        one.kind in _BY_CHANCE or one.facts.get("place") == "unknown" for one in verdict.findings
+    """Return whether another undisturbed run decides; how many steps it makes it always does."""
+    return any(
+        one.kind == "length"
+        or (not verdict.loose and (one.kind in _BY_CHANCE or one.facts.get("place") == "unknown"))
+        for one in verdict.findings
     )

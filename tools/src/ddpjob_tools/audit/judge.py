@@ -40,6 +40,7 @@ class Runs:
     code: int = 0  # with which the resumed run ended
     whole: bool = True  # neither the calm nor the resumed run was cut off
     silent: bool = False  # the resumed run made no further step, and did not end
+    torn: bool = False  # it failed at a file that was not whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Verdict:
     loose: tuple[Finding, ...] = ()  # what the script does not repeat even undisturbed
     total: int = 0
     ended_after: int = 0
+    unclear: bool = False  # several steps fit ``resumed_after``: weights did not change
     final: bool | None = None  # whether the last weights are equal; None: not to be compared
 
 
@@ -87,7 +89,7 @@ def judge(runs: Runs) -> Verdict:
     loose = _loose(runs, killed_after)
     if not runs.resumed or not runs.resumed[0].steps:
         kind = "hang" if runs.silent else "crash" if runs.code else "no-step"
-        finding = Finding(kind, facts={"code": runs.code})
+        finding = Finding(kind, facts={"code": runs.code, "torn": runs.torn})
         return Verdict(WRONG, (finding,), killed_after, None, loose=loose, total=total)
     reference = _reference(runs, killed_after)
     start, findings = _start(reference, runs, killed_after)
@@ -103,10 +105,11 @@ def judge(runs: Runs) -> Verdict:
     ended = start + min(len(story.steps) for story in runs.resumed)
     findings += (*after, *_end(runs, ended, total))
     return Verdict(
-        _label(findings, loose), findings, killed_after, start,
+        _label(findings, loose, counts=_counts(runs)), findings, killed_after, start,
         compared=min(ended, total if not unsteady else killed_after) - start,
         since={what: start + i + 1 if i >= 0 else None for what, i in comparison.first.items()},
         loose=loose, total=total, ended_after=ended, final=_final(runs, ended, total, unsteady),
+        unclear=len(_fitting(reference[0].steps, runs, killed_after)) > 1,
     )  # fmt: skip
 
 
@@ -130,9 +133,16 @@ def _even(runs: Runs) -> Runs:
     )  # fmt: skip
 
 
-def _label(findings: Sequence[Finding], loose: Sequence[Finding]) -> str:
+def _counts(runs: Runs) -> bool:
+    """Return whether undisturbed runs make equally many steps, whatever else they do not repeat."""
+    return bool(runs.again) and len(runs.again[0].steps) == len(runs.calm[0].steps)
+
+
+def _label(findings: Sequence[Finding], loose: Sequence[Finding], *, counts: bool) -> str:
     by_chance = any(one.kind != "rounding" for one in loose)
-    excused = ("rounding", "unseen", "rng", "length") if by_chance else ("rounding",)
+    excused = {"rounding", *(("unseen", "rng") if by_chance else ())}
+    if by_chance and not counts:
+        excused.add("length")
     if any(
         one.kind not in excused and not (by_chance and one.facts.get("place") == "unknown")
         for one in findings
@@ -154,7 +164,8 @@ def _final(runs: Runs, ended: int, total: int, unsteady: set[str]) -> bool | Non
 
 def _end(runs: Runs, ended: int, total: int) -> Iterator[Finding]:
     if runs.code or runs.silent:
-        yield Finding("hang" if runs.silent else "crash", ended + 1, facts={"code": runs.code})
+        facts = {"code": runs.code, "torn": runs.torn}
+        yield Finding("hang" if runs.silent else "crash", ended + 1, facts=facts)
     elif runs.whole and ended != total and len(runs.resumed) == len(runs.calm):
         yield Finding("length", ended, facts={"total": total, "ended": ended})
 
@@ -197,17 +208,30 @@ def _start(
 ) -> tuple[int | None, tuple[Finding, ...]]:
     """Find the index of the first step of the new process, by its weights before it."""
     steps, first = reference[0].steps, runs.resumed[0].steps[0]
-    possible = [i for i in range(min(killed_after + 1, len(steps)))
-                if steps[i].optimizer == first.optimizer]  # fmt: skip
-    equal = [i for i in possible if steps[i].weights == first.weights]
-    if equal:
-        start = max(equal, key=lambda i: (*_likeness(steps[i], first), i))
+    if fitting := _fitting(steps, runs, killed_after):
+        # Weights that do not change fit several: a checkpoint is what it went on from.
+        saved = {0, *order.saved_after(runs.killed[0])} & {*fitting}
+        start = max(saved or fitting)
         return start, (_nothing(runs),) if start == 0 else ()
+    possible = _possible(steps, first, killed_after)
     by_chance = runs.calm[0].steps[0].weights != runs.killed[0].steps[0].weights
     if by_chance and first.empty and not any(_shared(steps[i], first) for i in possible):
         return None, (_nothing(runs),)
     start = max(possible, key=lambda i: (_shared(steps[i], first), *_likeness(steps[i], first)))
     return None, (_partly(steps, first, start, reference[0].names), *_lost(steps, first, start))
+
+
+def _possible(steps: Sequence[Step], first: Step, killed_after: int) -> list[int]:
+    return [i for i in range(min(killed_after + 1, len(steps)))
+            if steps[i].optimizer == first.optimizer]  # fmt: skip
+
+
+def _fitting(steps: Sequence[Step], runs: Runs, killed_after: int) -> list[int]:
+    """Return the indices of the steps that the new process's first is most like."""
+    first = runs.resumed[0].steps[0]
+    equal = [i for i in _possible(steps, first, killed_after) if steps[i].weights == first.weights]
+    best = max((_likeness(steps[i], first) for i in equal), default=())
+    return [i for i in equal if _likeness(steps[i], first) == best]
 
 
 def resumed_after(calm: Gang, killed: Gang, resumed: Gang) -> int:
@@ -357,7 +381,17 @@ def _samples(
         "count": found.count, "epoch": at // epoch + 1 if epoch else 0,
         "from": (found.step - 1) // epoch + 1 if epoch and found.step else 0,
         "rng": 0 <= comparison.first["rng"] <= index,
+        "seed": found.step > 0 and _begun_again(runs, reference, start, index, found.step - 1),
     }  # fmt: skip
+
+
+def _begun_again(runs: Runs, reference: Gang, start: int, index: int, place: int) -> bool:
+    """Return whether random numbers are those of the step from which the samples come."""
+    its, then, now = (
+        one.rng for one in (runs.resumed[0].steps[index], runs.calm[0].steps[place],
+                            reference[0].steps[start + index])
+    )  # fmt: skip
+    return any(its[name] == then.get(name) != now.get(name) for name in its)
 
 
 def _unexplained(

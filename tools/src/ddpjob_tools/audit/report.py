@@ -5,6 +5,7 @@ command.py prints the lines, and writes as_json() where it is asked for.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
@@ -12,6 +13,8 @@ from typing import Any, Final
 from ddpjob_tools.audit import cures
 from ddpjob_tools.audit.experiment import Result
 from ddpjob_tools.audit.judge import COMPARED, RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
+from ddpjob_tools.audit.records import Gang
+from ddpjob_trainer.arguments import shown_words
 
 #: What is compared, as a user calls it.
 _TITLES: Final = {
@@ -46,6 +49,12 @@ def lines(result: Result, script: str) -> Iterator[str]:
     if verdict.label == WRONG and framework != "ddpjob_trainer":
         yield ""
         yield f"  {cures.LIBRARY}"
+    if result.resume_arguments and verdict.label in (RIGHT, ROUNDING):
+        yield ""
+        yield f"  {_with(result)}"
+    for text in _ranks(result.calm):
+        yield ""
+        yield f"  {text}"
     if text := cures.chance(verdict):
         yield ""
         yield f"  not repeated: {text}"
@@ -58,6 +67,28 @@ def lines(result: Result, script: str) -> Iterator[str]:
         yield result.tail
 
 
+def _with(result: Result) -> str:
+    """Say what the verdict hangs on, and how a cluster does the same."""
+    words = f"--resume-args {shlex.quote(shown_words(result.resume_arguments))}"
+    if result.resume_when:
+        words += f" --resume-when {shlex.quote(result.resume_when)}"
+    return (
+        f"This holds with {words}: give them to ddpjob-trainer run and init too (spec.restart of a"
+        " DDPJob), or a restart begins at step 1"
+    )
+
+
+def _ranks(calm: Gang) -> Iterator[str]:
+    """Say what a run of several processes shows that do not train one model."""
+    if len({story.steps[0].after for story in calm if story.steps}) > 1:
+        yield (
+            "the ranks' weights differ after step 1: without DistributedDataParallel each trains by"
+            " itself (of a model that is sharded they differ rightly)"
+        )
+    if all(step.after == step.weights for story in calm for step in story.steps):
+        yield "the weights never change: equal ones prove nothing here"
+
+
 def _story(result: Result) -> Iterator[str]:
     verdict, epoch = result.verdict, result.epoch
     an_epoch = f", {epoch} in an epoch" if epoch else ""
@@ -68,7 +99,11 @@ def _story(result: Result) -> Iterator[str]:
         yield "                 it began from a checkpoint in this folder (--leave-out NAME)"
     yield f"  killed         after step {verdict.killed_after}{_epoch(verdict.killed_after, epoch)}"
     after = verdict.resumed_after
-    if after is not None:
+    if given := result.resume_arguments:
+        yield f"  with           {shown_words(given)}, at each start but the first"
+    if after is not None and verdict.unclear:
+        yield "  started again  after which step cannot be told: several have the same weights"
+    elif after is not None:
         lost = verdict.killed_after - after
         again = f", {lost} step{'s' * (lost != 1)} done again" if lost else ", no step lost"
         where = f"after step {after}{again}" if after else "at the beginning: all steps done again"
@@ -169,6 +204,9 @@ def as_json(result: Result) -> dict[str, Any]:
         "killed_after": verdict.killed_after,
         "resumed_after": verdict.resumed_after,
         "final_weights_equal": verdict.final,
+        "resume_args": list(result.resume_arguments),
+        "resume_when": result.resume_when,
+        "notes": list(_ranks(result.calm)),
         "first_difference": verdict.since,
         "findings": [
             {**asdict(one), "said": cures.said(one), "cure": cures.cure(one, framework)}

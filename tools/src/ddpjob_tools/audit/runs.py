@@ -41,6 +41,7 @@ class Script:
     here: Path
     environment: Mapping[str, str]
     patience: float = 300.0
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _command(
         program = str(work / path.relative_to(script.here) if path.is_relative_to(script.here)
                       else path)  # fmt: skip
     order = {"out": str(out), "watch": str(work), "stop_at": stop_at, "module": script.module,
-             "shown": script.program}  # fmt: skip
+             "shown": script.program, "seed": script.seed}  # fmt: skip
     words = ["-m", _PROBE, json.dumps(order), program, *script.arguments, *more]
     if script.nproc is None:
         return [sys.executable, *words]

@@ -26,19 +26,53 @@ _REPOSITORIES: Final = (".git", ".hg", ".svn")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The folder to copy; ``linked`` and ``left_out``: patterns of paths within it."""
+    """The folder to copy; ``linked`` and ``left_out``: patterns of paths within it.
+
+    ``linked`` may also lie outside, as ../data: it is linked beside the copy, at the same place.
+    """
 
     folder: Path
     left_out: Collection[str] = ()
     linked: Collection[str] = ()
 
-    def fill(self, work: Path) -> None:
-        """Make ``work`` a fresh copy. Raises ConfigError where the folder is too large."""
-        if work.exists():
-            shutil.rmtree(work)
+    def place(self, root: Path) -> Path:
+        """Return the copy's place below ``root``, deep enough for what is linked outside of it."""
+        up = max((path.parts.count("..") for path in self._outside().values()), default=0)
+        return root.joinpath(*self.folder.parts[max(1, len(self.folder.parts) - up) :])
+
+    def check(self) -> None:
+        """Refuse a pattern that has no effect. Raises ConfigError."""
+        whole = list(Source(self.folder, (), self.linked)._entries(self.folder, self.folder))
+        given = [*(("--link", one) for one in self.linked if one not in self._outside())]
+        given += [("--leave-out", one) for one in self.left_out]
+        for option, one in given:
+            if not any(self._matches(path, [one]) for path in whole):
+                raise ConfigError(
+                    f"{option} {one}: {self.folder} holds no such file or folder: give its path"
+                    " from there"
+                )
+
+    def _outside(self) -> dict[str, Path]:
+        """Return what is linked from outside of the folder: pattern -> place beside it."""
+        found = {one: Path(os.path.relpath(self.folder / one, self.folder)) for one in self.linked}
+        return {
+            one: path
+            for one, path in found.items()
+            if path.parts[:1] == ("..",) and path.name != ".." and (self.folder / path).exists()
+        }
+
+    def fill(self, root: Path) -> None:
+        """Make place() a fresh copy. Raises ConfigError where the folder is too large."""
+        if root.exists():
+            shutil.rmtree(root)
+        work = self.place(root)
         work.mkdir(parents=True)
+        for path in set(self._outside().values()):
+            link = Path(os.path.normpath(work / path))
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to((self.folder / path).resolve())
         files, sizes = 0, Counter[str]()
-        for path in self._entries(self.folder, work):
+        for path in self._entries(self.folder, root):
             inner = path.relative_to(self.folder)
             target = work / inner
             if path.is_symlink() or self._as_link(path):

@@ -11,11 +11,11 @@ import contextlib
 import os
 import secrets
 import selectors
-import shlex
 import socket
 from collections.abc import Callable
 
 import ddpjob_contract as contract
+from ddpjob_trainer.arguments import shown_words
 from ddpjob_trainer.environment import (
     KEY_FD,
     KEY_FILE,
@@ -85,10 +85,10 @@ class Starter:
             return
         self._more = self._config.resume_words(newest)
         if self._more:
-            self._tell(f"going on with {shlex.join(self._more)}")
+            self._tell(f"going on with {shown_words(self._more)}")
         else:
             none = f"no checkpoint at {self._config.resume_when}"
-            self._tell(f"{none}: training begins again, without {shlex.join(asked)}")
+            self._tell(f"{none}: training begins again, without {shown_words(asked)}")
 
     def begin(
         self, workers: WorkerGroup, now: float, drill: str = "Never", reached: int = 0

@@ -1,17 +1,21 @@
 """Run a script as `python` does, after the hooks are registered; runs.py starts it per process.
 
 `python -m ddpjob_tools.audit.probe ORDER script.py args`; ORDER is JSON: out, watch, stop_at,
-module, shown. The script sees its own arguments, its folder on sys.path, and itself as __main__.
+module, shown, seed. The script sees its own arguments, its folder on sys.path, itself as __main__.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
+
+import numpy
+import torch
 
 from ddpjob_tools.audit.probe.recorder import Recorder
 from ddpjob_tools.audit.probe.watched import Watched
@@ -24,6 +28,9 @@ def main(words: list[str]) -> None:
     first = os.environ.get("RANK", "0") in ("", "0")
     watched = Watched(Path(order["watch"])) if first else None
     Recorder(Path(order["out"]), watched, order["stop_at"]).start()
+    if order["seed"] is not None:  # as lines at the script's head would
+        for seed in (random.seed, torch.manual_seed, numpy.random.seed):
+            seed(order["seed"])
     if order["module"]:
         sys.argv[:] = arguments
         sys.path[0] = str(Path.cwd())
