@@ -166,6 +166,59 @@ def test_what_does_not_travel_is_told(script: Path, capsys: Any, monkeypatch: An
     assert said(script) == ""
 
 
+def test_what_a_pod_gets_besides(script: Path, manifest: Any) -> None:
+    words = "--cpu 4 --memory 16Gi --env A=b=$(c) --env HF_HOME=/x --output runs --output logs/a"
+    given = ("--resume-args", "--init_from=resume", "--resume-when", "runs/*.pt")
+    found = manifest(script, *words.split(), *given)
+    container = trainer(found)
+    assert container["resources"] == {"requests": {"cpu": "4", "memory": "16Gi"}}
+    assert container["env"] == [
+        {"name": "A", "value": "b=$$(c)"}, {"name": "HF_HOME", "value": "/x"},
+    ]  # fmt: skip
+    assert container["command"][5:9] == ["--output", "runs", "--output", "logs/a"]
+    spec = found["DDPJob"]["spec"]
+    assert spec["restart"] == {"resumeArgs": ["--init_from=resume"], "resumeWhen": "runs/*.pt"}
+    pod = spec["template"]["spec"]
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_packages_and_files_that_the_pods_lack_are_named(script: Path, capsys: Any) -> None:
+    here = script.parent
+    for name in ("config/small.py", "imgs/1.png", "runs/last.pt", "model.py", "src/part.py"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).touch()
+    script.write_text(
+        "import os, timm.data, torch, yaml, model, part\nfrom torchvision import models\n"
+    )
+
+    def said(*words: str) -> list[str]:
+        assert cli.main(["init", script.name, "model.py", "src", *words]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("ddpjob-trainer: ").partition(":")[0] for line in lines]
+
+    assert said() == ["timm", "torchvision"]
+    assert said("--image", "r/mine:1") == []
+    named = ("--", "config/small.py", "--data=imgs", "--lr", "1", "src", "/tmp", ".", "runs")
+    assert said("--image", "i", "--output", "runs", *named) == ["config/small.py", "imgs"]
+    assert said("config", "--image", "i", *named[:2]) == []
+    ends = ("--resume-args", "--resume {newest}", "--resume-when")
+    assert said("--image", "i", *ends, "runs/*.pt") == ["--resume-when runs/*.pt"]
+    assert said("--image", "i", "--output", "runs", *ends, "runs/*.pt") == []
+
+
+def test_what_the_stock_image_has_is_what_its_pins_bring() -> None:
+    root, other = Path(__file__).parents[3], {
+        "pyyaml": "yaml", "scikit-learn": "sklearn", "prometheus-client": "prometheus_client",
+        "typing-extensions": "typing_extensions", "cuda-bindings": "cuda",
+        "cuda-pathfinder": "cuda",
+    }  # fmt: skip
+    pins = "".join((root / f"requirements/{name}.txt").read_text() for name in ("torch", "trainer"))
+    names = set(re.findall(r"^([a-z0-9-]+)==", pins, re.MULTILINE))
+    names = {one for one in names if not one.startswith("nvidia-")} - {"cuda-toolkit"}
+    ours = {"ddpjob_contract", "ddpjob_tools", "ddpjob_trainer", "functorch", "torchgen"}
+    assert {other.get(one, one) for one in names} | ours == stock.MODULES
+
+
 def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     poor = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PATH": ""}
     env = poor | {"PYTHONPATH": PATHS}
@@ -245,7 +298,14 @@ def test_any_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "--output", "."], "must be a folder below the working directory"),
         (["SCRIPT", "HELD", "--output", "folder/"], "folder/held.txt travels to there"),
         (["SCRIPT", "HELD", "--output", "folder/held.txt/x"], "folder/held.txt travels to there"),
-        (["SCRIPT", "--output", "a", "--output", "b"], "--output a --output b: one folder is kept"),
+        (["SCRIPT", "--output", "a", "--output", "a/b"], "--output a/b: is kept by --output a"),
+        (["SCRIPT", "--memory", "16"], "--memory '16': must be a size, such as 16Gi"),
+        (["SCRIPT", "--cpu", "0"], "--cpu '0': must be a number, such as 4 or 500m"),
+        (["SCRIPT", "--env", "A"], "--env A: must be NAME=VALUE"),
+        (["SCRIPT", "--env", "RANK=1"], "RANK is the operator's to set"),
+        (["SCRIPT", "--resume-args", "{newest}"], "{newest} needs --resume-when GLOB"),
+        (["SCRIPT", "--resume-when", "x"], "--resume-when x: needs --resume-args"),
+        (["SCRIPT", "--resume-args", "--from=$HOME"], "--from=$HOME: without $"),
         (["/snapshots/c/t.py", "--output", "x"], "leave it out: all that is written"),
         (["-m", "no.such"], "no.py: no such file here: change to its folder"),
         (["-m", "1x", "--name", "a"], "1x: not the name of a module"),

@@ -49,7 +49,7 @@ def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None
 def test_a_folder_that_was_empty_is_filled_anew(here: Path, tmp_path: Path) -> None:
     """With several launchers: what one rank has saved there, the others' pods do not have."""
     files, env = mounted(tmp_path / "files"), {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
-    again = workdir.fill(files, Path("runs"), env, print, restores=True)
+    again = workdir.fill(files, [Path("runs")], env, print, restores=True)
     assert again
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     (here / "checkpoints").mkdir()
@@ -76,7 +76,7 @@ def test_somebody_s_folder_is_never_cleared_nor_looked_through(
     monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("it is looked through"))
     (here / "mine").touch()
     assert workdir.fill(mounted(tmp_path / "files"), None, {}, print, restores=True) is None
-    assert workdir.fill(None, None, {}, print, restores=True) is None
+    assert workdir.fill(None, [], {}, print, restores=True) is None
 
 
 @pytest.mark.parametrize("name", ["train.py", "data/a.txt"])
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_more(here: Path, tmp_path: 
     said: list[str] = []
     (tmp_path / "file").touch()
     for folder in (f"{tmp_path}/file/job", "s3://bucket/job"):
-        workdir.fill(None, None, {contract.SNAPSHOT_DIR: folder}, said.append)
+        workdir.fill(None, [], {contract.SNAPSHOT_DIR: folder}, said.append)
     assert len(said) == 1
     assert "was not made: Not a directory" in said[0]
     assert list(here.iterdir()) == []
@@ -113,14 +113,17 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_more(here: Path, tmp_path: 
 def test_output_is_kept_beside_the_snapshots_or_refused(here: Path, tmp_path: Path) -> None:
     env = {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
     for _ in range(2):  # as a launcher finds it that is started again
-        workdir.fill(None, Path("runs/last"), env, print)
+        workdir.fill(None, [Path("runs/last")], env, print)
     (here / "runs/last/model.pt").write_text("weights")
     assert (tmp_path / "snapshots/job/output/model.pt").read_text() == "weights"
+    workdir.fill(None, [Path("logs"), Path("ck/a")], env, print)
+    (here / "ck/a/1.pt").write_text("one")
+    assert (tmp_path / "snapshots/job/output/ck/a/1.pt").read_text() == "one"
     with pytest.raises(ConfigError, match="--output runs: is here already: name a folder"):
-        workdir.fill(None, Path("runs"), env, print)
+        workdir.fill(None, [Path("runs")], env, print)
     for other in ({}, {contract.SNAPSHOT_DIR: "s3://bucket/job"}):
         with pytest.raises(ConfigError, match=r"needs .DDPJOB_SNAPSHOT_DIR.*give the DDPJob spec"):
-            workdir.fill(None, Path("out"), other, print)
+            workdir.fill(None, [Path("out")], other, print)
 
 
 def test_a_full_disk_is_no_fault_of_the_configuration(
@@ -139,7 +142,7 @@ def test_a_file_server_that_does_not_answer_holds_nothing_up(
     monkeypatch.setattr(workdir, "_ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: answers.wait())
     said: list[str] = []
-    workdir.fill(None, None, {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
+    workdir.fill(None, [], {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
     answers.set()
     assert len(said) == 1
     assert "/snapshots/job of $DDPJOB_SNAPSHOT_DIR was not made: no answer within" in said[0]

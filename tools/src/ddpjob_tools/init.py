@@ -20,7 +20,9 @@ from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_tools import travels
-from ddpjob_tools.stock import IMAGE, job_name
+from ddpjob_tools.stock import IMAGE, MODULES, job_name
+from ddpjob_trainer.arguments import check_resume, resume_words
+from ddpjob_trainer.environment import outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
 
 #: The ConfigMap's path in the pods; its files are read-only there.
@@ -36,6 +38,8 @@ _NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: Without a unit it would be bytes, which is never meant.
 _QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
+_CPU = re.compile(r"(?=[0-9.]*[1-9])([0-9]+(\.[0-9]+)?|[0-9]+m)")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: As in the CRD.
 _BOUNDS = (
     ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
@@ -57,6 +61,7 @@ examples:
   ddpjob-trainer init train.py | kubectl apply --server-side -f -
   ddpjob-trainer init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
   ddpjob-trainer init src/train.py data --output runs > job.yaml
+  ddpjob-trainer init a.py --output out --resume-args '--from {newest}' --resume-when 'out/*.pt'
   ddpjob-trainer init -m package.train > job.yaml            all of the folder package
   ddpjob-trainer init /app/train.py --image REGISTRY/mine:1 > job.yaml
   ddpjob-trainer init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
@@ -105,8 +110,22 @@ def add(commands: Any) -> None:
         metavar="DIR",
         action="append",
         help="what the script writes below DIR is kept, in the folder output of its snapshots; all"
-        " else that it writes ends with its pod",
+        " else that it writes ends with its pod; may come more than once",
     )
+    parser.add_argument("--cpu", default="1", metavar="N", help="CPUs that a pod requests (1)")
+    parser.add_argument("--memory", default="2Gi", metavar="SIZE", help="and its memory (2Gi)")
+    parser.add_argument(
+        "--env", metavar="NAME=VALUE", action="append", default=[],
+        help="a variable of the script's environment; may come more than once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume-args", default="", metavar="WORDS",
+        help="more arguments of the script at every start but the first, as '--resume {newest}'",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume-when", default="", metavar="GLOB",
+        help="its checkpoints, as 'runs/*.pt': {newest} in --resume-args stands for the newest",
+    )  # fmt: skip
     parser.add_argument(
         "--every-steps", type=int, default=100, metavar="N", help="steps between snapshots (100)"
     )
@@ -122,17 +141,41 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         _check_output(options, files)
         objects = _objects(options, name, files, arguments)
         print(_HEAD + "---\n".join(map(_dumped, objects)), end="")
-        root = Path() if options.module else Path(next(iter(files), "")).parent
-        for one in travels.forgotten(files, root):
-            note = f"{one}: imported, but does not travel: name it too, if the image lacks it"
-            print(f"ddpjob-trainer: {note}", file=sys.stderr)
-        for one in travels.linked_folders(options.files):
-            note = f"{one}: a linked folder, does not travel: name it too, if the script reads it"
+        for note in _notes(options, files, arguments):
             print(f"ddpjob-trainer: {note}", file=sys.stderr)
     except ConfigError as error:
         print(f"ddpjob-trainer: {error}", file=sys.stderr)
         return contract.ExitCode.BAD_CONFIG
     return 0
+
+
+def _notes(
+    args: argparse.Namespace, files: Mapping[str, Path], arguments: Sequence[str]
+) -> Iterator[str]:
+    """Yield what the script may lack in the pods."""
+    root = Path() if args.module else Path(next(iter(files), "")).parent
+    for one in travels.forgotten(files, root):
+        yield f"{one}: imported, but does not travel: name it too, if the image lacks it"
+    for one in travels.linked_folders(args.files):
+        yield f"{one}: a linked folder, does not travel: name it too, if the script reads it"
+    if args.image == IMAGE:
+        for name in travels.lacking(files, MODULES | sys.stdlib_module_names):
+            yield (
+                f"{name}: imported, but not in {IMAGE}: name an image that has it with --image, see"
+                " docs/start/your-script.md"
+            )
+    for word in travels.named(arguments, files) if files else ():
+        if not _kept(args, word):
+            yield f"{word}: named by an argument, but does not travel: name it before --, too"
+    when = args.resume_when
+    if when and files and not when.startswith("/") and not _kept(args, when):
+        yield f"--resume-when {when}: ends with its pod: keep the folder with --output"
+
+
+def _kept(args: argparse.Namespace, path: str) -> bool:
+    """Return whether a path lies below a folder of --output."""
+    normal = PurePosixPath(os.path.normpath(path))
+    return any(normal.is_relative_to(os.path.normpath(one)) for one in args.output or ())
 
 
 def _checked(args: argparse.Namespace) -> str:
@@ -146,6 +189,7 @@ def _checked(args: argparse.Namespace) -> str:
         raise ConfigError(f"--claim {args.claim!r}: must be a size, such as 10Gi")
     if not args.image.strip():
         raise ConfigError("--image: must name an image, such as REGISTRY/mine:1")
+    _check_pod(args)
     for option, least, most in _BOUNDS:
         value = getattr(args, option)
         if value is not None and not least <= value <= most:
@@ -156,6 +200,28 @@ def _checked(args: argparse.Namespace) -> str:
     if args.script.startswith(f"{CLAIM}/{name}/"):
         raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
     return name
+
+
+def _check_pod(args: argparse.Namespace) -> None:
+    if not _QUANTITY.fullmatch(args.memory):
+        raise ConfigError(f"--memory {args.memory!r}: must be a size, such as 16Gi")
+    if not _CPU.fullmatch(args.cpu):
+        raise ConfigError(f"--cpu {args.cpu!r}: must be a number, such as 4 or 500m")
+    for one in args.env:
+        _check_variable(one)
+    words = resume_words(args.resume_args)
+    check_resume(words, args.resume_when)
+    for one in (*words, args.resume_when):
+        if "$" in one:
+            raise ConfigError(f"{one}: without $: nothing is put in its place")
+
+
+def _check_variable(given: str) -> None:
+    name, equals, _ = given.partition("=")
+    if not equals or not _VARIABLE.fullmatch(name):
+        raise ConfigError(f"--env {given}: must be NAME=VALUE, such as HF_HOME=/snapshots/hf")
+    if not outside_of_jobs({name: ""}, keep=contract.USER_ENV):
+        raise ConfigError(f"--env {given}: {name} is the operator's to set: leave it out")
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
@@ -192,20 +258,20 @@ def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
     """
     if args.output is None:
         return
-    if len(args.output) > 1:
-        raise ConfigError(
-            f"--output {' --output '.join(args.output)}: one folder is kept: write both below one,"
-            " such as results/a and results/b with --output results"
-        )
-    [args.output] = args.output
-    given, shown = PurePosixPath(args.output), f"--output {args.output}"
-    if given.is_absolute() or ".." in given.parts or not given.parts:
-        raise ConfigError(f"{shown}: must be a folder below the working directory, such as results")
-    if _on_claim(args) and not files:
-        raise ConfigError(f"{shown}: leave it out: all that is written beside the script is kept")
-    for inner in map(PurePosixPath, files):
-        if inner.is_relative_to(given) or given.is_relative_to(inner):
-            raise ConfigError(f"{shown}: {inner} travels to there: name another folder")
+    for output in args.output:
+        given, shown = PurePosixPath(output), f"--output {output}"
+        if given.is_absolute() or ".." in given.parts or not given.parts:
+            raise ConfigError(
+                f"{shown}: must be a folder below the working directory, such as results"
+            )
+        if _on_claim(args) and not files:
+            raise ConfigError(f"{shown}: leave it out: all that is written beside it is kept")
+        for inner in map(PurePosixPath, files):
+            if inner.is_relative_to(given) or given.is_relative_to(inner):
+                raise ConfigError(f"{shown}: {inner} travels to there: name another folder")
+        outer = [one for one in args.output if one is not output and given.is_relative_to(one)]
+        if outer:
+            raise ConfigError(f"{shown}: is kept by --output {outer[0]}: leave it out")
 
 
 def _objects(
@@ -226,6 +292,10 @@ def _objects(
         digest = hashlib.sha256(json.dumps(config_map).encode()).hexdigest()[:16]
         template["metadata"] = {"annotations": {"files-sha256": digest}}
     template["spec"] = _pod(args, name, files, keys, arguments)
+    restart: dict[str, Any] = {}
+    if words := resume_words(args.resume_args):
+        restart["resumeArgs"] = [*words]
+        restart |= {"resumeWhen": args.resume_when} if args.resume_when else {}
     yield _object("ddpjob.dev/v1alpha1", "DDPJob", name, spec={
         "replicas": args.replicas,
         "nprocPerNode": nproc if args.nproc is None else args.nproc,
@@ -234,6 +304,7 @@ def _objects(
             "volume": {"persistentVolumeClaim": {"claimName": claim}},
             "everySteps": args.every_steps,
         },
+        **({"restart": restart} if restart else {}),
         "template": template,
     })  # fmt: skip
 
@@ -250,7 +321,7 @@ def _pod(
     arguments: Sequence[str],
 ) -> dict[str, Any]:
     words = ["ddpjob-trainer", "run", *(("--files", FILES, "--anew") if files else ())]
-    words += ["--output", args.output] if args.output else []
+    words += [word for output in args.output or () for word in ("--output", output)]
     words += [*_program(args, files), *arguments]
     trainer: dict[str, Any] = {
         "name": "trainer",
@@ -258,18 +329,26 @@ def _pod(
         # Kubernetes would expand variables: $$ is a literal $.
         "command": [word.replace("$", "$$") for word in words],
     }
+    if args.env:
+        variables = dict(one.split("=", 1) for one in args.env)
+        trainer["env"] = [
+            {"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()
+        ]
     if directory := _directory(args, files):
         trainer["workingDir"] = directory
     trainer["securityContext"] = {
         "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
     }  # fmt: skip
-    trainer["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
+    trainer["resources"] = {"requests": {"cpu": args.cpu, "memory": args.memory}}
     if args.gpus:
         trainer["resources"]["limits"] = {"nvidia.com/gpu": args.gpus}
     user = {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
     pod: dict[str, Any] = {
         "securityContext": {
-            "runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"},
+            "runAsNonRoot": True, **user,
+            # A kubelet looks through the whole volume in each start otherwise.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [trainer],
     }  # fmt: skip

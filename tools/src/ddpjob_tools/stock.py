@@ -10,6 +10,13 @@ from ddpjob_trainer.errors import ConfigError
 IMAGE: Final = "ddpjob/trainer:0.1.0"
 #: As in requirements/torch.in; tests/unit/trainer/test_init.py holds them equal.
 TORCH: Final = "2.13.0"
+#: What Python can import there beside its own library; held to the pins by the same file.
+MODULES: Final = frozenset({
+    "cloudpickle", "cuda", "ddpjob_contract", "ddpjob_tools", "ddpjob_trainer", "filelock",
+    "fsspec", "functorch", "jinja2", "joblib", "markupsafe", "mpmath", "narwhals", "networkx",
+    "numpy", "prometheus_client", "safetensors", "scipy", "setuptools", "sklearn", "sympy",
+    "threadpoolctl", "torch", "torchgen", "triton", "typing_extensions", "yaml",
+})  # fmt: skip
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ddpjob_trainer.arguments import check_notebook
@@ -57,6 +57,26 @@ def forgotten(files: Mapping[str, Path], root: Path) -> Iterator[Path]:
         for one in (root / name, root / f"{name}.py"):
             if one.name not in tops and (one.is_file() if one.suffix else any(one.glob("*.py"))):
                 yield one
+
+
+def lacking(files: Mapping[str, Path], has: Container[str]) -> Iterator[str]:
+    """Yield the packages that travelling files import, and neither they nor the image have."""
+    inner = [Path(one) for one in files]
+    own = {part for one in inner for part in (*one.parts[:-1], one.stem)}
+    here = {path.stem for one in files.values() for path in one.parent.glob("*")}
+    trees = map(parsed, files.values())
+    names = {name.partition(".")[0] for tree in trees for name in imported(tree)}
+    yield from sorted(name for name in names - own - here if name not in has)
+
+
+def named(arguments: Sequence[str], files: Mapping[str, Path]) -> Iterator[str]:
+    """Yield what is here and named by the script's arguments, but does not travel."""
+    inner = [Path(one) for one in files]
+    for value in (word.partition("=")[2] or word for word in arguments):
+        path = Path(os.path.normpath(value))
+        travels = path.is_absolute() or any(one.is_relative_to(path) for one in inner)
+        if value.strip("./") and path.exists() and not travels:
+            yield value
 
 
 def _expanded(paths: Sequence[Path]) -> Iterator[Path]:

@@ -88,8 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="DIR",
+        action="append",
+        default=[],
         help="what PROGRAM writes below DIR of the working directory is kept beside the snapshots,"
-        f" in ${contract.SNAPSHOT_DIR}/{workdir.OUTPUT}",
+        f" in ${contract.SNAPSHOT_DIR}/{workdir.OUTPUT}; of several in the folder DIR there",
     )
     run.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
     run.add_argument(

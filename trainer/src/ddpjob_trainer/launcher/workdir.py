@@ -11,14 +11,14 @@ import filecmp
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import ddpjob_contract as contract
 from ddpjob_trainer.errors import ConfigError
 
-#: Below the job's snapshots: what the script wrote to the folder of --output.
+#: Below the job's snapshots: what the script wrote to the folder of --output, or to several.
 OUTPUT: Final = "output"
 #: A file server that does not answer must not delay a script that needs none.
 _ANSWER_SECONDS: Final = 10.0
@@ -26,13 +26,13 @@ _ANSWER_SECONDS: Final = 10.0
 
 def fill(
     files: Path | None,
-    output: Path | None,
+    outputs: Sequence[Path],
     env: Mapping[str, str],
     say: Callable[[str], None],
     *,
     restores: bool = False,
 ) -> Callable[[Path], None] | None:
-    """Copy ``files`` here, make the snapshots' folder, and link ``output`` to one in it.
+    """Copy ``files`` here, make the snapshots' folder, and link ``outputs`` to folders in it.
 
     ``restores``: return a function that restores the folder, except a path, if it was empty. Raises
     ConfigError, OSError.
@@ -45,29 +45,29 @@ def fill(
     # Their source may be of a later version by then.
     kept = {path: (path.read_bytes(), path.stat().st_mode) for path in copied}
     snapshots = env.get(contract.SNAPSHOT_DIR, "")
-    if output is not None:
-        _link(output, snapshots)
+    if outputs:
+        _link(outputs, snapshots)
     elif snapshots and "://" not in snapshots:
         _make(Path(snapshots), say)
 
     def again(keep: Path) -> None:
-        _clear(output, keep.absolute())
+        _clear(outputs, keep.absolute())
         for path, (data, mode) in kept.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
             path.chmod(mode)
-        if output is not None:
-            _link(output, snapshots)
+        if outputs:
+            _link(outputs, snapshots)
 
     return again if ours else None
 
 
-def _clear(output: Path | None, keep: Path) -> None:
-    """Empty the working directory, but for the link to the output and a path."""
+def _clear(outputs: Sequence[Path], keep: Path) -> None:
+    """Empty the working directory, but for the links to the outputs and a path."""
     here = Path.cwd()
     for folder, folders, names in os.walk(".", topdown=False):
         for path in (Path(folder, name) for name in (*names, *folders)):
-            if (path == output and path.is_symlink()) or (here / path).is_relative_to(keep):
+            if (path in outputs and path.is_symlink()) or (here / path).is_relative_to(keep):
                 continue
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
@@ -97,20 +97,21 @@ def _copy_new(source: str, target: str) -> None:
         )
 
 
-def _link(output: Path, snapshots: str) -> None:
+def _link(outputs: Sequence[Path], snapshots: str) -> None:
     if not snapshots or "://" in snapshots:
         raise ConfigError(
-            f"--output {output}: needs ${contract.SNAPSHOT_DIR}, where it is kept: give the DDPJob"
-            " spec.snapshot, or leave it out"
+            f"--output {outputs[0]}: needs ${contract.SNAPSHOT_DIR}, where it is kept: give the"
+            " DDPJob spec.snapshot, or leave it out"
         )
-    kept = Path(snapshots).absolute() / OUTPUT
-    kept.mkdir(parents=True, exist_ok=True)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if output.is_symlink() and os.readlink(output) == str(kept):  # noqa: PTH115
-        return
-    if os.path.lexists(output):
-        raise ConfigError(f"--output {output}: is here already: name a folder that is not")
-    output.symlink_to(kept)
+    for output in outputs:
+        kept = Path(snapshots).absolute() / OUTPUT / (output if len(outputs) > 1 else "")
+        kept.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.is_symlink() and os.readlink(output) == str(kept):  # noqa: PTH115
+            continue
+        if os.path.lexists(output):
+            raise ConfigError(f"--output {output}: is here already: name a folder that is not")
+        output.symlink_to(kept)
 
 
 def _make(folder: Path, say: Callable[[str], None]) -> None:
