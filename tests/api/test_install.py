@@ -65,6 +65,10 @@ def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane: Clust
     assert uid(plane) == before, "the definition stays, and all jobs"
     refused = helm(plane, "install", "other", CHART)
     assert "ddpjobs.ddpjob.dev" in refused.stderr
-    done = helm(plane, "install", "other", CHART, "--take-ownership")
+    command = ("install", "other", CHART, "--take-ownership", "--set")
+    refused = helm(plane, *command, "namespaces={default,nowhere}")
+    assert "namespaces: nowhere is not there: kubectl create namespace nowhere" in refused.stderr
+    assert "other" not in helm(plane, "list", "--all").stdout, "nothing is half installed"
+    done = helm(plane, *command, "namespaces={default}")
     assert done.returncode == 0, done.stderr
     assert uid(plane) == before

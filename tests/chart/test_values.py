@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,12 +56,106 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("resources.limits.memory=5Gib", "/resources/limits/memory"),
         ("resources.requests.cpu=one", "/resources/requests/cpu"),
         ("metrics.prometheusRule.runbookUrl=docs/runbooks.md", "/prometheusRule/runbookUrl"),
+        ("dnsPolicy=Host", "/dnsPolicy"),
+        ("metrics.podMonitor.scrapeTimeout=5", "/podMonitor/scrapeTimeout"),
+        ("nameOverride=A", "/nameOverride"),
+        ("hostNetwork=true", "hostNetwork"),
     ],
 )
 def test_refuses(helm: Helm, values: str, names: str) -> None:
     done = helm("template", str(CHART), "--set", values)
     assert done.returncode != 0
     assert names in done.stderr
+
+
+def operator_pod(objects: Any, name: str = "ddpjob-operator") -> Any:
+    return objects[f"Deployment/{name}"]["spec"]["template"]["spec"]
+
+
+def test_an_umbrella_chart_leaves_it_out_by_a_condition(helm: Helm, tmp_path: Path) -> None:
+    """With the values that it gives all its charts."""
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts/ddpjob").symlink_to(CHART)
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    needs = [{"name": "ddpjob", "version": version, "condition": "ddpjob.enabled"}]
+    whole = {"apiVersion": "v2", "name": "all", "version": "1.0.0", "dependencies": needs}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(whole))
+    shared = "global.imageRegistry=r.local:5000/mirror/,global.imagePullSecrets={one},global.more=x"
+
+    def made(enabled: str) -> Any:
+        values = f"ddpjob.enabled={enabled},{shared}"
+        done = helm("template", "all", str(tmp_path), "--set", values)
+        assert done.returncode == 0, done.stderr
+        return list(filter(None, yaml.safe_load_all(done.stdout)))
+
+    assert made("false") == []
+    [pod] = (one["spec"]["template"]["spec"] for one in made("true") if one["kind"] == "Deployment")
+    assert pod["containers"][0]["image"].startswith("r.local:5000/mirror/ddpjob/operator:")
+    assert pod["imagePullSecrets"] == [{"name": "one"}]
+    alone = helm("template", str(CHART), "--set", "enabled=false")
+    assert "only an umbrella chart's `condition` leaves this chart out" in alone.stderr
+
+
+@pytest.mark.parametrize("repository", ["quay.io/a/b", "r:5000/b", "localhost/b"])
+def test_a_repository_that_names_its_registry_keeps_it(template: Template, repository: str) -> None:
+    values = f"global.imageRegistry=r.local,image.repository={repository},image.tag=v1"
+    assert operator_pod(template("--set", values))["containers"][0]["image"] == f"{repository}:v1"
+
+
+def test_another_name_is_in_all_names_and_labels(template: Template) -> None:
+    monitors = ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
+    on = ",".join(f"metrics.{one}.enabled=true,metrics.{one}.namespace=watch" for one in monitors)
+    objects = template("--set", f"nameOverride=trains,{on}")
+    assert not [name for name in objects if "ddpjob-operator" in name]
+    selects = objects["Deployment/ddpjob-trains"]["spec"]["selector"]["matchLabels"]
+    assert selects["app.kubernetes.io/name"] == "trains"
+    assert objects["Service/ddpjob-trains-metrics"]["spec"]["selector"] == selects
+    watch = {name for name in objects if "/watch/" in name}
+    assert watch == {
+        "ServiceMonitor/watch/ddpjob-trains", "PodMonitor/watch/ddpjob-trains-trainers",
+        "PrometheusRule/watch/ddpjob-trains", "ConfigMap/watch/ddpjob-trains-dashboard",
+    }  # fmt: skip
+    monitor = objects["ServiceMonitor/watch/ddpjob-trains"]["spec"]
+    assert monitor["namespaceSelector"] == {"matchNames": ["ops"]}
+
+
+def test_what_people_expect_of_a_chart_reaches_its_objects(template: Template) -> None:
+    ca = {"name": "ca", "mountPath": "/etc/ca"}
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    drop = {"action": "labeldrop", "regex": "pod"}
+    read = {"enabled": True, "scrapeTimeout": "5s", "relabelings": [drop]}
+    values = {
+        "volumes": [{"name": "ca", "configMap": {"name": "proxy-ca"}}], "volumeMounts": [ca],
+        "envFrom": [{"secretRef": {"name": "proxy"}}], "annotations": {"reload": "yes"},
+        "revisionHistoryLimit": 2, "topologySpreadConstraints": [spread],
+        "dnsPolicy": "None", "dnsConfig": {"nameservers": ["10.0.0.1"]},
+        "metrics": {
+            "service": {"annotations": {"prometheus.io/scrape": "true"}},
+            "serviceMonitor": read, "podMonitor": read,
+        },
+    }  # fmt: skip
+    flags = [
+        word for name in values for word in ("--set-json", f"{name}={json.dumps(values[name])}")
+    ]
+    objects = template(*flags)
+    deployment = objects["Deployment/ddpjob-operator"]
+    assert deployment["metadata"]["annotations"] == values["annotations"]
+    assert deployment["spec"]["revisionHistoryLimit"] == 2
+    pod = operator_pod(objects)
+    (container,) = pod["containers"]
+    assert container["envFrom"] == values["envFrom"]
+    assert ca in container["volumeMounts"]
+    assert [one["name"] for one in pod["volumes"]] == ["tmp", "ca"]
+    for name in ("topologySpreadConstraints", "dnsPolicy", "dnsConfig"):
+        assert pod[name] == values[name]
+    service = objects["Service/ddpjob-operator-metrics"]
+    assert service["metadata"]["annotations"] == {"prometheus.io/scrape": "true"}
+    endpoints = [
+        *objects["ServiceMonitor/ddpjob-operator"]["spec"]["endpoints"],
+        *objects["PodMonitor/ddpjob-operator-trainers"]["spec"]["podMetricsEndpoints"],
+    ]
+    for one in endpoints:
+        assert (one["scrapeTimeout"], one["relabelings"][-1]) == ("5s", drop)
 
 
 @pytest.mark.parametrize("quantity", ["1", "0.5", "500m", "5Gi", "1e3", "1E", "100M", "1.5Gi"])

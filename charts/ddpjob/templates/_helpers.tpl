@@ -1,7 +1,9 @@
 {{/* Names and labels shared by all objects of the chart. */}}
 
 {{- define "ddpjob.fullname" -}}
-{{- .Values.fullnameOverride | default (printf "%s-operator" (.Release.Name | replace "." "-" | trunc 46 | trimSuffix "-")) -}}
+{{- $name := .Values.nameOverride | default "operator" -}}
+{{- $release := .Release.Name | replace "." "-" | trunc (int (sub 54 (len $name))) | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | default (printf "%s-%s" $release $name) -}}
 {{- end }}
 
 {{/* Never the namespace's default account: every pod there that names none would have the operator's rights. */}}
@@ -27,16 +29,48 @@
 {{- .Values.leaseName | default (include "ddpjob.fullname" .) -}}
 {{- end }}
 
+{{/* A repository names its registry where its first part has a dot or a port, or is localhost. */}}
 {{- define "ddpjob.image" -}}
+{{- $repository := .Values.image.repository -}}
+{{- $registry := (.Values.global | default dict).imageRegistry | default "" | trimSuffix "/" -}}
+{{- if and $registry (not (regexMatch "^([^/]*[.:][^/]*|localhost)/" $repository)) -}}
+{{- $repository = printf "%s/%s" $registry $repository -}}
+{{- end -}}
 {{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{ $repository }}@{{ .Values.image.digest }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ $repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{/* Those of all charts are names, or as ours. */}}
+{{- define "ddpjob.pullSecrets" -}}
+{{- $all := .Values.image.pullSecrets | default list -}}
+{{- range (.Values.global | default dict).imagePullSecrets -}}
+{{- $all = append $all (ternary (dict "name" .) . (kindIs "string" .)) -}}
+{{- end -}}
+{{- with uniq $all -}}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- end }}
+
+{{/* What no object can show: refused before any is made. */}}
+{{- define "ddpjob.check" -}}
+{{- if not .Values.enabled -}}
+{{- fail "enabled=false: only an umbrella chart's `condition` leaves this chart out; a release of its own ends by helm uninstall" -}}
+{{- end -}}
+{{- if .Capabilities.APIVersions.Has "v1/Pod" -}}
+{{- range .Values.namespaces -}}
+{{- if not (lookup "v1" "Namespace" "" .) -}}
+{{- fail (printf "namespaces: %s is not there: kubectl create namespace %s, or leave it out" . .) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
 {{- define "ddpjob.selectorLabels" -}}
-app.kubernetes.io/name: ddpjob-operator
+app.kubernetes.io/name: {{ .Values.nameOverride | default "ddpjob-operator" | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
