@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
+from support import prometheus
 from support.chart import CHART, Helm, Template, panels
-from support.cluster import ROOT
+from support.cluster import ROOT, wait_for
 from support.prometheus import scrape_config
 from support.world import job_object
 
@@ -73,21 +76,70 @@ def test_the_operators_metrics_keep_prometheus_conventions() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_a_prometheus_takes_the_configuration_on_the_page(
-    template: Template, tmp_path: Path
-) -> None:
+class Page(http.server.BaseHTTPRequestHandler):
+    """What an operator in ddpjob-system tells of a job elsewhere."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'ddpjob_finished_total{namespace="team",result="Failed"} 1\n')
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> dict[str, Any]:
+    """The configuration on the page. Debian's Prometheus is built without that discovery."""
     (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", METRICS.read_text(), re.DOTALL)
     (tmp_path / "charts").symlink_to(ROOT / "charts")
-    # Debian's Prometheus is built without this one.
-    discovery = "kubernetes_sd_configs: [{role: pod}]"
-    assert discovery in text
-    (tmp_path / "prometheus.yaml").write_text(text.replace(discovery, "static_configs: []"))
+    found: dict[str, Any] = yaml.safe_load(text)
+    for job in found["scrape_configs"]:
+        (discovery,) = job.pop("kubernetes_sd_configs")
+        assert discovery["role"] == "pod"
+    return found
+
+
+def test_a_plain_prometheus_keeps_the_namespace_of_the_jobs(
+    template: Template, page: dict[str, Any], tmp_path: Path
+) -> None:
+    """The page's own relabelings, of the pod that the chart makes."""
+    deployment = template("-n", "ddpjob-system")["Deployment/ddpjob-system/ddpjob-operator"]
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    meta = "__meta_kubernetes_"
+    about = {
+        f"{meta}namespace": "ddpjob-system", f"{meta}pod_name": "ddpjob-operator-x",
+        f"{meta}pod_container_port_name": container["ports"][0]["name"],
+        f"{meta}pod_label_app_kubernetes_io_name":
+            pod["metadata"]["labels"]["app.kubernetes.io/name"],
+    }  # fmt: skip
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        at = {"targets": [f"127.0.0.1:{server.server_port}"]}
+        (job,) = (one for one in page["scrape_configs"] if one["job_name"] == "ddpjob-operator")
+        job["static_configs"] = [
+            {**at, "labels": about},
+            {**at, "labels": {f"{meta}pod_name": "y"}},
+        ]
+        page["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+        with prometheus.started(page, tmp_path) as found:
+            series = wait_for(lambda: found.query("ddpjob_finished_total"), "a scrape")
+        server.shutdown()
+    (labels,) = (one["metric"] for one in series)
+    assert (labels["namespace"], labels["pod"]) == ("team", "ddpjob-operator-x")
+
+
+def test_a_prometheus_takes_the_configuration_on_the_page(
+    template: Template, page: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(page))
     command = ["promtool", "check", "config", tmp_path / "prometheus.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 rule files found" in done.stdout
     # It finds pods and names them as the chart's PodMonitor does.
-    (job,) = yaml.safe_load(text)["scrape_configs"]
+    (job,) = (one for one in page["scrape_configs"] if one["job_name"] == "ddpjob-trainers")
     on = ("--set", "metrics.podMonitor.enabled=true")
     monitor = template(*on)["PodMonitor/ddpjob-operator-trainers"]["spec"]
     (endpoint,) = monitor["podMetricsEndpoints"]

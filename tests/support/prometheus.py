@@ -66,19 +66,25 @@ def running(
     kubeconfig: Path, monitors: list[Object], rules: str, folder: Path, every: str = "1s"
 ) -> Iterator[Prometheus]:
     """Prometheus with these monitors and alert rules; gone at the end."""
-    host.ensure_packages({"prometheus": "prometheus"}, print)
     (folder / "rules.yaml").write_text(rules)
     configuration = {
         "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
         "rule_files": ["rules.yaml"],
         "scrape_configs": [scrape_config(one, every) for one in monitors],
     }
+    with _discovery(Rest(kubeconfig), monitors, folder), started(configuration, folder) as found:
+        yield found
+
+
+@contextmanager
+def started(configuration: Object, folder: Path) -> Iterator[Prometheus]:
+    """Prometheus as it is configured; gone at the end."""
+    host.ensure_packages({"prometheus": "prometheus"}, print)
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
     # The log tells the port: it takes a free one.
     command = ["prometheus", "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]
     command.append("--web.listen-address=127.0.0.1:0")
     with (
-        _discovery(Rest(kubeconfig), monitors, folder),
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
