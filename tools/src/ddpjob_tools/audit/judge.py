@@ -105,7 +105,7 @@ def judge(runs: Runs) -> Verdict:
     ended = start + min(len(story.steps) for story in runs.resumed)
     findings += (*after, *_end(runs, ended, total))
     return Verdict(
-        _label(findings, loose, counts=_counts(runs)), findings, killed_after, start,
+        *_label(runs, findings, loose), killed_after, start,
         compared=min(ended, total if not unsteady else killed_after) - start,
         since={what: start + i + 1 if i >= 0 else None for what, i in comparison.first.items()},
         loose=loose, total=total, ended_after=ended, final=_final(runs, ended, total, unsteady),
@@ -133,24 +133,24 @@ def _even(runs: Runs) -> Runs:
     )  # fmt: skip
 
 
-def _counts(runs: Runs) -> bool:
-    """Return whether undisturbed runs make equally many steps, whatever else they do not repeat."""
-    return bool(runs.again) and len(runs.again[0].steps) == len(runs.calm[0].steps)
-
-
-def _label(findings: Sequence[Finding], loose: Sequence[Finding], *, counts: bool) -> str:
+def _label(
+    runs: Runs, findings: Sequence[Finding], loose: Sequence[Finding]
+) -> tuple[str, tuple[Finding, ...]]:
+    """Return the label, and the findings without those that chance explains beside a sure one."""
     by_chance = any(one.kind != "rounding" for one in loose)
-    excused = {"rounding", *(("unseen", "rng") if by_chance else ())}
-    if by_chance and not counts:
-        excused.add("length")
-    if any(
-        one.kind not in excused and not (by_chance and one.facts.get("place") == "unknown")
-        for one in findings
-    ):
-        return WRONG
+    # Whatever else they do not repeat, undisturbed runs may make equally many steps.
+    counts = bool(runs.again) and len(runs.again[0].steps) == len(runs.calm[0].steps)
+    excused = {"unseen", "rng", *(() if counts else ("length",))} if by_chance else set[str]()
+
+    def chance(one: Finding) -> bool:
+        return one.kind in excused or (by_chance and one.facts.get("place") == "unknown")
+
+    sure = tuple(one for one in findings if not chance(one))
+    if any(one.kind != "rounding" for one in sure):
+        return WRONG, sure
     if by_chance:
-        return UNKNOWN
-    return ROUNDING if findings or loose else RIGHT
+        return UNKNOWN, tuple(findings)
+    return ROUNDING if findings or loose else RIGHT, tuple(findings)
 
 
 def _final(runs: Runs, ended: int, total: int, unsteady: set[str]) -> bool | None:
@@ -210,8 +210,8 @@ def _start(
     steps, first = reference[0].steps, runs.resumed[0].steps[0]
     if fitting := _fitting(steps, runs, killed_after):
         # Weights that do not change fit several: a checkpoint is what it went on from.
-        saved = {0, *order.saved_after(runs.killed[0])} & {*fitting}
-        start = max(saved or fitting)
+        saved = [i for i in fitting if i in (0, *order.saved_after(runs.killed[0]))]
+        start = max(saved or fitting, key=lambda i: (steps[i].inputs == first.inputs, i))
         return start, (_nothing(runs),) if start == 0 else ()
     possible = _possible(steps, first, killed_after)
     by_chance = runs.calm[0].steps[0].weights != runs.killed[0].steps[0].weights
@@ -230,8 +230,8 @@ def _fitting(steps: Sequence[Step], runs: Runs, killed_after: int) -> list[int]:
     """Return the indices of the steps that the new process's first is most like."""
     first = runs.resumed[0].steps[0]
     equal = [i for i in _possible(steps, first, killed_after) if steps[i].weights == first.weights]
-    best = max((_likeness(steps[i], first) for i in equal), default=())
-    return [i for i in equal if _likeness(steps[i], first) == best]
+    best = max((_likeness(steps[i], first)[:-1] for i in equal), default=())
+    return [i for i in equal if _likeness(steps[i], first)[:-1] == best]
 
 
 def resumed_after(calm: Gang, killed: Gang, resumed: Gang) -> int:
