@@ -158,7 +158,7 @@ class Launcher(Supervisor):
             "sockets": SimpleNamespace(bind=lambda port: _SILENT),
         }
         with mock.patch.multiple(membership, **parts):
-            return membership.join(config, _SILENT, _hush, lambda: -1, lambda: "", now)
+            return membership.join(config, _SILENT, _hush, lambda: -1, lambda **_: "", now)
 
     # --- The supervisor's parts -----------------------------------------------------------
 

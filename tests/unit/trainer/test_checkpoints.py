@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.launcher.watch import checkpoints
-from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints, newest
+from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints, matches
 from support.patience import PATIENCE
+
+
+def newest(pattern: str, folder: Path, *, emptied: bool = False) -> str:
+    return next((name for *_, name in matches(pattern, folder, emptied=emptied)), "")
 
 
 def write(path: Path, at: int, content: str = "x") -> None:
@@ -58,15 +62,31 @@ def test_what_a_restart_removes_is_no_checkpoint(tmp_path):  # type: ignore[no-u
 def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):  # type: ignore[no-untyped-def]
     answers, asked = threading.Event(), []
 
-    def look(*given: object, **named: object) -> str:
+    def look(*given: object, **named: object) -> list[object]:
         asked.append(given)
         answers.wait(PATIENCE)
-        return "ck/1.pt"
+        return [(1, [], "ck/1.pt")]
 
-    monkeypatch.setattr(checkpoints, "newest", look)
+    monkeypatch.setattr(checkpoints, "matches", look)
     looked = Checkpoints("ck/*.pt")
     assert [looked.look(), looked.look()] == [None, None]
     answers.set()
     assert (looked.look(), len(asked)) == ("ck/1.pt", 1)
     assert (looked.look(), len(asked)) == ("ck/1.pt", 2), "each time it looks again"
     assert Checkpoints("").look() == ""
+
+
+def test_a_program_that_fails_from_one_twice_goes_on_from_an_older_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """The newest may be half written; kills and lost peers say nothing of it."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 3):
+        write(tmp_path / f"ck/{step}.pt", step)
+    looked = Checkpoints("ck/*.pt")
+    failures = (False, True, False, False, True, True, True)
+    given = [looked.look(failed=failed) for failed in failures]
+    assert given == [f"ck/{step}.pt" for step in (3, 3, 3, 3, 2, 2, 1)]
+    assert looked.look(failed=True) == "ck/1.pt"
+    assert looked.look(failed=True) == "ck/3.pt", "there is no other: the program itself is wrong"
+    write(tmp_path / "ck/4.pt", 4)
+    assert looked.look(failed=True) == "ck/4.pt"
+    assert looked.look(failed=True) == "ck/4.pt", "it got on, and may fail once"

@@ -51,8 +51,9 @@ class Scene:
             assert self.comes(replica) is None
         self.told()
 
-    def look(self) -> str | None:
+    def look(self, *, failed: bool) -> str | None:
         self.asked += 1
+        self.failed = failed
         return self.newest
 
     def comes(self, replica: int, **changes: object) -> Refused | None:
@@ -143,6 +144,10 @@ def test_all_go_on_from_the_checkpoint_that_the_hub_has_found_once_all_have_stop
     scene.hub.tick(0.5)
     gos = [told[-1] for told in scene.told().values()]
     assert [go.newest for go in gos if isinstance(go, Go)] == ["ck/7.pt"] * 3
+    assert not scene.failed, "it was killed"
+    scene.fails(1, 1, round_=1)
+    scene.stops(0, 1, 2, round_=1)
+    assert scene.failed
 
 
 def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:

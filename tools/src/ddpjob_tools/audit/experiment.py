@@ -192,17 +192,18 @@ def _resume_words(
     settings: Settings, work: Path, killed: Gang, named: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the arguments of the start after the kill. Raises ConfigError."""
-    found = checkpoints.newest(settings.resume_when, work) if settings.resume_when else ""
+    there = checkpoints.matches(settings.resume_when, work) if settings.resume_when else []
+    *_, found = there[0] if there else ("",)
     missing = [one for one in named if not (work / one).exists()]
     if missing or (settings.resume_when and not found):
         what = (
             f"--resume-args: {missing[0]}" if missing else f"--resume-when {settings.resume_when}"
         )
         files = {path for step in killed[0].steps for path in step.files}
-        there = sorted(path for path in files if (work / path).exists())
+        kept = sorted(path for path in files if (work / path).exists())
         raise ConfigError(
             f"{what}: not there after the kill at step {len(killed[0].steps)}; the script has"
-            f" written {order.named(there[::-1]) or 'nothing'}. Take --kill-after STEP, later, or"
+            f" written {order.named(kept[::-1]) or 'nothing'}. Take --kill-after STEP, later, or"
             f" {NEWEST} in --resume-args and --resume-when GLOB, the checkpoints of which it stands"
             " for the newest"
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 
-from ddpjob_contract import STATE_MAX_AWAY
+from ddpjob_contract import STATE_MAX_AWAY, Round
 from ddpjob_trainer.launcher.hub import root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
     Done,
@@ -57,7 +57,8 @@ class Hub:
 
     ``limits``: see rounds.decide. ``modified``: asks for the newest mtime at the progress path;
     must not block. ``drop``: closes a launcher's link. ``newest``: asks for the checkpoint from
-    which all go on, "" for none; None: it is still being looked for.
+    which all go on, "" for none; None: it is still being looked for. It hears whether the program
+    failed by itself.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Hub:
         post: _Post,
         modified: Callable[[], int] = lambda: -1,
         drop: Callable[[int], None] = lambda seat: None,
-        newest: Callable[[], str | None] = lambda: "",
+        newest: Callable[..., str | None] = lambda **_: "",
     ) -> None:
         self.history = History(round=0 if own.running else -1)
         self.holds = False  # every launcher has come, and can wait for the place of a lost one
@@ -420,7 +421,9 @@ class Hub:
             self._phase = _Phase.HOLDING
             return
         # One answer for all: ranks that went on from other checkpoints would train apart.
-        if (newest := self._newest()) is None:
+        last = following.records[-1] if following.records else Round()
+        failed = last.get("kind") in ("exception", "exit")
+        if (newest := self._newest(failed=failed)) is None:
             return  # asked again at the next tick
         self._out.update(set(self._lost.values()) - self._pods_here())
         self._serving = tuple(filled[replica] for replica in range(self._own.replicas))

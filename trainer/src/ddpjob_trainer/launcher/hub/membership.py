@@ -66,7 +66,7 @@ def join(
     selector: selectors.BaseSelector,
     tell: Callable[[str], None],
     modified: Callable[[], int],
-    newest: Callable[[], str | None],
+    newest: Callable[..., str | None],
     now: float,
 ) -> Membership:
     """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened.
@@ -133,7 +133,7 @@ def _lead(
     listening: socket.socket | None,
     selector: selectors.BaseSelector,
     modified: Callable[[], int],
-    newest: Callable[[], str | None],
+    newest: Callable[..., str | None],
     tell: Callable[[str], None],
 ) -> Membership:
     link = LocalLink()

@@ -11,11 +11,16 @@ import os
 import re
 import stat
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
 #: A file server that does not answer must not stop the launcher.
 _POLL_SECONDS: Final = 0.2
+#: So often a program may fail from one checkpoint.
+_TRIES: Final = 2
+
+_Match = tuple[int, list[tuple[int, str]], str]  # time of modification, name in parts, name
 
 
 class Checkpoints:
@@ -27,10 +32,17 @@ class Checkpoints:
     def __init__(self, pattern: str, *, emptied: bool = False) -> None:
         self._pattern = pattern
         self._emptied = emptied
-        self._found: list[str] | None = None  # of the look that is under way
+        self._found: list[list[_Match]] | None = None  # of the look that is under way
+        self._newest: _Match = (0, [], "")  # at the last look
+        self._given = ""  # by it
+        self._failures: Counter[str] = Counter()  # of a program that went on from it
 
-    def look(self) -> str | None:
-        """Return the newest, "" for none, None while a look lasts."""
+    def look(self, *, failed: bool = False) -> str | None:
+        """Return the newest, "" for none, None while a look lasts.
+
+        ``failed``: the program that went on from the last one has ended by its own failure. Where
+        it does so twice an older one is next: the newest may be half written.
+        """
         if not self._pattern:
             return ""
         if self._found is None:
@@ -42,19 +54,28 @@ class Checkpoints:
         self._thread.join(_POLL_SECONDS)
         if self._thread.is_alive():
             return None
-        found, self._found = self._found, None
-        return found[0]
+        (found,), self._found = self._found, None
+        newest = next(iter(found), (0, [], ""))
+        if newest > self._newest:
+            self._failures.clear()  # it got on
+        elif failed:
+            self._failures[self._given] += 1
+        self._newest = newest
+        names = [name for *_, name in found]
+        sound = [name for name in names if self._failures[name] < _TRIES]
+        self._given = next(iter(sound or names), "")
+        return self._given
 
-    def _look(self, found: list[str]) -> None:
-        found.append(newest(self._pattern, Path.cwd(), emptied=self._emptied))
+    def _look(self, found: list[list[_Match]]) -> None:
+        found.append(matches(self._pattern, Path.cwd(), emptied=self._emptied))
 
 
-def newest(pattern: str, folder: Path, *, emptied: bool = False) -> str:
-    """Return the newest match by time of modification, then by name; "" for none.
+def matches(pattern: str, folder: Path, *, emptied: bool = False) -> list[_Match]:
+    """Return what matches, the newest first: by time of modification, then by name.
 
-    An empty file or directory is none: a save has only begun.
+    An empty file or directory does not: a save has only begun.
     """
-    found: list[tuple[int, list[tuple[int, str]], str]] = []
+    found: list[_Match] = []
     # Path.glob() takes no absolute pattern.
     for name in glob.iglob(pattern, root_dir=folder, recursive=True):  # noqa: PTH207
         path = folder / name
@@ -67,7 +88,7 @@ def newest(pattern: str, folder: Path, *, emptied: bool = False) -> str:
             continue
         if not (emptied and path.resolve().is_relative_to(folder.resolve())):
             found.append((about.st_mtime_ns, _numbered(name), name))
-    return max(found, default=(0, [], ""))[2]
+    return sorted(found, reverse=True)
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
