@@ -238,6 +238,8 @@ _CURES: Final[Mapping[str, Mapping[str, str]]] = {
     "no-step": _CHECKPOINT,
 }  # fmt: skip
 
+#: Seven of ten known programs load only then.
+_ARGUED: Final = "; where an argument says that it loads: --resume-args, of audit and of run"
 #: A fact of a finding -> the row that fits better than its kind's.
 _SPECIAL: Final = (("torn", "torn"), ("seed", "seed"))
 
@@ -264,8 +266,9 @@ def cure(finding: Finding, framework: str) -> str:
     """Return what to do, in the framework's words where it has some."""
     kind = next((one for one, fact in _SPECIAL if finding.facts.get(fact)), finding.kind)
     rows = _CURES[kind]
+    argued = _ARGUED if kind == "nothing-loaded" else ""
     name = "lightning" if framework == "pytorch_lightning" else framework
-    return rows.get(name, rows.get(OWN, ""))
+    return rows.get(name, rows.get(OWN, "")) + argued
 
 
 def chance(verdict: Verdict) -> str:
