@@ -96,6 +96,12 @@ def test_an_umbrella_chart_leaves_it_out_by_a_condition(helm: Helm, tmp_path: Pa
     assert "only an umbrella chart's `condition` leaves this chart out" in alone.stderr
 
 
+def test_who_renders_without_a_cluster_is_asked_for_no_namespace(template: Template) -> None:
+    """As Argo CD does, which names all versions that its cluster serves."""
+    rendered = template("--set", "namespaces={a}", "--api-versions", "v1/Pod")
+    assert "Role/a/ddpjob-operator" in rendered
+
+
 @pytest.mark.parametrize("repository", ["quay.io/a/b", "r:5000/b", "localhost/b"])
 def test_a_repository_that_names_its_registry_keeps_it(template: Template, repository: str) -> None:
     values = f"global.imageRegistry=r.local,image.repository={repository},image.tag=v1"
