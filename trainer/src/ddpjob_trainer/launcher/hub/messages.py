@@ -20,7 +20,7 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 MAX_LINE = 64 * 1024
 _KIND = re.compile("[A-Za-z]{1,40}")
 #: Fields that the version before closes a link for: sent only where they say something.
-_LATER = ("foreign", "in_script", "code")
+_LATER = ("foreign", "in_script", "code", "newest")
 
 
 @dataclass(frozen=True, slots=True)
