@@ -139,6 +139,19 @@ def test_what_a_schedule_without_a_length_counts_is_said():
         assert not schedules(make, "step").check_schedules(40, 400)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: kinds.StepLR(o, 30),
+        lambda o: kinds.MultiStepLR(o, [30, 60]),
+        lambda o: kinds.CosineAnnealingLR(o, 90),
+    ],
+)
+def test_what_a_schedule_for_more_epochs_than_this_runs_counts_is_said(make):
+    (text,) = schedules(make).check_schedules(40, 400)
+    assert "LR advances at every step, 400 times in this run; by the epoch, 10 times" in text
+
+
 def test_a_schedule_of_steps_is_not():
     for make in (
         lambda o: kinds.CosineAnnealingLR(o, 400),

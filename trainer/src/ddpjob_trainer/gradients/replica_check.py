@@ -130,7 +130,7 @@ class DivergenceCheck:
             tensors |= _tensors_of(name, obj, with_buffers=self._buffers)
         if found := self._compare(tensors):
             raise DivergedError(
-                f"the ranks no longer hold the same parameters after step {step}: {found}. No"
+                f"the ranks no longer hold the same values after step {step}: {found}. No"
                 " snapshot was made of it. Look for code that depends on run.rank or changes"
                 " parameters or gradients on its own, and for faulty hardware; what each rank has"
                 " for itself is kept by run.register(name, obj, per_rank=True)"

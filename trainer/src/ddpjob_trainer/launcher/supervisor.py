@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ddpjob_contract import Round, Spent, State
 from ddpjob_trainer import trace
+from ddpjob_trainer.arguments import shown_words
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import (
@@ -163,8 +164,9 @@ class Supervisor:
                     self._park()
                 else:
                     if earlier := Checkpoints(config.resume_when).look():
-                        what = "is there before the first start, which leaves it; a later one may"
-                        self._log.say(f"{earlier} {what} go on from it")
+                        cure = f"to go on from it, add {shown_words(config.resume_words(earlier))}"
+                        what = "the program begins without it, and may write over it"
+                        self._log.say(f"{earlier} is there before the first start: {what}; {cure}")
                     self._begin(config.first, self._tick)
                 http = self._serve()
                 try:

@@ -207,7 +207,8 @@ class Updater:
     def check_schedules(self, epoch_steps: int | None, total: int) -> list[str]:
         """Return what to say where nobody has chosen what schedules count.
 
-        A warning for each that fits the run's epochs and not its steps, a word where none can tell.
+        A warning for each that fits the run's epochs and not its steps, a word where none can tell:
+        of a run of fewer epochs than a schedule was made for, or of one without a length.
 
         ``epoch_steps``: None where nobody knows when an epoch ends. Raises ConfigError there for a
         scheduler that counts epochs.
@@ -224,9 +225,9 @@ class Updater:
         epochs, found = -(-total // epoch_steps), []
         for unit in units:
             name, length = type(unit.scheduler).__name__, _length(unit.scheduler)
-            if unit.every is not None or not 1 < epochs < total or length > epochs:
+            if unit.every is not None or not 1 < epochs < total or 2 * length > total:
                 continue
-            if length:
+            if 0 < length <= epochs:
                 found.append(
                     f"warning: {name} advances at every step, and its schedule has the length"
                     f" {length}: that fits the {epochs} epochs of this run and not its {total}"
