@@ -232,6 +232,7 @@ def test_a_second_run_in_one_process_does_not_begin_where_the_first_has_ended(
         ("put back", False),
         ("evaluating", False),
         ("a part", False),
+        ("all parts", True),
         ("never", False),
     ],
 )
@@ -248,6 +249,9 @@ def test_a_model_that_an_evaluation_has_left_in_eval_mode_is_warned_of(gang, how
             step.commit()
             if step.ends_epoch and how == "a part":
                 model.module[1].eval()
+            elif step.ends_epoch and how == "all parts":
+                for part in model.module:
+                    part.eval()
             elif step.ends_epoch and how == "evaluating":
                 with run.evaluating() as bare:
                     bare(torch.zeros(2, 4))

@@ -48,6 +48,10 @@ SLIPS = {
         GUARD,
     ),
     "no commit": (slip(commit="pass"), "step 0 was left without step.commit()"),
+    "average": (
+        slip(commit="\n    with run.evaluating(ema=True): pass"),
+        "use prepare(ema=0.999) [",
+    ),
     "skipped batch": (
         slip(skip="if step.index != 1: "),
         "step.backward(0 * loss, weight=0)",
@@ -59,8 +63,10 @@ SLIPS = {
 @pytest.mark.parametrize("name", some_in_gate(list(SLIPS), "group", "DataLoader"))
 def test_a_slip_is_refused_once_with_its_cure(script, name):  # type: ignore[no-untyped-def]
     text, words = SLIPS[name]
-    code, _, err = run("--nproc", "2", script(IMPORTS + text))
+    path = script(IMPORTS + text)
+    code, _, err = run("--nproc", "2", path)
     assert code == 64, err
     assert words in err
+    assert f" [{path}, line " in err or words == GUARD
     assert "round 1" not in err
     assert "lost a peer" not in err

@@ -31,14 +31,14 @@ ALLOWED_LARGE = {"devcluster/src/devcluster"}
 MOST_LINES = {
     "contract/src": 790,
     "operator/src": 12_110,
-    "trainer/src": 26_730,
+    "trainer/src": 26_800,
     "tools/src": 6_140,
     "plugin/src": 4_400,
     "bench": 7_100,
     "devcluster": 4_120,
-    "tests": 64_250,
+    "tests": 64_300,
 }
-MOST_WORDS = 83_000  # of all pages in docs
+MOST_WORDS = 83_100  # of all pages in docs
 #: Words that make a reader stop.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

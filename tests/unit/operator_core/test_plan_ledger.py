@@ -46,7 +46,8 @@ def at(world: World, seconds: float) -> World:
 
 
 def ended(world: World, replica: int, code: int, **spent: float) -> World:
-    words = {"version": 1, "kind": "exit", "spent": spent} if spent else {"version": 1, "kind": "x"}
+    kind = "exit" if code else "success"
+    words = {"version": 1, "kind": kind, "spent": spent} if spent else {"version": 1, "kind": "x"}
     return world.end(replica, code, message=json.dumps(words))
 
 

@@ -29,6 +29,8 @@ FOUND = "FileNotFoundError: [Errno 2] No such file or directory: "
         ("KeyError: 'lr'", "/elsewhere/train.py", False),
         ("OSError: [Errno 5] Input/output error: 'configs/base.yaml'", "train.py", False),
         ("ConnectionRefusedError: [Errno 111] Connection refused", "train.py", False),
+        ("RuntimeError: CUDA error: unspecified launch failure", "train.py", False),
+        ("AssertionError: no files in /data", "train.py", False),
         ("TimeoutError: timed out", "train.py", False),
         ("MemoryError", "train.py", False),
         ("torch.OutOfMemoryError: CUDA out of memory.", "train.py", False),

@@ -90,3 +90,25 @@ def test_a_program_that_fails_from_one_twice_goes_on_from_an_older_one(tmp_path,
     write(tmp_path / "ck/4.pt", 4)
     assert looked.look(failed=True) == "ck/4.pt"
     assert looked.look(failed=True) == "ck/4.pt", "it got on, and may fail once"
+
+
+def test_what_an_earlier_run_has_left_is_no_checkpoint_of_this_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "ck/5.pt", 5)
+    looked = Checkpoints("ck/*.pt")
+    assert looked.leave() == "ck/5.pt"
+    assert looked.look() == ""
+    write(tmp_path / "ck/1.pt", 6)
+    assert looked.look() == "ck/1.pt"
+    write(tmp_path / "ck/5.pt", 7)
+    assert looked.look() == "ck/5.pt", "written over by this run"
+
+
+def test_a_link_to_the_newest_is_no_second_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "ck/3.pt", 3)
+    write(tmp_path / "ck/4.pt", 4)
+    (tmp_path / "ck/latest.pt").symlink_to("4.pt")
+    looked = Checkpoints("ck/*.pt")
+    given = [looked.look(failed=failed) for failed in (False, True, True)]
+    assert [Path(name).resolve().name for name in given] == ["4.pt", "4.pt", "3.pt"]

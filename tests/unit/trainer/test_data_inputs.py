@@ -416,6 +416,8 @@ X4, Y4 = torch.zeros(4, 3), torch.zeros(4)
         {"x": X4, "y": Y4},
         [X4, (Y4, "a")],
         (torch.zeros(9, 3), np.zeros(9)),
+        (torch.zeros(9, 3), torch.zeros(9, 1)),
+        {"ids": X4, "labels": X4, "epoch": 3},
         (torch.zeros(9, 3, 2), torch.zeros(9, 5)),
     ],
 )

@@ -237,3 +237,12 @@ def test_what_a_script_sets_for_rank_0s_address_does_not_count(script, tmp_path)
 def test_who_calls_start_and_who_only_reads_snapshots(tmp_path, source, starts):  # type: ignore[no-untyped-def]
     (tmp_path / "train.py").write_text(source)
     assert config(str(tmp_path / "train.py"), {}).calls_start is starts
+
+
+def test_a_relative_directory_of_snapshots_is_the_launchers(script, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """A script may be elsewhere before it comes to ddp.start()."""
+    monkeypatch.chdir(tmp_path)
+    given = config(script, {contract.SNAPSHOT_DIR: "snaps", **POD})
+    place = SimpleNamespace(metrics=tmp_path, replay=tmp_path, round_path=lambda key: tmp_path)
+    env = rank_environment(given, 0, Key(1, 0), place)  # type: ignore[arg-type]
+    assert env[contract.SNAPSHOT_DIR] == str(tmp_path / "snaps")

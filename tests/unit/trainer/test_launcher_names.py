@@ -90,6 +90,6 @@ def test_a_hang_at_the_start_names_it_as_its_cause(phase: Any, named: bool) -> N
     )
     log: Any = SimpleNamespace(put=lambda stream, data: None)
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
-    response = HangResponse(Deadlines(1, 1, 1), Counter(), log, found)
+    response = HangResponse(Deadlines(1, 1, 1), Counter(), log, found, starts=False)
     response._answered(workers, request, 1.0)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

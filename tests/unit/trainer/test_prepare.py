@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,15 +123,23 @@ def test_a_schedule_that_fits_the_epochs_and_not_the_steps_is_warned_of(make, le
     assert "scheduler_every='epoch'" in text
     for chosen in ("step", "epoch"):
         assert not schedules(make, chosen).check_schedules(40, 400)
-    assert not schedules(make).check_schedules(None, 400)  # a stream
+    (text,) = schedules(make).check_schedules(None, 400)  # a stream
+    assert "advances at every step, 400 times in this run; by the epoch, keep it with" in text
     assert not schedules(make).check_schedules(400, 400)  # one epoch
     assert not schedules(make).check_schedules(1, 10)  # an epoch is a step
+
+
+class OwnLR:
+    """Of a library's or a script's own, of which nobody knows what its numbers are."""
+
+    T_max = 3
 
 
 def test_what_a_schedule_without_a_length_counts_is_said():
     for make in (
         lambda o: kinds.LambdaLR(o, lambda count: 0.9**count),
         lambda o: kinds.ExponentialLR(o, 0.9),
+        lambda o: OwnLR(),
     ):
         (text,) = schedules(make).check_schedules(40, 400)
         assert "LR advances at every step, 400 times in this run; by the epoch, 10 times" in text
@@ -158,7 +165,6 @@ def test_a_schedule_of_steps_is_not():
         lambda o: kinds.SequentialLR(
             o, [kinds.LinearLR(o, total_iters=5), kinds.CosineAnnealingLR(o, 395)], [5]
         ),
-        lambda o: SimpleNamespace(optimizer=o, T_max=3),
         lambda o: None,
     ):
         assert not schedules(make).check_schedules(40, 400)

@@ -202,7 +202,7 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'base.yaml'"
     ("first", "second", "lasted", "another"),
     [
         (at_start(MISSING, MISSING), at_start(MISSING, MISSING), 9.0, False),
-        (at_start("KeyError: 3"), at_start("KeyError: 4"), 9.0, False),
+        (at_start("KeyError: 3"), at_start("KeyError: 4"), 9.0, True),  # at another sample?
         (at_start(MISSING, "KeyError: 'a'"), at_start(MISSING, "KeyError: 'a'"), 9.0, True),
         (at_start(MISSING, ""), at_start(MISSING, ""), 9.0, True),  # the other may be well
         (at_start(MISSING), at_start("KeyError: 'a'"), 9.0, True),

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,8 +147,9 @@ def test_it_is_said_again_each_time_that_the_wait_has_doubled(
     writer._snapshots[8] = 0.0, None
     told = [s for s in range(5, 1000, 5) if at(s)]
     assert told == [60, 120, 240, 480, 960]
-    nothing: dict[str, Any] = {}
-    writer.save(9, 0.0, "no state", nothing)  # there was room
+    monkeypatch.setattr(writer.pool, "take", Mock(side_effect=MemoryError))
+    empty = Captured(Flat({}, {}), frozenset(), {})
+    writer.save(9, 0.0, empty, {})  # the one before is no longer in its way
     assert "that of step 8 for 70 s by rank 2. Is its volume slow, or stuck?" in at(70)
     reports.post(8, Report(2))
     assert reports.complete(8)  # rank 0 is writing the manifest

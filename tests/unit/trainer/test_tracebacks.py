@@ -118,6 +118,20 @@ def test_an_exception_is_found_in_what_python_prints(name: str):
     assert read(prefixed(text)).exception.startswith(wanted)
 
 
+@pytest.mark.parametrize("chain", ["from error", ""])
+def test_of_an_exception_that_another_one_has_caused_no_file_is_named(tmp_path: Path, chain: str):
+    """The script's own line wraps what storage or a peer has done."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "try:\n    open('/nowhere')\n"
+        f"except OSError as error:\n    raise ValueError('no data') {chain}\n"
+    )
+    found = read(run(script))
+    assert (found.exception, found.raised_in) == ("ValueError: no data", "")
+    script.write_text("raise ValueError('no data')")
+    assert read(run(script)).raised_in == str(script)
+
+
 RICH = """\
 \u256d\u2500\u2500\u2500\u2500 \x1b[31mTraceback (most recent call last)\x1b[0m \u2500\u2500\u256e
 \u2502 /app/train.py:3 in <module>   \u2502

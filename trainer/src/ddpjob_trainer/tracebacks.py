@@ -66,7 +66,8 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self.fatal = ""  # faulthandler's error as the process crashes
-        self.raised_in = ""  # the file of the innermost frame of the last traceback
+        self.raised_in = ""  # the file of its innermost frame; "" where another one was its cause
+        self._chained = False
         self._found = ""
         self._beside = ""  # of a thread, or of a clean-up
         self._since = 0  # lines after it
@@ -123,14 +124,14 @@ class Tracebacks:
 
     def _begin(self, before: str = "") -> None:
         self._before, self.raised_in = before, ""
-        chained = self._previous.startswith(_CHAINED)
+        self._chained = chained = self._previous.startswith(_CHAINED)
         self._aside = self._previous.startswith(_ASIDE) or (chained and self._aside)
         self._inside, self._syntax, self._message = True, False, None
 
     def _of_traceback(self, plain: str, *, of_rank: bool) -> None:
         """Skip a frame, or take the exception at last."""
         plain = plain.removeprefix(self._before)
-        if frame := _FRAME.match(plain):
+        if (frame := _FRAME.match(plain)) and not self._chained:
             self.raised_in = frame[1]
         if not plain or plain.startswith(" "):
             return

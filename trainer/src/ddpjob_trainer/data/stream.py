@@ -193,13 +193,16 @@ class Stream:
 
     def _check_sample(self, item: Any) -> None:
         """Raise ConfigError for an item that may be a batch: all its tensors have as many rows."""
-        shapes = [*_shapes(item)]
-        rows = {shape[0] if shape else 0 for shape in shapes}
+        found = [*_shapes(item)]
+        shapes = [shape for shape in found if shape]
+        rows = {shape[0] for shape in shapes}
         dimensions = {len(shape) for shape in shapes}
-        if len(rows) != 1 or (count := rows.pop()) < 2:
+        alone = len(shapes) < 2 and shapes != found  # the number beside it is its label
+        if alone or len(rows) != 1 or (count := rows.pop()) < 2:
             return
         as_asked = count == self._place.batch_size and (len(shapes) > 1 or dimensions != {1})
-        if as_asked or len(dimensions) > 1:  # as inputs and labels have
+        # As inputs and labels have; texts with their targets have one each, images three.
+        if as_asked or len(dimensions) > 1 or (dimensions == {2} and len(shapes) > 1):
             raise ConfigError(
                 f"run.steps() cannot tell whether {type(self._source).__name__} yields samples or"
                 f" batches: all tensors of its first item begin with {count} rows. Say batched=True"

@@ -372,5 +372,9 @@ def rank_environment(
             REPLAY_DIR: str(runtime_dir.replay),
             contract.ROUND: str(key.round),
         },
+        # Absolute: a script may change its directory before ddp.start().
+        **(
+            {contract.SNAPSHOT_DIR: str(config.env.snapshot_dir)} if config.env.snapshot_dir else {}
+        ),
         **({"TORCHELASTIC_RUN_ID": config.run_id} if config.standalone else of_hub),
     )

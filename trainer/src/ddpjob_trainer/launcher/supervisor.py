@@ -116,7 +116,7 @@ class Supervisor:
         self._pace = Pace()
         self._hangs = HangResponse(
             config.env.deadlines, self._counted.hangs, self._log, names,
-            starts=config.calls_start,
+            starts=config.calls_start and config.world_size > 1,  # else nobody waits for it
         )  # fmt: skip
         self._evidence = evidence.Keeper(config, self._log.say)
         # Beside rank 0, which is a worker of this launcher.
@@ -163,7 +163,7 @@ class Supervisor:
                 if config.replacement:
                     self._park()
                 else:
-                    if earlier := Checkpoints(config.resume_when).look():
+                    if earlier := self._checkpoints.leave():
                         cure = f"to go on from it, add {shown_words(config.resume_words(earlier))}"
                         what = "the program begins without it, and may write over it"
                         self._log.say(f"{earlier} is there before the first start: {what}; {cure}")

@@ -191,6 +191,8 @@ class WorkerGroup:
         )  # fmt: skip
 
     def _would_repeat(self, rank: int, exception: str) -> bool:
+        if self._config.resume_args:
+            return False  # its checkpoint may be half written, and an older one sound
         raised_in = self._pump.raised_in(rank)
         return at_start.would_repeat(self._config.program, exception, raised_in)
 

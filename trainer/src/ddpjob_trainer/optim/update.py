@@ -214,30 +214,31 @@ class Updater:
         scheduler that counts epochs.
         """
         units = [unit for unit in self.units if unit.scheduler is not None]
+        cure = "run.prepare(..., scheduler_every='epoch')"
         if epoch_steps is None:
+            cure = (
+                "keep it with run.register('scheduler', scheduler), and call its step() when"
+                " step.epoch is another than in the step before"
+            )
             if any(unit.every == "epoch" for unit in units):
-                raise ConfigError(
-                    "prepare(scheduler_every='epoch'): a stream does not say where an epoch ends:"
-                    " keep the scheduler with run.register('scheduler', scheduler), and call its"
-                    " step() when step.epoch is another than in the step before"
-                )
-            return []
-        epochs, found = -(-total // epoch_steps), []
+                what = "prepare(scheduler_every='epoch'): a stream does not say where an epoch ends"
+                raise ConfigError(f"{what}: {cure}")
+        epochs, found = -(-total // epoch_steps) if epoch_steps else 0, []
         for unit in units:
             name, length = type(unit.scheduler).__name__, _length(unit.scheduler)
-            if unit.every is not None or not 1 < epochs < total or 2 * length > total:
+            if unit.every is not None or 2 * length > total or epochs in (1, total):
                 continue
             if 0 < length <= epochs:
                 found.append(
                     f"warning: {name} advances at every step, and its schedule has the length"
                     f" {length}: that fits the {epochs} epochs of this run and not its {total}"
-                    " steps. If it counts epochs: run.prepare(..., scheduler_every='epoch'), else"
-                    " 'step'"
+                    f" steps. If it counts epochs: {cure}, else 'step'"
                 )
-            elif isinstance(unit.scheduler, LRScheduler):
+            else:
+                times = f"{epochs} times, with {cure}" if epochs else cure
                 found.append(
                     f"{name} advances at every step, {total} times in this run; by the epoch,"
-                    f" {epochs} times, with run.prepare(..., scheduler_every='epoch')"
+                    f" {times}"
                 )
         return found
 

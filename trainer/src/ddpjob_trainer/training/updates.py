@@ -87,7 +87,9 @@ class Updates:
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
         for model in self._trained.models:
             warned = self._trained_in.get(model.name, 0) is None
-            if not warned and any(part.training for part in model.module.modules()):
+            # Of modules without others in them: one around may stay in train mode.
+            leaves = (one for one in model.module.modules() if next(one.children(), None) is None)
+            if not warned and any(leaf.training for leaf in leaves):
                 self._trained_in[model.name] = step.index
         trace.first("backward")
         self._device_watch.queued("backward")

@@ -25,6 +25,7 @@ from ddpjob_operator.core.objects.json_read import (
 #: As the CRD has it.
 MAX_REPLICAS: Final = 10_000
 MAX_STANDBY: Final = 64
+_PATH_MAX: Final = 512  # as in the CRD
 
 
 class SpecError(ValueError):
@@ -269,7 +270,7 @@ def _snapshot(raw: object) -> Snapshot | None:
     if not isinstance(raw, Mapping):
         return None
     return Snapshot(
-        path=text(raw.get("path")) or "/snapshots",
+        path=text(raw.get("path"), _PATH_MAX) or "/snapshots",
         volume=compact_spec.volume(raw.get("volume")),
         every_steps=_number(raw, "snapshot.everySteps"),
         keep=_number(raw, "snapshot.keep"),

@@ -116,7 +116,8 @@ def decide(
     if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
     at_start = "" if progress or cause is None else _at_start(exits, cause, lasted)
-    if cause is not None and at_start and alike(at_start, history.at_start):
+    # Its numbers count: where they differ a program has got on, which shows no steps.
+    if cause is not None and at_start and at_start == history.at_start:
         why = (
             f"exit code {ExitCode.BAD_CONFIG:d}: all processes have raised this twice before their"
             " first step, in the script itself, so that every restart would meet it again"

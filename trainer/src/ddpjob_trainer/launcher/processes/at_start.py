@@ -21,7 +21,7 @@ _INSTALLED = ("stdlib", "purelib", "platlib")
 def would_repeat(program: Program, exception: str, raised_in: str) -> bool:
     """Return whether a file of the program raised it, and no storage or network did.
 
-    ``raised_in``: the file of the innermost frame.
+    ``raised_in``: the file of the innermost frame, "" for an exception that another one caused.
     """
     folder = Path.cwd() if program.module else Path(program.name).absolute().parent
     own = raised_in and _is_below(Path(raised_in), folder) and not _is_installed(raised_in)
@@ -32,7 +32,8 @@ def would_repeat(program: Program, exception: str, raised_in: str) -> bool:
     if issubclass(kind, FileNotFoundError):
         found = _NAMED.match(exception)
         return found is not None and _comes_with_code(Path(found[1]), folder)
-    return not issubclass(kind, OSError | MemoryError)
+    # torch raises RuntimeError in the script's frame, and both are words about anything.
+    return not issubclass(kind, OSError | MemoryError | RuntimeError | AssertionError)
 
 
 def _is_installed(file: str) -> bool:

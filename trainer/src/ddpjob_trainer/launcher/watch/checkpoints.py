@@ -36,6 +36,22 @@ class Checkpoints:
         self._newest: _Match = (0, [], "")  # at the last look
         self._given = ""  # by it
         self._failures: Counter[str] = Counter()  # of a program that went on from it
+        self._earlier: set[tuple[int, str]] = set()  # of an earlier run: by time and name
+
+    def leave(self) -> str:
+        """Take all that is there for an earlier run's; return the newest of it, "" for none."""
+        found: list[str] = []
+        thread = threading.Thread(
+            target=self._leave, args=(found,), name="checkpoints", daemon=True
+        )
+        thread.start()
+        thread.join(_POLL_SECONDS)
+        return next(iter(found), "")
+
+    def _leave(self, newest: list[str]) -> None:
+        found = matches(self._pattern, Path.cwd(), emptied=self._emptied) if self._pattern else []
+        self._earlier = {(at, name) for at, _, name in found}
+        newest += [name for *_, name in found[:1]]
 
     def look(self, *, failed: bool = False) -> str | None:
         """Return the newest, "" for none, None while a look lasts.
@@ -55,6 +71,7 @@ class Checkpoints:
         if self._thread.is_alive():
             return None
         (found,), self._found = self._found, None
+        found = [one for one in found if (one[0], one[-1]) not in self._earlier]
         newest = next(iter(found), (0, [], ""))
         if newest > self._newest:
             self._failures.clear()  # it got on
@@ -76,6 +93,7 @@ def matches(pattern: str, folder: Path, *, emptied: bool = False) -> list[_Match
     An empty file or directory does not: a save has only begun.
     """
     found: list[_Match] = []
+    there: set[tuple[int, int]] = set()  # a link to the newest is no second one
     # Path.glob() takes no absolute pattern.
     for name in glob.iglob(pattern, root_dir=folder, recursive=True):  # noqa: PTH207
         path = folder / name
@@ -86,6 +104,9 @@ def matches(pattern: str, folder: Path, *, emptied: bool = False) -> list[_Match
             continue
         if not folders and not (stat.S_ISREG(about.st_mode) and about.st_size):
             continue
+        if (about.st_dev, about.st_ino) in there:
+            continue
+        there.add((about.st_dev, about.st_ino))
         if not (emptied and path.resolve().is_relative_to(folder.resolve())):
             found.append((about.st_mtime_ns, _numbered(name), name))
     return sorted(found, reverse=True)

@@ -6,6 +6,7 @@ code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1 brings 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import traceback
@@ -19,7 +20,8 @@ from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.telemetry.console import say
 
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # calls our hooks
+#: What calls our hooks, and enters our context managers.
+_BETWEEN = ("<", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 #: A child process says so, and its rank, which then meets something else, ends by it.
 UNGUARDED = (
     "a child process that was started by spawn or forkserver, as of a DataLoader, reads the script"
@@ -77,6 +79,6 @@ def _place(trace: TracebackType | None) -> str:
         if frame.filename.startswith(_OURS):
             if found:
                 break
-        elif not frame.filename.startswith(("<", _TORCH)):
+        elif not frame.filename.startswith(_BETWEEN):
             found = f" [{frame.filename}, line {frame.lineno}]"
     return found
