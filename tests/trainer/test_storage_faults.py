@@ -178,7 +178,7 @@ def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):  # typ
     assert ended(harmed) == before[1]
 
 
-@SLOW
+@pytest.mark.tier("all")
 @pytest.mark.fault("S4")
 def test_start_record_unreadable_for_rank_0(gang, before, harmed):  # type: ignore[no-untyped-def]
     """Else its snapshots would be passed over, and removed later."""
