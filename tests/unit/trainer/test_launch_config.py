@@ -236,7 +236,10 @@ def test_what_a_script_sets_for_rank_0s_address_does_not_count(script, tmp_path)
 )
 def test_who_calls_start_and_who_only_reads_snapshots(tmp_path, source, starts):  # type: ignore[no-untyped-def]
     (tmp_path / "train.py").write_text(source)
-    assert config(str(tmp_path / "train.py"), {}).calls_start is starts
+    path = str(tmp_path / "train.py")
+    assert config(path, {}).calls_start is starts
+    assert config(path, {}).watched_at_start is False, "nobody waits for it"
+    assert config(path, {"PET_NNODES": "2", **POD}).watched_at_start is starts
 
 
 def test_a_relative_directory_of_snapshots_is_the_launchers(script, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
@@ -109,6 +111,33 @@ def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):  # t
     for rank in (0, 1):
         workers.ended(NEVER + rank, 75, 1.0)
     assert [(one.foreign, one.lost_peer) for one in workers.exits] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_failure_of_a_program_that_goes_on_from_checkpoints_may_be_theirs(  # type: ignore[no-untyped-def]
+    tmp_path, sent, monkeypatch, resumes
+):
+    """Its newest may be half written and an older one sound, so two failures prove nothing."""
+    text = (
+        f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 1\nKeyError: 1\n'
+    )
+
+    def start(local_rank: int, out: int, err: int) -> int:
+        os.write(err, text.encode())
+        return NEVER
+
+    config = replace(
+        config_of_three(),
+        program=Program(f"{tmp_path}/train.py", (), module=False),
+        resume_args=("--resume",) * resumes,
+    )
+    pump = OutputPump(Log(), prefixed=True)
+    workers = WorkerGroup(config, Key(1, 0), tmp_path, pump, lambda _: None)
+    workers.start(start, 0.0)
+    workers.ended(NEVER, 1, 1.0)
+    assert [(one.exception, one.in_script) for one in workers.exits] == [
+        ("KeyError: 1", not resumes)
+    ]
 
 
 def stopped(tmp_path: Path, status: int) -> WorkerGroup:

@@ -129,34 +129,18 @@ def test_a_schedule_that_fits_the_epochs_and_not_the_steps_is_warned_of(make, le
     assert not schedules(make).check_schedules(1, 10)  # an epoch is a step
 
 
-class OwnLR:
-    """Of a library's or a script's own, of which nobody knows what its numbers are."""
-
-    T_max = 3
-
-
-def test_what_a_schedule_without_a_length_counts_is_said():
+def test_what_a_schedule_without_a_length_or_for_more_epochs_than_ten_counts_is_said():
     for make in (
         lambda o: kinds.LambdaLR(o, lambda count: 0.9**count),
         lambda o: kinds.ExponentialLR(o, 0.9),
-        lambda o: OwnLR(),
+        lambda o: type("OwnLR", (), {"T_max": 3})(),  # nobody knows what its number means
+        lambda o: kinds.StepLR(o, 30),
+        lambda o: kinds.MultiStepLR(o, [30, 60]),
+        lambda o: kinds.CosineAnnealingLR(o, 90),
     ):
         (text,) = schedules(make).check_schedules(40, 400)
         assert "LR advances at every step, 400 times in this run; by the epoch, 10 times" in text
         assert not schedules(make, "step").check_schedules(40, 400)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: kinds.StepLR(o, 30),
-        lambda o: kinds.MultiStepLR(o, [30, 60]),
-        lambda o: kinds.CosineAnnealingLR(o, 90),
-    ],
-)
-def test_what_a_schedule_for_more_epochs_than_this_runs_counts_is_said(make):
-    (text,) = schedules(make).check_schedules(40, 400)
-    assert "LR advances at every step, 400 times in this run; by the epoch, 10 times" in text
 
 
 def test_a_schedule_of_steps_is_not():

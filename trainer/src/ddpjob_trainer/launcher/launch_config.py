@@ -110,6 +110,11 @@ class LaunchConfig:
         return max(hold, self.env.deadlines.startup) if self.goes_on else hold
 
     @property
+    def watched_at_start(self) -> bool:
+        """Return whether a process must come to ddp.start() in time: others wait for it there."""
+        return self.calls_start and self.world_size > 1
+
+    @property
     def goes_on(self) -> bool:
         """Return whether its first start is a later one of a program that resumes by arguments."""
         return bool(self.resume_args) and self.attempt > 1

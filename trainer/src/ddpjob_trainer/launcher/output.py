@@ -85,7 +85,8 @@ class OutputPump:
         with self._lock:
             streams = self._streams.get(rank)
             lines = list(streams[0].tail)[-most:] if streams else []
-        return [without_credentials(line, self._url) for line in lines]
+        # At once: a restart waits for it, and each call looks for all spellings of the URL.
+        return without_credentials("\n".join(lines), self._url).split("\n") if lines else []
 
     def exception(self, rank: int, *, crashed: bool = False) -> str:
         """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""

@@ -116,7 +116,7 @@ class Supervisor:
         self._pace = Pace()
         self._hangs = HangResponse(
             config.env.deadlines, self._counted.hangs, self._log, names,
-            starts=config.calls_start and config.world_size > 1,  # else nobody waits for it
+            starts=config.watched_at_start,
         )  # fmt: skip
         self._evidence = evidence.Keeper(config, self._log.say)
         # Beside rank 0, which is a worker of this launcher.

@@ -22,7 +22,7 @@ from ddpjob_trainer.state.buffers import Backup
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.device_watch import DeviceWatch
 from ddpjob_trainer.training.models.guard import Guard, Touched
-from ddpjob_trainer.training.models.prepare import PreparedModels
+from ddpjob_trainer.training.models.prepare import Model, PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step, check_loss
 from ddpjob_trainer.training.step_exchange import StepExchange
@@ -49,6 +49,7 @@ class Updates:
         self._nan = nan
         self._device_watch = device_watch
         self._trained_in: dict[str, int | None] = {}  # step, by model in train mode; None: warned
+        self._training: dict[str, torch.nn.Module | None] = {}  # a part of each that was so last
         self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
 
     # --- What a Step calls ------------------------------------------------------------------
@@ -86,10 +87,7 @@ class Updates:
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
         for model in self._trained.models:
-            warned = self._trained_in.get(model.name, 0) is None
-            # Of modules without others in them: one around may stay in train mode.
-            leaves = (one for one in model.module.modules() if next(one.children(), None) is None)
-            if not warned and any(leaf.training for leaf in leaves):
+            if self._trained_in.get(model.name, 0) is not None and self._trains(model):
                 self._trained_in[model.name] = step.index
         trace.first("backward")
         self._device_watch.queued("backward")
@@ -140,6 +138,15 @@ class Updates:
         self._device_watch.queued("update")
         failpoints.reach("step")
         step.committed = True
+
+    def _trains(self, model: Model) -> bool:
+        """Tell whether a module without others in it is in train mode: one around may stay so."""
+        last = self._training.get(model.name)  # a frozen model has many that are not
+        if last is None or not last.training:
+            parts = (part for part in model.module.modules() if part.training)
+            last = next((part for part in parts if next(part.children(), None) is None), None)
+            self._training[model.name] = last
+        return last is not None
 
     def _warn_of_eval(self, step: Step) -> None:
         """Say once that a whole model was in eval mode in this step, and not in one before."""

@@ -2,8 +2,8 @@
 
 The supervisor's loop calls it; the workers' records flow in. Deadlines are measured on the
 launcher's clock from when it saw a record change, so a worker that holds the GIL or is stopped is
-found too. A program that does not use our library keeps no record and is not watched. A script of
-which the source shows that it calls ddp.start() is watched from its import of the library on.
+found too. A program that does not use our library keeps no record and is not watched. A process for
+which others wait in ddp.start(), as the source shows, is watched from its import of the library on.
 """
 
 from __future__ import annotations
