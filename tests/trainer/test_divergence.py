@@ -207,3 +207,29 @@ def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_
     text = "the state of an optimizer is not the same on all ranks: ranks [1, 2] differ from rank 0"
     assert f"{text}, first in {first!r}. A snapshot" in gang.log(0)
     assert not list(tmp_path.glob("*/step-*.json"))
+
+
+@pytest.mark.parametrize("mine", ["a number", "a tensor as well", "equal"])
+def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_path, mine):  # type: ignore[no-untyped-def]
+    """Rank 0's come back to every rank: right for a mean that it prints, wrong for a decision."""
+
+    def program(rank: int) -> None:
+        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
+        model = Net()
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        mean = run.state("mean", loss=0.0)
+        run.register("seen", seen := {"samples": 0, "rows": torch.zeros(2)})
+        for step in run.steps(torch.randn(96, 32)):
+            for x in step.batches:
+                loss = wrapped(x).pow(2).mean()
+                step.backward(loss)
+                mean.loss = loss.item() if mine == "a number" else 0.5
+                seen["samples"] += rank if mine == "a tensor as well" else 1
+            step.commit()
+        run.finish()
+
+    assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    first = {"a number": "'mean'", "a tensor as well": "'seen'"}.get(mine)
+    words = f"ranks [1, 2] differ from rank 0, first in {first}. A restart gives every rank those"
+    log = "".join(gang.log(rank) for rank in range(3))
+    assert log.count(words) == log.count("registered values are not") == (1 if first else 0)

@@ -24,7 +24,7 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, DivergedError
 from ddpjob_trainer.gpu.accelerator import in_order
 from ddpjob_trainer.state import buffers
-from ddpjob_trainer.state.codec import UnstorableError, flatten
+from ddpjob_trainer.state.codec import Flat, UnstorableError, flatten
 from ddpjob_trainer.state.stateful import Stateful
 
 _Hashes = npt.NDArray[np.int64]
@@ -136,23 +136,23 @@ class DivergenceCheck:
                 " for itself is kept by run.register(name, obj, per_rank=True)"
             )
 
-    def check_states(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def check_states(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], objects: Mapping[str, Stateful]
+    ) -> str:
         """Raise ConfigError on every rank when an optimizer's state is each rank's own.
 
         Once, at the first snapshot, which takes another part from each rank: momentum that only the
         owner of a parameter updates would come back as that of others. No later step shows it.
+        Return a warning for numbers and text of ``objects`` that differ: rank 0's are kept, which
+        is right for a mean that only rank 0 prints.
         """
         if self._states_compared or not self._every:
-            return
+            return ""
         self._states_compared = True
         tensors: dict[str, torch.Tensor] = {}
         for name, optimizer in optimizers.items():
-            try:
-                flat = flatten(optimizer.state_dict())
-            except UnstorableError as error:
-                raise ConfigError(f"no snapshot can be made: {error}") from error
-            tree = json.dumps(flat.tree).encode()  # names, and what is no tensor
-            tensors[name] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+            flat = _storable(optimizer)
+            tensors[name] = _text(flat)
             tensors |= {f"{name}/{place}": tensor for place, tensor in flat.tensors.items()}
         if found := self._compare(tensors):
             raise ConfigError(
@@ -161,6 +161,13 @@ class DivergenceCheck:
                 " Let every rank update the state of all parameters. To divide it use torch's"
                 " ZeroRedundancyOptimizer, of which each rank's part is kept"
             )
+        plain = {n: o for n, o in objects.items() if not isinstance(o, torch.nn.Module)}
+        found = self._compare({name: _text(_storable(obj)) for name, obj in plain.items()})
+        return found and (
+            f"warning: registered values are not the same on all ranks: {found}. A restart gives"
+            " every rank those of rank 0. If they decide anything, register the object with"
+            " per_rank=True, or give all ranks the same values (run.sum())"
+        )
 
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Return which ranks differ from rank 0 and in what first; nothing: they are equal."""
@@ -199,6 +206,18 @@ def _tensors_of(name: str, obj: Stateful, *, with_buffers: bool) -> dict[str, to
     if with_buffers and module is obj:
         found |= buffers.persistent(module)
     return {f"{name}.{key}": tensor for key, tensor in found.items()}
+
+
+def _storable(obj: Stateful) -> Flat:
+    try:
+        return flatten(obj.state_dict())
+    except UnstorableError as error:
+        raise ConfigError(f"no snapshot can be made: {error}") from error
+
+
+def _text(flat: Flat) -> torch.Tensor:
+    """Return names, and what is no tensor, as bytes."""
+    return torch.frombuffer(bytearray(json.dumps(flat.tree).encode()), dtype=torch.uint8)
 
 
 def _walk(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

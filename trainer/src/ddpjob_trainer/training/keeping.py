@@ -125,7 +125,8 @@ class Keeping:
         if compare:
             self._compare(done)
             if due:
-                self._divergence.check_states(self._trained.optimizers())
+                trained = self._trained
+                self._tell(self._divergence.check_states(trained.optimizers(), trained.compared()))
         if due:
             self._process.replay.conclude()  # what differs marks this snapshot
             self._save(done, last=last, finished=finished)
