@@ -131,7 +131,7 @@ MUTATIONS = (
              "cause is not None and cause.code in FINAL_EXIT_CODES", "False",
              TRAINER_TESTS + "test_rounds_decide.py"),
     Mutation("a program's own 75 is the loss of a peer", "contract/src/ddpjob_contract/exits.py",
-             "own = code == ExitCode.PEER_LOST and kind in _OWN_CODE", "own = False",
+             "own = code == ExitCode.PEER_LOST", "own = False",
              CORE_TESTS + "test_classify.py"),
     Mutation("a pipe hides that the launcher failed", CORE + "objects/observe.py",
              "hides = exit_code == 0 and", "hides = False and", CORE_TESTS + "test_classify.py"),

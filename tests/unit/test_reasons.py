@@ -41,7 +41,7 @@ OTHERS = {
     *("FailedToStart", "NoReservation", "NodeFailures", "Preempted", "WaitForStart"),
     *("WaitForRecovery", "Started", "Recovered", "Admitted"),
     *("Exists", "NoExecute", "FallbackToLogsOnError", "Memory", "Ingress", "None"),
-    "ClusterFirstWithHostNet",  # pods' fields
+    *("ClusterFirstWithHostNet", "Cause", "Cure"),  # fields
     *("True", "False", "TCP", "Opaque", "RANK", "PYTHONUNBUFFERED", "ExitCode", "Signal", "NotIn"),
 }
 #: Words of Kubernetes that the page explains and no source has to know.

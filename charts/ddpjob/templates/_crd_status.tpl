@@ -42,6 +42,14 @@ properties:
     description: Short cause in CamelCase, for example Error, OOMKilled, Evicted, PodDeleted.
     type: string
     maxLength: 4096
+  chargedTo:
+    description: The budget of spec.restart that it was charged to. Absent if to none.
+    type: string
+    enum: [maxRestarts, maxDisruptions]
+  charge:
+    description: How much of that budget was used up with it.
+    type: integer
+    format: int32
   exitCode:
     description: Exit code of the trainer container; 128+n is death by signal n.
     type: integer
@@ -112,6 +120,18 @@ properties:
       condition's message.
     type: string
     maxLength: 4096
+  stalled:
+    description: What the condition Stalled says, as data for the operator.
+    type: object
+    properties:
+      known:
+        description: Cause, or Cure where a person can end the wait. Absent while neither is known.
+        type: string
+        enum: [Cause, Cure]
+      until:
+        description: So long the other pods wait for a replacement, UTC.
+        type: string
+        format: date-time
   conditions:
     description: >-
       Conditions: Ready (true while the phase is Running or Succeeded), Running, Complete, Failed,

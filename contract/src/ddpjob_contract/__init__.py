@@ -252,9 +252,8 @@ class TerminationReport(TypedDict, total=False):
     resumed: Resumed
 
 
-#: In the exception of a round whose processes found no address of rank 0.
+#: In an exception: no address of rank 0 was found; ranks ended early. exits.kind_of() reads it.
 UNRESOLVED: Final = "does not resolve"
-#: In a hub's word on ranks that left the others, which names them: the operator adds no names.
 LEFT_EARLY: Final = "ended with exit code 0 while"
 
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode
+from ddpjob_contract import LEFT_EARLY, PERMANENT_EXIT_CODES, UNRESOLVED, ExitCode
 
 Action = Literal["Restart", "RestartFree", "Fail"]
 
@@ -34,8 +34,6 @@ FREE: Final = frozenset({"Hardware", "Infrastructure", "Disruption"})
 _RAN: Final = frozenset({"NodeLost", "NodeSilent", "ContainerRestarted", "Unknown"})
 #: Of processes that do not find rank 0 by its name.
 UNRESOLVED_NAMES: Final = "NamesNotResolved"
-#: Trying again cannot help.
-FATAL: Final = frozenset({"Permanent", "Diverged"})
 #: One exception so often in a row at one step would come again: the hub ends the attempt, by the
 #: whole text that it has; the operator fails the job, by the part that every record has.
 SAME_EXCEPTION: Final = 3
@@ -55,8 +53,6 @@ CLASSES: Final[Mapping[int, str]] = {
     ExitCode.HANG: "Hang",
     ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
 }
-#: Kinds of a report on a process that has chosen its code itself.
-_OWN_CODE: Final = ("exit", "exception")
 
 
 def class_of(code: int | None, number: int | None, other: str = "User", kind: str = "") -> str:
@@ -66,7 +62,7 @@ def class_of(code: int | None, number: int | None, other: str = "User", kind: st
     may be the kernel, short of memory, where it hit a child and Kubernetes saw no OOMKilled.
     ``kind``: a report's. A program without our library may use 75 for anything.
     """
-    own = code == ExitCode.PEER_LOST and kind in _OWN_CODE
+    own = code == ExitCode.PEER_LOST and kind in ("exit", "exception")
     found = other if code is None or own else CLASSES.get(code, other)
     return "Killed" if found == "User" and number == signal.SIGKILL else found
 
@@ -74,6 +70,15 @@ def class_of(code: int | None, number: int | None, other: str = "User", kind: st
 def final_class(code: int | None, number: int | None, kind: str = "") -> str:
     """Class the end of a container: no restart cures a permanent code."""
     return "Permanent" if code in PERMANENT_EXIT_CODES else class_of(code, number, kind=kind)
+
+
+def kind_of(kind: str, exception: str) -> str:
+    """Return leftEarly or unresolved where a report's exception says so, else ``kind``.
+
+    Only this function reads those words: older launchers, and processes, report only text.
+    """
+    named = {UNRESOLVED: "unresolved", LEFT_EARLY: "leftEarly"}
+    return next((name for words, name in named.items() if words in exception), kind)
 
 
 def alike(one: str, other: str, most: int | None = None) -> bool:
@@ -100,7 +105,7 @@ def recurs(cls: str, reason: str, code: int | None) -> bool:
 
 def action_of(cls: str) -> Action:
     """Return what follows a loss of this class where no rule of the user's matches."""
-    if cls in FATAL:
+    if cls in ("Permanent", "Diverged"):  # trying again cannot help
         return "Fail"
     return "RestartFree" if cls in FREE else "Restart"
 

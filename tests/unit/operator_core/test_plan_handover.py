@@ -72,6 +72,7 @@ def test_the_pods_of_a_node_about_to_go_save_and_are_replaced_elsewhere(
     assert world.status["restarts"]["replaced"] == 1
     assert (world.loss["class"], world.loss["reason"]) == ("Disruption", "HandedOver")
     assert world.loss["node"] == node
+    assert (world.loss["chargedTo"], world.loss["charge"]) == ("maxDisruptions", 1)
     assert [event.reason for event in world.events] == ["HandedOver"]
     (told,) = world.told("HandedOver")
     assert f"{node} is about to go ({DRAINED})" in told

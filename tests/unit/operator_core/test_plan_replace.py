@@ -305,6 +305,7 @@ def test_past_the_deadline_all_restart_for_the_reason_of_the_delay():
     assert world.stalled == "ImagePullBackOff"
     until = "; the other pods wait until 00:05:02 UTC, then all restart"
     assert world.condition("Stalled")["message"].endswith(until)
+    assert world.status["stalled"] == {"known": "Cause", "until": "2026-01-01T00:05:02.000000Z"}
     assert world.wait(299).status["attempt"] == 2
     assert intent(world.wait(1)) == (3, 3, "")
     assert (world.counts, replaced(world)) == ((1, 1, 0), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddpjob_contract.exits import kind_of
 from ddpjob_trainer.launcher.hub import rounds
 from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, ended_long_ago
 from ddpjob_trainer.launcher.hub.rounds import History, Limits
@@ -22,6 +23,8 @@ def test_who_ended_early_is_named_before_its_victim(code: int, exception: str):
     record = verdict.next.records[-1]
     assert record["exception"].startswith("rank 1 after step 12 ended with exit code 0 while")
     assert f"then rank 0: {exception or code}" in record["exception"]
+    assert kind_of("hang", record["exception"]) == "leftEarly"
+    assert kind_of("hang", exception) == "hang"
     own = Exit(0, 0, 1, 6.0, exception="OSError: disk full")
     assert ended_early([Exit(1, 0, 0, 5.0), own], own) == ""
     lost = Exit(0, 0, 75, 4.9)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_contract.exits import kind_of
 from ddpjob_trainer.launcher.watch import names
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
@@ -61,6 +62,7 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
         )
     assert said == [f"workers cannot find one another: {found.trouble}"] * 2
     assert found.lasting == found.trouble
+    assert kind_of("hang", found.trouble) == "unresolved"
     resolver.there = True
     resolver.asked.clear()
     found.begin()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_contract import LEFT_EARLY, PERMANENT_EXIT_CODES, UNRESOLVED, ExitCode, exits
+from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode, exits
 from ddpjob_operator.core import told
 from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.objects.status import Failure
@@ -98,6 +98,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         detected_at=now,
         step=report.step if report else None,
         exception=said,
+        kind=report.kind if report else "",
     )
 
 
@@ -113,6 +114,7 @@ def ended_round(
     step = f"after step {found.step}" if found.step is not None else ""
     said = found.exception or told.KINDS.get(found.kind, "")
     reason = "Unknown" if code is number is None else exits.reason_of(code, number)
+    reason = exits.UNRESOLVED_NAMES if found.kind == "unresolved" else reason
     loss = Failure(
         attempt=attempt,
         round=found.number,
@@ -127,6 +129,7 @@ def ended_round(
         in_place=True,
         step=found.step,
         exception=told.shorten(said),
+        kind=found.kind,
     )
     return settle(loss) if loss.cls == "Collateral" else loss
 
@@ -177,7 +180,7 @@ def settle(found: Failure) -> Failure:
 
     Where a rank has ended with 0 while others trained, its program has made it so.
     """
-    left = found.exit_code == ExitCode.PEER_LOST and LEFT_EARLY in found.exception
+    left = found.exit_code == ExitCode.PEER_LOST and found.kind == "leftEarly"
     return replace(found, cls="User" if left else exits.settled(found.exit_code))
 
 
@@ -279,7 +282,7 @@ def _out_of_memory(pod: Pod) -> Verdict | None:
 def _unresolved(pod: Pod) -> Verdict | None:
     """Blame the cluster's DNS where the launcher could not resolve rank 0's name, either."""
     ended = decisive(pod)
-    unknown = ended.report is not None and UNRESOLVED in ended.report.exception
+    unknown = ended.report is not None and ended.report.kind == "unresolved"
     unknown = unknown and ended.exit_code not in PERMANENT_EXIT_CODES
     return ("Infrastructure", exits.UNRESOLVED_NAMES) if unknown else None
 

@@ -10,7 +10,7 @@ create what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -44,7 +44,7 @@ from ddpjob_operator.core.policy.starting import (
     startup,
     template_guard,
 )
-from ddpjob_operator.core.view import Change, View, build_view
+from ddpjob_operator.core.view import Change, Stall, View, build_view
 
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 #: Status writes that only report are held back until this long after the last write.
@@ -116,22 +116,37 @@ def _decide(view: View) -> Change:
     change = budget_reset.budgets(view, change)
     if (broken := _restart(view, change)) is not None:
         return broken
-    if status.phase == "Starting" or replacement.covered(view):
-        change = change if root_cause.awaited(view) else startup.advance(view, change)
-    elif _barrier_passed(view):
-        change = startup.begin(view, change)
+    change = _go_on(view, change)
     if change.status.phase == status.phase:
-        loops = report.loops(view, change.status)
-        why = chain(queue.reasons(view), root_cause.reasons(view), gang.reasons(view))
-        why = chain(why, report.reasons(view), retry.reasons(view), loops)
-        why = chain(why, operators.reasons(view))
-        change = report.stall(view, change, replacement.with_deadline(view, why))
+        why = replacement.with_deadline(view, _stalls(view, change.status))
+        change = report.stall(view, change, why)
     return change
+
+
+def _go_on(view: View, change: Change) -> Change:
+    """Begin to create pods past the barrier; end the start once they run, or it takes too long."""
+    if view.status.phase == "Starting" or replacement.covered(view):
+        if root_cause.awaited(view):
+            return change
+        return startup.advance(view, change, _stalls(view, change.status))
+    return startup.begin(view, change) if _barrier_passed(view) else change
+
+
+def _stalls(view: View, status: Status) -> Iterator[Stall]:
+    """List why the gang does not run, the most telling first."""
+    yield from queue.reasons(view)
+    yield from root_cause.reasons(view)
+    yield from gang.reasons(view)
+    yield from report.reasons(view)
+    yield from retry.reasons(view)
+    yield from report.loops(view, status)
+    yield from operators.reasons(view)
 
 
 def _restart(view: View, change: Change) -> Change | None:
     """Answer a loss, a node about to go, or a replacement that gets nowhere; None: all is well."""
-    if view.replacing and (over := replacement.over(view)):
+    stalls = _stalls(view, change.status)
+    if view.replacing and (over := replacement.over(view, stalls)):
         if any(not pod.node for pod in view.members.values()):
             change = node_avoidance.nothing(change, "no room elsewhere")
         return restart.whole(view, change, *over)
@@ -198,10 +213,7 @@ def _suspend(view: View, change: Change) -> Change:
     """End the pods, with their grace period for a snapshot unless the gang is broken."""
     if view.status.phase == "Suspended":
         return report.stall(view, template_guard.suspended(view, change), report.outlived(view))
-    message = "spec.suspend is true: set it to false to go on"
-    if not view.spec.suspend:
-        message = "spec.template changed while the job was suspended for a moment: its pods are new"
-    change, message = _broken(view, change, message)
+    change, message = _broken(view, change, template_guard.why_suspended(view))
     change = _park(view, change, "Suspended", "Suspended", message)
     change = change.condition("Stalled", False, "Suspended", "", view.now)
     return template_guard.suspended(view, change, message)
@@ -218,8 +230,8 @@ def _hold(view: View, change: Change, words: str) -> Change:
         change = _park(view, change, "Pending", queue.QUEUED, words)
         change = change.tell("Normal", queue.QUEUED, words)
     reason = queue.QUEUED if view.feedback.workloads is not None else queue.UNAVAILABLE
-    reason, words = next(report.outlived(view), (reason, words))  # it keeps the quota
-    return change.condition("Stalled", True, reason, words, view.now)
+    stall = next(report.outlived(view), Stall(reason, words))  # it keeps the quota
+    return change.condition("Stalled", True, stall.reason, stall.message, view.now)
 
 
 def _park(view: View, change: Change, phase: str, reason: str, message: str) -> Change:

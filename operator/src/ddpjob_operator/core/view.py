@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -276,12 +276,31 @@ def recovers_from(status: Status) -> Failure | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """Why a wanted gang does not run: its fields are read on, its message is for people.
+
+    ``known``, ``until``: see status.Stalled. ``brief``: for the column of `kubectl get`, where the
+    message begins with what matters less.
+    """
+
+    reason: str
+    message: str
+    known: st.Known = "Cause"
+    until: datetime | None = None
+    brief: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
-    """The status to be stored, and the events and measurements to send once it is."""
+    """The status to be stored, and the events and measurements to send once it is.
+
+    ``briefs``: what conditions set now say in few words, by their type.
+    """
 
     status: Status
     events: tuple[Event, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    briefs: Mapping[str, str] = field(default_factory=dict)
 
     def tell(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> Change:
         """Add an Event."""
@@ -306,6 +325,18 @@ class Change:
         if not value and self.status.condition(type_) is None:
             return self
         message = clean(message)
-        return self.with_status(
-            conditions=st.with_condition(self.status.conditions, type_, value, reason, message, now)
-        )
+        found = st.with_condition(self.status.conditions, type_, value, reason, message, now)
+        data = {"stalled": st.Stalled()} if type_ == "Stalled" else {}
+        return self.with_status(conditions=found, **data)
+
+    def stall(self, found: Stall, now: datetime, condition: str = "Stalled") -> Change:
+        """Set Stalled, or another condition, and what it says as data."""
+        words = found.message
+        if found.until is not None:
+            words += f"; the other pods wait until {found.until:%H:%M:%S} UTC, then all restart"
+        change = self.condition(condition, True, found.reason, words, now)
+        change = replace(change, briefs={**self.briefs, condition: found.brief})
+        change = change.tell("Warning", found.reason, words)
+        if condition != "Stalled":
+            return change
+        return change.with_status(stalled=st.Stalled(found.known, found.until))

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Final
 
 import ddpjob_contract as contract
-from ddpjob_contract import crd
+from ddpjob_contract import crd, exits
 from ddpjob_operator.core.objects import compact_spec, ledger, resumed
 from ddpjob_operator.core.objects.json_read import (
     INT32,
@@ -86,6 +86,7 @@ class Report(Round):
     rounds: tuple[Round, ...] = ()
     spent: Heard | None = None
     resumed: str = ""
+    other_job: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         steps_per_second=_rounded(raw.get("stepsPerSecond"), 4),
         snapshot_step=opt_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
-        resumed=resumed.words(raw.get("resumed")),
+        **resumed.read(raw.get("resumed")),
         proof=resumed.proof(raw.get("proof")),
         straggler=straggler(raw.get("straggler")),
         updated_at=now,
@@ -395,7 +396,7 @@ def _report(text: object) -> Report | None:
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
         spent=ledger.heard(raw.get("spent"), 0),
-        resumed=resumed.words(raw.get("resumed"), raw.get("step")),
+        **resumed.read(raw.get("resumed"), raw.get("step")),
     )
 
 
@@ -406,14 +407,15 @@ def _round_records(items: object) -> tuple[Round, ...]:
 
 
 def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
+    said = clean(raw.get("exception"), 300)
     return {
         "number": opt_count(raw.get("round"), _ROUNDS),
         "replica": -1 if raw.get("replica") == -1 else opt_count(raw.get("replica"), INT32),
         "rank": opt_count(raw.get("rank"), INT32),
         "code": opt_count(raw.get("code"), INT32),
         "signal": opt_count(raw.get("signal"), INT32),
-        "kind": clean(raw.get("kind"), 32),
-        "exception": clean(raw.get("exception"), 300),
+        "kind": exits.kind_of(clean(raw.get("kind"), 32), said),
+        "exception": said,
         "step": opt_count(raw.get("step")),
         "snapshot_step": opt_count(raw.get("snapshotStep")),
     }

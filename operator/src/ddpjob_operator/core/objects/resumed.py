@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import ddpjob_contract as contract
 from ddpjob_operator.core.objects.json_read import mapping, opt_count, sequence, text
 
 _UID: Final = re.compile("[0-9A-Za-z-]{1,64}")
 _CHANGED: Final = {"script": "another script", "arguments": "other arguments"}
-#: The words begin so for a snapshot of another job.
-OF_ANOTHER: Final = "another DDPJob"
 _WHAT: Final = get_args(contract.Differs)
 
 
@@ -27,21 +25,22 @@ class Proof:
     message: str
 
 
-def words(raw: object, done: object = None) -> str:
-    """Describe contract.Resumed, written by a stranger; empty if it says nothing.
+def read(raw: object, done: object = None) -> dict[str, Any]:
+    """Describe contract.Resumed, written by a stranger, for ``resumed`` and ``other_job``.
 
     ``done``: steps at the end, of a report. As many as another job's snapshot had are none.
     """
     body = mapping(raw)
     step, uid = opt_count(body.get("step")), text(body.get("uid"))
     if step is None:
-        return ""
-    whose = f"{OF_ANOTHER} (uid {uid})" if _UID.fullmatch(uid) else ""
+        return {}
+    whose = f"another DDPJob (uid {uid})" if _UID.fullmatch(uid) else ""
     changed = [word for key, word in _CHANGED.items() if key in sequence(body.get("changed"))]
     made_by = f"made by {' and '.join(changed)}" if changed else ""
     said = ", ".join(filter(None, [whose, made_by]))
     none = "; 0 steps trained" if whose and done == step else ""
-    return f"{said}: its snapshot of step {step}{none}" if said else ""
+    words = f"{said}: its snapshot of step {step}{none}" if said else ""
+    return {"resumed": words, "other_job": bool(whose)}
 
 
 def proof(raw: object) -> Proof | None:

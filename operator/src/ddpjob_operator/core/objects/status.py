@@ -39,6 +39,8 @@ from ddpjob_operator.core.objects.spec import MAX_REPLICAS
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 PHASES: Final = get_args(Phase)
+#: What a stall's message knows, the more the later.
+Known = Literal["", "Cause", "Cure"]
 #: status.failures and status.avoidedNodes keep so many, newest last: etcd has a limit.
 MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
@@ -56,6 +58,7 @@ _MESSAGE: Final = 32_768
 _REASON: Final = re.compile("[A-Za-z]([A-Za-z0-9_,:]{0,1022}[A-Za-z0-9_])?")
 #: Characters of a text in a record.
 _TEXT: Final = 4096
+_BUDGETS: Final = ("maxRestarts", "maxDisruptions")
 _CLASSES: Final = {*SEVERITY, "Startup", "Deadline", "Invalid"} - {"Collateral"}
 #: What is booked with each write, and is no reason for one.
 _BOOKED: Final = frozenset({"ledger", "goodput", "eta", "operator"})
@@ -132,6 +135,9 @@ class Failure:
     replaced: bool = False  # only lost pods were replaced
     step: int | None = None  # that it had finished
     exception: str = ""  # the exception, or another cause, in one line
+    charged_to: str = ""  # the budget that it was charged to: maxRestarts or maxDisruptions
+    charge: int | None = None  # how much of that was used up with it
+    kind: str = ""  # of the launcher's report; it is not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,7 @@ class Progress:
     snapshot_step: int | None = None
     file_at: datetime | None = None
     resumed: str = ""  # whose snapshot it began from, if not this job's with this program
+    other_job: bool = False  # that was another job's; it is not stored
     proof: Proof | None = None  # as it was heard; the condition ResumeProven keeps it
     straggler: Straggler | None = None  # the same, for the condition Straggling
     updated_at: datetime | None = None
@@ -183,6 +190,18 @@ class Eta:
     earliest: datetime  # if nothing fails any more
     latest: datetime
     remaining: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """What the condition Stalled says, as data: more of it is news, other words are none.
+
+    ``known``: "" while no cause is known, Cause, or Cure if a person can end the wait. ``until``:
+    so long the other pods wait.
+    """
+
+    known: Known = ""
+    until: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +243,7 @@ class Status:
     phase: Phase | None = None
     reason: str = ""  # why the job is not as it should be, in one word of its conditions
     message: str = ""  # the same in few words
+    stalled: Stalled = field(default_factory=Stalled)
     observed_generation: int = 0
     conditions: tuple[Condition, ...] = ()
     attempt: int = 0
@@ -302,6 +322,7 @@ def _fields(status: Status) -> dict[str, Any]:
         "phase": status.phase,
         "reason": status.reason,
         "message": status.message,
+        "stalled": _written(status.stalled, _STALLED) or None,
         "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
         "attempt": status.attempt,
         "membersSince": status.members_since,
@@ -361,6 +382,7 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason"), 1024),
         message=text(raw.get("message"), _TEXT),
+        stalled=Stalled(**_read(raw.get("stalled"), _STALLED)),
         # The CRD's default is -1, which a condition may not say.
         observed_generation=max(0, integer(raw.get("observedGeneration"))),
         conditions=tuple(_conditions(raw.get("conditions"))),
@@ -448,12 +470,15 @@ _READERS: Final[Mapping[str, Callable[[object], Any]]] = {
 }
 #: The API's names that are not just ours in camelCase.
 _SPELT: Final = {"cls": "class", "file_at": "fileModifiedAt"}
+_NOT_STORED: Final = ("kind", "other_job")
 
 
 def _table(record: type[Any], **readers: Callable[[object], Any]) -> Fields:
     """Derive a record's table from its fields; ``readers``: in place of those of their types."""
     found = {}
     for one in fields(record):
+        if one.name in _NOT_STORED:
+            continue
         first, *rest = one.name.split("_")
         name = _SPELT.get(one.name, first + "".join(map(str.capitalize, rest)))
         if read := readers.get(one.name, _READERS.get(str(one.type))):
@@ -463,8 +488,15 @@ def _table(record: type[Any], **readers: Callable[[object], Any]) -> Fields:
 
 _INT32: Final = partial(opt_count, limit=INT32)
 _FAILURE: Final = _table(
-    Failure, round=_INT32, rank=_INT32, signal=_INT32, exit_code=partial(opt_integer, limit=INT32)
+    Failure,
+    round=_INT32,
+    rank=_INT32,
+    signal=_INT32,
+    exit_code=partial(opt_integer, limit=INT32),
+    charged_to=lambda value: value if value in _BUDGETS else "",
+    charge=_INT32,
 )
+_STALLED: Final = _table(Stalled, known=lambda value: value if value in get_args(Known) else "")
 _RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: opt_count(value) or 0)
 _PROGRESS: Final = _table(Progress)
 _TIMINGS: Final = _table(Timings)

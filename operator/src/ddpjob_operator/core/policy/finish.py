@@ -35,7 +35,11 @@ def succeed(view: View, change: Change) -> Change:
     progress = _final_progress(view, change)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
-    change = report.began_from(view, change.with_status(progress=progress), progress)
+    change = change.with_status(progress=progress)
+    first = view.members.get(0)
+    told = (view.feedback.progress, first.trainer.report if first else None)
+    other = any(one.other_job for one in told if one)
+    change = report.began_from(view, change, progress.resumed, other_job=other)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)

@@ -17,7 +17,7 @@ from typing import Final
 
 from ddpjob_operator.core.actions import Plan, WriteStatus
 from ddpjob_operator.core.objects.json_read import format_time
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, Stall, View
 
 OTHER: Final = "OtherOperator"
 #: A dead leader has a successor by then: its Lease lasts 15 s, and a container starts.
@@ -75,13 +75,13 @@ def due(view: View) -> datetime | None:
     return None if at is None else at + FORGOTTEN
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """Report that operators of two Leases serve the job."""
     found, forgotten = view.status.operator, due(view)
     if found.other and (forgotten is None or view.now < forgotten):
         what = f"operators of two Leases serve this namespace: that of {found.lease} acts, that of"
         cure = "give each release its own value namespaces, or uninstall one"
-        yield OTHER, f"{what} {found.other} waits; {cure}"
+        yield Stall(OTHER, f"{what} {found.other} waits; {cure}")
 
 
 def _foreign(view: View) -> bool:

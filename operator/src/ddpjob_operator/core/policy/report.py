@@ -10,24 +10,21 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_contract.crd import KIND
 from ddpjob_contract.exits import FREE
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import Refusal
-from ddpjob_operator.core.objects import resumed
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.policy.restarting import fence
-from ddpjob_operator.core.policy.restarting.replace import WAIT
 from ddpjob_operator.core.policy.starting import gang, node_avoidance, template_guard
 from ddpjob_operator.core.told import after_step, describe, initializing, replicas, shorten
-from ddpjob_operator.core.view import Change, View, recovers_from
+from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
 PATIENCE = timedelta(seconds=20)
@@ -75,9 +72,9 @@ _REFUSERS: Final = (
     ("' denied request", "an admission policy of the cluster", "mend what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
-#: A pod's name, and the scheduler's words before and after its reasons.
+#: The scheduler's words before and after its reasons.
 _SCHEDULER: Final = re.compile(
-    r"^pod \S+: (\d+/\d+ nodes are available: )?|[,.]? (no new claims to \w+, )?preemption: .*$"
+    r"^\d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
 )
 #: The API server's words before those that say what is wrong: the object's name is ours.
 _OBJECT: Final = re.compile(
@@ -87,7 +84,12 @@ _OBJECT: Final = re.compile(
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
 #: Fields of Progress that no later one fills in.
-_NOT_MERGED: Final = ("proof", "straggler", "updated_at")
+_NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")
+#: Reasons of a job's end by its newest failure.
+_BY_FAILURE: Final = (
+    "PermanentFailure", "SameFailure", "MaxRestartsExceeded", "MaxDisruptionsExceeded",
+)  # fmt: skip
+_KNOWN: Final = get_args(st.Known)
 #: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -103,7 +105,9 @@ def fill(view: View, change: Change) -> Change:
     parts: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
         parts |= {"progress": received(status.progress, view.feedback.progress)}
-        change = began_from(view, change, parts["progress"])
+        polled = view.feedback.progress
+        other = polled is not None and polled.other_job
+        change = began_from(view, change, parts["progress"].resumed, other_job=other)
     if status.terminal:
         parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         parts |= {"succeeded": view.succeeded}
@@ -115,7 +119,7 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
     else:
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
-    reason, message = _why(status)
+    reason, message = _why(view, change)
     parts |= {"reason": reason, "message": message, "conditions": status.conditions}
     change = change.with_status(**parts)
     change = _unsupported(view, change)
@@ -137,30 +141,39 @@ def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
     return st.with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
-def _why(status: Status) -> tuple[str, str]:
+def _why(view: View, change: Change) -> tuple[str, str]:
     """Summarize why the job is not as it should be; "" if all is well.
 
     Causes for the user come first, then those of the cluster, then the newest failure.
     """
+    status, before = change.status, view.status
     if status.phase == "Succeeded":
         return "", ""
     for type_ in ("Failed", "Invalid", "Stalled"):
         found = status.condition(type_)
         if found and found.status == "True":
-            # A quoted failure follows words that the reason already says.
-            causes = (one for one in reversed(status.failures) if describe(one) in found.message)
-            cause = next((one.exception or describe(one) for one in causes), None)
-            words = cause or _SCHEDULER.sub("", found.message) or found.message
-            return found.reason, shorten(words, _BRIEF) if cause else clean(words, _BRIEF)
+            # Where a failure is the cause, the reason says the rest already.
+            if cause := _cause(status, found.reason):
+                return found.reason, shorten(cause.exception or describe(cause), _BRIEF)
+            if found == before.condition(type_) and found.reason == before.reason:
+                return before.reason, before.message
+            return found.reason, clean(change.briefs.get(type_) or found.message, _BRIEF)
     loss = recovers_from(status)
     if loss is None or status.phase != "Restarting":
         return "", ""
     return loss.reason, shorten(loss.exception, _BRIEF)
 
 
-def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
+def _cause(status: Status, reason: str) -> Failure | None:
+    """Return the failure that a condition of this reason is about."""
+    if reason == CRASH_LOOPING:
+        return next(reversed(_of_program(status)), None)
+    return status.last_failure if reason in _BY_FAILURE else None
+
+
+def stall(view: View, change: Change, why: Iterator[Stall]) -> Change:
     """Set or clear Stalled, by the first reason, while a wanted gang does not run."""
-    old = view.status.condition("Stalled")
+    old, said = view.status.condition("Stalled"), view.status.stalled
     found = next(why, None)
     if found is None:
         # Kept over the waits and first moments of retries, or it would flap with each.
@@ -169,17 +182,14 @@ def stall(view: View, change: Change, why: Iterator[tuple[str, str]]) -> Change:
         if old and old.status == "True" and not retrying:
             return change.condition("Stalled", False, "Progressing", "", view.now)
         return change
-    reason, message = found
-    news = fence.advises(message) and not (old and fence.advises(old.message))
-    news = news or (old is not None and (WAIT in message) != (WAIT in old.message))
-    news = news or (old is not None and gang.says_more(old.message, message))
-    if old and old.status == "True" and old.reason == reason and not news:
+    more = _KNOWN.index(found.known) > _KNOWN.index(said.known)
+    news = more or (found.until is None) != (said.until is None)
+    if old and old.status == "True" and old.reason == found.reason and not news:
         return change  # the same trouble in other words
-    change = change.condition("Stalled", True, reason, message, view.now)
-    return change.tell("Warning", reason, message)
+    return change.stall(found, view.now)
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from _refusals(view)
     yield from fence.reasons(view)
@@ -188,29 +198,39 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
     pods = _awaited(view)
     for pod in pods:
         if pod.waiting_reason:
-            yield pod.waiting_reason, f"pod {pod.name}: {pod.waiting_message}"
+            said = pod.waiting_message
+            yield Stall(pod.waiting_reason, f"pod {pod.name}: {said}", brief=said)
     for pod in gang.in_order(pods):
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
-            more = node_avoidance.words(view) + gang.words(view)
-            yield "Unschedulable", f"pod {pod.name}: {pod.unschedulable}{more}"
+            yield unschedulable(pod, node_avoidance.words(view) + gang.words(view))
     for pod in pods:
         started = classify.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not (fresh(view) or gang.just_placed(view, PATIENCE)):
             where = f"pod {pod.name} on {pod.node}"
             if pod.awaits:
-                yield INIT_PENDING, f"{initializing(pod.awaits)}, in {where}"
+                yield Stall(INIT_PENDING, f"{initializing(pod.awaits)}, in {where}")
             # Events outlive the pod, which the end of the wait removes.
             hint = f"kubectl get events -n {pod.namespace}"
             hint += f" --field-selector involvedObject.name={pod.name}"
-            yield "ContainerCreating", f"{where} does not start: {hint}"
+            yield Stall("ContainerCreating", f"{where} does not start: {hint}")
     for pod in pods:
         # Two clocks: good for a message, never for a decision.
         old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
         if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
-            hint = f"{gang.UNSEEN}: does the one of spec.schedulerName run?"
-            yield "Unschedulable", f"pod {pod.name}: {hint}"
+            yield unschedulable(pod)
     yield from _unresolved(view)
     yield from _lingering(view)
+
+
+def unschedulable(pod: Pod, more: str = "") -> Stall:
+    """Report a pod that has no node, in the scheduler's words if it has any."""
+    said = pod.unschedulable
+    if not said:
+        what = f"pod {pod.name}: {gang.UNSEEN}: does the one of spec.schedulerName run?"
+        return Stall("Unschedulable", what, known="")
+    brief = _SCHEDULER.sub("", said) or said
+    known: st.Known = "" if gang.only_waits(pod) else "Cause"
+    return Stall("Unschedulable", f"pod {pod.name}: {said}{more}", known, brief=brief + more)
 
 
 def _awaited(view: View) -> list[Pod]:
@@ -219,14 +239,15 @@ def _awaited(view: View) -> list[Pod]:
     return [pod for pod in view.members.values() if classify.running(pod) or not whole]
 
 
-def _unresolved(view: View) -> Iterator[tuple[str, str]]:
+def _unresolved(view: View) -> Iterator[Stall]:
     """Report rounds whose processes do not find one another, until one of them progresses."""
     last, heard = view.status.last_failure, view.status.progress.updated_at
     if last is None or not last.in_place or last.attempt != view.status.hub:
         return
-    if contract.UNRESOLVED in last.message and (heard is None or heard <= last.detected_at):
+    quiet = heard is None or heard <= last.detected_at
+    if last.reason == exits.UNRESOLVED_NAMES and quiet:
         what = f"processes were restarted in place and do not find one another: {last.message}"
-        yield exits.UNRESOLVED_NAMES, what
+        yield Stall(exits.UNRESOLVED_NAMES, what)
 
 
 def lingers(view: View) -> datetime | None:
@@ -241,7 +262,7 @@ def lingers(view: View) -> datetime | None:
     return None if first is None else first + LINGERING
 
 
-def _lingering(view: View) -> Iterator[tuple[str, str]]:
+def _lingering(view: View) -> Iterator[Stall]:
     due = lingers(view)
     if due is not None and view.now >= due:
         # With thousands of replicas each list must leave room for the other.
@@ -250,38 +271,40 @@ def _lingering(view: View) -> Iterator[tuple[str, str]]:
         have, others_have = ("has" if len(some) == 1 else "have" for some in (view.succeeded, left))
         after = after_step(view.succeeded, view.members)
         what = f"{done} {have} succeeded{after}, and {which} {others_have} not ended"
-        yield "WaitingForReplicas", what
+        yield Stall("WaitingForReplicas", what)
 
 
-def _refusals(view: View) -> Iterator[tuple[str, str]]:
+def _refusals(view: View) -> Iterator[Stall]:
     for refusal in (view.network_refusal, *view.refusals.values()):
         if refusal and not (ours(view, refusal) and fresh(view)):
             yield refused(view, refusal)
 
 
-def outlived(view: View) -> Iterator[tuple[str, str]]:
+def outlived(view: View) -> Iterator[Stall]:
     """Report pods that cannot be deleted, and those that outlive their grace period."""
     for pod in view.pods:
         refusal = view.feedback.undeleted.get(pod.uid)
         if refusal and not pod.deleting and view.now - refusal.at > PATIENCE:
-            yield "DeletionRefused", f"pod {pod.name} cannot be deleted: {explained(refusal)}"
+            what = f"pod {pod.name} cannot be deleted: {explained(refusal)}"
+            yield Stall("DeletionRefused", what)
         if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
             if not pod.node or pod.ended:
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
-                yield "WaitingForDeletion", f"pod {pod.name} is not gone: {cure}"
+                yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {cure}")
             else:
-                yield "WaitingForDeletion", f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
+                what = f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
+                yield Stall("WaitingForDeletion", what, "Cure")
 
 
-def _older(view: View) -> Iterator[tuple[str, str]]:
+def _older(view: View) -> Iterator[Stall]:
     """Report old pods that hold up this attempt."""
     if not fresh(view):
         for pod in view.others:
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
-            yield "WaitingForDeletion", f"{where} is still being deleted"
+            yield Stall("WaitingForDeletion", f"{where} is still being deleted")
         if gang.removals(view):
             what = f"PodGroup {view.status.pod_group} of an earlier attempt cannot be removed"
-            yield "WaitingForDeletion", f"{what}: see the operator's log"
+            yield Stall("WaitingForDeletion", f"{what}: see the operator's log")
 
 
 def fresh(view: View, patience: timedelta = PATIENCE) -> bool:
@@ -302,21 +325,22 @@ def passes(view: View, refusal: Refusal) -> bool:
     return left or ours(view, refusal)
 
 
-def refused(view: View, refusal: Refusal) -> tuple[str, str]:
-    """Return reason and message of the condition for a refusal."""
+def refused(view: View, refusal: Refusal) -> Stall:
+    """Report a refusal."""
     found = refusal.existing
     if found and passes(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
         stuck = found.deletion_at and view.now >= found.deletion_at + PATIENCE
         cure = f" on node {found.node}" if found.node else ""
         cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
-        return "WaitingForDeletion", what + cure
+        known: st.Known = "Cure" if found.node and stuck else "Cause"
+        return Stall("WaitingForDeletion", what + cure, known)
     if found:
         what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
-        return "NameConflict", what
+        return Stall("NameConflict", what)
     # A reason that is no word, as of a proxy's error page, would make the status invalid.
     word = refusal.reason.isascii() and refusal.reason.isalnum() and refusal.reason[0].isalpha()
-    return (refusal.reason if word else "CreationFailed"), explained(refusal)
+    return Stall(refusal.reason if word else "CreationFailed", explained(refusal))
 
 
 def explained(refusal: Refusal) -> str:
@@ -354,12 +378,11 @@ def received(old: Progress, new: Progress | None) -> Progress:
     return replace(merged, updated_at=new.updated_at) if news else old
 
 
-def began_from(view: View, change: Change, progress: Progress) -> Change:
+def began_from(view: View, change: Change, said: str, *, other_job: bool) -> Change:
     """Report once that a snapshot is another job's, or was made by another program."""
-    said = progress.resumed
     if said in ("", view.status.progress.resumed):
         return change
-    if not said.startswith(resumed.OF_ANOTHER):
+    if not other_job:
         return change.tell("Normal", "ProgramChanged", f"training goes on from a state {said}")
     cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
     return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
@@ -377,7 +400,8 @@ def _proven(view: View, change: Change) -> Change:
         change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
     )
     change = change.with_status(conditions=conditions)
-    if old is not None and old.reason == reason and (found.equal or old.message == found.message):
+    again = old is not None and old.reason == reason and found.equal
+    if again or old == change.status.condition("ResumeProven"):
         return change
     return change.tell("Normal" if found.equal else "Warning", reason, found.message)
 
@@ -395,17 +419,11 @@ def _straggling(view: View, change: Change) -> Change:
     where = f"pod {pod.name} on {pod.node}" if pod else f"replica {replica}"
     does = "waits for its data" if found.fetching else "computes"
     reason = "SlowInput" if found.fetching else "SlowRank"
-    if (
-        old
-        and old.status == "True"
-        and old.reason == reason
-        and f"rank {found.rank} " in old.message
-    ):
-        return change  # the same one, a little faster or slower
+    # Without figures: the same rank, a little faster or slower, is no news.
     what = f"rank {found.rank} in {where} {does} so much longer than the others that they wait"
-    what += f" for {found.share:.0%} of each step"
     change = change.condition("Straggling", True, reason, what, view.now)
-    return change.tell("Warning", reason, what)
+    news = change.status.condition("Straggling") != old
+    return change.tell("Warning", reason, what) if news else change
 
 
 def _unsupported(view: View, change: Change) -> Change:
@@ -420,7 +438,7 @@ def _unsupported(view: View, change: Change) -> Change:
     return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)
 
 
-def loops(view: View, status: Status) -> Iterator[tuple[str, str]]:
+def loops(view: View, status: Status) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
     until, counted = quiet_at(status), _of_program(status)
     if until is None or view.now >= until:
@@ -433,7 +451,7 @@ def loops(view: View, status: Status) -> Iterator[tuple[str, str]]:
     alike = {one.exception for one in counted} == {newest.exception}
     each = ", each so" if newest.exception and alike else ""
     cure = "spec.suspend true stops it and keeps the snapshots"
-    yield CRASH_LOOPING, f"{describe(newest)}: the last of {often}{each}; {cure}"
+    yield Stall(CRASH_LOOPING, f"{describe(newest)}: the last of {often}{each}; {cure}")
 
 
 def quiet_at(status: Status) -> datetime | None:

@@ -20,8 +20,8 @@ from ddpjob_operator.core import classify
 from ddpjob_operator.core.actions import ReadLeases, ReadNodes
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.objects.observe import Pod, clean
-from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.view import View
+from ddpjob_operator.core.objects.status import Failure, Known
+from ddpjob_operator.core.view import Stall, View
 
 #: A read of a Node serves the decision and its deletions, but none much later.
 READ_HOLDS: Final = 10.0
@@ -36,6 +36,8 @@ LEASE_PATIENCE: Final = 15.0
 LEASE_PERIOD: Final = 10.0
 #: Between two lists of all Leases.
 LEASES_EVERY: Final = 4.0
+_CAUSE: Final[Known] = "Cause"
+_CURE: Final[Known] = "Cure"
 
 
 def losses(view: View) -> list[Failure]:
@@ -111,35 +113,31 @@ def named(view: View, loss: Failure) -> Failure:
     return replace(loss, node=node.name, exception=said, message=message)
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """Explain why the gang waits for a machine, and how a person can help."""
     after = view.spec.fence_after
     for pod, node in _silent(view):
         if node.guessed:  # nothing wrong so far
             continue
-        reason = "NodeNotReady"
+        reason, known = "NodeNotReady", _CAUSE
         if _given_up(view, node) or not node.exists:
             then = "its pods are being removed"
         elif after is None:
-            then = cure(node.name)
+            then, known = cure(node.name), _CURE
         elif view.nodes and view.nodes.disrupted:
-            reason = "NodesNotReady"
+            reason, known = "NodesNotReady", _CURE
             most = f"{view.nodes.unready} of {view.nodes.workers} worker nodes are not ready"
             then = f"Fence waits, since {most}; {cure(node.name)}"
         else:
             then = f"after {after:g} s its pods are deleted by force"
-        yield reason, f"node {node.name} {_state(node)}: {then}; pod {pod.name} waits for it"
+        what = f"node {node.name} {_state(node)}: {then}; pod {pod.name} waits for it"
+        yield Stall(reason, what, known)
 
 
 def cure(node: str) -> str:
     """Advise how to end the wait for a machine that will not come back."""
     taint = f"kubectl taint node {node} {OUT_OF_SERVICE}=nodeshutdown:NoExecute"
     return f"if it is off for good: kubectl delete node {node}, or: {taint}"
-
-
-def advises(message: str) -> bool:
-    """Tell whether a message holds that advice."""
-    return OUT_OF_SERVICE in message
 
 
 def _needed(view: View) -> list[Pod]:

@@ -23,11 +23,9 @@ from ddpjob_operator.core import classify, told
 from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
 from ddpjob_operator.core.policy.restarting import fence
 from ddpjob_operator.core.policy.starting import gang
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, Stall, View
 
 _NAMED: Final = 10  # takeovers in one Event
-#: In the message of a stall: until when the others wait.
-WAIT: Final = "; the other pods wait until"
 
 
 def hear(view: View, change: Change) -> Change:
@@ -150,7 +148,7 @@ def covered(view: View) -> bool:
     return view.replacing and view.all_running and view.now >= deadline(view)
 
 
-def over(view: View) -> tuple[str, str] | None:
+def over(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     """Return reason and message if the replacement under way has failed; None: it goes on."""
     status, until = view.status, deadline(view)
     if status.attempt not in status.births.values():
@@ -162,10 +160,9 @@ def over(view: View) -> tuple[str, str] | None:
         return None
     on = {r for r, pod in view.members.items() if classify.running(pod)}
     left = told.replicas(frozenset(range(view.spec.replicas)) - on, 40)
-    stalled = status.condition("Stalled")
-    why = stalled.message if stalled and stalled.status == "True" else "no reason is known"
+    why = next((one.message for one in stalls), "no reason is known")
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
-    what = f"{left} did not run within {most}: {why.partition(WAIT)[0]}"
+    what = f"{left} did not run within {most}: {why}"
     return "ReplaceDeadlineExceeded", what
 
 
@@ -185,12 +182,10 @@ def too_late(view: View, loss: Failure) -> str:
     )
 
 
-def with_deadline(view: View, why: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def with_deadline(view: View, why: Iterator[Stall]) -> Iterator[Stall]:
     """Add to the reasons for a stall how long the other pods wait."""
     waits = view.replacing and not view.all_running
-    wait = f"{WAIT} {deadline(view):%H:%M:%S} UTC, then all restart" if waits else ""
-    for reason, message in why:
-        yield reason, f"{message}{wait}"
+    return (replace(one, until=deadline(view) if waits else None) for one in why)
 
 
 def _kind(loss: Failure | None) -> tuple[object, ...]:

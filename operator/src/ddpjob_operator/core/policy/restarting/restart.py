@@ -46,11 +46,12 @@ def after(
     delay, early = backoff(view.spec, restarts.consecutive), 0.0
     if not (free or _trained(view) or replacement.waited(view, loss)):
         early = backoff(view.spec, min(restarts.consecutive, restarts.charged), STARTUP_SECONDS)
-    count = (
-        f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
-        if free
-        else f"restart {restarts.charged} of at most {limits.max_restarts}"
-    )
+    if free:
+        loss = replace(loss, charged_to="maxDisruptions", charge=restarts.disruptions)
+        count = f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
+    else:
+        loss = replace(loss, charged_to="maxRestarts", charge=restarts.charged)
+        count = f"restart {restarts.charged} of at most {limits.max_restarts}"
     count += "; it told of no step, so the waits are longer" * (early > delay)
     delay = max(delay, early)
     if gang.preempted(view, loss):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
-from ddpjob_contract import LEFT_EARLY, ExitCode
+from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.observe import Pod, clean
@@ -20,7 +20,7 @@ from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.policy.restarting import fence, probe, restart
 from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.told import describe, left_early, shorten
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, Stall, View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
 #: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
@@ -79,7 +79,7 @@ def waits(view: View) -> list[float]:
     return [seconds for seconds in left if seconds > 0]
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """Explain why the job has not failed yet, once the wait is news."""
     left = _left(view, NODE_WAIT)
     if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
@@ -90,7 +90,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         until = f"{view.now + timedelta(seconds=left):%H:%M:%S} UTC"
         unless = f"pod {silent.name}, which has not ended, is lost with node {silent.node}"
         what = f"{describe(first)} ends the job, unless {unless}: that shows by {until}"
-        yield WAITING, what
+        yield Stall(WAITING, what)
 
 
 def clear_wait(view: View, change: Change) -> Change:
@@ -138,7 +138,7 @@ def _named(view: View, found: Failure) -> Failure:
 
     Where one hub hears all launchers, it has named the ranks.
     """
-    if found.exit_code not in _WITHOUT_PEERS or LEFT_EARLY in found.exception:
+    if found.exit_code not in _WITHOUT_PEERS or found.kind == "leftEarly":
         return found
     said = left_early(found.exception or found.reason, view.succeeded, view.members)
     message = clean(f"{said}\n{found.message}")

@@ -19,7 +19,7 @@ from ddpjob_operator.core.actions import Action, Body, RemoveGroups
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.policy.starting import node_avoidance
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import Change, Stall, View
 
 UNAVAILABLE: Final = "GangUnavailable"
 #: Freed room is not reserved: preempted pods that came back at once would take it again.
@@ -135,7 +135,7 @@ def preempted(view: View, loss: Failure) -> bool:
 
 def in_order(pods: list[Pod]) -> list[Pod]:
     """Put pods that do not fit by themselves before those that only wait for them."""
-    return sorted(pods, key=lambda pod: _OTHERS_DO_NOT_FIT in pod.unschedulable)
+    return sorted(pods, key=only_waits)
 
 
 def words(view: View) -> str:
@@ -144,13 +144,9 @@ def words(view: View) -> str:
     return f"; all {view.spec.replicas} are placed together or none ({group})" if group else ""
 
 
-def says_more(old: str, new: str) -> bool:
-    """Tell whether the scheduler has named the cause only now: its words come pod by pod."""
-
-    def empty(message: str) -> bool:
-        return _OTHERS_DO_NOT_FIT in message or UNSEEN in message
-
-    return empty(old) and not empty(new)
+def only_waits(pod: Pod) -> bool:
+    """Tell whether the pod would fit if the others did: the cause is theirs, and named later."""
+    return _OTHERS_DO_NOT_FIT in pod.unschedulable
 
 
 def just_placed(view: View, patience: timedelta) -> bool:
@@ -162,11 +158,11 @@ def just_placed(view: View, patience: timedelta) -> bool:
     return placed is None or view.now - placed < patience
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """Explain why an attempt that needs a group does not begin."""
     begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
     if begins and _demanded(view) and not view.feedback.gang_api:
-        yield UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}"
+        yield Stall(UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}")
 
 
 def explained(view: View) -> str:

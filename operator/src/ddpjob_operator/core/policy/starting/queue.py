@@ -21,7 +21,7 @@ from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
 from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.starting import retry, template_guard
-from ddpjob_operator.core.view import View
+from ddpjob_operator.core.view import Stall, View
 
 QUEUED: Final = "Queued"
 UNAVAILABLE: Final = "QueueUnavailable"
@@ -103,13 +103,13 @@ def _trouble(view: View) -> str:
     return f"{what}: {made}" if isinstance(made, str) else ""
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """Explain why a gang that lost pods gets no new ones."""
     if managed(view) and view.missing:
         if view.feedback.workloads is None:
-            yield UNAVAILABLE, _UNKNOWN
+            yield Stall(UNAVAILABLE, _UNKNOWN)
         elif what := _trouble(view):
-            yield QUEUED, f"{what}; {_AGAIN}"
+            yield Stall(QUEUED, f"{what}; {_AGAIN}")
 
 
 def unproven(view: View) -> bool:
@@ -206,7 +206,7 @@ def _refusal(view: View) -> actions.Refusal | None:
 
 def _refused(view: View) -> str:
     refusal = _refusal(view)
-    return f"its Workload is refused: {report.refused(view, refusal)[1]}" if refusal else ""
+    return f"its Workload is refused: {report.refused(view, refusal).message}" if refusal else ""
 
 
 def _new(queue: str) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
 from ddpjob_operator.core.policy import report
-from ddpjob_operator.core.view import View
+from ddpjob_operator.core.view import Stall, View
 
 #: For a taken name: its object is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
@@ -121,7 +121,7 @@ def waits(view: View) -> list[datetime]:
     return [rests_until(view, refusal) for refusal in found if refusal]
 
 
-def reasons(view: View) -> Iterator[tuple[str, str]]:
+def reasons(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.feedback.create_backoff
     waits = view.status.phase in ("Restarting", "Starting")  # startup.py tells it in Pending
@@ -129,7 +129,7 @@ def reasons(view: View) -> Iterator[tuple[str, str]]:
         return  # report.py tells of this attempt's refusals first
     if not report.fresh(view):
         what = f"{found.words}: so the attempt before was refused, tried again at {at:%H:%M:%S} UTC"
-        yield "CreationFailed", what
+        yield Stall("CreationFailed", what)
 
 
 def rests_until(view: View, refusal: Refusal) -> datetime:

@@ -8,6 +8,7 @@ needs. Each waits a different time (View.chance), or they would meet again at ev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -20,7 +21,7 @@ from ddpjob_operator.core.policy import report
 from ddpjob_operator.core.policy.restarting import fence, handover, restart
 from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.policy.starting import gang, node_avoidance, retry, template_guard
-from ddpjob_operator.core.view import Change, View, recovers_from
+from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
 _CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
@@ -74,7 +75,7 @@ def late(view: View) -> bool:
     return starting and at is not None and view.now >= at and not view.all_running
 
 
-def advance(view: View, change: Change) -> Change:
+def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     """Move on from Starting: to Running, back to Pending, or to a charged restart.
 
     A replacement gives nothing back: replace.py ends it by its deadline.
@@ -85,7 +86,7 @@ def advance(view: View, change: Change) -> Change:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     if gang.refused(view):
         plain = gang.without(view, change)
-        return plain or _release(view, change, gang.UNAVAILABLE, gang.explained(view))
+        return plain or _release(view, change, Stall(gang.UNAVAILABLE, gang.explained(view)))
     network = view.network_refusal
     refusals = [*view.refusals.values(), *([network] if network else [])]
     wrong = next((r for r in refusals if r.code in (400, 422)), None)
@@ -93,32 +94,32 @@ def advance(view: View, change: Change) -> Change:
         pods = (f"pod {view.job.name}-{seat}" for seat, r in view.refusals.items() if r is wrong)
         what = next(pods, "an object of the gang")
         what = f"{report.explained(wrong)}: the API server rejects {what}; {_CURE}"
-        return _release(view, change, template_guard.POD_REFUSED, what, "Invalid")
+        return _release(view, change, Stall(template_guard.POD_REFUSED, what), "Invalid")
     full = next((r for r in refusals if retry.quota_exceeded(r)), None)
     if full:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
-        return _release(view, change, "QuotaExceeded", report.explained(full))
+        return _release(view, change, Stall("QuotaExceeded", report.explained(full)))
     if view.all_running:
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
         return change
     if refusals:
-        return _release(view, change, *report.refused(view, refusals[0]))
+        return _release(view, change, report.refused(view, refusals[0]))
     if view.missing:
         what = f"replica {view.missing[0]} was never created: the API server could not be reached"
-        return _release(view, change, "CreationFailed", what)
+        return _release(view, change, Stall("CreationFailed", what))
     leaving = classify.leaving(view.members.values())
     if leaving is not None and leaving.replica is not None:
         return restart.after(view, change, classify.removed(leaving, view.now))
     waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
     if waiting:
-        first = gang.in_order(waiting)[0]
-        what = f"pod {first.name}: {first.unschedulable or gang.UNSEEN}"
         change = node_avoidance.nothing(change, "no room elsewhere")
-        return _release(view, change, "Unschedulable", what + node_avoidance.words(view))
+        first = gang.in_order(waiting)[0]
+        return _release(view, change, report.unschedulable(first, node_avoidance.words(view)))
     silent = fence.suspect(view, late=True)
-    return restart.after(view, change, fence.failure(view, silent) if silent else _too_slow(view))
+    slow = fence.failure(view, silent) if silent else _too_slow(view, stalls)
+    return restart.after(view, change, slow)
 
 
 def _run(view: View, change: Change) -> Change:
@@ -162,12 +163,11 @@ def _last_sign(view: View, loss: Failure) -> datetime:
     return min(heard.updated_at, loss.detected_at) if heard.updated_at > old else loss.detected_at
 
 
-def _too_slow(view: View) -> Failure:
+def _too_slow(view: View, stalls: Iterator[Stall]) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
     on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
     replica = next(r for r in range(view.spec.replicas) if r not in on)
-    stalled = view.status.condition("Stalled")
-    known = stalled.message if stalled and stalled.status == "True" else "no reason is known"
+    known = next((one.message for one in stalls), "no reason is known")
     if (pod := view.members[replica]).awaits:
         known = told.initializing(pod.awaits)
     return replace(
@@ -179,18 +179,15 @@ def _too_slow(view: View) -> Failure:
     )
 
 
-def _release(
-    view: View, change: Change, reason: str, message: str, condition: str = "Stalled"
-) -> Change:
+def _release(view: View, change: Change, why: Stall, condition: str = "Stalled") -> Change:
     """Delete the pods and wait: a new attempt, but no failure."""
     released = view.status.restarts.released + 1
     wait = _delay(view, released)
     change = restart.new_attempt(view, change, "Pending", wait)
     change = change.with_status(restarts=replace(change.status.restarts, released=released))
     did = "released all pods" if view.pods else "no pod was made"
-    what = f"{message}; {did}, next try in {wait:.0f} s"
-    change = change.condition(condition, True, reason, what, view.now)
-    return change.tell("Warning", reason, what)
+    what = f"{why.message}; {did}, next try in {wait:.0f} s"
+    return change.stall(replace(why, message=what), view.now, condition)
 
 
 def _delay(view: View, released: int) -> float:

@@ -18,8 +18,11 @@ from ddpjob_operator.core.view import Change, View
 SUSPENDING: Final = "Suspending"
 #: A pod without our label ends within its grace period, unseen by any watch.
 _HIDDEN_AGAIN: Final = timedelta(seconds=15)
-#: Prefix of a suspension's message while pods end.
 _ENDING: Final = "pods are still ending; "
+_WHY: Final = "spec.suspend is true: set it to false to go on"
+_NEW_PODS: Final = (
+    "spec.template changed while the job was suspended for a moment: its pods are new"
+)
 #: Set by startup.py, cleared here.
 POD_REFUSED: Final = "PodRefused"
 
@@ -61,13 +64,18 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
     if message is None:
         if (old and old.status == "True") or ending(view) or unsure(view):
             return change
-        message = old.message.removeprefix(_ENDING) if old else ""
+        message = why_suspended(view)
     if not ending(view):
         change = change.condition("Suspended", True, "Suspended", message, view.now)
         return change.tell("Normal", "Suspended", message)
     conditions, message = change.status.conditions, clean(_ENDING + message)
     told = with_condition(conditions, "Suspended", False, SUSPENDING, message, view.now)
     return change.with_status(conditions=told).tell("Normal", SUSPENDING, message)
+
+
+def why_suspended(view: View) -> str:
+    """Say why the pods go."""
+    return _WHY if view.spec.suspend else _NEW_PODS
 
 
 def ending(view: View) -> bool:
