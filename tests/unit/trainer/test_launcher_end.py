@@ -25,7 +25,7 @@ from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import FINISHED, RankStateWriter, path_of
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
 from support.worker_group import NEVER, config_of_three, make_group
 
 
@@ -98,7 +98,7 @@ def test_an_error_after_the_runs_finish_fails_nothing(tmp_path, sent, status, co
     workers, said = make_group(tmp_path)
     writer = RankStateWriter(tmp_path, 1)
     writer.update(phase="done")
-    writer.ends(FINISHED)
+    writer.ends("finished")
     writer.failed(ValueError("late"))
     workers.ended(NEVER + 1, status, 1.0)
     assert [(one.status, one.exception) for one in workers.exits] == [(counts, "")]

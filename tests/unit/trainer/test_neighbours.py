@@ -52,7 +52,7 @@ EXIT = Exit(1, 0, -9, 0.5, ours=True, exception="é", step=4, done=True, oom=Tru
 #: One of each, with something in each field.
 SAID: list[Message] = [
     Hello("uid", "pod-1", 1, 2, 3, 4, True, False, standby=1, held=2, token="t"),
-    Failed(2, (EXIT,), 1),
+    Failed(2, (EXIT, Exit(0, 0, 75, 0.5, step=4, drill=True)), 1),
     Exiting(3),
     Stopped(1, (EXIT,), 7),
     Done(2, (EXIT,)),

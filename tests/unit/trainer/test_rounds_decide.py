@@ -6,7 +6,6 @@ import pytest
 
 from ddpjob_trainer.launcher.hub.root_cause import Exit, in_words
 from ddpjob_trainer.launcher.hub.rounds import History, Limits, decide, drills_left
-from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL
 
 KILLED, LOST = -9, 75
 
@@ -259,7 +258,7 @@ def test_what_differs_or_may_be_the_start_has_another_round(  # type: ignore[no-
 def drilled(*statuses: int, step: int = 12) -> list[Exit]:
     """Of these those with 75 have said that they end for a drill."""
     return [
-        Exit(rank, 0, status, 0.0, exception=ENDED_BY_DRILL if status == LOST else "", step=step)
+        Exit(rank, 0, status, 0.0, step=step, drill=status == LOST)
         for rank, status in enumerate(statuses)
     ]
 

@@ -72,7 +72,9 @@ def plan(
         nodes: those that the pods are on; None before they could be read.
     """
     view = build_view(job, pods, feedback, now, nodes)
-    return _leave(view) if job.deleting else operators.give_way(view, _plan(view))
+    todo = _leave(view) if job.deleting else _plan(view)
+    todo = replace(todo, requeue_after=min(view.wakes, default=None))
+    return todo if job.deleting else operators.give_way(view, todo)
 
 
 def _plan(view: View) -> Plan:
@@ -257,7 +259,7 @@ def _barrier_passed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    return all(at is None or view.now >= at for at in (restart.due(view), retry.due(view)))
+    return all(at is None or view.reached(at) for at in (restart.due(view), retry.due(view)))
 
 
 def _confirmed(view: View) -> bool:
@@ -306,7 +308,8 @@ def _write(view: View, change: Change) -> Plan | None:
     if _reports_only(change.status, view.status):
         last = view.feedback.status_written_at
         progress = replace(view.status, progress=change.status.progress) == change.status
-        if last is not None and view.now < last + (_seldom(view) if progress else REPORT_INTERVAL):
+        interval = _seldom(view) if progress else REPORT_INTERVAL
+        if last is not None and not view.reached(last + interval):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
     change = operators.sign(view, ledger.book(view, change))  # with what is written anyway
@@ -343,32 +346,31 @@ def _reports_only(new: Status, old: Status) -> bool:
 
 
 def _act(view: View) -> Plan:
-    wake = _wake(view)
     leaving = (*_deletions(view), *finish.hidden(view, None))
     if leaving:
-        return Plan(leaving, wake)
+        return Plan(leaving)
     if removals := gang.removals(view):
-        return Plan(removals, wake)
+        return Plan(removals)
     if _needs_all(view):
         by_name = template_guard.unsure(view) or _queue_asks(view)
-        return Plan((ConfirmGone(view.status.attempt, by_name=by_name),), wake)
+        return Plan((ConfirmGone(view.status.attempt, by_name=by_name),))
     if view.status.parked and (todo := queue.parked(view)):
-        return Plan(todo, wake)
+        return Plan(todo)
     if view.in_doubt or root_cause.unread(view):
-        return Plan((_read(view),), wake)
+        return Plan((_read(view),))
     if asked := probe.reads(view):
-        return Plan(asked, wake)
+        return Plan(asked)
     if view.status.parked or view.status.phase not in _WANTED:
-        return Plan(fence.reads(view), wake)
+        return Plan(fence.reads(view))
     todo = () if view.others else _creations(view)
     todo = todo or fence.reads(view) or (() if view.others else handover.reads(view))
-    return Plan(todo or queue.running(view), wake)
+    return Plan(todo or queue.running(view))
 
 
 def _end(view: View) -> Plan:
     """Clean up after the end, then give the quota back."""
     left = finish.clean_up(view)
-    return left if left.actions else Plan(queue.finish(view), left.requeue_after)
+    return left if left.actions else Plan(queue.finish(view))
 
 
 def _leave(view: View) -> Plan:
@@ -377,18 +379,17 @@ def _leave(view: View) -> Plan:
     The garbage collector removes what the job owns when the job is gone, but a finalizer may keep
     it for days. No event is sent: a deleted job has not failed.
     """
-    wake = _wake(view)
     if view.status.terminal:
         todo = finish.clean_up(view).actions
-        return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)), wake)
+        return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)))
     if view.in_doubt:
-        return Plan((ConfirmGone(view.status.attempt),), wake)
+        return Plan((ConfirmGone(view.status.attempt),))
     over = (
         template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.find(view)
     )
     going = view.pods if over else view.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
-    return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left), wake)
+    return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left))
 
 
 def _deletions(view: View) -> tuple[Action, ...]:
@@ -420,8 +421,7 @@ def _creations(view: View) -> tuple[Action, ...]:
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (_read(view),) if _due(view) else ()
-    unsure = gang.looks_again(view)
-    again = unsure is not None and view.now >= unsure
+    again = view.reached(gang.looks_again(view))
     if waiting or not (view.unborn or again) or replacement.unmade(view):
         return ()
     if (asked := queue.reads(view)) is not None:
@@ -472,24 +472,3 @@ def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod,
     if found.deleting or found.attempt == view.status.attempt:
         return ()
     return (DeletePod(found.name, found.uid, DEAD_GANG_SECONDS),)
-
-
-def _wake(view: View) -> float | None:
-    """Return the seconds until time alone may change the answer."""
-    status, now = view.status, view.now
-    times = [restart.due(view), finish.active_deadline(view), budget_reset.due(view, status)]
-    times += [report.lingers(view), report.quiet_at(status), template_guard.looks_again(view)]
-    times += [handover.due(view), operators.due(view)]
-    if status.phase == "Starting" or view.replacing:
-        times += [startup.deadline(view), gang.looks_again(view)]
-    if status.phase in ("Pending", "Starting", "Restarting") and view.begun_at:
-        times.append(view.begun_at + report.SCHEDULING_PATIENCE)
-        times.append(view.begun_at + report.PATIENCE)
-    times += [retry.due(view), *retry.waits(view)]
-    if view.status.timings.placed_at:
-        times.append(view.status.timings.placed_at + report.PATIENCE)
-    if written := view.feedback.status_written_at:  # what is held back since
-        times += [written + REPORT_INTERVAL, written + _seldom(view)]
-    times += [pod.deletion_at + report.PATIENCE for pod in view.pods if pod.deletion_at]
-    left = [(at - now).total_seconds() for at in times if at is not None and at > now]
-    return min([*left, *fence.waits(view), *root_cause.waits(view)], default=None)

@@ -7,6 +7,7 @@ status with the events and measurements about it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -41,6 +42,21 @@ class View:
     feedback: ApiFeedback
     now: datetime
     nodes: Nodes | None = None  # None: they could not be read yet
+    #: Seconds to the times that policies have asked for: plan() runs again at the first.
+    wakes: list[float] = field(default_factory=list, compare=False)
+
+    def reached(self, at: datetime | None) -> bool:
+        """Return True from that time on, and have plan() run again then. None: never.
+
+        Every decision by time asks here, so that none is forgotten when the next is due.
+        """
+        return at is not None and self.waited((at - self.now).total_seconds())
+
+    def waited(self, seconds: float) -> bool:
+        """Return True if no seconds are left, and have plan() run again once none are."""
+        if 0 < seconds < math.inf:
+            self.wakes.append(seconds)
+        return seconds <= 0
 
     @property
     def pods(self) -> tuple[Pod, ...]:

@@ -60,8 +60,7 @@ def past_active_deadline(view: View) -> bool:
     """Tell whether activeDeadlineSeconds ends the job now."""
     if view.spec.suspend or view.status.parked:
         return False  # the resume, or the admission, restarts the clock
-    end = active_deadline(view)
-    return end is not None and view.now >= end
+    return view.reached(active_deadline(view))
 
 
 def active_deadline(view: View) -> datetime | None:
@@ -84,17 +83,13 @@ def clean_up(view: View) -> Plan:
             todo.append(DeletePod(pod.name, pod.uid, grace))
     todo += hidden(view, grace)
     since = view.status.timings.completed_at
-    if view.hidden is None and since is not None and view.now - since < _JUST_ENDED:
+    if view.hidden is None and since is not None and not view.reached(since + _JUST_ENDED):
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
     todo += [*gang.removals(view), *fence.reads(view)]
-    waits = fence.waits(view)
-    completed, ttl = view.status.timings.completed_at, view.spec.ttl
-    if ttl is not None and completed is not None:
-        left = (completed + timedelta(seconds=ttl) - view.now).total_seconds()
-        if left <= 0:
-            return Plan((*todo, DeleteJob(view.job.uid)))
-        waits.append(left)
-    return Plan(tuple(todo), min(waits, default=None))
+    ttl = view.spec.ttl
+    if ttl is not None and since is not None and view.reached(since + timedelta(seconds=ttl)):
+        todo.append(DeleteJob(view.job.uid))
+    return Plan(tuple(todo))
 
 
 def hidden(view: View, grace: int | None) -> tuple[actions.Action, ...]:

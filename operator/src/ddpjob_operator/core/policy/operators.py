@@ -54,8 +54,7 @@ def answer(view: View, change: Change) -> Change:
         return change
     if not found.answered:
         return change.with_status(operator=replace(found, answered=view.now))
-    forgotten = due(view)
-    if forgotten is not None and forgotten <= view.now:
+    if view.reached(due(view)):
         return change.with_status(operator=replace(found, other="", asked=None, answered=None))
     return change
 
@@ -77,8 +76,8 @@ def due(view: View) -> datetime | None:
 
 def reasons(view: View) -> Iterator[Stall]:
     """Report that operators of two Leases serve the job."""
-    found, forgotten = view.status.operator, due(view)
-    if found.other and (forgotten is None or view.now < forgotten):
+    found = view.status.operator
+    if found.other and not view.reached(due(view)):
         what = f"operators of two Leases serve this namespace: that of {found.lease} acts, that of"
         cure = "give each release its own value namespaces, or uninstall one"
         yield Stall(OTHER, f"{what} {found.other} waits; {cure}")

@@ -177,11 +177,10 @@ def stall(view: View, change: Change, why: Iterator[Stall]) -> Change:
     found = next(why, None)
     if found is None:
         # Kept over the waits and first moments of retries, or it would flap with each.
-        phase = change.status.phase
-        retrying = phase == "Pending" or (phase != "Running" and fresh(view))
-        if old and old.status == "True" and not retrying:
-            return change.condition("Stalled", False, "Progressing", "", view.now)
-        return change
+        phase, stalled = change.status.phase, old and old.status == "True"
+        if not stalled or phase == "Pending" or (phase != "Running" and fresh(view)):
+            return change
+        return change.condition("Stalled", False, "Progressing", "", view.now)
     more = _KNOWN.index(found.known) > _KNOWN.index(said.known)
     news = more or (found.until is None) != (said.until is None)
     if old and old.status == "True" and old.reason == found.reason and not news:
@@ -215,8 +214,8 @@ def reasons(view: View) -> Iterator[Stall]:
             yield Stall("ContainerCreating", f"{where} does not start: {hint}")
     for pod in pods:
         # Two clocks: good for a message, never for a decision.
-        old = pod.created_at is not None and view.now - pod.created_at >= PATIENCE
-        if old and not pod.node and not pod.unschedulable and pod.phase == "Pending":
+        unseen = not pod.node and not pod.unschedulable and pod.phase == "Pending"
+        if unseen and pod.created_at and view.reached(pod.created_at + PATIENCE):
             yield unschedulable(pod)
     yield from _unresolved(view)
     yield from _lingering(view)
@@ -263,8 +262,7 @@ def lingers(view: View) -> datetime | None:
 
 
 def _lingering(view: View) -> Iterator[Stall]:
-    due = lingers(view)
-    if due is not None and view.now >= due:
+    if view.reached(lingers(view)):
         # With thousands of replicas each list must leave room for the other.
         left = frozenset(range(view.spec.replicas)) - view.succeeded
         done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
@@ -284,10 +282,10 @@ def outlived(view: View) -> Iterator[Stall]:
     """Report pods that cannot be deleted, and those that outlive their grace period."""
     for pod in view.pods:
         refusal = view.feedback.undeleted.get(pod.uid)
-        if refusal and not pod.deleting and view.now - refusal.at > PATIENCE:
+        if refusal and not pod.deleting and view.reached(refusal.at + PATIENCE):
             what = f"pod {pod.name} cannot be deleted: {explained(refusal)}"
             yield Stall("DeletionRefused", what)
-        if pod.deletion_at and view.now >= pod.deletion_at + PATIENCE:
+        if pod.deletion_at and view.reached(pod.deletion_at + PATIENCE):
             if not pod.node or pod.ended:
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
                 yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {cure}")
@@ -298,19 +296,19 @@ def outlived(view: View) -> Iterator[Stall]:
 
 def _older(view: View) -> Iterator[Stall]:
     """Report old pods that hold up this attempt."""
-    if not fresh(view):
-        for pod in view.others:
+    for pod in view.others:
+        if not fresh(view):
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
             yield Stall("WaitingForDeletion", f"{where} is still being deleted")
-        if gang.removals(view):
-            what = f"PodGroup {view.status.pod_group} of an earlier attempt cannot be removed"
-            yield Stall("WaitingForDeletion", f"{what}: see the operator's log")
+    if gang.removals(view) and not fresh(view):
+        what = f"PodGroup {view.status.pod_group} of an earlier attempt cannot be removed"
+        yield Stall("WaitingForDeletion", f"{what}: see the operator's log")
 
 
 def fresh(view: View, patience: timedelta = PATIENCE) -> bool:
     """Tell whether the attempt is too young for a wait to be news."""
     since = view.begun_at
-    return since is None or view.now - since < patience
+    return since is None or not view.reached(since + patience)
 
 
 def ours(view: View, refusal: Refusal) -> bool:
@@ -330,7 +328,7 @@ def refused(view: View, refusal: Refusal) -> Stall:
     found = refusal.existing
     if found and passes(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
-        stuck = found.deletion_at and view.now >= found.deletion_at + PATIENCE
+        stuck = found.deletion_at and view.reached(found.deletion_at + PATIENCE)
         cure = f" on node {found.node}" if found.node else ""
         cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
         known: st.Known = "Cure" if found.node and stuck else "Cause"
@@ -441,7 +439,7 @@ def _unsupported(view: View, change: Change) -> Change:
 def loops(view: View, status: Status) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
     until, counted = quiet_at(status), _of_program(status)
-    if until is None or view.now >= until:
+    if until is None or view.reached(until):
         return
     newest = counted[-1]
     counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]

@@ -62,8 +62,7 @@ def _reason(view: View, status: Status) -> str | None:
         return f"a newer snapshot, of step {view.snapshot_step}"
     if file_at and (marks.file_at is None or file_at > marks.file_at):
         return "spec.restart.progressPath was written"
-    end = due(view, status)
-    if end is not None and view.now >= end:
+    if view.reached(due(view, status)):
         return f"{view.spec.restart.heal_after} s without a failure"
     return None
 

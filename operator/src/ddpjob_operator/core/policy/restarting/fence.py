@@ -76,12 +76,6 @@ def reads(view: View) -> tuple[ReadNodes | ReadLeases, ...]:
     return (ReadNodes(tuple(sorted(found))),) if found else ()
 
 
-def waits(view: View) -> list[float]:
-    """Return the seconds until each node that is not ready has been so for afterSeconds."""
-    left = [_left(view, node) for _, node in _silent(view)]
-    return [seconds for seconds in left if 0 < seconds < math.inf]
-
-
 def failure(view: View, pod: Pod) -> Failure:
     """Describe a loss with the machine, which is charged to nobody."""
     reason, state = "NodeLost", _state(_node(view, pod))
@@ -188,7 +182,7 @@ def _deserted(view: View, pod: Pod) -> bool:
 def _given_up(view: View, node: Node) -> bool:
     # Most nodes silent at once: the control plane or its network failed, and comes back.
     alone = view.nodes is not None and not view.nodes.disrupted
-    return (alone or _promised(node)) and _left(view, node) <= 0
+    return (alone or _promised(node)) and view.waited(_left(view, node))
 
 
 def _promised(node: Node) -> bool:

@@ -82,7 +82,7 @@ def _going(view: View) -> Mapping[int, Node]:
     news = [node for node in signalled if _entry(node) not in status.handed_over]
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     patient = due(view)
-    early = restart.in_a_row(view, status.restarts) or (patient and view.now < patient)
+    early = restart.in_a_row(view, status.restarts) or (patient and not view.reached(patient))
     forgets = view.feedback.pruned is not None  # an older CRD: it would be acted on again and again
     if not left or early or classify.leaving(pods.values()) or template_guard.why(view) or forgets:
         return {}

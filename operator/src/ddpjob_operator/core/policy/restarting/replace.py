@@ -145,7 +145,7 @@ def deadline(view: View) -> datetime:
 
 def covered(view: View) -> bool:
     """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
-    return view.replacing and view.all_running and view.now >= deadline(view)
+    return view.replacing and view.all_running and view.reached(deadline(view))
 
 
 def over(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
@@ -156,7 +156,7 @@ def over(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     if view.succeeded and not (view.spec.standby and view.all_running):
         done = told.replicas(view.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
-    if view.all_running or view.now < until or not view.read_since(until):
+    if view.all_running or not view.reached(until) or not view.read_since(until):
         return None
     on = {r for r, pod in view.members.items() if classify.running(pod)}
     left = told.replicas(frozenset(range(view.spec.replicas)) - on, 40)

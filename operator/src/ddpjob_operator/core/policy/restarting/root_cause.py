@@ -72,17 +72,10 @@ def unread(view: View) -> bool:
     return view.unread and _seen(view) is not None
 
 
-def waits(view: View) -> list[float]:
-    """Return the seconds until a wait for the cause is over."""
-    longest = _left(view, NODE_WAIT)
-    left = (longest, longest - (NODE_WAIT - CAUSE_WAIT).total_seconds())
-    return [seconds for seconds in left if seconds > 0]
-
-
 def reasons(view: View) -> Iterator[Stall]:
     """Explain why the job has not failed yet, once the wait is news."""
     left = _left(view, NODE_WAIT)
-    if not 0 < left <= (NODE_WAIT - CAUSE_WAIT).total_seconds():
+    if not (left > 0 and view.waited(left - (NODE_WAIT - CAUSE_WAIT).total_seconds())):
         return
     first = _first(view)
     silent = first and _doubted(view, view.status, first)
@@ -183,7 +176,8 @@ def _left(view: View, wait: timedelta) -> float:
     first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
         return 0.0
-    return (first + wait - view.now).total_seconds()
+    left = (first + wait - view.now).total_seconds()
+    return 0.0 if view.waited(left) else left
 
 
 def _ended(view: View, pod: Pod) -> bool:

@@ -155,7 +155,7 @@ def just_placed(view: View, patience: timedelta) -> bool:
     if not status.pod_group or status.phase != "Starting" or view.replacing:
         return False
     placed = status.timings.placed_at
-    return placed is None or view.now - placed < patience
+    return placed is None or not view.reached(placed + patience)
 
 
 def reasons(view: View) -> Iterator[Stall]:

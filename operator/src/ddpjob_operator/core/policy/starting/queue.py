@@ -119,9 +119,9 @@ def unproven(view: View) -> bool:
     over = status.queued or (found and status.phase == "Suspended") or (holds and status.terminal)
     if not over or status.attempt == 0 or _on(view):
         return False
-    read, again = view.confirmed, template_guard.looks_again(view)
+    read = view.confirmed
     asked = read is not None and read.over and read.hidden is not None
-    return not asked or (again is not None and view.now >= again)
+    return not asked or view.reached(template_guard.looks_again(view))
 
 
 def parked(view: View) -> tuple[Action, ...]:
@@ -155,9 +155,8 @@ def running(view: View) -> tuple[Action, ...]:
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
     told = dict(_pods_ready(view, found))
-    lingers = report.lingers(view)
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
-    done = len(view.status.succeeded - on) if lingers and view.now >= lingers else 0
+    done = len(view.status.succeeded - on) if view.reached(report.lingers(view)) else 0
     reclaimed = done if done > found.reclaimed else None
     if not told and reclaimed is None:
         return ()

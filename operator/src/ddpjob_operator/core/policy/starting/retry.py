@@ -98,10 +98,9 @@ def due(view: View) -> datetime | None:
 
 def resting(view: View, refusal: Refusal | None) -> bool:
     """Tell whether it is too early to try again after this refusal, if any."""
-    at = due(view)
-    if at is not None and view.now < at:
+    if (at := due(view)) is not None and not view.reached(at):
         return True
-    return refusal is not None and view.now < rests_until(view, refusal)
+    return refusal is not None and not view.reached(rests_until(view, refusal))
 
 
 def ready(view: View) -> list[int]:
@@ -115,17 +114,11 @@ def ready(view: View) -> list[int]:
     return [r for r in taken or view.unborn if not resting(view, refusals.get(r))]
 
 
-def waits(view: View) -> list[datetime]:
-    """Return when each refused creation may be tried again."""
-    found = (view.network_refusal, view.feedback.workload_refusal, *view.refusals.values())
-    return [rests_until(view, refusal) for refusal in found if refusal]
-
-
 def reasons(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.feedback.create_backoff
     waits = view.status.phase in ("Restarting", "Starting")  # startup.py tells it in Pending
-    if at is None or found is None or view.now >= at or not waits:
+    if at is None or found is None or view.reached(at) or not waits:
         return  # report.py tells of this attempt's refusals first
     if not report.fresh(view):
         what = f"{found.words}: so the attempt before was refused, tried again at {at:%H:%M:%S} UTC"

@@ -71,8 +71,7 @@ def deadline(view: View) -> datetime | None:
 def late(view: View) -> bool:
     """Tell whether the deadline has passed before the whole gang runs."""
     starting = view.status.phase == "Starting" or view.replacing
-    at = deadline(view)
-    return starting and at is not None and view.now >= at and not view.all_running
+    return starting and view.reached(deadline(view)) and not view.all_running
 
 
 def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:

@@ -90,8 +90,7 @@ def unsure(view: View) -> bool:
     told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
     if told or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
         return False
-    again = looks_again(view)
-    return view.hidden is None or (again is not None and view.now >= again)
+    return view.hidden is None or view.reached(looks_again(view))
 
 
 def looks_again(view: View) -> datetime | None:
