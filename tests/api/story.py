@@ -55,7 +55,6 @@ class Play:
     armed: list[Callable[[], object]] = field(default_factory=list)  # true once it has struck
     flags: tuple[str, ...] = ()  # of the operator
     eager: bool = False  # the job is there before the operator watches
-    trainer: Object = field(default_factory=dict)  # more of that container
     deaths: int = 0
     first: int = 0  # the attempt of the gang that ran first
     seen: list[str] = field(default_factory=list)  # roles and happenings, in their order
@@ -80,9 +79,7 @@ class Play:
         self._start()
         if not self.eager:
             eventually("the operator watches", self._watched, PATIENCE)
-        body = self.stage.job(JOB, **SPEC)
-        body["spec"]["template"]["spec"]["containers"][0] |= self.trainer
-        self.stage.rest.post(self.stage.job_path(), body)
+        self.stage.rest.post(self.stage.job_path(), self.stage.job(JOB, **SPEC))
         deadline = time.monotonic() + PATIENCE
         try:
             while not self._over():

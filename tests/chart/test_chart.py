@@ -23,7 +23,7 @@ RIGHTS = {
     ("", "services"): {"get", "create", "update"},
     ("", "secrets"): {"create"},
     ("networking.k8s.io", "networkpolicies"): {"get", "create", "update"},
-    ("", "events"): {"list", "create"},
+    ("", "events"): {"create"},
 }
 #: With kueue.enabled, beside those.
 KUEUE = "kueue.x-k8s.io"

@@ -27,7 +27,6 @@ from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Lease, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from support import objects
@@ -182,7 +181,6 @@ class World:
     nodes: Nodes | None = FORBIDDEN  # without machines
     graceful: bool = False  # deletions wait until finish_deletions()
     hidden: dict[str, act.Existing] = field(default_factory=dict)  # pods that no watch shows
-    probed: dict[str, str] = field(default_factory=dict)  # what Events say of a failed probe
     gang_api: str = ""  # the version that serves PodGroups
     no_gang: str = ""  # why none can be had all the same
     groups: dict[str, act.Body] = field(default_factory=dict)  # PodGroups by name
@@ -260,10 +258,6 @@ class World:
                 assert self.machines
                 self.machines.listed = self.now
                 self.log.append("list leases")
-            case act.ReadEvents():
-                self.log.append(f"events of {action.container} in {action.pod_uid}")
-                told = self.probed.get(action.pod_uid, "")
-                self.feedback = probe.answered(self.feedback, action.pod_uid, told)
             case act.EnsureNetwork():
                 self._ensure_network(action)
             case act.CreatePod():

@@ -36,7 +36,6 @@ OTHERS = {
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'
-    *("Killing", "Unhealthy"),  # pods' Events
     *("Workload", "QuotaReserved", "Evicted", "Finished", "Requeued", "PodsReady"),  # of Kueue
     *("FailedToStart", "NoReservation", "NodeFailures", "Preempted", "WaitForStart"),
     *("WaitForRecovery", "Started", "Recovered", "Admitted"),

@@ -35,10 +35,9 @@ namespaces is off, and discovery is open to every ServiceAccount.
   resources: [podgroups]
   verbs: [get, list, create, delete]
 {{- end }}
-# list: of a pod that its own probe may have ended, at most three an attempt
 - apiGroups: [""]
   resources: [events]
-  verbs: [list, create]
+  verbs: [create]
 {{- if .Values.kueue.enabled }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]

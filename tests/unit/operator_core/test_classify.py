@@ -364,6 +364,71 @@ def test_a_pod_that_outgrows_its_own_limit_is_its_programs_doing(
     assert judged(deleted) == EVICTED
 
 
+PROBE = {"exec": {"command": ["cat", "/tmp/alive"]}}
+PROBED = {"livenessProbe": PROBE}
+FAILED = ("User", "ProbeFailed")
+ASKED = ("Collateral", "SIGTERM")
+
+
+@pytest.mark.fault("N18")
+@pytest.mark.parametrize(
+    ("raw", "judgement"),
+    [
+        (pod(ended(143), trainer=PROBED), FAILED),
+        (pod(ended(143), trainer={"startupProbe": PROBE}), FAILED),
+        (pod(ended(143), trainer=PROBED, phase="Running"), FAILED),  # a sidecar is still at work
+        (pod(ended(143, message=SIGTERM), trainer=PROBED), FAILED),
+        (pod(ended(137, message=SIGTERM), trainer=PROBED), FAILED),  # after its grace period
+        (pod(ended(0, "Completed", SIGTERM), trainer=PROBED), FAILED),  # behind a pipe
+        (pod(ended(143, OOM), trainer=PROBED), FAILED),  # one that was survived before
+        # Somebody asked for it, or something else shows.
+        (pod(ended(143), trainer=PROBED, meta=DELETED), ("Disruption", "PodDeleted")),
+        (pod(ended(143), trainer=PROBED, disrupted=EVICTION),
+         ("Disruption", "EvictionByEvictionAPI")),
+        (pod(ended(143), trainer=PROBED, reason="Evicted", message=EMPTY_DIR), STORAGE),
+        (pod(ended(143), trainer=PROBED, reason="NodeShutdown"), ("Disruption", "NodeShutdown")),
+        (pod(ended(143), trainer=PROBED, reason="Terminated"), ("Collateral", "Terminated")),
+        (pod(ended(143, "Unknown"), trainer=PROBED), ("Infrastructure", "Unknown")),
+        (init_failed(143, trainer=PROBED), ("Collateral", "InitContainerFailed")),
+        # No SIGTERM, or none that the launcher got.
+        (pod(ended(137), trainer=PROBED), ("Killed", "SIGKILL")),
+        (pod(ended(1), trainer=PROBED), ("User", "ExitCode1")),
+        (pod(ended(137, message=KILLED), trainer=PROBED), ("Killed", "SIGKILL")),
+        (pod(ended(75, message=report("peerLost", 75)), trainer=PROBED),
+         ("Collateral", "ExitCode75")),
+        # No probe that ends a container.
+        (pod(ended(143)), ASKED),
+        (pod(ended(143), trainer={"readinessProbe": PROBE}), ASKED),
+    ],
+)  # fmt: skip
+def test_a_sigterm_that_nobody_sent_is_charged_to_the_templates_probe(
+    raw: dict[str, Any], judgement: tuple[str, str]
+):
+    assert judged(raw) == judgement
+
+
+@pytest.mark.fault("N18")
+@pytest.mark.parametrize("peer", [75, 143, 1, 137])
+def test_a_failed_probe_is_charged_and_its_guess_is_explained(peer: int):
+    probed = {"spec": {"containers": [{"name": "trainer", "image": "trainer:1", **PROBED}]}}
+    world = running(template=probed).end(1, peer, settle=False).end(2, 143, message=SIGTERM)
+    assert world.counts == (1, 1, 0)
+    loss = world.loss
+    assert (loss["class"], loss["reason"]) == FAILED
+    assert loss["replica"] == (1 if peer == 143 else 2), "peers are not the cause"
+    assert loss["exception"] in loss["message"]
+    for words in ("SIGTERM", "nobody deleted", "liveness or startup", "is the likely cause"):
+        assert words in loss["exception"]
+    assert f"kubectl describe pod {loss['pod']}`" in loss["message"]
+
+
+def test_a_pod_that_is_deleted_explains_the_sigterm_of_its_peers():
+    probed = {"spec": {"containers": [{"name": "trainer", "image": "trainer:1", **PROBED}]}}
+    world = running(template=probed)
+    world.pods["job-1"]["metadata"] |= DELETED
+    assert world.end(0, 143).loss["class"] == "Disruption"
+
+
 @pytest.mark.parametrize("words", ["\n".join(f"step {n}" for n in range(500)), "x" * 4096, "one"])
 @pytest.mark.parametrize("told", [False, True])
 def test_the_kubelets_sentence_comes_before_the_end_of_the_log(words: str, told: bool):

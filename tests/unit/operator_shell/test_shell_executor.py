@@ -22,7 +22,6 @@ from ddpjob_operator.core.actions import (
     Event,
     Measurement,
     QuorumRead,
-    ReadEvents,
     RemoveGroups,
     WriteStatus,
 )
@@ -80,10 +79,9 @@ class ScriptedApi:
         namespace: str,
         selector: str = "",
         *,
-        fields: str = "",
         keep: Callable[[Any], Any] = dict,
     ) -> Any:
-        listing = self._answer("list", resource, selector or fields)
+        listing = self._answer("list", resource, selector)
         return Listing(list(map(keep, listing.items)), listing.resource_version)
 
 
@@ -608,36 +606,6 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage
     with pytest.raises(errors.Unavailable):
         await stage.do(DeletePod("job-0", "p0-2", 2), DeletePod("job-1", "p1-2", 2))
     assert stage.pods == ["p0-2"]
-
-
-KILLING: Object = {"reason": "Killing", "lastTimestamp": "2026-01-01T00:00:09Z",
-                   "message": "Container trainer failed liveness probe"}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (Listing([KILLING], "9"), KILLING["message"]),
-        (Listing([], "9"), ""),
-        (errors.Forbidden(403, "Forbidden", "cannot list events"), ""),
-        (errors.Unavailable(0, "", "no answer"), ""),
-    ],
-)
-async def test_whatever_is_said_to_a_question_for_events_is_an_answer(
-    stage: Stage, answer: Any, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage.api.script["list events"] = [answer]
-    await stage.do(ReadEvents("p0-2", "trainer"))
-    assert stage.feedback.probed == {"p0-2": words}
-    (fields,) = stage.api.bodies
-    assert set(fields.split(",")) == {
-        "involvedObject.uid=p0-2",
-        "involvedObject.fieldPath=spec.containers{trainer}",
-        "source=kubelet",
-    }
-    assert [str(answer) in r.getMessage() for r in caplog.records] == (
-        [True] if isinstance(answer, errors.ApiError) else []
-    )
 
 
 @pytest.mark.parametrize("kind", ["pods", "services"])

@@ -104,17 +104,6 @@ class ReadLeases:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadEvents:
-    """LIST a kubelet's Events of one container of a pod; ApiFeedback.probed holds the answer.
-
-    A refusal by the API server counts as the answer "".
-    """
-
-    pod_uid: str
-    container: str
-
-
-@dataclass(frozen=True, slots=True)
 class EnsureNetwork:
     """GET the Service and the NetworkPolicy, POST what is missing, PUT what differs.
 
@@ -196,7 +185,7 @@ class ReadFlavors:
     names: tuple[str, ...]
 
 
-Read = ConfirmGone | ReadNodes | ReadLeases | ReadEvents | ReadFlavors
+Read = ConfirmGone | ReadNodes | ReadLeases | ReadFlavors
 Queue = EnsureWorkload | WriteWorkload | DeleteWorkload
 Action = (
     WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob | Queue
@@ -300,7 +289,6 @@ class ApiFeedback:
     spent: Heard | None = None  # the newest account of a hub's launcher
     away: frozenset[str] = frozenset()  # uids of members whose link to the hub is lost, by
     away_at: datetime | None = None  # the newest answer
-    probed: Mapping[str, str] = field(default_factory=dict)  # Pod.probed by uid, of the last few
     status_written_at: datetime | None = None
     pruned: tuple[Body, Body] | None = None  # the last status that was not stored as it was sent
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod

@@ -82,7 +82,8 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
         return None
     report, code = trainer.report, decisive(pod).exit_code
     cls, reason = _verdict(pod)
-    said, message = told.ended(pod, decisive(pod), oom=reason == _OOM)
+    probed, oom = reason == PROBE_FAILED, reason == _OOM
+    said, message = told.ended(pod, decisive(pod), oom=oom, probed=probed)
     return Failure(
         attempt=pod.attempt or 0,
         round=report.number if report else None,
@@ -164,13 +165,13 @@ def removed(pod: Pod, now: datetime) -> Failure:
 def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) -> Failure | None:
     """Pick the strongest class, then the earliest end, then the lowest replica.
 
-    A failed probe that is proved comes before SIGKILL, which may be the same of a pod not asked.
+    A failed probe comes before SIGKILL, by which its peers may have ended.
     """
 
     def order(found: Failure) -> tuple[int, bool, float, int]:
-        at, proved = finished.get(found.replica), found.reason == PROBE_FAILED
-        severity = exits.SEVERITY.index("Killed" if proved else found.cls)
-        return (severity, not proved, at.timestamp() if at else 0.0, found.replica)
+        at, probed = finished.get(found.replica), found.reason == PROBE_FAILED
+        severity = exits.SEVERITY.index("Killed" if probed else found.cls)
+        return (severity, not probed, at.timestamp() if at else 0.0, found.replica)
 
     return min(failures, key=order, default=None)
 
@@ -201,17 +202,6 @@ def names(found: Failure, pod: Pod | None) -> tuple[int | None, set[str]]:
     return found.exit_code if of_trainer else None, raw | {found.reason, found.cls}
 
 
-def perhaps_probed(pod: Pod) -> bool:
-    """Tell whether a failed probe may have ended it: a signal, or a meaningless code.
-
-    A launcher reports by itself whether it got SIGTERM.
-    """
-    code, report = pod.trainer.exit_code, pod.trainer.report
-    unclear = code == ExitCode.SIGTERM or code not in _MEANT
-    may = report.kind == "sigterm" if report else unclear
-    return may and not any(look(pod) for look in _EVIDENCE)
-
-
 def leaving(pods: Iterable[Pod]) -> Pod | None:
     """Return the first pod that is being removed."""
     return next((pod for pod in pods if pod.deleting or pod.disruption), None)
@@ -234,10 +224,6 @@ def _evicted(pod: Pod) -> Verdict | None:
         return None
     own = _OUTGROWN.match(pod.message)
     return ("User", "StorageLimitExceeded") if own else ("Disruption", pod.reason)
-
-
-def _probed(pod: Pod) -> Verdict | None:
-    return ("User", PROBE_FAILED) if pod.probed else None
 
 
 def _unseen(pod: Pod) -> Verdict | None:
@@ -297,18 +283,23 @@ def _of_init(pod: Pod) -> Verdict | None:
     return cls, INIT_FAILED if ended.reason in _PLAIN else ended.reason
 
 
-#: From facts before the end to what the end itself shows. A deletion or an eviction ends a pod
-#: whatever its container does, so a failed probe comes after them; whatever comes after the probe,
-#: out of memory included, may be the program's answer to the probe's signal.
+def _probed(pod: Pod) -> Verdict | None:
+    """Guess that a kubelet sent the SIGTERM, for a failed probe: nothing else explains it."""
+    ended = pod.trainer
+    asked = ended.report.kind == "sigterm" if ended.report else ended.exit_code == ExitCode.SIGTERM
+    return ("User", PROBE_FAILED) if asked and ended.probed and not pod.reason else None
+
+
+#: From facts before the end to what the end itself shows.
 _EVIDENCE: Final[tuple[Callable[[Pod], Verdict | None], ...]] = (
     _taken,
     _evicted,
-    _probed,
     _unseen,
     _not_started,
     _out_of_memory,
     _unresolved,
     _of_init,
+    _probed,
 )
 
 

@@ -30,7 +30,6 @@ from ddpjob_operator.core.policy.restarting import (
     budget_reset,
     fence,
     handover,
-    probe,
     restart,
     root_cause,
     rounds,
@@ -358,8 +357,6 @@ def _act(view: View) -> Plan:
         return Plan(todo)
     if view.in_doubt or root_cause.unread(view):
         return Plan((_read(view),))
-    if asked := probe.reads(view):
-        return Plan(asked)
     if view.status.parked or view.status.phase not in _WANTED:
         return Plan(fence.reads(view))
     todo = () if view.others else _creations(view)

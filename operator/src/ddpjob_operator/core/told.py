@@ -39,6 +39,15 @@ _HIDDEN: Final = (
     "the container ended with exit code 0, which hides that the launcher failed: let the command"
     " end with the launcher (exec, or `set -o pipefail` before a pipe)"
 )
+#: Of a SIGTERM that nobody is known to have sent; no Event is read to prove it.
+_PROBED: Final = (
+    "the container ended on SIGTERM, nobody deleted the pod, and the template has a liveness or"
+    " startup probe: a failed probe is the likely cause"
+)
+_SEE_PROBE: Final = (
+    "see `kubectl describe pod {0}`, or `kubectl get events` once the pod is gone; raise the"
+    " probe's failureThreshold or timeoutSeconds"
+)
 #: torchrun's own exception says only that one of its processes has failed.
 _TORCHRUN: Final = "torch.distributed.elastic"
 
@@ -63,9 +72,11 @@ def describe(loss: Failure) -> str:
     return f"replica {loss.replica}{rank}{node}: {what}{code} [{loss.cls}]"
 
 
-def ended(pod: Pod, by: Container, *, oom: bool) -> tuple[str, str]:
+def ended(pod: Pod, by: Container, *, oom: bool, probed: bool) -> tuple[str, str]:
     """Say in one line, and in a message, why the container ``by`` ended the pod."""
     report, message = pod.trainer.report, _message(pod)
+    if probed:
+        return _PROBED, clean(f"{_PROBED}; {_SEE_PROBE.format(pod.name)}\n{message}")
     if oom and by is pod.trainer and not (report and report.exception):
         said = _out_of_memory(by)
         return said, clean(f"{said}\n{message}")

@@ -257,12 +257,9 @@ def build_view(
     status = st.from_dict(job.status, spec.replicas)
     members: dict[int, Pod] = {}
     others: list[Pod] = []
-    for seen in pods:
-        if seen.owner_uid != job.uid:
+    for pod in pods:
+        if pod.owner_uid != job.uid:
             continue
-        known = feedback.probed.get(seen.uid)
-        # A pod that a probe ended has no other message of its kubelet.
-        pod = seen if known is None else replace(seen, probed=known, message=seen.message or known)
         if pod.replica is not None and pod.replica < spec.seats and belongs(status, pod):
             members[pod.replica] = pod
         else:

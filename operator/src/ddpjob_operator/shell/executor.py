@@ -29,13 +29,12 @@ from ddpjob_operator.core.actions import (
 )
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
-from ddpjob_operator.core.policy.restarting import probe
 from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
 from ddpjob_operator.shell.cache import nodes
-from ddpjob_operator.shell.cache.pods import failed_probe, hidden_pods, slim_pod
+from ddpjob_operator.shell.cache.pods import hidden_pods, slim_pod
 from ddpjob_operator.shell.cache.store import Store
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.recorder import Recorder
@@ -112,9 +111,6 @@ class Executor:
                 await nodes.read(self._api, self._store.nodes, names)
             case actions.ReadLeases():
                 await self._store.nodes.read_leases(self._api)
-            case actions.ReadEvents(uid):
-                found = await failed_probe(self._api, job, action)
-                self._learn(job.uid, lambda known: probe.answered(known, uid, found))
             case actions.EnsureWorkload() | actions.WriteWorkload() | actions.DeleteWorkload():
                 return await self._do_workload(job, action)
             case actions.ReadFlavors(admission, names):

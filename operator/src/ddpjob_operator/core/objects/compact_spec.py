@@ -31,8 +31,6 @@ _PLAIN: Final = re.compile("[0-9]{1,9}")
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
 #: With less of either, importing torch takes minutes, or is killed.
 _LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("400Mi", 399.9 * 2**20)}
-#: Probes whose failure makes the kubelet end the container.
-_PROBES: Final = frozenset({"livenessProbe", "startupProbe"})
 #: With either no scheduler is free to place the pods as one group of ours.
 _PLACED: Final = ("nodeName", "schedulingGroup")
 TEMPLATE_BYTES: Final = 128 * 1024
@@ -60,8 +58,8 @@ class Template:
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
     are on their node's network. ``scarce``: in words, resources that the trainer has too little of.
-    ``probed``: the trainer's name if a probe may end it, else empty. ``priority``: its class.
-    ``scheduler``: the one that it names. ``placed``: the field by which no group can be placed.
+    ``priority``: its class. ``scheduler``: the one that it names. ``placed``: the field by which no
+    group can be placed.
     """
 
     packed: Packed
@@ -72,7 +70,6 @@ class Template:
     mounts: frozenset[str]
     host_network: bool
     scarce: str
-    probed: str
     priority: str
     scheduler: str
     placed: str
@@ -125,7 +122,6 @@ def template(raw: object) -> Template:
         mounts=frozenset(normal_path(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
         scarce=_scarce(mapping(trainer.get("resources"))),
-        probed=str(trainer.get("name")) if _PROBES & trainer.keys() else "",
         priority=text(body.get("priorityClassName")),
         scheduler=text(body.get("schedulerName")) or crd.SCHEDULER,
         placed=next((field for field in _PLACED if body.get(field)), ""),
@@ -196,8 +192,7 @@ def sidecars(pod_spec: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(text(one.get("name")) for one in inits if one.get("restartPolicy") == "Always")
 
 
-def memory_limit(pod_spec: Mapping[str, Any], name: object) -> str:
-    """Return the memory limit of a container as written, "" without one."""
+def container(pod_spec: Mapping[str, Any], name: object) -> Mapping[str, Any]:
+    """Find a container by its name; empty if there is none."""
     found = (c for c in map(mapping, sequence(pod_spec.get("containers"))) if c.get("name") == name)
-    limits = mapping(mapping(next(found, {}).get("resources")).get("limits"))
-    return str(limits.get("memory") or "")
+    return next(found, {})

@@ -33,6 +33,8 @@ _ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
 #: Kueue's API group, and the prefix of its labels.
 KUEUE: Final = "kueue.x-k8s.io"
+#: Probes whose failure makes the kubelet end the container.
+_PROBES: Final = ("livenessProbe", "startupProbe")
 #: Waiting reasons that persist. The kubelet alternates between the two of a failing pull; one name
 #: for both keeps the condition still.
 _BLOCKED: Final = {
@@ -106,6 +108,7 @@ class Container:
     report: Report | None = None
     hides: bool = False  # its command ended with 0 after the launcher had failed: a pipe, `; echo`
     memory: str = ""  # the limit as written
+    probed: bool = False  # its kubelet ends it when a liveness or startup probe fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,6 @@ class Pod:
     init: Container | None = None  # that failed, so that the trainer never starts
     awaits: Container | None = None  # the init container that keeps the trainer from its start
     told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
-    probed: str | None = None  # Events: the failed probe that ended it; "": none; None: not read
 
     @property
     def ended(self) -> bool:
@@ -317,8 +319,13 @@ def _trainer(
     name = noted or compact_spec.trainer_container(spec).get("name")
     statuses = map(mapping, sequence(status.get("containerStatuses")))
     found = next((s for s in statuses if s.get("name") == name), mapping(None))
-    memory = clean(compact_spec.memory_limit(spec, name), 32)
-    return replace(_container(found), memory=memory) if found else Container()
+    if not found:
+        return Container()
+    own = compact_spec.container(spec, name)
+    limits = mapping(mapping(own.get("resources")).get("limits"))
+    memory = clean(str(limits.get("memory") or ""), 32)
+    probed = any(own.get(probe) for probe in _PROBES)
+    return replace(_container(found), memory=memory, probed=probed)
 
 
 def _container(found: Mapping[str, Any]) -> Container:

@@ -151,7 +151,6 @@ class Api:
         namespace: str | None,
         selector: str = "",
         *,
-        fields: str = "",
         keep: Callable[[Object], Any] = lambda obj: obj,
     ) -> Listing:
         """List all objects from a quorum, in pages; return what ``keep`` makes of each.
@@ -163,8 +162,6 @@ class Api:
         params = {"limit": str(_PAGE_OF_JOBS if resource == JOBS else _PAGE)}
         if selector:
             params["labelSelector"] = selector
-        if fields:
-            params["fieldSelector"] = fields
         items: list[Any] = []
 
         async def read(response: aiohttp.ClientResponse) -> Object:

@@ -1,4 +1,4 @@
-"""Keep slim records of pods; answer two questions that no watch does.
+"""Keep slim records of pods; find those that no watch shows.
 
 The informer and the executor call it.
 """
@@ -13,11 +13,9 @@ from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import ownership
-from ddpjob_operator.core.actions import Existing, ReadEvents
+from ddpjob_operator.core.actions import Existing
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.core.policy.restarting import probe
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import EVENTS, PODS, Api
+from ddpjob_operator.shell.api.client import PODS, Api
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +49,6 @@ async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
     keep = partial(ownership.hidden, job_uid=job.uid)
     listing = await api.list_all(PODS, job.namespace, named, keep=keep)
     return tuple(filter(None, listing.items))
-
-
-async def failed_probe(api: Api, job: observe.Job, action: ReadEvents) -> str:
-    """Ask a kubelet's Events for the probe that ended a container; "" without one."""
-    of = f"involvedObject.fieldPath=spec.containers{{{action.container}}}"
-    fields = f"involvedObject.uid={action.pod_uid},{of},source=kubelet"
-    try:
-        found = await api.list_all(EVENTS, job.namespace, fields=fields, keep=probe.parse)
-    except errors.ApiError as error:
-        what = "no failed probe can be told from an eviction"
-        log.warning("%s/%s: %s: %s (uid %s)", *job.key, what, error, job.uid)
-        return ""
-    return probe.words(found.items)
 
 
 def number(version: object) -> int | None:

@@ -17,7 +17,7 @@ from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import classify
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
-from ddpjob_operator.core.policy.restarting import fence, probe, restart
+from ddpjob_operator.core.policy.restarting import fence, restart
 from ddpjob_operator.core.policy.restarting import replace as replacement
 from ddpjob_operator.core.told import describe, left_early, shorten
 from ddpjob_operator.core.view import Change, Stall, View
@@ -40,8 +40,6 @@ def loss(view: View, status: Status) -> Failure | None:
         return None  # the intent raises the floor of each missing seat (replace.py)
     if found.cls not in _PERHAPS_PEERS:
         return found
-    if probe.reads(view):
-        return None
     if found.cls == "Collateral" and _left(view, CAUSE_WAIT) > 0:
         return None
     if replacement.joins(view, found):
@@ -64,7 +62,7 @@ def awaited(view: View) -> bool:
 
     A gang that is given back meanwhile, for want of room or time, would lose the failure.
     """
-    return bool(probe.reads(view)) or unread(view) or _left(view, NODE_WAIT) > 0
+    return unread(view) or _left(view, NODE_WAIT) > 0
 
 
 def unread(view: View) -> bool:
