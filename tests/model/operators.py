@@ -177,7 +177,7 @@ class Operator:
         self.store = Store(self._told)
         self.store.nodes = NodeCache(self._monotonic)
         self._clock = Clock(
-            wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_feedback
+            wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_times
         )
         self.queue = ModelQueue(self.clock)
         self.api = ModelApi(self)

@@ -245,7 +245,7 @@ def test_a_list_of_few_seats_removes_and_outdates_their_pods_alone() -> None:
     assert "p1-21" in phases(store)
 
 
-def test_when_an_end_was_first_seen_is_kept() -> None:
+def test_when_an_end_was_first_seen_is_kept_until_the_clock_is_set() -> None:
     times = iter([datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)])
     store = Store(lambda: next(times))
     store.put_job(job(5))
@@ -259,3 +259,5 @@ def test_when_an_end_was_first_seen_is_kept() -> None:
     first = datetime(2026, 1, 1, tzinfo=UTC)
     seen = [told(6, "running"), told(7, "terminated"), told(8, "terminated")]
     assert seen == [None, first, first]
+    store.forget_times()  # the clock was set
+    assert store.pods_of("u1")[0].told_at == datetime(2027, 1, 1, tzinfo=UTC)

@@ -60,7 +60,7 @@ class App:
         self._store = Store(self._now, NodeCache(signals=settings.node_signals))
         self._clock = Clock(
             settings.resync_seconds + _AWAY,
-            stepped=self._store.forget_feedback,
+            stepped=self._store.forget_times,
             namespaces=settings.namespaces,
         )
         self._queue: WorkQueue[Key] = WorkQueue(

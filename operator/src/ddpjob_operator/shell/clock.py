@@ -1,8 +1,7 @@
 """Tell the operator's time, and since when it has seen and acted without gap.
 
-Deadlines are stored as UTC, so the clock follows the machine's; but when that jumps it goes a
-little faster or slower instead, or an hour set forward would run every deadline down at once. And
-the start of a gang counts no time in which the operator saw nothing or led nothing.
+Deadlines are stored as UTC, so the clock is the machine's. The start of a gang counts no time from
+before that was set, and none in which the operator saw nothing or led nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-#: So much faster or slower than time passes, until it shows what the machine's clock shows.
-_SLEW: Final = 0.1
-#: A clock that is further off was never set before; following it slowly would take for ever.
-_STEP: Final = timedelta(hours=12)
+#: Between two looks the clock and time itself differ by more only if the clock was set.
+_SET: Final = timedelta(seconds=5)
 
 
 class Clock:
@@ -46,19 +43,15 @@ class Clock:
         self._seen_since: dict[str | None, datetime] = dict.fromkeys(served, self._shown)
 
     def now(self) -> datetime:
-        """Return UTC; only a machine's clock set by half a day moves it back."""
+        """Return UTC."""
         at, wall = self._monotonic(), self._wall()
-        passed = timedelta(seconds=at - self._at)
-        off = wall - (self._shown + passed)
-        self._at = at
-        if abs(off) > _STEP:
-            log.warning("the clock was set by %.0f hours", off / timedelta(hours=1))
-            self._shown = wall
-            self._begin_anew()
+        off = wall - self._shown - timedelta(seconds=at - self._at)
+        self._at, self._shown = at, wall
+        if abs(off) > _SET:
+            log.warning("the clock was set by %.0f s", off.total_seconds())
+            self._count_from_now()
             self._stepped()
-        else:
-            self._shown += passed + max(-passed * _SLEW, min(off, passed * _SLEW))
-        return self._shown
+        return wall
 
     def received(self, namespace: str | None = None) -> None:
         """Note what the API server has just said of its time."""
@@ -68,7 +61,7 @@ class Clock:
     def interrupted(self) -> None:
         """Note that somebody else, or nobody, has acted until this moment."""
         self.now()
-        self._begin_anew()
+        self._count_from_now()
 
     def seen_since(self, namespace: str | None = None) -> datetime:
         """Return since when this process has seen it and acted without a gap. Without sight: now.
@@ -83,5 +76,5 @@ class Clock:
     def _served(self, namespace: str | None) -> str | None:
         return namespace if namespace in self._received_at else None
 
-    def _begin_anew(self) -> None:
+    def _count_from_now(self) -> None:
         self._seen_since = dict.fromkeys(self._seen_since, self._shown)

@@ -190,9 +190,13 @@ class Store:
         if uid in self._keys:
             self._outcomes[uid] = feedback
 
-    def forget_feedback(self) -> None:
-        """Forget all feedback after the clock was set: that costs reads, never a decision."""
+    def forget_times(self) -> None:
+        """Forget all feedback after the clock was set; ends count as seen now."""
         self._outcomes.clear()
+        for gang in self._gangs.values():
+            for uid, kept in gang.pods.items():
+                if kept.pod.told_at:
+                    gang.pods[uid] = replace(kept, pod=replace(kept.pod, told_at=self._now()))
 
     def doubt_all(self) -> None:
         """Void all confirmations, since another operator may have led meanwhile."""
