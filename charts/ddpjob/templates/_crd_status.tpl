@@ -412,14 +412,6 @@ properties:
         description: When training is expected to end, UTC.
         type: string
         format: date-time
-      earliest:
-        description: The same if nothing fails any more.
-        type: string
-        format: date-time
-      latest:
-        description: The same with twice the standard deviation of as many failures as before.
-        type: string
-        format: date-time
       remaining:
         description: Time until then, for example "1h20m", from the last write of the status.
         type: string

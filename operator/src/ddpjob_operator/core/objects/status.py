@@ -187,8 +187,6 @@ class Eta:
     """An estimate of when training ends; ``remaining``: in words, from when it was made."""
 
     at: datetime
-    earliest: datetime  # if nothing fails any more
-    latest: datetime
     remaining: str = ""
 
 
@@ -444,7 +442,7 @@ def _failures(items: object) -> list[Failure]:
 
 def _eta(item: object) -> Eta | None:
     found = _read(item, _ETA)
-    return Eta(**found) if found["at"] and found["earliest"] and found["latest"] else None
+    return Eta(**found) if found["at"] else None
 
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:

@@ -284,16 +284,12 @@ def _eta(view: View, status: Status) -> Eta | None:
         rate = step * view.spec.replicas / ran  # the mean of the whole run
     left = (total - step) / rate
     lost = sum(sums.get(name, 0.0) for name in ("recovering", "repeated", "held"))
-    count = status.restarts.total + status.restarts.in_place
-    more = left * lost / ran if ran > 0 else 0.0
-    spread = 2.0 * more / count**0.5 if count else more
-    found = (left, left + more, left + more + spread)
+    left += left * lost / ran if ran > 0 else 0.0
     try:
-        times = [view.now + timedelta(seconds=seconds) for seconds in found]
+        at = view.now + timedelta(seconds=left)
     except OverflowError:
         return None
-    earliest, at, latest = (time.replace(microsecond=0) for time in times)
-    return Eta(at, earliest, latest, _words(left + more))
+    return Eta(at.replace(microsecond=0), _words(left))
 
 
 def _is_steady(view: View, status: Status) -> bool:
