@@ -21,7 +21,7 @@ Object = dict[str, Any]
 _DEEPEST = 60  # Kubernetes' own types need less than 20
 _SURELY_READ = 500  # brackets
 _TURN = 0.01  # seconds of decoding before other tasks run
-_SPACE = re.compile(r"[\s,:]*")
+_SPACE = " \t\r\n,:"
 #: Whole strings, for brackets within them are text; a quote alone begins an unfinished one.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[{\]}]')
 _decoder = json.JSONDecoder()
@@ -32,8 +32,7 @@ def loads(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        whole = text if isinstance(text, str) else text.decode()
-        return json.loads(_cut(whole, 0)[0])
+        return json.loads(_cut(text if isinstance(text, str) else text.decode())[0])
 
 
 def shallow(text: bytes) -> bytes:
@@ -43,7 +42,7 @@ def shallow(text: bytes) -> bytes:
     try:
         json.loads(text)
     except RecursionError:
-        return _cut(text.decode(), 0)[0].encode()
+        return _cut(text.decode())[0].encode()
     return text
 
 
@@ -83,73 +82,64 @@ class _Text:
     def __init__(self, content: AsyncIterable[bytes]) -> None:
         self._chunks = content.__aiter__()
         self._bytes = codecs.getincrementaldecoder("utf-8")()
-        self._text, self._at = "", 0
-        self._whole = False  # the end has not arrived
+        self._text, self._whole = "", False  # whole: no more will arrive
         self._turn = time.perf_counter()
 
     async def peek(self) -> str:
         """Return the next character that is no space."""
-        while True:
-            spaces = _SPACE.match(self._text, self._at)
-            self._at = spaces.end() if spaces else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
+        while not (text := self._text.lstrip(_SPACE)):
             await self._more(1)
+        self._text = text
+        return text[0]
 
     async def expect(self, character: str) -> None:
         """Take that character; ValueError for any other one."""
         if await self.peek() != character:
-            raise ValueError(f"no JSON list: {self._text[self._at : self._at + 80]!r}")
-        self._at += 1
+            raise ValueError(f"no JSON list: {self._text[:80]!r}")
+        self._text = self._text[1:]
 
     async def value(self, keep: Callable[[Any], Any] = lambda value: value) -> Any:
         """Return what ``keep`` makes of the next value."""
         await self.peek()
-        while True:
-            if time.perf_counter() - self._turn > _TURN:
-                await asyncio.sleep(0)
-                self._turn = time.perf_counter()
-            try:
-                found, self._at = _value(self._text, self._at)
-                return keep(found)
-            except _IncompleteError:
-                # Wait for twice as much: each byte is decoded twice at most.
-                await self._more(len(self._text) - self._at)
+        while (found := _value(self._text)) is None:
+            # Wait for twice as much: each byte is decoded twice at most.
+            await self._more(len(self._text))
+        self._text = self._text[found[1] :]
+        if time.perf_counter() - self._turn > _TURN:
+            await asyncio.sleep(0)
+            self._turn = time.perf_counter()
+        return keep(found[0])
 
     async def _more(self, characters: int) -> None:
         """Wait for so many characters more, or the end."""
         if self._whole:
             raise ValueError("the JSON ends too early")
-        pieces, wanted = [self._text[self._at :]], characters
-        while wanted > 0 and not self._whole:
+        pieces = [self._text]
+        while characters > 0 and not self._whole:
             chunk = await anext(self._chunks, b"")
             self._whole = not chunk
             pieces.append(self._bytes.decode(chunk, final=self._whole))
-            wanted -= len(pieces[-1])
-        self._text, self._at = "".join(pieces), 0
+            characters -= len(pieces[-1])
+        self._text = "".join(pieces)
 
 
-class _IncompleteError(Exception):
-    """The text ends within a value."""
-
-
-def _value(text: str, at: int) -> tuple[Any, int]:
+def _value(text: str) -> tuple[Any, int] | None:
+    """Decode the value at the beginning; return it and its end, None while it is not whole."""
     try:
-        found, end = _decoder.raw_decode(text, at)
+        found, end = _decoder.raw_decode(text)
     except RecursionError:
-        shallow, end = _cut(text, at)
-        found = json.loads(shallow)
+        cut, end = _cut(text)
+        found = json.loads(cut) if cut else None
     except ValueError:
-        raise _IncompleteError from None
-    if end == len(text) and text[at] not in '{["':
-        raise _IncompleteError  # a number may go on
-    return found, end
+        return None
+    goes_on = end == len(text) and text[0] not in '{["'  # a number
+    return None if goes_on or not end else (found, end)
 
 
-def _cut(text: str, at: int) -> tuple[str, int]:
-    """Cut what is nested too deep in the value there; return it and its end."""
-    pieces, depth, start = [], 0, at
-    for token in _TOKEN.finditer(text, at):
+def _cut(text: str) -> tuple[str, int]:
+    """Cut what is nested too deep in the first value; return it and its end, 0 if not whole."""
+    pieces, depth, start = [], 0, 0
+    for token in _TOKEN.finditer(text):
         character = text[token.start()]
         if character in "[{":
             depth += 1
@@ -163,7 +153,7 @@ def _cut(text: str, at: int) -> tuple[str, int]:
                 return "".join([*pieces, text[start : token.end()]]), token.end()
         elif token.group() == '"':
             break
-    raise _IncompleteError
+    return "", 0
 
 
 async def lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
