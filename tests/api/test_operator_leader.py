@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from ddpjob_operator.core.policy import operators
+from ddpjob_operator.core import operators
 from ddpjob_operator.shell import app, reconciler
 from support.arena import Arena
 from support.policy import lease

@@ -12,10 +12,10 @@ from typing import Any
 from ddpjob_contract import crd
 from ddpjob_operator.core import pod_groups
 from ddpjob_operator.core.actions import Plan
+from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.policy.starting import gang
 from ddpjob_operator.core.view import View
 from model.operators import Planner
 from model.scheduling import GroupWorld, scheduled
@@ -49,7 +49,7 @@ def _least(more: Callable[[Spec], int]) -> Planner:
     return _instead(pod_groups, body=body)
 
 
-def _in_place_of_nobody(view: View, right: Callable[[View], str] = gang.of) -> str:
+def _in_place_of_nobody(view: View, right: Callable[[View], str] = pod_group.of) -> str:
     return "" if view.replacing else right(view)
 
 
@@ -58,16 +58,16 @@ def _whole_or_not(view: View) -> bool:
     return begins and bool(view.status.pod_group)
 
 
-gives_a_waiting_group_back = _instead(gang, waits=lambda view: False)
-waits_for_the_rest_for_ever = _instead(gang, waits=_whole_or_not)
-replaces_outside_of_the_group = _instead(gang, of=_in_place_of_nobody)
+gives_a_waiting_group_back = _instead(pod_group, waits=lambda view: False)
+waits_for_the_rest_for_ever = _instead(pod_group, waits=_whole_or_not)
+replaces_outside_of_the_group = _instead(pod_group, of=_in_place_of_nobody)
 keeps_the_group_of_an_ended_attempt = _instead(
-    gang, _left=lambda view: False, removals=lambda view: ()
+    pod_group, _left=lambda view: False, removals=lambda view: ()
 )
 counts_who_stands_by = _least(lambda spec: spec.standby)
 wants_one_too_few = _least(lambda spec: -1)
-comes_back_at_once = _instead(gang, preempted=lambda view, loss: False)
-makes_no_group = _instead(gang, bodies=lambda view: ())
+comes_back_at_once = _instead(pod_group, preempted=lambda view, loss: False)
+makes_no_group = _instead(pod_group, bodies=lambda view: ())
 
 
 def day(loop: asyncio.AbstractEventLoop, planner: Planner = plan) -> GroupWorld:

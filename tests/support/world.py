@@ -21,13 +21,13 @@ import yaml
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
+from ddpjob_operator.core.capacity import refusals
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Lease, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from support import objects
 from support.cluster import ROOT
@@ -207,7 +207,7 @@ class World:
                 self.carry_out(action)
             created = any(isinstance(action, act.CreatePod) for action in todo)
             if created and not self._was_refused():
-                self.feedback = retry.clear(self.feedback)
+                self.feedback = refusals.clear(self.feedback)
         raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
 
     def carry_out(self, action: act.Action) -> None:
@@ -500,7 +500,7 @@ class World:
         if refusal and refusal.code != 409 and not self._was_refused():
             generation = self.job["metadata"]["generation"]
             runs = self.phase == "Running"
-            self.feedback = retry.back_off(self.feedback, refusal, generation, runs=runs)
+            self.feedback = refusals.back_off(self.feedback, refusal, generation, runs=runs)
 
     def _was_refused(self) -> bool:
         """At this very moment: a batch counts once."""

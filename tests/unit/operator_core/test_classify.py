@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import classify, told
+from ddpjob_operator.core import evidence, failure_text
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.status import Failure
 from support.world import START, World, running
@@ -76,7 +76,7 @@ def init_failed(code: int, reason: str = "Error", message: str = "", **more: Any
 
 
 def failure(raw: dict[str, Any], nproc: int = 1) -> Failure:
-    found = classify.failure(observe.pod(raw), nproc, START)
+    found = evidence.failure(observe.pod(raw), nproc, START)
     assert found is not None
     return found
 
@@ -154,7 +154,7 @@ SUCCEEDED = ended(0, "Completed", json.dumps({"version": 1, "kind": "success", "
 )
 def test_no_failure(state: dict[str, Any]):
     raw = pod({"name": "trainer", "state": state}, phase="Running")
-    assert classify.failure(observe.pod(raw), 1, START) is None
+    assert evidence.failure(observe.pod(raw), 1, START) is None
 
 
 def test_the_cause_is_the_strongest_class_then_the_earliest():
@@ -162,10 +162,10 @@ def test_the_cause_is_the_strongest_class_then_the_earliest():
         return Failure(1, replica, cls, "", "", START)
 
     losses = [loss(0, "Collateral"), loss(1, "User"), loss(2, "User"), loss(3, "Disruption")]
-    assert classify.cause(losses, {1: START + timedelta(seconds=9), 2: START, 3: None}) == losses[2]
+    assert evidence.cause(losses, {1: START + timedelta(seconds=9), 2: START, 3: None}) == losses[2]
     killed, failed = loss(2, "Killed"), loss(0, "User")  # of a peer that it took along
-    assert classify.cause([failed, killed], {0: START, 2: START + timedelta(seconds=1)}) == killed
-    assert classify.cause([], {}) is None
+    assert evidence.cause([failed, killed], {0: START, 2: START + timedelta(seconds=1)}) == killed
+    assert evidence.cause([], {}) is None
 
 
 def test_the_report_of_the_launcher_explains_the_failure():
@@ -200,7 +200,7 @@ def test_what_says_why_is_quoted_in_one_line(raw: dict[str, Any], quoted: str):
     assert found.exception.startswith(quoted)
     assert bool(found.exception) == bool(quoted)
     assert len(found.exception) <= 160
-    assert found.exception in told.describe(found)
+    assert found.exception in failure_text.describe(found)
 
 
 def test_the_cause_and_the_end_of_a_long_log_are_shown():
@@ -554,17 +554,17 @@ def test_a_node_that_starts_no_container_is_avoided_and_not_for_ever_free():
 
 
 def test_neither_a_failed_sidecar_nor_a_survived_lack_of_memory_takes_a_success_away():
-    assert classify.succeeded(observe.pod(pod(ended(0, "Completed"))))
-    assert classify.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
+    assert evidence.succeeded(observe.pod(pod(ended(0, "Completed"))))
+    assert evidence.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
 
 
 def test_who_is_killed_did_not_die_of_an_exception_that_its_log_has_from_before():
     """The kubelet gives the log's end where nobody was left to write last words."""
     log = "Traceback (most recent call last):\nKeyError: 'weight_decay'\n[launcher] round 3"
-    found = classify.failure(observe.pod(pod(ended(137, message=log))), 1, START)
+    found = evidence.failure(observe.pod(pod(ended(137, message=log))), 1, START)
     assert found is not None
     assert found.exception == ""
-    assert "weight_decay" not in told.describe(found)
-    found = classify.failure(observe.pod(pod(ended(1, message=log))), 1, START)
+    assert "weight_decay" not in failure_text.describe(found)
+    found = evidence.failure(observe.pod(pod(ended(1, message=log))), 1, START)
     assert found is not None
     assert found.exception == "KeyError: 'weight_decay'"

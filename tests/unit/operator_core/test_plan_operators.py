@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.core import operators
 from ddpjob_operator.core.objects import status as status_
-from ddpjob_operator.core.policy import operators
 from support.world import World, job_object
 
 A, B, C = "a/op", "b/op", "c/op"

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import ownership
-from ddpjob_operator.core.policy import report
+from ddpjob_operator.core.report import stall as report
 from support.world import START, World, job_object, refusal, running, started
 
 DAY = 24 * 3600

@@ -18,31 +18,21 @@ from itertools import chain
 from typing import Final
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
-from ddpjob_operator.core import actions, render, told
+from ddpjob_operator.core import actions, operators, render
 from ddpjob_operator.core.actions import Action, ApiFeedback, ConfirmGone, DeletePod, Plan
+from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.failure_text import describe
+from ddpjob_operator.core.gang import finish, handover, restart, start
+from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.loss import budgets, cause, rounds
+from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.ranges import counted
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.policy import finish, ledger, operators, report
-from ddpjob_operator.core.policy.restarting import (
-    budget_reset,
-    fence,
-    handover,
-    restart,
-    root_cause,
-    rounds,
-)
-from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import (
-    gang,
-    node_avoidance,
-    queue,
-    retry,
-    startup,
-    template_guard,
-)
+from ddpjob_operator.core.report import ledger
+from ddpjob_operator.core.report import stall as report
 from ddpjob_operator.core.view import Change, Stall, View, build_view
 
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
@@ -81,10 +71,10 @@ def _plan(view: View) -> Plan:
     if job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
-        seen = gang.settle(view, Change(replace(status, observed_generation=job.generation)))
+        seen = pod_group.settle(view, Change(replace(status, observed_generation=job.generation)))
         seen = operators.answer(view, seen)
         return _write(view, seen) or _end(view)
-    change = report.fill(view, gang.settle(view, operators.answer(view, _decide(view))))
+    change = report.fill(view, pod_group.settle(view, operators.answer(view, _decide(view))))
     return _write(view, change) or _act(view)
 
 
@@ -114,7 +104,7 @@ def _decide(view: View) -> Change:
         if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return _start(view, change)
-    change = budget_reset.budgets(view, change)
+    change = budgets.budgets(view, change)
     if (broken := _restart(view, change)) is not None:
         return broken
     change = _go_on(view, change)
@@ -127,19 +117,19 @@ def _decide(view: View) -> Change:
 def _go_on(view: View, change: Change) -> Change:
     """Begin to create pods past the barrier; end the start once they run, or it takes too long."""
     if view.status.phase == "Starting" or replacement.covered(view):
-        if root_cause.awaited(view):
+        if cause.awaited(view):
             return change
-        return startup.advance(view, change, _stalls(view, change.status))
-    return startup.begin(view, change) if _barrier_passed(view) else change
+        return start.advance(view, change, _stalls(view, change.status))
+    return start.begin(view, change) if _barrier_passed(view) else change
 
 
 def _stalls(view: View, status: Status) -> Iterator[Stall]:
     """List why the gang does not run, the most telling first."""
     yield from queue.reasons(view)
-    yield from root_cause.reasons(view)
-    yield from gang.reasons(view)
+    yield from cause.reasons(view)
+    yield from pod_group.reasons(view)
     yield from report.reasons(view)
-    yield from retry.reasons(view)
+    yield from refusals.reasons(view)
     yield from report.loops(view, status)
     yield from operators.reasons(view)
 
@@ -149,11 +139,11 @@ def _restart(view: View, change: Change) -> Change | None:
     stalls = _stalls(view, change.status)
     if view.replacing and (over := replacement.over(view, stalls)):
         if any(not pod.node for pod in view.members.values()):
-            change = node_avoidance.nothing(change, "no room elsewhere")
+            change = avoid.nothing(change, "no room elsewhere")
         return restart.whole(view, change, *over)
-    loss = root_cause.loss(view, change.status)
+    loss = cause.loss(view, change.status)
     if loss is not None:
-        change = root_cause.clear_wait(view, change)
+        change = cause.clear_wait(view, change)
         if late := replacement.too_late(view, loss):
             return restart.whole(view, change, "Restarting", late)
         return restart.after(view, change, loss)
@@ -176,7 +166,7 @@ def _start(view: View, change: Change) -> Change:
         restarts=replace(change.status.restarts, consecutive=0, released=0),
         handed_over=(),
     )
-    change = node_avoidance.nothing(change, f"the job was {reason.lower()}")
+    change = avoid.nothing(change, f"the job was {reason.lower()}")
     message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     for type_ in ("Suspended", "Stalled"):
         change = change.condition(type_, False, reason, "", view.now)
@@ -192,10 +182,10 @@ def _start(view: View, change: Change) -> Change:
 
 def _broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     """Name the failure that broke the gang before something else ends it, uncharged."""
-    loss = root_cause.find(view)
+    loss = cause.find(view)
     if loss is None:
         return change, what
-    what = f"{what}; the gang was broken by then: {told.describe(loss)}"
+    what = f"{what}; the gang was broken by then: {describe(loss)}"
     return restart.record(view, change, loss), what
 
 
@@ -254,11 +244,11 @@ def _barrier_passed(view: View) -> bool:
     if view.status.phase not in ("Pending", "Restarting"):
         return False
     passed = _confirmed(view) and not view.others and _due(view)
-    return passed and (view.replacing or (gang.ready(view) and not any(queue.reasons(view))))
+    return passed and (view.replacing or (pod_group.ready(view) and not any(queue.reasons(view))))
 
 
 def _due(view: View) -> bool:
-    return all(at is None or view.reached(at) for at in (restart.due(view), retry.due(view)))
+    return all(at is None or view.reached(at) for at in (restart.due(view), refusals.due(view)))
 
 
 def _confirmed(view: View) -> bool:
@@ -291,7 +281,7 @@ def _needs_all(view: View) -> bool:
         return True
     if _queue_asks(view):
         return True
-    return startup.late(view) and not view.read_since(startup.deadline(view))
+    return start.late(view) and not view.read_since(start.deadline(view))
 
 
 def _queue_asks(view: View) -> bool:
@@ -348,14 +338,14 @@ def _act(view: View) -> Plan:
     leaving = (*_deletions(view), *finish.hidden(view, None))
     if leaving:
         return Plan(leaving)
-    if removals := gang.removals(view):
+    if removals := pod_group.removals(view):
         return Plan(removals)
     if _needs_all(view):
         by_name = template_guard.unsure(view) or _queue_asks(view)
         return Plan((ConfirmGone(view.status.attempt, by_name=by_name),))
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo)
-    if view.in_doubt or root_cause.unread(view):
+    if view.in_doubt or cause.unread(view):
         return Plan((_read(view),))
     if view.status.parked or view.status.phase not in _WANTED:
         return Plan(fence.reads(view))
@@ -381,9 +371,7 @@ def _leave(view: View) -> Plan:
         return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)))
     if view.in_doubt:
         return Plan((ConfirmGone(view.status.attempt),))
-    over = (
-        template_guard.suspends(view) or finish.past_active_deadline(view) or root_cause.find(view)
-    )
+    over = template_guard.suspends(view) or finish.past_active_deadline(view) or cause.find(view)
     going = view.pods if over else view.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
     return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left))
@@ -414,11 +402,11 @@ def _creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
     attempt, feedback = view.status.attempt, view.feedback
     waiting = view.status.phase in ("Pending", "Restarting")
-    if template_guard.why(view) or gang.refused(view):
+    if template_guard.why(view) or pod_group.refused(view):
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (_read(view),) if _due(view) else ()
-    again = view.reached(gang.looks_again(view))
+    again = view.reached(pod_group.looks_again(view))
     if waiting or not (view.unborn or again) or replacement.unmade(view):
         return ()
     if (asked := queue.reads(view)) is not None:
@@ -426,26 +414,26 @@ def _creations(view: View) -> tuple[Action, ...]:
     if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
         return ()
     if feedback.network_attempt != attempt or again:
-        if retry.resting(view, view.network_refusal):
+        if refusals.resting(view, view.network_refusal):
             return ()
         if feedback.network_attempt == attempt:
-            return (actions.EnsureNetwork(attempt, gang.bodies(view)),)
+            return (actions.EnsureNetwork(attempt, pod_group.bodies(view)),)
         # Where pods did not start somebody may have removed the Secret.
         unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
         secret = feedback.network_attempt == 0 or unstarted
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
-        return (actions.EnsureNetwork(attempt, (*bodies, *gang.bodies(view))),)
+        return (actions.EnsureNetwork(attempt, (*bodies, *pod_group.bodies(view))),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
-    due_now = retry.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
+    due_now = refusals.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
     make = partial(
         render.pod,
-        avoided=node_avoidance.at_once(view),
-        suspected=node_avoidance.suspected(view),
+        avoided=avoid.at_once(view),
+        suspected=avoid.suspected(view),
         since=view.status.members_since,
         hub=view.status.hub,
         reached=view.reached_step,
         saved=view.saved_step,
-        group=gang.of(view),
+        group=pod_group.of(view),
         placements=queue.asked(view),
     )
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)

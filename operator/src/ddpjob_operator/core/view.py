@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from ddpjob_operator.core import actions, classify
+from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ApiFeedback, Event, Measurement, QuorumRead, Refusal
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
@@ -96,7 +96,7 @@ class View:
     @property
     def succeeded(self) -> frozenset[int]:
         """Return the replicas done in this attempt; stored ones count without their pod."""
-        done = {self.served(pod) for pod in self.members.values() if classify.succeeded(pod)}
+        done = {self.served(pod) for pod in self.members.values() if evidence.succeeded(pod)}
         return self.status.succeeded.union(r for r in range(self.spec.replicas) if r in done)
 
     @property
@@ -141,7 +141,7 @@ class View:
     @property
     def all_running(self) -> bool:
         """Tell whether every replica runs or is done already: the hub's, and enough others."""
-        on = {r for r, pod in self.members.items() if classify.running(pod)} | self.succeeded
+        on = {r for r, pod in self.members.items() if evidence.running(pod)} | self.succeeded
         return 0 in on and len(on) >= self.spec.replicas
 
     def chance(self, *what: int) -> float:

@@ -27,9 +27,9 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
+from ddpjob_operator.core.capacity import refusals
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
-from ddpjob_operator.core.policy.starting import retry
 from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
@@ -157,7 +157,7 @@ class Executor:
         if refused and not refused[0].existing:
             self._back_off(job, refused[0])
         elif creating and not refused:
-            self._learn(job.uid, retry.clear)
+            self._learn(job.uid, refusals.clear)
         return not refused
 
     def _check_leading(self) -> None:
@@ -327,16 +327,16 @@ class Executor:
                     # Without our label no watch shows it: it counts as gone and keeps the name.
                     seen = any(p.uid == existing.uid for p in self._store.pods_of(job.uid))
                     if seen and existing.attempt == action.attempt and not existing.deleting:
-                        self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
+                        self._learn(job.uid, lambda known: refusals.accepted(known, action.replica))
                         return None
             refusal = self._refusal(job, action.attempt, error, existing)
             before = self._store.feedback(job.uid).refusals.get(action.replica)
-            self._learn(job.uid, lambda known: retry.refused(known, action.replica, refusal))
-            if error.code == 409 and not retry.same(before, refusal):
+            self._learn(job.uid, lambda known: refusals.refused(known, action.replica, refusal))
+            if error.code == 409 and not refusals.same(before, refusal):
                 self._tell(job, refusal)
             return refusal
         self._store.put_pod(pod, from_watch=False)
-        self._learn(job.uid, lambda known: retry.accepted(known, action.replica))
+        self._learn(job.uid, lambda known: refusals.accepted(known, action.replica))
         if dropped := groups.dropped_of(pod, action.body):
             self._learn_no_group(job, action.attempt, dropped)
         return None
@@ -358,10 +358,10 @@ class Executor:
         before = self._store.feedback(job.uid).workload_refusal
         self._learn(job.uid, partial(replace, workload_refusal=refusal))
         if refusal is None:
-            self._learn(job.uid, retry.clear)
+            self._learn(job.uid, refusals.clear)
         elif refusal.existing is None:
             self._back_off(job, refusal)
-        elif not retry.same(before, refusal):
+        elif not refusals.same(before, refusal):
             self._tell(job, refusal)
         return refusal is None
 
@@ -374,7 +374,7 @@ class Executor:
                 looks = body["kind"] == "PodGroup" and bool(self._store.pods_of(job.uid))
                 if refusal.code != 409 and not looks:  # a look creates nothing
                     self._back_off(job, refusal)
-                elif not retry.same(before, refusal):
+                elif not refusals.same(before, refusal):
                     self._tell(job, refusal)
                 return False
         at = self._now()
@@ -463,7 +463,7 @@ class Executor:
 
     def _back_off(self, job: observe.Job, refusal: Refusal) -> None:
         """Log one line for each row of refusals, however long it grows."""
-        back_off = partial(retry.back_off, runs=job.status.get("phase") == "Running")
+        back_off = partial(refusals.back_off, runs=job.status.get("phase") == "Running")
         self._learn(job.uid, lambda known: back_off(known, refusal, job.generation))
         found = self._store.feedback(job.uid).create_backoff
         if found is None or found.count == 1:

@@ -1,6 +1,6 @@
 """Define status.ledger: where the job's pod-seconds have gone, as sums.
 
-core/policy/ledger.py books into it whenever the status is written; `kubectl ddp account` shows it.
+core/report/ledger.py books into it whenever the status is written; `kubectl ddp account` shows it.
 Observe.py reads a launcher's own account here, which is a stranger's: bounded, or absent.
 """
 

@@ -1,6 +1,6 @@
 """Decide whether Kubernetes places an attempt's pods as one PodGroup, and wait for that.
 
-startup.py asks chosen() as a whole attempt begins and stores its name in status.podGroup; from then
+start.py asks chosen() as a whole attempt begins and stores its name in status.podGroup; from then
 on all of the attempt's pods name it, those of replacements too. While no pod of it has a node it
 holds nothing, so there is no deadline and nothing is given back. Once a first one has, the deadline
 runs: a scheduler that places single pods after all is treated as without a group.
@@ -16,9 +16,9 @@ from typing import Final
 from ddpjob_contract import crd
 from ddpjob_operator.core import pod_groups
 from ddpjob_operator.core.actions import Action, Body, RemoveGroups
+from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.policy.starting import node_avoidance
 from ddpjob_operator.core.view import Change, Stall, View
 
 UNAVAILABLE: Final = "GangUnavailable"
@@ -97,11 +97,11 @@ def without(view: View, change: Change) -> Change | None:
 def waits(view: View) -> bool:
     """Tell whether the whole group waits for room, holding none.
 
-    Nodes that it avoids may be those that it needs: then startup.py's deadline ends that.
+    Nodes that it avoids may be those that it needs: then start.py's deadline ends that.
     """
     grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
     whole = grouped and not view.replacing and not view.missing
-    return whole and not _on_nodes(view) and not node_avoidance.of_attempt(view)
+    return whole and not _on_nodes(view) and not avoid.of_attempt(view)
 
 
 def looks_again(view: View) -> datetime | None:

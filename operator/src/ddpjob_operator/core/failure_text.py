@@ -1,6 +1,6 @@
 """Word a member's end: one line, and a message with its log's end.
 
-classify.py and the policies ask, and decide what the end means; here are the texts of kubelets,
+evidence.py and the policies ask, and decide what the end means; here are the texts of kubelets,
 runtimes and programs.
 """
 

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import exits
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
 from ddpjob_operator.core.view import Change, View
 
@@ -88,7 +88,7 @@ def _avoided(view: View, at: datetime) -> tuple[str, ...]:
     silent = [
         loss.node
         for loss in view.status.failures
-        if loss.reason == classify.NODE_SILENT and at - loss.detected_at < _NOTICED
+        if loss.reason == evidence.NODE_SILENT and at - loss.detected_at < _NOTICED
     ]
     return tuple(dict.fromkeys((*view.status.avoided_nodes, *silent)))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, Heard, Ledger
 from ddpjob_operator.core.objects.observe import Pod
@@ -221,7 +221,7 @@ def _of_pod(
     if pod is None:
         return [("waiting" if scarce else "starting", _seconds(since, until))]
     status = view.status
-    if view.replacing and (pod.attempt or 0) < status.attempt and classify.running(pod):
+    if view.replacing and (pod.attempt or 0) < status.attempt and evidence.running(pod):
         return [("held", _seconds(since, until))]
     made = min(max(pod.created_at or since, since), until)
     placed = min(max(pod.scheduled_at or (made if pod.node else until), made), until)

@@ -1,6 +1,6 @@
 """Classify the loss of a member, and pick the loss that ended an attempt.
 
-root_cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
+cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
 rules in their order (docs/guides/restarts.md): facts from before the end come before what the
 kubelet calls the end. Two classes are collateral: another member went first, so they explain an
 attempt only when no better cause turns up.
@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Final
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode, exits
-from ddpjob_operator.core import told
+from ddpjob_operator.core.failure_text import KINDS, ended, shorten
 from ddpjob_operator.core.objects.observe import Container, Pod, Round
 from ddpjob_operator.core.objects.status import Failure
 
@@ -83,7 +83,7 @@ def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     report, code = trainer.report, decisive(pod).exit_code
     cls, reason = _verdict(pod)
     probed, oom = reason == PROBE_FAILED, reason == _OOM
-    said, message = told.ended(pod, decisive(pod), oom=oom, probed=probed)
+    said, message = ended(pod, decisive(pod), oom=oom, probed=probed)
     return Failure(
         attempt=pod.attempt or 0,
         round=report.number if report else None,
@@ -113,7 +113,7 @@ def ended_round(
     cls = {"hang": "Hang", "oom": "OOM", "lost": "Infrastructure"}.get(found.kind, "User")
     number = found.signal or exits.signal_of(code)
     step = f"after step {found.step}" if found.step is not None else ""
-    said = found.exception or told.KINDS.get(found.kind, "")
+    said = found.exception or KINDS.get(found.kind, "")
     reason = "Unknown" if code is number is None else exits.reason_of(code, number)
     reason = exits.UNRESOLVED_NAMES if found.kind == "unresolved" else reason
     loss = Failure(
@@ -129,7 +129,7 @@ def ended_round(
         detected_at=now,
         in_place=True,
         step=found.step,
-        exception=told.shorten(said),
+        exception=shorten(said),
         kind=found.kind,
     )
     return settle(loss) if loss.cls == "Collateral" else loss

@@ -19,10 +19,11 @@ from typing import Final
 
 from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
-from ddpjob_operator.core import classify, told
+from ddpjob_operator.core import evidence
+from ddpjob_operator.core.capacity import pod_group
+from ddpjob_operator.core.failure_text import replicas
+from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
-from ddpjob_operator.core.policy.restarting import fence
-from ddpjob_operator.core.policy.starting import gang
 from ddpjob_operator.core.view import Change, Stall, View
 
 _NAMED: Final = 10  # takeovers in one Event
@@ -49,17 +50,17 @@ def lost(
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.holds and view.spec.restart.in_place > 0
-    group = view.status.pod_group and gang.preempted(view, loss)  # it is taken whole
+    group = view.status.pod_group and pod_group.preempted(view, loss)  # it is taken whole
     whole = view.succeeded or group or _hub_ended(view, loss)
     if not (able and in_time) or whole:
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.members
     gone = {loss.replica, *planned, *view.missing}
     gone |= {one.replica for one in fence.losses(view)}  # rule O3
-    gone |= {r for r, pod in members.items() if pod.deleting or classify.failure(pod, nproc, now)}
+    gone |= {r for r, pod in members.items() if pod.deleting or evidence.failure(pod, nproc, now)}
     newest = _ended_attempt(view)
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
-    waiting = any(map(classify.running, kept))
+    waiting = any(map(evidence.running, kept))
     few = len(view.status.births.keys() | gone) <= MAX_BIRTHS
     return frozenset(gone) if waiting and few else frozenset()
 
@@ -96,7 +97,7 @@ def begin(
 
 def again(view: View, change: Change, seats: frozenset[int]) -> Change:
     """Take another attempt for pods that unmade() names; a gang that runs goes on (rule O5)."""
-    what = f"nobody knows whether there were pods of {told.replicas(seats, 40)}"
+    what = f"nobody knows whether there were pods of {replicas(seats, 40)}"
     change = begin(view, change, seats, f"{what}; another attempt for them")
     since = view.status.timings.running_at
     return change.with_status(timings=replace(change.status.timings, running_at=since))
@@ -154,12 +155,12 @@ def over(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     if status.attempt not in status.births.values():
         return "Restarting", "status.births is not stored: the CRD is older than the operator"
     if view.succeeded and not (view.spec.standby and view.all_running):
-        done = told.replicas(view.succeeded, 40)
+        done = replicas(view.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
     if view.all_running or not view.reached(until) or not view.read_since(until):
         return None
-    on = {r for r, pod in view.members.items() if classify.running(pod)}
-    left = told.replicas(frozenset(range(view.spec.replicas)) - on, 40)
+    on = {r for r, pod in view.members.items() if evidence.running(pod)}
+    left = replicas(frozenset(range(view.spec.replicas)) - on, 40)
     why = next((one.message for one in stalls), "no reason is known")
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
     what = f"{left} did not run within {most}: {why}"
@@ -177,7 +178,7 @@ def too_late(view: View, loss: Failure) -> str:
     if loss.exit_code != ExitCode.PEER_LOST or any(status.floor(r) <= status.hub for r in left):
         return ""
     return (
-        f"{told.replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"
+        f"{replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"
         " to them, and nobody knows whether the one before had, too"
     )
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
-from ddpjob_operator.core import actions, classify
+from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
+from ddpjob_operator.core.capacity import pod_group
+from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.policy import report
-from ddpjob_operator.core.policy.restarting import fence
-from ddpjob_operator.core.policy.starting import gang
+from ddpjob_operator.core.report import stall as report
 from ddpjob_operator.core.view import Change, View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
@@ -85,7 +85,7 @@ def clean_up(view: View) -> Plan:
     since = view.status.timings.completed_at
     if view.hidden is None and since is not None and not view.reached(since + _JUST_ENDED):
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
-    todo += [*gang.removals(view), *fence.reads(view)]
+    todo += [*pod_group.removals(view), *fence.reads(view)]
     ttl = view.spec.ttl
     if ttl is not None and since is not None and view.reached(since + timedelta(seconds=ttl)):
         todo.append(DeleteJob(view.job.uid))
@@ -114,7 +114,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
 def _final_progress(view: View, change: Change) -> Progress:
     """Take the last words of replica 0, which are newer than the last poll."""
     old, first = change.status.progress, view.members.get(0)
-    last = first.trainer.report if first and classify.succeeded(first) else None
+    last = first.trainer.report if first and evidence.succeeded(first) else None
     if last is None or last.step is None:
         return old
     said = Progress(

@@ -1,9 +1,9 @@
 """Turn a member's loss into a new attempt or the job's end, by budgets.
 
-plan() calls after() with the loss that root_cause.py found; replace.py says whether the new attempt
+plan() calls after() with the loss that cause.py found; replace.py says whether the new attempt
 keeps the pods that were not lost. A charged restart is the user's doing and counts
 against maxRestarts; a free one (disruption, infrastructure, hardware) against maxDisruptions.
-budget_reset.py gives both back.
+budgets.py gives both back.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import exits
-from ddpjob_operator.core import classify, told
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.capacity import pod_group, template_guard
+from ddpjob_operator.core.failure_text import describe, replicas
+from ddpjob_operator.core.gang import finish
+from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
-from ddpjob_operator.core.policy import finish
-from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import gang, node_avoidance, template_guard
 from ddpjob_operator.core.view import Change, View
 
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come
@@ -54,24 +56,22 @@ def after(
         count = f"restart {restarts.charged} of at most {limits.max_restarts}"
     count += "; it told of no step, so the waits are longer" * (early > delay)
     delay = max(delay, early)
-    if gang.preempted(view, loss):
-        delay = max(delay, gang.PREEMPTED_SECONDS)
+    if pod_group.preempted(view, loss):
+        delay = max(delay, pod_group.PREEMPTED_SECONDS)
     wait = f" in {delay:g} s" if delay else ""
     gone = replacement.lost(view, loss, delay, planned)
     if gone:
         restarts = replace(restarts, replaced=restarts.replaced + 1)
         loss = replace(loss, replaced=True)
     change = record(view, change, loss).with_status(restarts=restarts)
-    change = node_avoidance.node_of(view, change, loss)
+    change = avoid.node_of(view, change, loss)
     change = change.measure(Measurement("restarts_total", 1, loss.cls))
     if gone:
-        what = f"{told.describe(loss)}; replacing {told.replicas(gone, 40)}{wait} ({count})"
+        what = f"{describe(loss)}; replacing {replicas(gone, 40)}{wait} ({count})"
         told_as = loss.reason if planned else "Replacing"
         return replacement.begin(view, change, gone, what, delay, reason=told_as)
     change = new_attempt(view, change, "Restarting", delay)
-    message = (
-        f"attempt {view.status.attempt} ended: {told.describe(loss)}; restarting{wait} ({count})"
-    )
+    message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
     return _say(view, change, "Restarting", message)
 
 
@@ -86,8 +86,8 @@ def _join(view: View, change: Change, loss: Failure) -> Change:
     delay = _left(view)
     gone = replacement.lost(view, loss, delay)
     if not gone:
-        return whole(view, change, "Restarting", f"no other pod waits: {told.describe(loss)}")
-    what = f"{told.describe(loss)}, of the same incident; replacing {told.replicas(gone, 40)}"
+        return whole(view, change, "Restarting", f"no other pod waits: {describe(loss)}")
+    what = f"{describe(loss)}, of the same incident; replacing {replicas(gone, 40)}"
     return replacement.begin(view, change, gone, what, delay)
 
 
@@ -112,7 +112,7 @@ def record(view: View, change: Change, loss: Failure) -> Change:
         change = change.measure(Measurement("lost_steps", lost))
         old = change.status.progress
         if report.step > 0 and not view.snapshot_step and old.step is None:
-            # No poll has reported a step: budget_reset.py asks whether there was a snapshot before.
+            # No poll has reported a step: budgets.py asks whether there was a snapshot before.
             change = change.with_status(progress=replace(old, step=report.step))
     return change.with_status(failures=failures)
 
@@ -122,21 +122,21 @@ def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     old, limits = status.restarts, view.spec.restart
     action = _action(view, old, loss)
     if action == "Fail":
-        return "PermanentFailure", told.describe(loss)
+        return "PermanentFailure", describe(loss)
     times = _in_same_way(view, status, loss)
     if times >= exits.SAME_EXCEPTION and _ruled(view, loss) is None:
         return "SameFailure", (
             f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
             f"again: mend the program or its data; a rule of spec.restart.rules with action "
-            f"Restart has it tried on; last: {told.describe(loss)}"
+            f"Restart has it tried on; last: {describe(loss)}"
         )
     free = action == "RestartFree"
     counted = _count(view, old, free)
     if free and counted.disruptions > limits.max_disruptions:
-        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {told.describe(loss)}"
+        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
         return "MaxDisruptionsExceeded", what
     if not free and counted.charged > limits.max_restarts:
-        what = f"maxRestarts {limits.max_restarts} is used up; last: {told.describe(loss)}"
+        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
         return "MaxRestartsExceeded", what
     return None
 
@@ -189,13 +189,13 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 def _action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
-    if node_avoidance.repeats(loss) and not node_avoidance.is_free(view, in_a_row(view, old)):
+    if avoid.repeats(loss) and not avoid.is_free(view, in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 
 
 def _ruled(view: View, loss: Failure) -> str | None:
-    return view.spec.restart.ruled(*classify.names(loss, view.members.get(loss.replica)))
+    return view.spec.restart.ruled(*evidence.names(loss, view.members.get(loss.replica)))
 
 
 def _in_same_way(view: View, status: Status, loss: Failure) -> int:

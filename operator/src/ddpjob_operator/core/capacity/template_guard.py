@@ -23,7 +23,7 @@ _WHY: Final = "spec.suspend is true: set it to false to go on"
 _NEW_PODS: Final = (
     "spec.template changed while the job was suspended for a moment: its pods are new"
 )
-#: Set by startup.py, cleared here.
+#: Set by start.py, cleared here.
 POD_REFUSED: Final = "PodRefused"
 
 

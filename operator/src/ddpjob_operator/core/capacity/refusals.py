@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
-from ddpjob_operator.core.policy import report
+from ddpjob_operator.core.report import stall as report
 from ddpjob_operator.core.view import Stall, View
 
 #: For a taken name: its object is ours and about to go, or another's.
@@ -35,7 +35,7 @@ def back_off(
 ) -> ApiFeedback:
     """Record a refused creation; other words begin a new row.
 
-    A quota is left to startup.py, which has its own waits. ``runs``: the gang does, so it was a
+    A quota is left to start.py, which has its own waits. ``runs``: the gang does, so it was a
     standby pod, perhaps of a class that is not there: no other pod must wait for that.
     """
     of_standby = runs and 400 <= refusal.code < 500
@@ -117,7 +117,7 @@ def ready(view: View) -> list[int]:
 def reasons(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.feedback.create_backoff
-    waits = view.status.phase in ("Restarting", "Starting")  # startup.py tells it in Pending
+    waits = view.status.phase in ("Restarting", "Starting")  # start.py tells it in Pending
     if at is None or found is None or view.reached(at) or not waits:
         return  # report.py tells of this attempt's refusals first
     if not report.fresh(view):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects import ranges
 from ddpjob_operator.core.objects.observe import Round, Rounds
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure
-from ddpjob_operator.core.told import describe
 from ddpjob_operator.core.view import Change, View
 
 _INT32_MAX = 2**31 - 1
@@ -82,7 +82,7 @@ def _failure(view: View, found: Round) -> Failure | None:
         replica = found.rank // nproc
     if replica is None or replica not in range(view.spec.replicas) or _by_lost_pod(view, found):
         return None
-    loss = classify.ended_round(found, view.status.hub, replica, nproc, view.now)
+    loss = evidence.ended_round(found, view.status.hub, replica, nproc, view.now)
     before, now = _seats(view, replica)
     pod = view.members.get(now) if before == now else None
     return replace(loss, pod=pod.name, node=pod.node) if pod else loss

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import ReadLeases, ReadNodes
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.objects.observe import Pod, clean
@@ -54,7 +54,7 @@ def lost(view: View, pod: Pod) -> bool:
 
 def suspect(view: View, *, late: bool = False) -> Pod | None:
     """Find a member on a silent node, a cause of its peers' end. ``late``: not running yet."""
-    found = [pod for pod in _needed(view) if not (late and classify.running(pod))]
+    found = [pod for pod in _needed(view) if not (late and evidence.running(pod))]
     nodes = ((pod, _node(view, pod)) for pod in found)
     # A new node may be reported later than its pod.
     return next((pod for pod, node in nodes if node and not node.guessed), None)
@@ -80,10 +80,10 @@ def failure(view: View, pod: Pod) -> Failure:
     """Describe a loss with the machine, which is charged to nobody."""
     reason, state = "NodeLost", _state(_node(view, pod))
     if _deserted(view, pod):
-        reason = classify.NODE_SILENT
+        reason = evidence.NODE_SILENT
         state = "does not renew its Lease, and the pod's launcher is silent"
     return replace(
-        classify.removed(pod, view.now),
+        evidence.removed(pod, view.now),
         cls="Infrastructure",
         reason=reason,
         message=f"node {pod.node} {state}",

@@ -13,14 +13,16 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify, told
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.capacity import pod_group, refusals, template_guard
+from ddpjob_operator.core.failure_text import initializing, shorten
+from ddpjob_operator.core.gang import handover, restart
+from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.policy import report
-from ddpjob_operator.core.policy.restarting import fence, handover, restart
-from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import gang, node_avoidance, retry, template_guard
+from ddpjob_operator.core.report import stall as report
 from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
@@ -39,7 +41,7 @@ _IN_VAIN: Final = timedelta(minutes=1)
 def begin(view: View, change: Change) -> Change:
     """Move to Starting: the barrier is passed, so the gang may be created now."""
     timings = replace(view.status.timings, attempt_started_at=view.now, next_restart_at=None)
-    group = change.status.pod_group if view.replacing else gang.chosen(view)
+    group = change.status.pod_group if view.replacing else pod_group.chosen(view)
     return change.with_status(phase="Starting", timings=timings, pod_group=group)
 
 
@@ -57,7 +59,7 @@ def deadline(view: View) -> datetime | None:
     since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
     patience = timedelta(seconds=view.spec.startup_deadline)
-    if gang.waits(view):
+    if pod_group.waits(view):
         return None
     if view.status.pod_group and (first := view.status.timings.placed_at):
         since = max(first, seen or first)
@@ -83,18 +85,20 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         return _run(view, change) if view.all_running else change
     if template_guard.why(view) and view.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
-    if gang.refused(view):
-        plain = gang.without(view, change)
-        return plain or _release(view, change, Stall(gang.UNAVAILABLE, gang.explained(view)))
+    if pod_group.refused(view):
+        plain = pod_group.without(view, change)
+        return plain or _release(
+            view, change, Stall(pod_group.UNAVAILABLE, pod_group.explained(view))
+        )
     network = view.network_refusal
-    refusals = [*view.refusals.values(), *([network] if network else [])]
-    wrong = next((r for r in refusals if r.code in (400, 422)), None)
+    refused = [*view.refusals.values(), *([network] if network else [])]
+    wrong = next((r for r in refused if r.code in (400, 422)), None)
     if wrong:
         pods = (f"pod {view.job.name}-{seat}" for seat, r in view.refusals.items() if r is wrong)
         what = next(pods, "an object of the gang")
         what = f"{report.explained(wrong)}: the API server rejects {what}; {_CURE}"
         return _release(view, change, Stall(template_guard.POD_REFUSED, what), "Invalid")
-    full = next((r for r in refusals if retry.quota_exceeded(r)), None)
+    full = next((r for r in refused if refusals.quota_exceeded(r)), None)
     if full:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
@@ -103,19 +107,19 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
         return change
-    if refusals:
-        return _release(view, change, report.refused(view, refusals[0]))
+    if refused:
+        return _release(view, change, report.refused(view, refused[0]))
     if view.missing:
         what = f"replica {view.missing[0]} was never created: the API server could not be reached"
         return _release(view, change, Stall("CreationFailed", what))
-    leaving = classify.leaving(view.members.values())
+    leaving = evidence.leaving(view.members.values())
     if leaving is not None and leaving.replica is not None:
-        return restart.after(view, change, classify.removed(leaving, view.now))
+        return restart.after(view, change, evidence.removed(leaving, view.now))
     waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
     if waiting:
-        change = node_avoidance.nothing(change, "no room elsewhere")
-        first = gang.in_order(waiting)[0]
-        return _release(view, change, report.unschedulable(first, node_avoidance.words(view)))
+        change = avoid.nothing(change, "no room elsewhere")
+        first = pod_group.in_order(waiting)[0]
+        return _release(view, change, report.unschedulable(first, avoid.words(view)))
     silent = fence.suspect(view, late=True)
     slow = fence.failure(view, silent) if silent else _too_slow(view, stalls)
     return restart.after(view, change, slow)
@@ -164,17 +168,17 @@ def _last_sign(view: View, loss: Failure) -> datetime:
 
 def _too_slow(view: View, stalls: Iterator[Stall]) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
-    on = {r for r, pod in view.members.items() if classify.running(pod)} | view.succeeded
+    on = {r for r, pod in view.members.items() if evidence.running(pod)} | view.succeeded
     replica = next(r for r in range(view.spec.replicas) if r not in on)
     known = next((one.message for one in stalls), "no reason is known")
     if (pod := view.members[replica]).awaits:
-        known = told.initializing(pod.awaits)
+        known = initializing(pod.awaits)
     return replace(
-        classify.removed(pod, view.now),
+        evidence.removed(pod, view.now),
         cls="Startup",
         reason="StartupDeadlineExceeded",
         message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
-        exception=told.shorten(known),
+        exception=shorten(known),
     )
 
 

@@ -16,14 +16,16 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core import classify, told
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import ReadNodes
+from ddpjob_operator.core.capacity import template_guard
+from ddpjob_operator.core.failure_text import replicas, shorten
+from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.gang import restart
+from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.nodes import Node
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure
-from ddpjob_operator.core.policy.restarting import fence, restart
-from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.policy.starting import template_guard
 from ddpjob_operator.core.view import Change, View
 
 HANDED_OVER: Final = "HandedOver"
@@ -43,7 +45,7 @@ def begin(view: View, change: Change) -> Change | None:
     acted = change.with_status(handed_over=(*view.status.handed_over, *news))
     able = replacement.lost(view, loss, 0.0, planned)
     if not able or restart.end(view, view.status, loss):
-        what = f"{words}: {told.replicas(planned, 40)} cannot be replaced before the end there"
+        what = f"{words}: {replicas(planned, 40)} cannot be replaced before the end there"
         why = "it takes other replicas that hold meanwhile, and a disruption that may be counted"
         return acted.tell("Warning", "NotHandedOver", f"{what}: {why}")
     avoided = tuple(dict.fromkeys((*view.status.avoided_nodes, *nodes)))[-MAX_AVOIDED:]
@@ -66,7 +68,7 @@ def due(view: View) -> datetime | None:
 def saves(view: View, pod: Pod) -> bool:
     """Tell whether a pod that is no member any more hands over, and needs its grace period."""
     last = view.status.last_loss
-    return last is not None and last.reason == HANDED_OVER and classify.running(pod)
+    return last is not None and last.reason == HANDED_OVER and evidence.running(pod)
 
 
 def _going(view: View) -> Mapping[int, Node]:
@@ -84,7 +86,7 @@ def _going(view: View) -> Mapping[int, Node]:
     patient = due(view)
     early = restart.in_a_row(view, status.restarts) or (patient and not view.reached(patient))
     forgets = view.feedback.pruned is not None  # an older CRD: it would be acted on again and again
-    if not left or early or classify.leaving(pods.values()) or template_guard.why(view) or forgets:
+    if not left or early or evidence.leaving(pods.values()) or template_guard.why(view) or forgets:
         return {}
     return {replica: left[pod.node] for replica, pod in pods.items() if pod.node in left}
 
@@ -97,10 +99,10 @@ def _unread(going: Mapping[int, Node]) -> set[str]:
 
 def _loss(view: View, replica: int, words: str) -> Failure:
     return replace(
-        classify.removed(view.members[replica], view.now),
+        evidence.removed(view.members[replica], view.now),
         reason=HANDED_OVER,
         message=f"{words}: all ranks save at one step, then a new pod takes its place",
-        exception=told.shorten(words),
+        exception=shorten(words),
     )
 
 

@@ -17,10 +17,10 @@ from typing import Final
 
 from ddpjob_operator.core import actions, render
 from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
+from ddpjob_operator.core.capacity import refusals, template_guard
 from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
-from ddpjob_operator.core.policy import report
-from ddpjob_operator.core.policy.starting import retry, template_guard
+from ddpjob_operator.core.report import stall as report
 from ddpjob_operator.core.view import Stall, View
 
 QUEUED: Final = "Queued"
@@ -133,7 +133,7 @@ def parked(view: View) -> tuple[Action, ...]:
         able = waits and view.job.queue and not template_guard.why(view)
         body = render.workload(view.job, view.spec, _made_of(view))
         wanted = actions.EnsureWorkload(body, view.job.queue_priority)
-        return (wanted,) if able and not retry.resting(view, _refusal(view)) else ()
+        return (wanted,) if able and not refusals.resting(view, _refusal(view)) else ()
     if not waits or not view.job.queue or _other(view, found) or template_guard.why(view):
         return () if found.deleting else (actions.DeleteWorkload(found.name, found.uid),)
     if found.reserved and (found.true("Evicted") or found.reclaimed):

@@ -15,15 +15,15 @@ from typing import Any, Final, get_args
 from ddpjob_contract import exits
 from ddpjob_contract.crd import KIND
 from ddpjob_contract.exits import FREE
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Refusal
+from ddpjob_operator.core.capacity import pod_group, template_guard
+from ddpjob_operator.core.failure_text import after_step, describe, initializing, replicas, shorten
+from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import Failure, Progress, Status
-from ddpjob_operator.core.policy.restarting import fence
-from ddpjob_operator.core.policy.starting import gang, node_avoidance, template_guard
-from ddpjob_operator.core.told import after_step, describe, initializing, replicas, shorten
 from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -199,12 +199,12 @@ def reasons(view: View) -> Iterator[Stall]:
         if pod.waiting_reason:
             said = pod.waiting_message
             yield Stall(pod.waiting_reason, f"pod {pod.name}: {said}", brief=said)
-    for pod in gang.in_order(pods):
+    for pod in pod_group.in_order(pods):
         if pod.unschedulable and not pod.node and not fresh(view, SCHEDULING_PATIENCE):
-            yield unschedulable(pod, node_avoidance.words(view) + gang.words(view))
+            yield unschedulable(pod, avoid.words(view) + pod_group.words(view))
     for pod in pods:
-        started = classify.running(pod) or pod.trainer.state == "terminated"
-        if pod.node and not started and not (fresh(view) or gang.just_placed(view, PATIENCE)):
+        started = evidence.running(pod) or pod.trainer.state == "terminated"
+        if pod.node and not started and not (fresh(view) or pod_group.just_placed(view, PATIENCE)):
             where = f"pod {pod.name} on {pod.node}"
             if pod.awaits:
                 yield Stall(INIT_PENDING, f"{initializing(pod.awaits)}, in {where}")
@@ -225,17 +225,17 @@ def unschedulable(pod: Pod, more: str = "") -> Stall:
     """Report a pod that has no node, in the scheduler's words if it has any."""
     said = pod.unschedulable
     if not said:
-        what = f"pod {pod.name}: {gang.UNSEEN}: does the one of spec.schedulerName run?"
+        what = f"pod {pod.name}: {pod_group.UNSEEN}: does the one of spec.schedulerName run?"
         return Stall("Unschedulable", what, known="")
     brief = _SCHEDULER.sub("", said) or said
-    known: st.Known = "" if gang.only_waits(pod) else "Cause"
+    known: st.Known = "" if pod_group.only_waits(pod) else "Cause"
     return Stall("Unschedulable", f"pod {pod.name}: {said}{more}", known, brief=brief + more)
 
 
 def _awaited(view: View) -> list[Pod]:
     """List the members that matter: one that has to stand by keeps nobody waiting."""
     whole = view.spec.standby > 0 and view.all_running
-    return [pod for pod in view.members.values() if classify.running(pod) or not whole]
+    return [pod for pod in view.members.values() if evidence.running(pod) or not whole]
 
 
 def _unresolved(view: View) -> Iterator[Stall]:
@@ -300,7 +300,7 @@ def _older(view: View) -> Iterator[Stall]:
         if not fresh(view):
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
             yield Stall("WaitingForDeletion", f"{where} is still being deleted")
-    if gang.removals(view) and not fresh(view):
+    if pod_group.removals(view) and not fresh(view):
         what = f"PodGroup {view.status.pod_group} of an earlier attempt cannot be removed"
         yield Stall("WaitingForDeletion", f"{what}: see the operator's log")
 
@@ -356,17 +356,17 @@ def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas
     alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
     return st.Replicas(
         desired=most,
-        active=min(most, len([p for p in alive if not classify.succeeded(p)])),
-        ready=min(most, len([p for p in alive if p.trainer.ready and classify.running(p)])),
+        active=min(most, len([p for p in alive if not evidence.succeeded(p)])),
+        ready=min(most, len([p for p in alive if p.trainer.ready and evidence.running(p)])),
         succeeded=len(view.succeeded),
-        failed=len([p for p in members if classify.failure(p, 1, view.now)]),
+        failed=len([p for p in members if evidence.failure(p, 1, view.now)]),
     )
 
 
 def received(old: Progress, new: Progress | None) -> Progress:
     """Return the newest progress; a poll without news moves no timestamp.
 
-    The first one has its own: budget_reset.py asks whether anything was heard before.
+    The first one has its own: budgets.py asks whether anything was heard before.
     """
     if new is None:
         return old

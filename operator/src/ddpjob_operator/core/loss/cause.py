@@ -14,12 +14,13 @@ from typing import Final
 
 from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
-from ddpjob_operator.core import classify
+from ddpjob_operator.core import evidence
+from ddpjob_operator.core.failure_text import describe, left_early, shorten
+from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.gang import restart
+from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
-from ddpjob_operator.core.policy.restarting import fence, restart
-from ddpjob_operator.core.policy.restarting import replace as replacement
-from ddpjob_operator.core.told import describe, left_early, shorten
 from ddpjob_operator.core.view import Change, Stall, View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
@@ -44,7 +45,7 @@ def loss(view: View, status: Status) -> Failure | None:
         return None
     if replacement.joins(view, found):
         return found
-    if found.cls == "Collateral" and (found := classify.settle(found)).cls not in _BY_PEERS:
+    if found.cls == "Collateral" and (found := evidence.settle(found)).cls not in _BY_PEERS:
         return found
     # A node deleted while no operator watched is unreported, as a new one is.
     unknown = fence.guessed(view) and _left(view, NODE_WAIT) > 0
@@ -54,7 +55,7 @@ def loss(view: View, status: Status) -> Failure | None:
 def find(view: View) -> Failure | None:
     """Return the likely cause of a broken gang, for an end that waits for none."""
     found = _seen(view)
-    return classify.settle(found) if found and found.cls == "Collateral" else found
+    return evidence.settle(found) if found and found.cls == "Collateral" else found
 
 
 def awaited(view: View) -> bool:
@@ -100,9 +101,9 @@ def _seen(view: View) -> Failure | None:
     silent = fence.suspect(view)
     if silent:
         return fence.failure(view, silent)
-    leaving = classify.leaving(view.needed.values())
+    leaving = evidence.leaving(view.needed.values())
     if leaving:
-        return fence.named(view, classify.removed(leaving, view.now))
+        return fence.named(view, evidence.removed(leaving, view.now))
     gone = _vanished(view)
     return gone[0] if gone else first
 
@@ -112,14 +113,14 @@ def _first(view: View) -> Failure | None:
     if view.spec.standby:
         nproc = 0  # a pod's seat is not its rank
     members = view.needed
-    found = [classify.failure(pod, nproc, now) for pod in members.values()]
+    found = [evidence.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting" or view.replacing:
         # It never comes back, and before all run it has nothing to save.
-        found += [classify.removed(pod, now) for pod in members.values() if pod.deleting]
+        found += [evidence.removed(pod, now) for pod in members.values() if pod.deleting]
     losses = [one for one in found if one is not None] + fence.losses(view)
     losses += _vanished(view)
-    finished = {r: classify.decisive(pod).finished_at for r, pod in view.members.items()}
-    first = classify.cause(losses, finished)
+    finished = {r: evidence.decisive(pod).finished_at for r, pod in view.members.items()}
+    first = evidence.cause(losses, finished)
     first = fence.named(view, first) if first else None
     return _named(view, first) if first and view.succeeded else first
 
@@ -138,7 +139,7 @@ def _named(view: View, found: Failure) -> Failure:
 
 def _vanished(view: View) -> list[Failure]:
     attempt, name = view.status.attempt, view.job.name
-    return [classify.vanished(replica, attempt, name, view.now) for replica in view.gone]
+    return [evidence.vanished(replica, attempt, name, view.now) for replica in view.gone]
 
 
 def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
@@ -169,7 +170,7 @@ def _left(view: View, wait: timedelta) -> float:
     ended = sum(_ended(view, pod) for pod in view.members.values())
     if ended >= min(len(view.members), view.spec.replicas):
         return 0.0
-    lost = [pod for pod in view.needed.values() if not classify.succeeded(pod)]
+    lost = [pod for pod in view.needed.values() if not evidence.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
     first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
@@ -180,4 +181,4 @@ def _left(view: View, wait: timedelta) -> float:
 
 def _ended(view: View, pod: Pod) -> bool:
     nproc = view.spec.nproc_per_node
-    return classify.succeeded(pod) or classify.failure(pod, nproc, view.now) is not None
+    return evidence.succeeded(pod) or evidence.failure(pod, nproc, view.now) is not None

@@ -1,0 +1,1 @@
+"""Read what the cluster refuses, and wait for room: quotas, PodGroups, Kueue."""

@@ -1,0 +1,1 @@
+"""Change the gang: start it, restart it, replace pods, end it."""

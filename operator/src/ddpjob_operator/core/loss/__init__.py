@@ -1,0 +1,1 @@
+"""Judge a loss: its cause, what follows, what it is charged to."""

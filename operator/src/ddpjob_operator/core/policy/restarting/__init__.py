@@ -1,1 +1,0 @@
-"""Restart a gang after the loss of a member, and decide who pays for it."""

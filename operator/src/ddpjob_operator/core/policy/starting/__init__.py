@@ -1,1 +1,0 @@
-"""Start a gang: from a job without pods to one whose gang runs."""

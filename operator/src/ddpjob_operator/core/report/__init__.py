@@ -1,0 +1,1 @@
+"""Report what is decided: stalls, conditions, where the time went."""
