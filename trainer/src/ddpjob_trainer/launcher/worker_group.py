@@ -23,6 +23,7 @@ from ddpjob_trainer.launcher.processes import at_start, cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
 from ddpjob_trainer.liveness.heartbeat import (
     COMPILES,
+    FINISHED,
     RankState,
     read_state,
     read_told,
@@ -146,18 +147,19 @@ class WorkerGroup:
         rank = self._config.rank(local_rank)
         self._pump.collect(rank)
         state = self.state(local_rank)
-        ending = state.ending if state else ""
-        exception = state.exception if state and not ending else ""
-        drill = ending == "drill" and status == ExitCode.PEER_LOST
+        exception = state.exception if state else ""
+        finished = exception == FINISHED
+        if finished:
+            exception = ""
         if local_rank in self._hung:
             ours = False
             status, exception = ExitCode.HANG, self._hung[local_rank]
         elif status < 0:
             exception = ""  # an exception before the signal is not the cause
-        if not exception and status > 0 and not ours and not drill:
+        if not exception and status > 0 and not ours:
             exception = self._pump.exception(rank)
         by_itself = status not in (-signal.SIGKILL, -signal.SIGTERM, ExitCode.SIGTERM)
-        if ending == "finished" and status and by_itself and not ours and local_rank not in self._hung:
+        if finished and status and by_itself and not ours and local_rank not in self._hung:
             self._say(
                 f"rank {rank} ended with {_how(status)}{because(exception)} after run.finish():"
                 " the run had succeeded by then, so this fails nothing"
@@ -176,7 +178,7 @@ class WorkerGroup:
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
         lost = self.unresolved() if status > 0 and not ours and step < 0 else ""
-        if lost and kind_of("", exception) != "unresolved":  # torch tells of a socket only
+        if lost not in exception:  # else torch tells of a socket only
             exception = f"{lost}; {exception}" if exception else lost
         exception = shorten(exception)
         done = state is not None and state.phase == "done"
@@ -184,7 +186,7 @@ class WorkerGroup:
         self.exits.append(
             Exit(
                 rank, local_rank, status, now, ours, exception, step, done, bool(oom), foreign,
-                repeats, drill,
+                repeats,
             )
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from ddpjob_contract import Proof, Resumed, Straggler
 from ddpjob_trainer.liveness.heartbeat import (
     ACTIVITIES,
     COMPILES,
+    FINISHED,
     PROOF,
     RESUMED,
     STRAGGLER,
@@ -109,7 +110,7 @@ class Progress:
 
     def finished(self) -> None:
         """Record that nothing after this can fail the run."""
-        self._writer.ends("finished")
+        self._writer.ends(FINISHED)
 
     @contextlib.contextmanager
     def under(self, phase: Phase) -> Iterator[None]:
