@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ddpjob_contract import ExitCode
+from ddpjob_contract.exits import kind_of
 from ddpjob_trainer import trace
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import faults
@@ -21,13 +22,7 @@ from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import at_start, cgroup, children
 from ddpjob_trainer.launcher.signals import ENDING
-from ddpjob_trainer.liveness.heartbeat import (
-    COMPILES,
-    FINISHED,
-    RankState,
-    read_state,
-    read_told,
-)
+from ddpjob_trainer.liveness.heartbeat import COMPILES, RankState, read_state, read_told
 from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
@@ -147,16 +142,16 @@ class WorkerGroup:
         rank = self._config.rank(local_rank)
         self._pump.collect(rank)
         state = self.state(local_rank)
-        exception = state.exception if state else ""
-        finished = exception == FINISHED
-        if finished:
-            exception = ""
+        ending = state.ending if state else ""
+        exception = state.exception if state and not ending else ""
+        finished = ending == "finished"
+        drill = ending == "drill" and status == ExitCode.PEER_LOST and local_rank not in self._hung
         if local_rank in self._hung:
             ours = False
             status, exception = ExitCode.HANG, self._hung[local_rank]
         elif status < 0:
             exception = ""  # an exception before the signal is not the cause
-        if not exception and status > 0 and not ours:
+        if not exception and status > 0 and not ours and not drill:
             exception = self._pump.exception(rank)
         by_itself = status not in (-signal.SIGKILL, -signal.SIGTERM, ExitCode.SIGTERM)
         if finished and status and by_itself and not ours and local_rank not in self._hung:
@@ -178,7 +173,7 @@ class WorkerGroup:
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
         lost = self.unresolved() if status > 0 and not ours and step < 0 else ""
-        if lost not in exception:  # else torch tells of a socket only
+        if lost and kind_of("", exception) != "unresolved":  # torch tells of a socket only
             exception = f"{lost}; {exception}" if exception else lost
         exception = shorten(exception)
         done = state is not None and state.phase == "done"
@@ -186,7 +181,7 @@ class WorkerGroup:
         self.exits.append(
             Exit(
                 rank, local_rank, status, now, ours, exception, step, done, bool(oom), foreign,
-                repeats,
+                repeats, drill,
             )
         )  # fmt: skip
 

@@ -44,10 +44,9 @@ _PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 _PHASE_NUMBERS: Final = {phase: number for number, phase in enumerate(_PHASES)}
 _ACTIVITY_NUMBERS: Final = {activity: number for number, activity in enumerate(ACTIVITIES)}
 
-#: In the place of an exception: the process has ended for a drill.
-ENDED_BY_DRILL: Final = "drill"
-#: In the same place: run.finish() is over on all ranks, so nothing later can fail the run.
-FINISHED: Final = "finished"
+#: An end without an exception. finished: run.finish() is over on all ranks; nothing later fails it.
+Ending = Literal["", "drill", "finished"]
+_ENDINGS: Final[tuple[Ending, ...]] = get_args(Ending)
 BLOCK: Final = 512
 #: What training resumes from; whether the steps repeated after a restart were equal.
 RESUMED: Final = "resumed.json"
@@ -59,7 +58,7 @@ COMPILES: Final = "compiles.json"
 _MAX_EXCEPTION: Final = 384
 _MAGIC: Final = 0x33504444  # "DDP3": written last, so a half-made file is none
 _HEAD = Struct("<II")
-_MARK = Struct("<QdBB6x")
+_MARK = Struct("<QdBBB5x")
 _BODY = Struct("<qqddqd")
 _SPENT = Struct("<5d")
 _TEXT = Struct("<H")
@@ -99,6 +98,7 @@ class RankState:
     samples_per_second: float | None = None
     snapshot_step: int = -1
     exception: str = ""
+    ending: Ending = ""
     updated_at: float = 0.0  # seconds since the epoch, of the last update()
     activity: Activity = "start"
     pid: int = 0
@@ -133,6 +133,7 @@ class RankStateWriter:
             self._block = _create(path_of(directory, rank))
         self._phase: Phase = "startup"
         self._activity: Activity = "start"
+        self._ending: Ending = ""
         self._marks = 0
         self._body: _Body = {
             "step": 0, "total_steps": 0, "loss": math.nan, "samples_per_second": math.nan,
@@ -161,6 +162,7 @@ class RankStateWriter:
             time.monotonic() if now is None else now,
             _PHASE_NUMBERS[self._phase],
             _ACTIVITY_NUMBERS[activity],
+            _ENDINGS.index(self._ending),
         )
 
     def update(self, *, phase: Phase | None = None, **changes: Unpack[_Body]) -> None:
@@ -176,13 +178,15 @@ class RankStateWriter:
 
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends, unless its run has finished."""
-        if self.state.exception != FINISHED:
-            self.ends(words(f"{type(exception).__name__}: {exception}"))
+        if self._ending != "finished":
+            text = words(f"{type(exception).__name__}: {exception}")
+            data = text.encode(errors="replace")[:_MAX_EXCEPTION]
+            self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
+            self.update()
 
-    def ends(self, text: str) -> None:
-        """Record an exception's text, or ENDED_BY_DRILL or FINISHED, in its place."""
-        data = text.encode(errors="replace")[:_MAX_EXCEPTION]
-        self._block[_TEXT_AT : _TEXT_AT + _TEXT.size + len(data)] = _TEXT.pack(len(data)) + data
+    def ends(self, ending: Ending) -> None:
+        """Record that this process ends, or may end, without an exception."""
+        self._ending = ending
         self.update()
 
     def tell(self, name: str, facts: Resumed | Proof | Straggler | dict[str, str]) -> None:
@@ -209,7 +213,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
     """Decode a record's bytes, which may be a stranger's; None if they are no record."""
     try:
         magic, pid = _HEAD.unpack_from(data)
-        marks, marked_at, phase, activity = _MARK.unpack_from(data, _MARK_AT)
+        marks, marked_at, phase, activity, ending = _MARK.unpack_from(data, _MARK_AT)
         step, total, loss, rate, snapshot_step, updated_at = _BODY.unpack_from(data, _BODY_AT)
         (length,) = _TEXT.unpack_from(data, _TEXT_AT)
         if magic != _MAGIC or not math.isfinite(updated_at):
@@ -225,6 +229,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
             samples_per_second=None if math.isnan(rate) else rate,
             snapshot_step=snapshot_step,
             exception=text,
+            ending=_ENDINGS[ending],
             updated_at=updated_at,
             activity=ACTIVITIES[activity],
             pid=pid,

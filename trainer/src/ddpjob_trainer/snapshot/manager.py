@@ -26,7 +26,7 @@ from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.writer import GONE, SnapshotWriter
+from ddpjob_trainer.snapshot.save.writer import SnapshotWriter
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.console import say
@@ -279,7 +279,8 @@ class Snapshots:
         """Count it and say it, on rank 0."""
         self._progress.count("snapshot_failures")
         newest = f"that of step {self.newest}" if self.newest >= 0 else "none yet"
-        left = "" if text.endswith(GONE) else f", the newest that was read back is {newest}"
+        gone = self._writer is not None and self._writer.gone
+        left = "" if gone else f", the newest that was read back is {newest}"
         say(0, f"snapshot after step {step} failed: {text}; training goes on{left}")
 
     def close(self) -> None:

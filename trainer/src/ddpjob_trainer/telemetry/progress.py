@@ -15,7 +15,6 @@ from ddpjob_contract import Proof, Resumed, Straggler
 from ddpjob_trainer.liveness.heartbeat import (
     ACTIVITIES,
     COMPILES,
-    FINISHED,
     PROOF,
     RESUMED,
     STRAGGLER,
@@ -110,7 +109,7 @@ class Progress:
 
     def finished(self) -> None:
         """Record that nothing after this can fail the run."""
-        self._writer.ends(FINISHED)
+        self._writer.ends("finished")
 
     @contextlib.contextmanager
     def under(self, phase: Phase) -> Iterator[None]:

@@ -21,6 +21,8 @@ MAX_LINE = 64 * 1024
 _KIND = re.compile("[A-Za-z]{1,40}")
 #: Fields that the version before closes a link for: sent only where they say something.
 _LATER = ("foreign", "in_script", "code", "newest")
+#: In an exit's exception, all that the version before knows of a drill.
+_DRILL = "drill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,8 @@ def encode(message: Message) -> bytes:
     """Encode a message as one line."""
     body: dict[str, Any] = {"type": type(message).__name__, **asdict(message)}
     for part in (body, *body.get("exits", ())):
+        if part.pop("drill", False):
+            part["exception"] = _DRILL
         for name in _LATER:
             if not part.get(name):
                 part.pop(name, None)
@@ -235,6 +239,8 @@ def _read(kind: type[Any], body: dict[str, Any]) -> Any:
         found["exits"] = tuple(_read(Exit, one) for one in _objects(found["exits"]))
     if "records" in found:
         found["records"] = _objects(found["records"])
+    if kind is Exit and found.get("exception") == _DRILL:
+        found |= {"exception": "", "drill": True}
     return kind(**found)
 
 

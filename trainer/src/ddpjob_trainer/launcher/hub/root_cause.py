@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
-from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL
 
 CAUSE_WAIT_SECONDS = 2.0
 #: A program without our library may leave its group first, then clean up and print its exception.
@@ -44,6 +43,7 @@ class Exit:
     oom: bool = False  # the kernel has OOM-killed it, or a child of it
     foreign: bool = False  # it had no record of our library: the program has chosen its code
     in_script: bool = False  # by an exception of the script, before its first step if steps show
+    drill: bool = False  # it ended for a drill, with all others after the same step
 
     @property
     def code(self) -> int:
@@ -55,11 +55,6 @@ class Exit:
         """Return whether it says, by its code or its transport's words, that a peer was gone."""
         coded = self.code == ExitCode.PEER_LOST and not self.foreign
         return coded or (self.status > 0 and _PEER_GONE.search(self.exception) is not None)
-
-    @property
-    def drill(self) -> bool:
-        """Return whether it ended for a drill, with all others after the same step."""
-        return self.code == ExitCode.PEER_LOST and self.exception == ENDED_BY_DRILL
 
 
 def _order(exit_: Exit) -> tuple[int, float, bool, int]:
@@ -174,12 +169,12 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
 
 def in_words(record: Round) -> str:
     """Describe the exit that ended a round: SIGKILL, or exit code 1: ValueError: no."""
-    said: str = record.get("kind", "peerLost")
+    named: str = record.get("kind", "peerLost")
     if number := record.get("signal", 0):
-        said = signal_name(number)
-    elif said in ("exit", "exception"):
-        said = f"exit code {record.get('code', 1)}"
-    return f"{said}{because(record.get('exception', ''))}"
+        named = signal_name(number)
+    elif named in ("exit", "exception"):
+        named = f"exit code {record.get('code', 1)}"
+    return f"{named}{because(record.get('exception', ''))}"
 
 
 def because(exception: str) -> str:

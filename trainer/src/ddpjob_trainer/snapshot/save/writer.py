@@ -33,10 +33,6 @@ from ddpjob_trainer.telemetry.console import say
 
 _END_SECONDS = 5.0
 _VERIFY_SECONDS = 15.0
-GONE = (
-    "it was removed, or another job has taken over this snapshot directory, and this run's"
-    " snapshots may be gone with it"
-)
 _LOOK_SECONDS = 0.01  # how often rank 0 looks for the others' results
 _LONG_SECONDS = 60.0  # a wait that is reported
 _SLACK_BYTES = 64 << 10  # numbers in a header get longer
@@ -115,6 +111,7 @@ class SnapshotWriter:
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
         self._files = files
+        self.gone = False  # the directory was, and older snapshots may be
         self._removing = threading.Lock()  # by retention, to which a manifest's draft is a leftover
         self._changed = threading.Condition()
         #: A number: prepare buffers.
@@ -327,7 +324,11 @@ class SnapshotWriter:
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError | disk.NotAFileError):
-            return f"{self._files.directory} is gone: {GONE}"
+            self.gone = True
+            return (
+                f"{self._files.directory} is gone: it was removed, or another job has taken over"
+                " this snapshot directory, and this run's snapshots may be gone with it"
+            )
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

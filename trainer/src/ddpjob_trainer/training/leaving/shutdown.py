@@ -22,7 +22,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.peer_loss import brief, cure_of, is_peer_loss, leave
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
 from ddpjob_trainer.gpu import faults
-from ddpjob_trainer.liveness.heartbeat import ENDED_BY_DRILL, FINISHED, RankStateWriter
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.leaving import refusal
 
@@ -150,7 +150,7 @@ class Shutdown:
 
     def drill(self, step: int) -> NoReturn:
         """End with all ranks after this step; the launcher then starts the next round."""
-        self._state.ends(ENDED_BY_DRILL)
+        self._state.ends("drill")
         if self._rank == 0:
             say(0, f"a drill: all processes end after step {step} and do its last steps again")
         leave(ExitCode.PEER_LOST)
@@ -188,7 +188,7 @@ class Shutdown:
         self.if_peer_lost(error, explain=True)
         self._state.failed(error)
         state = self._state.state
-        if state.phase == "done" and state.exception != FINISHED:  # the error left the loop
+        if state.phase == "done" and state.ending != "finished":  # the error left the loop
             self._state.update(phase="step")  # a hang on the way out is one
         self.failing = True
         if not refusal.tell(self._rank, error, trace):
