@@ -69,7 +69,8 @@ def read(
         except Failure as failure:
             raise _worded(failure) from None
     if allowed is None:
-        raise Failure(f"no pod of {job.name} runs")
+        offer = f"kubectl ddp why {job.name} --reader starts one for some seconds"
+        raise Failure(f"no pod of {job.name} runs; {offer}")
     try:
         return reader.read(kubectl, job, [*command, reader.place(job)], allowed)
     except Failure as failure:

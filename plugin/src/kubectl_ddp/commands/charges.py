@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from datetime import timedelta
-
 from ddpjob_contract import ExitCode, exits
 from ddpjob_contract.evidence import Incident
 from kubectl_ddp import cures
-from kubectl_ddp.commands.events import Happening
-from kubectl_ddp.gang import Job, moment
+from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Object
 
-#: The operator's Event follows a failure within seconds.
-_SOON = timedelta(seconds=60)
-_SECOND = timedelta(seconds=1)  # Events have whole seconds
-_COUNT = re.compile(r"\((restart|disruption) (\d+) of at most (\d+)")
+_BUDGETS = {"maxRestarts": "restart", "maxDisruptions": "disruption"}
 _WORDS = {
     "User": "the program ended",
     "Killed": "killed from outside the program",
@@ -32,16 +24,14 @@ _WORDS = {
 }
 
 
-def of(job: Job, failure: Object, story: Sequence[Happening]) -> str:
-    """Return what a failure was charged to, with the count if an Event has it."""
+def of(job: Job, failure: Object) -> str:
+    """Return what a failure was charged to; by its class where an older operator wrote it."""
     if failure.get("inPlace"):
         return "nothing: it was restarted in place"
-    at = moment(failure.get("detectedAt"))
-    soon = [one for one in story if at and timedelta(0) <= one.last - at + _SECOND <= _SOON]
-    for one in soon:
-        if found := _COUNT.search(one.message):
-            name = "maxRestarts" if found[1] == "restart" else "maxDisruptions"
-            return f"{found[1]} {found[2]} of at most {found[3]} ({name})"
+    budget = str(failure.get("chargedTo", ""))
+    if budget in _BUDGETS and "charge" in failure:
+        most = job.spec["restart"][budget]
+        return f"{_BUDGETS[budget]} {failure['charge']} of at most {most} ({budget})"
     if job.phase == "Failed" and failure == job.failures[-1]:
         return "nothing: it ended the job"
     return f"to {cures.budget(str(failure.get('class', '')))}, by its class; see Spent"

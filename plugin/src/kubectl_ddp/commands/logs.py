@@ -155,19 +155,18 @@ def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much:
     if not failure:
         print(f"{job.name} has had no failure")
         return 0
-    told = clean(failure_line(failure, datetime.now(UTC)))
+    print(clean(failure_line(failure, datetime.now(UTC))))
     member = members.get(seat_of(failure))
     there = member is not None and member.attempt <= failure.get("attempt", 0)
     if member is not None and there and not member.started and member.failed_init:
-        print(told.partition("\n")[0])
         _of_init(kubectl, job, member, how_much)
         return 0
     if member is None or not there or not member.started:
-        print(told)
+        if failure.get("message"):
+            print(clean(str(failure["message"])))
         where = f"the pod of attempt {failure.get('attempt')}"
         print(f"\n{where} is gone, and its log with it: above is what the status keeps of it")
         return 0
-    print(told.partition("\n")[0])
     print(f"\n--- {member.name}, attempt {member.attempt}", flush=True)
     kubectl.show("logs", "-n", job.namespace, member.name, "-c", member.container, *how_much)
     return 0

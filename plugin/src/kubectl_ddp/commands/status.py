@@ -176,7 +176,7 @@ def head_lines(
     if origin := (status.get("progress") or {}).get("resumed"):
         lines.append(("Began", f"from {origin}"))
     if last := status.get("lastFailure"):
-        lines.append(("Failure", failure_line({**last, "message": _gist(last, most)}, now)))
+        lines.append(("Failure", f"{failure_line(last, now)}\n{_gist(last, most)}".rstrip("\n")))
     shown = []
     for title, text in lines:
         parts = wrapped(text, columns - _INDENT, most) or [NONE]
@@ -230,7 +230,7 @@ def seat_of(failure: Object) -> int:
 
 
 def failure_line(failure: Object, now: datetime) -> str:
-    """Write a failure in one line, and below it the trainer's message."""
+    """Write a failure in one line, without the trainer's message."""
     who = f"replica {failure['replica']}" if "replica" in failure else "the gang"
     if "rank" in failure:
         who = f"rank {failure['rank']} in {who}"
@@ -240,8 +240,7 @@ def failure_line(failure: Object, now: datetime) -> str:
     follows = "restarted in place" if failure.get("inPlace") else "ended the attempt"
     follows = "replaced alone" if failure.get("replaced") else follows
     place = f"attempt {failure.get('attempt', NONE)}, round {failure.get('round', 0)}"
-    first = f"{who}, {when} ago: {_kind(failure)} ({place}; {follows})"
-    return f"{first}\n{failure['message']}" if failure.get("message") else first
+    return f"{who}, {when} ago: {_kind(failure)} ({place}; {follows})"
 
 
 def _gist(failure: Object, most: int) -> str:

@@ -86,10 +86,7 @@ def _incidents(
         said = evidence.read(kubectl, job, members, "ls", "--json", allowed=allowed)
         return [one for one in evidence.parsed(said) if one["uid"] == job.uid]
     except Failure as failure:
-        note = f"without what launchers kept beside the snapshots: {failure}"
-        if str(failure).endswith(" runs"):
-            note += f"; kubectl ddp why {job.name} --reader starts one for some seconds"
-        notes.append(note)
+        notes.append(f"without what launchers kept beside the snapshots: {failure}")
         return []
 
 
@@ -184,7 +181,7 @@ def _case(
         again = min(running, default=None)
     around = [one for one in found if one["began"] <= _written(at) <= one["at"]]
     pods = next((one["pods"] for one in (incident, *around) if one and "pods" in one), {})
-    return Case(failure, incident, pods, charges.of(job, failure, story), again)
+    return Case(failure, incident, pods, charges.of(job, failure), again)
 
 
 def _written(moment: datetime) -> str:
