@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ from support.rounds import Outcome, Training, kill
 from support.snapshots import await_snapshot
 
 EPOCH = 8  # steps, of Training's script
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    found = Training(tmp_path / "drilled")
-    yield found
-    found.end()
 
 
 @pytest.fixture

@@ -5,27 +5,17 @@ A tag that moves does so: pods that are replaced have another image than those t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from support import frozen, tiers
 from support.launching import PATHS
-from support.rounds import COLD, UNHURRIED, Training, patched
+from support.rounds import COLD, UNHURRIED, patched
 
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PYTHONPATH with the launcher and the library of the version before."""
     return frozen.unpacked("ddpjob_trainer", tmp_path_factory.mktemp("older"))
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    found = Training(tmp_path)
-    yield found
-    found.end()
 
 
 @pytest.mark.parametrize("old", tiers.some_in_gate([{0}, {1}], {0}), ids=str)

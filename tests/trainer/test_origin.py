@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from support.rounds import SCRIPT, STEPS, Training
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    found = Training(tmp_path / "run")
-    yield found
-    found.end()
 
 
 @pytest.mark.fault("U17")

@@ -12,7 +12,6 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from support.rounds import (
     COLD,
     UNHURRIED,
     Forwarder,
-    Training,
     alive,
     children,
     free_ports,
@@ -38,13 +36,6 @@ from support.rounds import (
 )
 
 SPARE = "ddpjob_trainer.launcher.processes.fork_server"
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    found = Training(tmp_path)
-    yield found
-    found.end()
 
 
 # --- One launcher ----------------------------------------------------------------------------

@@ -61,11 +61,6 @@ def incident(**more: Any) -> Any:
     return checked
 
 
-def told(reason: str, message: str, seconds: float) -> Happening:
-    when = NOW + timedelta(seconds=seconds)
-    return Happening(when, when, 1, 1, (), reason, message)
-
-
 def page(found: Job, story: Any = (), incidents: Any = (), *, everything: bool = False) -> str:
     known = why.cases(found, story, incidents, everything=everything)
     return "\n".join(
@@ -80,7 +75,7 @@ def rows(text: str) -> dict[str, str]:
 def test_a_failure_on_one_page() -> None:
     text = page(
         job(failures=[failure(chargedTo="maxRestarts", charge=1)]),
-        [told("Running", "all 3 replicas of attempt 2 run", 8)],
+        [Happening(ran := NOW + timedelta(seconds=8), ran, 1, 1, (), "Running", "all run")],
         [incident(), incident(attempt=2, began=at(8), at=at(9), first=None, failed=[])],
     )
     found = rows(text)

@@ -345,15 +345,15 @@ def understood(state: bytes, metrics: bytes) -> Told:
         body = json.loads(state)
     except (ValueError, RecursionError):
         body = None
-    newest, text = None, metrics.decode(errors="replace")
-    for name, value in _SAMPLE.findall(text):
+    newest, page = None, metrics.decode(errors="replace")
+    for name, value in _SAMPLE.findall(page):
         try:
             number = float(value)
         except ValueError:
             continue
         if name == METRIC_SNAPSHOT_AT and abs(number) < _MOST:
             newest = max(number, newest or 0.0) or None
-    told = Told(body if isinstance(body, dict) else {}, newest, None, *_shares(text))
+    told = Told(body if isinstance(body, dict) else {}, newest, None, *_shares(page))
     return replace(told, rate=told.number("stepsPerSecond"))
 
 

@@ -266,7 +266,7 @@ def by_hand(job: Job) -> str:
 
 def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str, Object]:
     """Wait until the pod has ended; return its phase and object. Raises Failure."""
-    begun, said = time.monotonic(), ""
+    begun, shown = time.monotonic(), ""
     while True:
         body = kubectl.get("pod", "-n", job.namespace, name)
         phase = str((body.get("status") or {}).get("phase", ""))
@@ -282,8 +282,8 @@ def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str
             more = "" if allowed.trusted else "with --trust-job it goes where the job's pods go; "
             late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
             raise Failure(f"{late}; {more}{by_hand(job)}")
-        if waited > _SAY_AFTER and why != said:
-            said = why
+        if waited > _SAY_AFTER and why != shown:
+            shown = why
             print(f"waiting for pod {name}: {clean(why)}", file=sys.stderr)
         time.sleep(_PAUSE)
 

@@ -25,6 +25,9 @@ def test_who_ended_early_is_named_before_its_victim(code: int, exception: str):
     assert f"then rank 0: {exception or code}" in record["exception"]
     assert kind_of("hang", record["exception"]) == "leftEarly"
     assert kind_of("hang", exception) == "hang"
+    last = rounds.decide(History(failures=3), exits, -1, Limits(3), nproc=1, at="now")
+    assert (last.next, "progress in between" in last.why) == (None, True)
+    assert "rank 1 after step 12 ended with exit code 0 while" in last.why
     own = Exit(0, 0, 1, 6.0, exception="OSError: disk full")
     assert ended_early([Exit(1, 0, 0, 5.0), own], own) == ""
     lost = Exit(0, 0, 75, 4.9)

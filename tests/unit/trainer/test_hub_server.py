@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import selectors
+import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 
-from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.client import HubClient
-from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,
@@ -24,10 +22,8 @@ from ddpjob_trainer.launcher.hub.messages import (
     encode,
 )
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.rounds import Limits
-from ddpjob_trainer.launcher.hub.server import HubServer
 from support.descriptors import none_left
-from support.patience import PATIENCE
+from support.hub_port import Port
 
 GANG = Hello(
     "uid", "pod-0", seat=0, birth=1, replicas=2, nproc=1, holds=False, running=True
@@ -36,36 +32,10 @@ OTHER = replace(GANG, seat=1, pod="pod-1")
 WELCOME = encode(Welcome(1, "pod-0"))
 
 
-class Port:
-    """A hub's port, heard when the test says so."""
-
-    def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
-        listener = sockets.bind(0)
-        self.address = ("127.0.0.1", listener.getsockname()[1])
-        post: list[Callable[..., None]] = []
-        self.hub = Hub(GANG, Limits(3), lambda *said: post[0](*said))  # noqa: PLW0108  filled later
-        self.server = HubServer(listener, self.selector, self.hub, lambda said: None)
-        post.append(self.server.post)
-
-    def hear(self, now: float) -> None:
-        while ready := self.selector.select(0.05):
-            for key, _ in ready:
-                key.data(now)
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=PATIENCE)
-
-    def close(self) -> None:
-        self.server.close()
-        self.selector.close()
-
-
 @pytest.fixture
 def port() -> Iterator[Port]:
-    found = Port()
-    yield found
-    found.close()
+    with contextlib.closing(Port(GANG)) as found:
+        yield found
 
 
 def hello(uid: str = "uid") -> bytes:
@@ -202,7 +172,7 @@ def test_without_descriptors_the_launcher_does_not_turn_round_its_port(port: Por
 
 
 def test_a_port_without_descriptors_can_be_closed() -> None:
-    port = Port()
+    port = Port(GANG)
     with socket.socket() as launcher, none_left():
         launcher.connect(port.address)
         port.hear(100.0)

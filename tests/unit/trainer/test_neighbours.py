@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import selectors
@@ -9,14 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.client import HubClient
-from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,
@@ -37,17 +37,14 @@ from ddpjob_trainer.launcher.hub.messages import (
     encode,
 )
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.rounds import Limits
-from ddpjob_trainer.launcher.hub.server import HubServer
 from support import frozen
+from support.hub_port import Port
 from support.patience import PATIENCE
 
 HUB = Hello(
     "uid", "pod-0", seat=0, birth=1, replicas=2, nproc=1, holds=False, running=True, token="t"
 )
-OTHER = Hello(
-    "uid", "pod-1", seat=1, birth=1, replicas=2, nproc=1, holds=False, running=True, token="t"
-)
+OTHER = replace(HUB, seat=1, pod="pod-1")
 EXIT = Exit(1, 0, -9, 0.5, ours=True, exception="é", step=4, done=True, oom=True)
 #: One of each, with something in each field.
 SAID: list[Message] = [
@@ -112,37 +109,13 @@ def test_fields_of_a_later_version_are_left_out(message: Message) -> None:
 def test_a_field_of_this_version_that_an_earlier_one_does_not_send_is_its_default() -> None:
     body = json.loads(encode(HUB))
     del body["held"], body["token"]
-    assert decode(json.dumps(body).encode()) == Hello(
-        "uid", "pod-0", seat=0, birth=1, replicas=2, nproc=1, holds=False, running=True
-    )
-
-
-class Port:
-    """A hub's port in this process; ``said``: to the log, by either end."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.selector = selectors.DefaultSelector()
-        listening = sockets.bind(0)
-        self.address = ("127.0.0.1", listening.getsockname()[1])
-        self.hub = Hub(HUB, Limits(3), lambda *said: self.server.post(*said))  # noqa: PLW0108
-        self.server = HubServer(listening, self.selector, self.hub, self.said.append)
-
-    def hear(self) -> None:
-        while ready := self.selector.select(0.05):
-            for key, _ in ready:
-                key.data(100.0)
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=PATIENCE)
+    assert decode(json.dumps(body).encode()) == replace(HUB, token="")
 
 
 @pytest.fixture
 def port() -> Iterator[Port]:
-    found = Port()
-    yield found
-    found.server.close()
-    found.selector.close()
+    with contextlib.closing(Port(HUB)) as found:
+        yield found
 
 
 @pytest.mark.fault("T20")

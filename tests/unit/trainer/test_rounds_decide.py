@@ -116,17 +116,6 @@ def test_time_is_no_progress_where_that_is_off():
     assert found.why == "failed 2 times without progress in between"
 
 
-@pytest.mark.parametrize(
-    ("statuses", "early"),
-    [((0, LOST, 0), "rank 0 ended with exit code 0 while"), ((LOST, LOST), ""), ((0, 1), "")],
-)
-def test_who_left_by_a_success_of_its_own_is_named(statuses, early):  # type: ignore[no-untyped-def]
-    why = verdict_of(History(failures=3), exits(*statuses)).why
-    assert why.startswith("failed 4 times without progress in between")
-    assert early in why
-    assert ("ended with exit code 0" in why) == bool(early)
-
-
 def test_the_record_of_a_round():  # type: ignore[no-untyped-def]
     first = verdict_of(History(), [Exit(3, 1, KILLED, 0.0, step=17)], snapshot_step=10).next
     assert first is not None

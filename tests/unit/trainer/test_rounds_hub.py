@@ -9,7 +9,6 @@ import pytest
 from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS, Hub
 from ddpjob_trainer.launcher.hub.messages import (
-    Call,
     Done,
     End,
     Exiting,
@@ -460,25 +459,6 @@ def test_nobody_speaks_for_another() -> None:
         scene.hub.receive(1, Failed(0, (Exit(0, 0, -9, 0.0),), 1), 0.0)
     with pytest.raises(ValueError, match="must not say Go"):
         scene.hub.receive(1, Go(4, 3, 1, ()), 0.0)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        GANG,
-        Failed(2, (Exit(3, 1, -9, 0.5, exception="é", step=4),), 1),
-        Stopped(0, (), -1),
-        Exiting(3),
-        Go(4, 1, 2, ({"round": 0, "rank": 1, "kind": "signal", "at": "now"},)),
-        End(-1, "x", graceful=True),
-        Finished(),
-        Welcome(4, "pod-0"),
-        Call("uid", 4, "pod-0"),
-        Stop(2, graceful=True),
-    ],
-)
-def test_a_message_survives_the_wire(message):  # type: ignore[no-untyped-def]
-    assert messages.decode(messages.encode(message).rstrip(b"\n")) == message
 
 
 @pytest.mark.parametrize(

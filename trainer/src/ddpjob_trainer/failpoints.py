@@ -46,14 +46,14 @@ def reach(point: str) -> None:
         return
     path = _directory / ARMED
     try:
-        text = path.read_text()
-        order = json.loads(text)
+        armed = path.read_text()
+        order = json.loads(armed)
     except (FileNotFoundError, ValueError):
         return
     if order["point"] != point or order["rank"] not in (None, _rank):
         return
-    _hits = _hits + 1 if text == _armed else 1
-    _armed = text
+    _hits = _hits + 1 if armed == _armed else 1
+    _armed = armed
     if _hits < order["hits"]:
         return
     try:

@@ -128,8 +128,8 @@ def _gpus(job: Job, total: float) -> str:
 def _gpu_count(job: Job) -> int:
     """Return how many GPUs each pod asks for."""
     limits = _mapping(_mapping(job.trainer.get("resources")).get("limits"))
-    texts = (str(limits.get(name, "")) for name in GPUS)
-    return next((int(text) for text in texts if _PLAIN.fullmatch(text)), 0)
+    found = (str(limits.get(name, "")) for name in GPUS)
+    return next((int(value) for value in found if _PLAIN.fullmatch(value)), 0)
 
 
 def _open(job: Job, until: datetime, now: datetime) -> str:

@@ -142,9 +142,9 @@ def _beyond(settings: Settings) -> str:
     """Name the paths in script and arguments that lead out of the folder; "" for none."""
     tree = parsed(settings.script.here / settings.script.program)
     nodes = ast.walk(tree) if tree else ()
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    texts += [word.rpartition("=")[2] for word in settings.script.arguments]
-    beyond = {text for text in texts if isinstance(text, str) and _BEYOND.fullmatch(text)}
+    paths = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    paths += [word.rpartition("=")[2] for word in settings.script.arguments]
+    beyond = {path for path in paths if isinstance(path, str) and _BEYOND.fullmatch(path)}
     if not (missed := sorted(beyond - {*settings.source.linked})):
         return ""
     return (

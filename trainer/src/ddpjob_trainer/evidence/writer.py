@@ -108,11 +108,11 @@ class Writer:
 
     def _refused(self, error: OSError) -> None:
         """Say once, for each reason, that nothing is kept."""
-        why = error.strerror or str(error)
-        if why != self._said:
-            self._said = why
+        reason = error.strerror or str(error)
+        if reason != self._said:
+            self._said = reason
             where = self._root / EVIDENCE_DIR
-            self._say(f"last lines and stacks are not kept in {where}: {why}")
+            self._say(f"last lines and stacks are not kept in {where}: {reason}")
 
 
 def flight_name(rank: int) -> str:

@@ -69,26 +69,26 @@ def translate(
     given: Mapping[str, Any], env: LauncherEnvironment, program: str, *, module: bool
 ) -> dict[str, Any]:
     """Return arguments of make_launch_config. ``given``: what was parsed. Raises ConfigError."""
-    said = {
+    options = {
         name.removeprefix("torchrun_"): value
         for name, value in given.items()
         if name.startswith("torchrun_") and value is not None and value is not False
     }
     for name, cure in _REFUSED.items():
-        if name in said:
+        if name in options:
             raise ConfigError(f"--{name} of torchrun has no counterpart here: {cure}")
     found: dict[str, Any] = {"nproc": given["nproc"]}
-    if "nproc-per-node" in said:
+    if "nproc-per-node" in options:
         _once(given["nproc"], "--nproc-per-node", "--nproc")
-        found["nproc"] = _processes(said["nproc-per-node"])
+        found["nproc"] = _processes(options["nproc-per-node"])
     rounds = found["rounds_without_progress"] = given["max_rounds_without_progress"]
-    if "max-restarts" in said:
+    if "max-restarts" in options:
         _once(rounds, "--max-restarts", "--max-rounds-without-progress")
-        found["rounds_without_progress"] = said["max-restarts"]
-    if "no-python" in said and (module or program.endswith(".py")):
+        found["rounds_without_progress"] = options["max-restarts"]
+    if "no-python" in options and (module or program.endswith(".py")):
         what = "-m" if module else f"{program}, which is started by python"
         raise ConfigError(f"--no-python contradicts {what}: leave one of the two out")
-    found["master_port"] = _port(said, env)
+    found["master_port"] = _port(options, env)
     return found
 
 
@@ -97,21 +97,21 @@ def _once(other: object, name: str, same: str) -> None:
         raise ConfigError(f"{name} and {same} mean the same: give one of them")
 
 
-def _processes(text: str) -> int:
-    if text.isdigit():
-        return int(text)
-    if text not in ("gpu", "cpu", "auto"):
-        raise ConfigError(f"--nproc-per-node {text} must be a number, gpu, cpu or auto")
-    gpus = devices.visible(os.environ) if text != "cpu" else 0
-    if text == "gpu" and not gpus:
+def _processes(value: str) -> int:
+    if value.isdigit():
+        return int(value)
+    if value not in ("gpu", "cpu", "auto"):
+        raise ConfigError(f"--nproc-per-node {value} must be a number, gpu, cpu or auto")
+    gpus = devices.visible(os.environ) if value != "cpu" else 0
+    if value == "gpu" and not gpus:
         raise ConfigError("--nproc-per-node gpu: this machine shows none; give a number, or cpu")
     return gpus or len(os.sched_getaffinity(0))
 
 
-def _port(said: Mapping[str, Any], env: LauncherEnvironment) -> int | None:
+def _port(options: Mapping[str, Any], env: LauncherEnvironment) -> int | None:
     """Return the store's port, None: any. Refuse what contradicts this launcher's place."""
-    host, port = said.get("rdzv-endpoint", (None, None))
-    asked = {**said, "rdzv-endpoint": host, "master-port": said.get("master-port") or port}
+    host, port = options.get("rdzv-endpoint", (None, None))
+    asked = {**options, "rdzv-endpoint": host, "master-port": options.get("master-port") or port}
     hosts = env.master[:1] if env.master else _HERE
     fits: dict[str, Collection[object]] = {
         "standalone": (env.replicas == 1,),

@@ -111,9 +111,10 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"resume={path} cannot be read: {error.strerror or error}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        first, _, _ = str(error).partition("\n")
         raise ConfigError(
             f"resume={path} is neither a safetensors file nor a state_dict that torch.load() reads"
-            f" with weights_only=True: {str(error).partition(chr(10))[0][:300]}"
+            f" with weights_only=True: {first[:300]}"
         ) from error
     if not isinstance(state, Mapping) or not any(
         isinstance(value, torch.Tensor) for value in state.values()

@@ -98,7 +98,7 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
     A success is no failure, but where no rank failed by itself the others lost their peer by it.
     They lose it at once when its interpreter shuts down, a moment before the process has ended.
     """
-    if cause is None or not _lost_a_peer(cause):
+    if cause is None or not (cause.lost_peer or cause.code == ExitCode.HANG):
         return ""
     ends = [exit_ for exit_ in exits if exit_.status == 0]
     early = [exit_ for exit_ in ends if exit_.at <= cause.at]
@@ -106,8 +106,7 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
         early = [exit_ for exit_ in ends if exit_.at <= cause.at + CAUSE_WAIT_SECONDS]
     if not early:
         return ""
-    what = f"{LEFT_EARLY} others trained: sys.exit() on some ranks only?"
-    return f"{whom(early)} {what}"
+    return f"{whom(early)} {LEFT_EARLY} others trained: sys.exit() on some ranks only?"
 
 
 def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
@@ -138,11 +137,6 @@ def whom(exits: Collection[Exit]) -> str:
 def told_of(early: str, cause: Exit | None) -> str:
     """Name the ranks that ended early, then the rank that lost them."""
     return f"{early}; then rank {cause.rank}: {cause.exception or cause.code}" if cause else early
-
-
-def _lost_a_peer(cause: Exit) -> bool:
-    """Return whether the end of a peer may have caused this exit."""
-    return cause.lost_peer or cause.code == ExitCode.HANG
 
 
 def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKind:

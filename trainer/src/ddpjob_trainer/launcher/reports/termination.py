@@ -237,7 +237,7 @@ def _cut(text: str, limit: int) -> str:
 
 def _cut_middle(text: str, limit: int) -> str:
     """Keep head and tail of a text within ``limit`` bytes of the report."""
-    if _cut(text, limit) == text:
+    if len(_cut(text, limit)) == len(text):
         return text
     head, gap = limit * 2 // 3, " ... "
     return _cut(text, head) + gap + _cut(text[::-1], limit - head - len(gap))[::-1]

@@ -102,18 +102,18 @@ def fetch_if_newer(
     process = RemoteProcess("fetch", settings, resume=settings.resume, identity=asdict(identity))
     with contextlib.closing(process):
         while not process.ended:
-            for said in process.answers(_LOOK_SECONDS):
+            for answer in process.answers(_LOOK_SECONDS):
                 alive()
-                if "say" in said:
-                    say(0, said["say"])
-                elif "step" in said:
-                    if said["step"] is None:
+                if "say" in answer:
+                    say(0, answer["say"])
+                elif "step" in answer:
+                    if answer["step"] is None:
                         return -1
-                    say(0, f"fetched the snapshot of step {said['step']} from {url}")
-                    return int(said["step"])
-                elif "kind" in said:
+                    say(0, f"fetched the snapshot of step {answer['step']} from {url}")
+                    return int(answer["step"])
+                elif "kind" in answer:
                     kinds = {"PeerLostError": PeerLostError, "ConfigError": ConfigError}
-                    raise kinds.get(said["kind"], OSError)(said["text"])
+                    raise kinds.get(answer["kind"], OSError)(answer["text"])
     raise OSError(f"{url}: the process that reads it ended")
 
 
@@ -153,15 +153,15 @@ class Uploads:
         """Take in what became of them; return whether it has ended."""
         if self._process is None:
             return True
-        for said in self._process.answers(seconds):
-            if "uploaded" in said:
-                self._count(said["uploaded"])
+        for answer in self._process.answers(seconds):
+            if "uploaded" in answer:
+                self._count(answer["uploaded"])
                 self._told = False
-                if said["uploaded"] >= self._pending:
+                if answer["uploaded"] >= self._pending:
                     self._pending = -1
-            elif "failed" in said:
-                self._over = said.get("over", False)
-                self._failed(said["failed"], said["text"])
+            elif "failed" in answer:
+                self._over = answer.get("over", False)
+                self._failed(answer["failed"], answer["text"])
         if self._process.ended and self._pending >= 0 and not self._over:
             self._failed(self._pending, "its process ended")
             self._pending = -1

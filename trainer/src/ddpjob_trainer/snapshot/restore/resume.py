@@ -270,9 +270,9 @@ class _Opening:
         for number, why in unread.items():
             name = f"{number:08d}/{lineage.START}"
             if not (isinstance(why, NewerFormatError | lineage.ForgedError) or _is_denied(why)):
-                said = self._ask(_LOOK, number, _RECORD)
-                if b"1" in said:
-                    self._end_sick(OnlyHereError(0, f"{name}: {why}", said.index(b"1")))
+                answers = self._ask(_LOOK, number, _RECORD)
+                if b"1" in answers:
+                    self._end_sick(OnlyHereError(0, f"{name}: {why}", answers.index(b"1")))
             say(0, f"{name} is not usable, its snapshots are left out: {why}")
             self._failed.append(f"{name}: {why}")
             if isinstance(why, OSError):
@@ -362,10 +362,10 @@ class _Opening:
         except (InvalidSnapshotError, OSError) as error:
             if not _is_denied(error):
                 step = manifest.step_of(path.name)
-                said = self._ask(_LOOK, int(path.parent.name), step or 0)
-                if b"1" in said:
+                answers = self._ask(_LOOK, int(path.parent.name), step or 0)
+                if b"1" in answers:
                     name = f"{path.parent.name}/{path.name}"
-                    raise OnlyHereError(0, f"{name}: {error}", said.index(b"1")) from None
+                    raise OnlyHereError(0, f"{name}: {error}", answers.index(b"1")) from None
             raise
 
     def _bring(self, path: Path, ours: Path, found: Manifest) -> Source:
@@ -458,19 +458,19 @@ def _follow(root: Path, world: World) -> tuple[Start, Source | None]:
     """Do what rank 0 asks for, until it has started."""
     source: Source | None = None
     while True:
-        message = world.broadcast_bytes(None)
-        if message.startswith((_LIST, _LOOK)):
-            world.gather_bytes(_CALL, _answer(root, message))
-        elif message.startswith(_SICK):
-            rank, text = json.loads(message.removeprefix(_SICK))
+        order = world.broadcast_bytes(None)
+        if order.startswith((_LIST, _LOOK)):
+            world.gather_bytes(_CALL, _answer(root, order))
+        elif order.startswith(_SICK):
+            rank, text = json.loads(order.removeprefix(_SICK))
             raise _sick(rank, text, world.rank)
-        elif message.startswith(_PROPOSED):
-            name, _, content = message.removeprefix(_PROPOSED).partition(b" ")
+        elif order.startswith(_PROPOSED):
+            name, _, content = order.removeprefix(_PROPOSED).partition(b" ")
             found, source = manifest.decode(content), None
             with contextlib.suppress(InvalidSnapshotError, OSError):
                 source = _check_together(root / name.decode(), found, world)
         else:
-            return lineage.parse_start(json.loads(message)), source
+            return lineage.parse_start(json.loads(order)), source
 
 
 def _answer(root: Path, question: bytes) -> bytes:
