@@ -105,6 +105,14 @@ def test_an_error_after_the_runs_finish_fails_nothing(tmp_path, sent, status, co
     assert any("after run.finish()" in line for line in said) == (counts == 0)
 
 
+@pytest.mark.parametrize("status", [75, 1])
+def test_an_end_for_a_drill_is_known_by_its_record_and_its_code(tmp_path, sent, status):  # type: ignore[no-untyped-def]
+    workers, _ = make_group(tmp_path)
+    RankStateWriter(tmp_path, 1).ends("drill")
+    workers.ended(NEVER + 1, status, 1.0)
+    assert [(one.drill, one.exception) for one in workers.exits] == [(status == 75, "")]
+
+
 def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):  # type: ignore[no-untyped-def]
     workers, _ = make_group(tmp_path)
     RankStateWriter(tmp_path, 1)
