@@ -18,7 +18,7 @@ from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import PODGROUPS
 from support.invariants import Write
-from support.objects import ended
+from support.objects import TERMINAL, ended
 
 Object = Mapping[str, Any]
 Key = tuple[str, str, str]  # plural, namespace, name
@@ -148,7 +148,7 @@ class Cluster:
         wanted = self._grace(old, grace) if plural == "pods" else 0
         if by and grace == 0 and plural == "pods" and not self.hears(old):
             self.forced.add(old["metadata"]["uid"])  # Fence: the lineage shuts the zombie out
-        if wanted == 0:
+        if wanted == 0 and not (plural == "pods" and old["metadata"].get("finalizers")):
             return self._remove((plural, NAMESPACE, name), by)
         meta, until = old["metadata"], stamp(self.now + timedelta(seconds=wanted))
         running = meta.get("deletionGracePeriodSeconds")
@@ -167,6 +167,11 @@ class Cluster:
             meta = {**old["metadata"], "generation": old["metadata"]["generation"] + 1}
             new["metadata"] = meta
         return self._commit("MODIFIED", (plural, NAMESPACE, name), new, "")
+
+    def touch(self, obj: Any) -> None:
+        """Give an object that was changed in place its new version."""
+        self._version += 1
+        obj["metadata"]["resourceVersion"] = str(self._version)
 
     def restore(self, back: int) -> None:
         """The store is set back by so many writes; versions go back with it.
@@ -196,7 +201,7 @@ class Cluster:
         return len([p for p in self.pods() if not ended(p)])
 
     def _grace(self, pod: Object, asked: int | None) -> int:
-        if not pod["spec"].get("nodeName") or ended(pod):
+        if not pod["spec"].get("nodeName") or (pod.get("status") or {}).get("phase") in TERMINAL:
             return 0
         default = pod["spec"].get("terminationGracePeriodSeconds", GRACE)
         return int(default if asked is None else asked)

@@ -19,7 +19,6 @@ from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.objects import observe, status
 from ddpjob_operator.core.plan import plan as real_plan
 from ddpjob_operator.shell import app, reconciler
-from ddpjob_operator.shell.api.client import WORKLOADS, Listing, Resource
 from ddpjob_operator.shell.cache.nodes import NodeCache
 from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
 from ddpjob_operator.shell.clock import Clock
@@ -29,89 +28,14 @@ from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.watch.resync import Resync
 from ddpjob_operator.shell.watch.workloads import WorkloadInformer
-from model.cluster import START, Cluster, Object, selects
-from model.wire import Call, Crash, Wire
+from model.cluster import START, selects
+from model.wire import Crash, ModelApi, Wire
 
 Planner = Callable[..., Plan]
 
 RESYNC = timedelta(seconds=30)  # jobs are listed anew
 RELIST = timedelta(seconds=600)  # and pods
 _FIRST_DELAY, _MAX_DELAY = 0.1, 30.0  # of the work queue
-
-
-class ModelApi:
-    """shell.api.Api of one operator. Holds the operator to its manners (I22)."""
-
-    def __init__(self, operator: Operator) -> None:
-        self._operator = operator
-        self.behind: dict[str, int] = {}  # a list shows the world as it was so many writes ago
-
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Any:
-        return await self._send("get", resource, name, lambda c: c.get(resource.plural, name))
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, *, strict: bool = False
-    ) -> Any:
-        known = strict or resource == WORKLOADS  # Kueue's definition may be older than the pods'
-        assert known, "unknown fields would be dropped without a word"
-        by = self._operator.name
-        do = lambda c: c.create(resource.plural, body, by)  # noqa: E731
-        return await self._send("create", resource, body["metadata"]["name"], do)
-
-    async def replace(
-        self, resource: Resource, namespace: str, name: str, body: Object, *, sub: str = ""
-    ) -> Any:
-        assert sub == "status" or resource == WORKLOADS, "the spec is never written"
-        assert body["metadata"].get("resourceVersion"), "a write is guarded by its version"
-        by = self._operator.name
-        replace = "replace_status" if sub else "replace_spec"
-        do = lambda c: getattr(c, replace)(resource.plural, name, body, by)  # noqa: E731
-        return await self._send("replace", resource, name, do)
-
-    async def delete(
-        self,
-        resource: Resource,
-        namespace: str,
-        name: str,
-        *,
-        uid: str,
-        version: str = "",
-        grace: int | None = None,
-    ) -> Any:
-        assert uid, "a deletion names the uid"
-        by = self._operator.name
-        do = lambda c: c.delete(resource.plural, name, uid, grace, by, version)  # noqa: E731
-        return await self._send("delete", resource, name, do)
-
-    async def list_all(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        selector: str = "",
-        *,
-        keep: Callable[[Object], Any] = dict,
-    ) -> Listing:
-        def do(cluster: Cluster) -> Listing:
-            items, version = cluster.list(
-                resource.plural, selector, self.behind.get(resource.plural, 0)
-            )
-            return Listing([keep(item) for item in items], str(version))
-
-        return await self._send("list", resource, selector, do)  # type: ignore[no-any-return]
-
-    async def _send(self, verb: str, resource: Resource, name: str, do: Any) -> Any:
-        operator = self._operator
-        cluster = operator.wire.cluster
-        if operator.dead:
-            raise Crash
-        if not operator.working:
-            return do(cluster)  # the lists of the start and the resync are not counted
-        call = Call(len(operator.wire.calls), verb, resource.plural, name, operator.name)
-        try:
-            return await operator.wire.send(call, lambda: do(cluster))
-        except Crash:
-            operator.dead = True  # calls under way beside this one never leave
-            raise
 
 
 class ModelQueue:

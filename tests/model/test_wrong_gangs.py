@@ -14,10 +14,11 @@ import pytest
 
 from ddpjob_contract import crd
 from model import wrong_gangs
+from model.cluster import Object
 from model.gang import GangWorld
 from model.launchers import Launcher
-from model.operators import ModelApi, Object
 from model.walks import begun, walk, wander
+from model.wire import ModelApi
 from support.invariants import Violation
 
 

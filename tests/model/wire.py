@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ddpjob_operator.shell.api import errors
-from model.cluster import Cluster
+from ddpjob_operator.shell.api.client import WORKLOADS, Listing, Resource
+from model.cluster import Cluster, Object
 
 
 class Crash(BaseException):
@@ -31,8 +32,8 @@ class Call:
         return self.verb not in ("get", "list")
 
 
-#: Asked before each call; what it returns happens to the call. See Wire.
-Harm = str
+#: Asked before each call; what it returns happens to the call. See Wire. An error is the answer.
+Harm = str | errors.ApiError
 Gate = Callable[[Call], Harm]
 
 _ANSWERS: Mapping[str, tuple[int, str, str]] = {
@@ -72,6 +73,8 @@ class Wire:
             self.on_hold(held)
             await held
             harm = ""
+        if isinstance(harm, errors.ApiError):
+            raise harm
         if harm in _ANSWERS:
             raise _answer(harm)
         if harm == "late":
@@ -92,6 +95,90 @@ class Wire:
         for do in late:
             with contextlib.suppress(errors.ApiError):  # nobody hears of it
                 do()
+
+
+class Caller(Protocol):
+    """An operator, as its calls see it; ``working``: they are counted and may be harmed."""
+
+    wire: Wire
+    name: str
+    dead: bool
+    working: bool
+
+
+class ModelApi:
+    """shell.api.Api of one operator. Holds the operator to its manners (I22)."""
+
+    def __init__(self, operator: Caller) -> None:
+        self._operator = operator
+        self.behind: dict[str, int] = {}  # a list shows the world as it was so many writes ago
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Any:
+        return await self._send("get", resource, name, lambda c: c.get(resource.plural, name))
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, *, strict: bool = False
+    ) -> Any:
+        known = strict or resource == WORKLOADS  # Kueue's definition may be older than the pods'
+        assert known, "unknown fields would be dropped without a word"
+        by = self._operator.name
+        do = lambda c: c.create(resource.plural, body, by)  # noqa: E731
+        return await self._send("create", resource, body["metadata"]["name"], do)
+
+    async def replace(
+        self, resource: Resource, namespace: str, name: str, body: Object, *, sub: str = ""
+    ) -> Any:
+        assert sub == "status" or resource == WORKLOADS, "the spec is never written"
+        assert body["metadata"].get("resourceVersion"), "a write is guarded by its version"
+        by = self._operator.name
+        replace = "replace_status" if sub else "replace_spec"
+        do = lambda c: getattr(c, replace)(resource.plural, name, body, by)  # noqa: E731
+        return await self._send("replace", resource, name, do)
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        version: str = "",
+        grace: int | None = None,
+    ) -> Any:
+        assert uid, "a deletion names the uid"
+        by = self._operator.name
+        do = lambda c: c.delete(resource.plural, name, uid, grace, by, version)  # noqa: E731
+        return await self._send("delete", resource, name, do)
+
+    async def list_all(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        selector: str = "",
+        *,
+        keep: Callable[[Object], Any] = dict,
+    ) -> Listing:
+        def do(cluster: Cluster) -> Listing:
+            items, version = cluster.list(
+                resource.plural, selector, self.behind.get(resource.plural, 0)
+            )
+            return Listing([keep(item) for item in items], str(version))
+
+        return await self._send("list", resource, selector, do)  # type: ignore[no-any-return]
+
+    async def _send(self, verb: str, resource: Resource, name: str, do: Any) -> Any:
+        operator = self._operator
+        cluster = operator.wire.cluster
+        if operator.dead:
+            raise Crash
+        if not operator.working:
+            return do(cluster)  # the lists of the start and the resync are not counted
+        call = Call(len(operator.wire.calls), verb, resource.plural, name, operator.name)
+        try:
+            return await operator.wire.send(call, lambda: do(cluster))
+        except Crash:
+            operator.dead = True  # calls under way beside this one never leave
+            raise
 
 
 def _answer(harm: str) -> errors.ApiError:

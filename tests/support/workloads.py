@@ -6,14 +6,12 @@ api level (by PUT of the result) play the same part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects import workload
-from ddpjob_operator.core.objects.workload import Placement, Workload
+from ddpjob_operator.core.objects.workload import Workload
+from model.cluster import NAMESPACE, Cluster
 
 Object = dict[str, Any]
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -84,53 +82,34 @@ def pending(obj: Object, now: datetime, message: str = "couldn't assign flavors"
     return tell(obj, now, "QuotaReserved", False, "Pending", message)
 
 
-@dataclass
 class Kueue:
-    """Workloads by name and flavours, with the operator's writes checked as the webhook does."""
+    """The Workloads and flavours of a cluster."""
 
-    objects: dict[str, Object] = field(default_factory=dict)
-    flavors: dict[str, Object] = field(default_factory=lambda: {"default": {}})
-    refuse: Callable[[act.Action], act.Refusal | None] = lambda _: None
-    serial: int = 0
+    cluster: Cluster
+
+    def join(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.offer()
+        cluster.create("workloadpriorityclasses", {"metadata": {"name": "high"}, "value": 100})
 
     def seen(self) -> tuple[Workload, ...]:
         return tuple(map(workload.workload, self.objects.values()))
 
-    def read(self, names: tuple[str, ...]) -> Mapping[str, Placement]:
-        return {name: workload.placement(self.flavors[name]) for name in names}
+    @property
+    def objects(self) -> dict[str, Object]:
+        there: Any = self.cluster.objects
+        return {name: o for (plural, _, name), o in there.items() if plural == "workloads"}
 
     @property
     def only(self) -> Object:
         (found,) = self.objects.values()
         return found
 
-    def write(self, action: act.Queue, now: datetime) -> act.Refusal | None:
-        if refusal := self.refuse(action):
-            return refusal
-        self.serial += 1
-        match action:
-            case act.EnsureWorkload(body, priority):
-                name = body["metadata"]["name"]
-                assert name not in self.objects, f"{name} is there"
-                reference = {"name": priority, "group": "kueue.x-k8s.io"}
-                meta = {**body["metadata"], "uid": f"wl-{self.serial}", "namespace": "ns"}
-                obj = {**body, "metadata": meta}
-                obj["spec"] = {**obj["spec"]}
-                if priority:
-                    obj["spec"] |= {"priorityClassRef": reference, "priority": 100}
-                self.objects[name] = obj
-            case act.WriteWorkload(name, version, told, reclaimed, give_back):
-                obj = self.objects[name]
-                assert obj["metadata"]["resourceVersion"] == version
-                obj = workload.with_status(obj, told, now, reclaimed=reclaimed, give_back=give_back)
-                self.objects[name] = obj
-            case act.DeleteWorkload(name, uid):
-                obj = self.objects.pop(name)
-                assert obj["metadata"]["uid"] == uid
-        self.touch(obj)
-        return None
+    def offer(self, name: str = "default", **spec: Any) -> None:
+        """Have a flavour, or change it."""
+        body = {"metadata": {"name": name}, "spec": spec}
+        self.cluster.objects["resourceflavors", NAMESPACE, name] = body
 
     def touch(self, obj: Object) -> None:
         """It has a new version."""
-        self.serial += 1
-        obj["metadata"]["resourceVersion"] = str(self.serial)
+        self.cluster.touch(obj)

@@ -1,18 +1,21 @@
-"""A tiny world for the pure planner: carries out its actions on dicts, with a clock.
+"""One job in the model's cluster: the real planner, executor and store, without watches or timers.
 
-It is no API server (the api level has a real one): it knows just what plan() may see, so
-that a whole story of a gang runs in a millisecond. A hand plays user and kubelet.
+Its operator sees at once what there is and acts when asked to, so that a whole story of a gang
+runs in a millisecond. A hand plays user and kubelet.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import cache
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -21,19 +24,23 @@ import yaml
 from ddpjob_contract import crd
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
-from ddpjob_operator.core.capacity import refusals
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Lease, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.core.view import belongs
-from support import objects
+from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api.client import JOBS, PODGROUPS, Resource
+from ddpjob_operator.shell.cache.store import JobState, Store
+from ddpjob_operator.shell.executor import Executor
+from model.cluster import NAMESPACE, START, Cluster, Object, label
+from model.wire import ModelApi, Wire
 from support.cluster import ROOT
+from support.invariants import Write
+from support.objects import leaving
 from support.workloads import Kueue
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 JOB_UID = "uid-of-job"
 #: RFC 3339 as the API server reads it. jsonschema has no word on formats without another package.
 DATE_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
@@ -80,10 +87,9 @@ def env_of(pod: dict[str, Any]) -> dict[str, str]:
     return {e["name"]: e["value"] for e in env if "valueFrom" not in e}
 
 
-def refusal(world: World, code: int, message: str = "words", **more: Any) -> act.Refusal:
-    """The API's answer to a creation of the attempt of now."""
-    fields = {"reason": "Reason", "at": world.now, **more}
-    return act.Refusal(world.status["attempt"], code, message=message, **fields)
+def refusal(code: int, message: str = "words", reason: str = "Reason") -> errors.ApiError:
+    """The API's answer to a creation."""
+    return errors.from_status(code, {"reason": reason, "message": message})
 
 
 @cache
@@ -162,40 +168,124 @@ class Machines:
         )
 
 
-@dataclass
-class World:
-    """State of the cluster as far as one job goes; ``log`` lists every write of ours."""
+class Pods(MutableMapping[str, dict[str, Any]]):
+    """The pods in the cluster by name, to be changed in place by whoever plays user or kubelet."""
 
-    job: dict[str, Any] = field(default_factory=job_object)
-    pods: dict[str, dict[str, Any]] = field(default_factory=dict)
-    feedback: act.ApiFeedback = field(default_factory=act.ApiFeedback)
-    now: datetime = START
-    log: list[str] = field(default_factory=list)
-    events: list[act.Event] = field(default_factory=list)
-    measurements: list[act.Measurement] = field(default_factory=list)
-    booked: list[act.Measurement] = field(default_factory=list)  # those of the ledger
-    refuse: Callable[[act.CreatePod], act.Refusal | None] = lambda _: None
-    refuse_network: Callable[[act.EnsureNetwork], act.Refusal | None] = lambda _: None
-    prunes: frozenset[str] = frozenset()  # fields of the status that an older CRD does not know
-    machines: Machines | None = None
-    nodes: Nodes | None = FORBIDDEN  # without machines
-    graceful: bool = False  # deletions wait until finish_deletions()
-    hidden: dict[str, act.Existing] = field(default_factory=dict)  # pods that no watch shows
-    gang_api: str = ""  # the version that serves PodGroups
-    no_gang: str = ""  # why none can be had all the same
-    groups: dict[str, act.Body] = field(default_factory=dict)  # PodGroups by name
-    serial: int = 0
-    seen: set[tuple[int, int]] = field(default_factory=set)  # attempt, replica: a pod was there
-    kueue: Kueue | None = None  # None: its API is not served
+    def __init__(self, cluster: Cluster) -> None:
+        self._objects = cluster.objects
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self._objects["pods", NAMESPACE, name]  # type: ignore[return-value]
+
+    def __setitem__(self, name: str, pod: dict[str, Any]) -> None:
+        self._objects["pods", NAMESPACE, name] = pod
+
+    def __delitem__(self, name: str) -> None:
+        del self._objects["pods", NAMESPACE, name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for plural, _, name in self._objects if plural == "pods"])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Api(ModelApi):
+    """Refuse a status that the CRD does not know; ``prunes``: fields that an older one drops."""
+
+    prunes: frozenset[str] = frozenset()
+
+    async def replace(
+        self, resource: Resource, namespace: str, name: str, body: Object, *, sub: str = ""
+    ) -> Any:
+        if resource == JOBS:
+            check_status(body["status"])
+            stored = {k: v for k, v in body["status"].items() if k not in self.prunes}
+            body = {**body, "status": stored}
+        return await super().replace(resource, namespace, name, body, sub=sub)
+
+
+class World:
+    """One job in a cluster; ``log`` lists every write of ours.
+
+    ``refuse`` and ``refuse_network``: what admission says of pods, and of the other objects.
+    ``graceful``: deletions wait until finish_deletions(). ``nodes``: without ``machines``.
+    """
+
+    name, dead, working = "operator", False, True
+
+    def __init__(
+        self,
+        job: dict[str, Any] | None = None,
+        *,
+        machines: Machines | None = None,
+        graceful: bool = False,
+        gang_api: str = "",
+        kueue: Kueue | None = None,
+    ) -> None:
+        self.cluster = Cluster(START, nodes=(), refuse=self._admit)
+        self.wire = Wire(self.cluster)
+        self.api = _Api(self)
+        self.machines, self.graceful, self.kueue = machines, graceful, kueue
+        self.nodes: Nodes | None = FORBIDDEN
+        self.gang_api = gang_api  # the version that serves PodGroups
+        self.no_gang = ""  # why none can be had all the same
+        self.refuse: Callable[[act.CreatePod], errors.ApiError | None] = lambda _: None
+        self.refuse_network: Callable[[act.Body], errors.ApiError | None] = lambda _: None
+        self.log: list[str] = []
+        self.events: list[act.Event] = []
+        self.measurements: list[act.Measurement] = []
+        self.booked: list[act.Measurement] = []  # those of the ledger
+        job = job or job_object()
+        self._name = job["metadata"]["name"]
+        self.job = job
+        self._creating: dict[str, act.CreatePod] = {}
+        if kueue:
+            kueue.join(self.cluster)
+        self.restart_operator()
 
     # --- the operator ---------------------------------------------------------------------
 
+    def restart_operator(self) -> World:
+        self.store = Store(self._now)
+        api: Any = self.api
+        ears: Any = SimpleNamespace(
+            send=self._hear, record=self._measure, count_refusal=self._ignore
+        )
+        self.executor = Executor(api, self.store, ears, ears, leads=self._leads, now=self._now)
+        self._show()
+        return self
+
+    def _show(self) -> JobState:
+        """Let the watches show all that there is."""
+        self.cluster.gang_api = bool(self.gang_api)
+        self.cluster.touch(self.job)
+        self.store.put_job(observe.job(self.job))  # whatever its generation
+        uid, shown = self.job["metadata"]["uid"], set()
+        for pod in self.pods.values():
+            self.cluster.touch(pod)
+            if label(pod, crd.LABEL_JOB_UID) is not None:
+                shown.add(pod["metadata"]["uid"])
+                self.store.put_pod(pod)
+        for known in self.store.pods_of(uid):
+            if known.uid not in shown:
+                self.store.remove_pod(known.uid)
+        found = self.store.snapshot(("ns", self._name))
+        assert found
+        return found
+
     def plan(self) -> act.Plan:
         nodes = self.machines.seen(self.now) if self.machines else self.nodes
-        feedback = replace(self.feedback, seen=self._seen(), gang_api=self.gang_api)
+        found = self._show()
+        seen = self.store.seen(found.job.uid, self.job.get("status", {}).get("attempt"))
+        feedback = replace(found.feedback, seen=seen, gang_api=self.gang_api)
         feedback = replace(feedback, workloads=self.kueue.seen() if self.kueue else None)
-        return plan(observe.job(self.job), [observe.pod(p) for p in self.pods.values()],
-                    feedback, self.now, nodes)  # fmt: skip
+        return plan(found.job, found.pods, feedback, self.now, nodes)
 
     def settle(self, rounds: int = 60) -> World:
         """Plan and act until nothing is left to do now. Fails if that never comes."""
@@ -203,52 +293,51 @@ class World:
             todo = self.plan().actions
             if not todo:
                 return self
-            for action in todo:
-                self.carry_out(action)
-            created = any(isinstance(action, act.CreatePod) for action in todo)
-            if created and not self._was_refused():
-                self.feedback = refusals.clear(self.feedback)
+            self.carry_out(*todo)
         raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
 
-    def carry_out(self, action: act.Action) -> None:
+    def carry_out(self, *todo: act.Action) -> None:
+        """Have the executor do it, but for what it reads of nodes and Events."""
+        for beside, actions in groupby(todo, key=self._is_beside):
+            if beside:
+                for action in actions:
+                    self._do_beside(action)
+            else:
+                self._execute(list(actions))
+
+    def _execute(self, todo: list[act.Action]) -> None:
+        job, written = self._show().job, len(self.cluster.history)
+        pods = [action for action in todo if isinstance(action, act.CreatePod)]
+        self._creating = {action.body["metadata"]["name"]: action for action in pods}
+        if any(isinstance(action, act.RemoveGroups) for action in todo):
+            self.log.append("remove groups")
+        _loop().run_until_complete(self.executor.carry_out(job, todo))
+        for write in self.cluster.history[written:]:
+            self._note(write)
+        for action in todo:
+            if isinstance(action, act.DeletePod) and action.name in self.pods:
+                silent = self.pods[action.name]["spec"].get("nodeName") in self._silent()
+                if not self.graceful and not silent:
+                    del self.pods[action.name]
+
+    def _note(self, write: Write) -> None:
+        name, made = write.obj["metadata"]["name"], write.kind == "ADDED"
+        if write.plural == crd.PLURAL:
+            status = write.obj["status"]
+            self.log.append(f"status {status['phase']} {status.get('attempt')}")
+        elif write.plural == "pods":
+            seen = label(write.obj, crd.LABEL_JOB_UID) is not None
+            what = self._attempt(write.obj) if seen else "hidden"
+            self.log.append(f"{'create' if made else 'delete'} {name} {what}")
+        elif write.plural == PODGROUPS and made:
+            self.log.append(f"create group {name}")
+
+    @staticmethod
+    def _is_beside(action: act.Action) -> bool:
+        return isinstance(action, act.ReadNodes | act.ReadLeases | act.ReadEvents | act.DeleteJob)
+
+    def _do_beside(self, action: act.Action) -> None:
         match action:
-            case act.WriteStatus():
-                check_status(action.status)
-                stored = {k: v for k, v in action.status.items() if k not in self.prunes}
-                pruned = (action.status, stored) if self.prunes else None
-                self.job["status"] = stored
-                read = None if action.takes_over else self.feedback.confirmed
-                self.feedback = replace(
-                    self.feedback, status_written_at=self.now, pruned=pruned, confirmed=read
-                )
-                if action.begins:
-                    self.feedback = self.feedback.begin(action.status["attempt"])
-                self.events += action.events
-                for one in action.measurements:
-                    ledger = one.name in ("pod_seconds_total", "gpu_seconds_total")
-                    (self.booked if ledger else self.measurements).append(one)
-                self.log.append(f"status {action.status['phase']} {action.status.get('attempt')}")
-            case act.DeletePod():
-                self._delete(action)
-            case act.ConfirmGone():
-                shown = [observe.pod(pod) for pod in self.pods.values()]
-                status, before = status_.from_dict(self.job.get("status")), self.feedback.confirmed
-                mine = {pod.replica for pod in shown if belongs(status, pod)}
-                mine &= action.seats or mine  # of other seats it says nothing
-                found = act.QuorumRead(
-                    action.attempt,
-                    self.now,
-                    generation=self.job["metadata"]["generation"],
-                    alone=all((pod.attempt or 0) >= status.floor(pod.replica) for pod in shown),
-                    running=self.phase == "Running",
-                    seen=self._seen(),
-                    hidden=tuple(self.hidden.values()) if action.by_name else None,
-                    replicas=frozenset(replica for replica in mine if replica is not None),
-                    begun=bool(before and before.attempt == action.attempt and before.begun),
-                    seats=action.seats,
-                    over=status.parked or status.terminal,
-                )
-                self.feedback = replace(self.feedback, confirmed=found)
             case act.ReadNodes():
                 assert self.machines
                 self.machines.truth()
@@ -258,35 +347,82 @@ class World:
                 assert self.machines
                 self.machines.listed = self.now
                 self.log.append("list leases")
-            case act.EnsureNetwork():
-                self._ensure_network(action)
-            case act.CreatePod():
-                self._create(action)
             case act.DeleteJob():
                 self.log.append("delete job")
-            case _:
-                self._do_beside(action)
 
-    def _do_beside(self, action: act.RemoveGroups | act.Queue | act.ReadFlavors) -> None:
-        if isinstance(action, act.RemoveGroups):
-            self.log.append("remove groups")
-            self.groups.clear()
-            self.feedback = replace(self.feedback, groups_removed=action.name)
-            return
-        assert self.kueue
-        self.log.append(type(action).__name__)
-        if isinstance(action, act.ReadFlavors):
-            flavors = self.kueue.read(action.names)
-            self.feedback = replace(self.feedback, flavors=(action.admission, flavors))
-            return
-        refusal = self.kueue.write(action, self.now)
-        self.feedback = replace(self.feedback, workload_refusal=refusal)
-        self._back_off(refusal)
+    def _admit(self, body: Object) -> errors.ApiError | None:
+        kind = body.get("kind")
+        if kind == "Pod":
+            return self.refuse(self._creating[body["metadata"]["name"]])
+        if kind == "Workload":
+            return None
+        if kind == "PodGroup" and self.no_gang:
+            return errors.from_status(403, {"reason": "Forbidden", "message": self.no_gang})
+        return self.refuse_network(body)
 
-    def restart_operator(self) -> World:
-        self.feedback = act.ApiFeedback()
-        self.seen.clear()
-        return self
+    def _hear(self, job: object, events: Iterable[act.Event]) -> None:
+        self.events += events
+
+    def _measure(self, namespace: str, measurements: Iterable[act.Measurement]) -> None:
+        for one in measurements:
+            ledger = one.name in ("pod_seconds_total", "gpu_seconds_total")
+            (self.booked if ledger else self.measurements).append(one)
+
+    def _ignore(self, *_: object) -> None:
+        """A metric that no plan depends on."""
+
+    def _leads(self) -> bool:
+        return True
+
+    def _now(self) -> datetime:
+        return self.cluster.now
+
+    @property
+    def now(self) -> datetime:
+        return self.cluster.now
+
+    @now.setter
+    def now(self, at: datetime) -> None:
+        self.cluster.now = at
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return self.cluster.objects[crd.PLURAL, NAMESPACE, self._name]  # type: ignore[return-value]
+
+    @job.setter
+    def job(self, job: dict[str, Any]) -> None:
+        self.cluster.objects[crd.PLURAL, NAMESPACE, self._name] = job
+
+    @property
+    def pods(self) -> Pods:
+        return Pods(self.cluster)
+
+    @pods.setter
+    def pods(self, pods: Mapping[str, dict[str, Any]]) -> None:
+        left = dict(pods)
+        self.pods.clear()
+        self.pods.update(left)
+
+    @property
+    def feedback(self) -> act.ApiFeedback:
+        return self.store.feedback(self.job["metadata"]["uid"])
+
+    @feedback.setter
+    def feedback(self, known: act.ApiFeedback) -> None:
+        self.store.set_feedback(self.job["metadata"]["uid"], known)
+
+    @property
+    def prunes(self) -> frozenset[str]:
+        return self.api.prunes
+
+    @prunes.setter
+    def prunes(self, fields: frozenset[str]) -> None:
+        self.api.prunes = fields
+
+    @property
+    def groups(self) -> dict[str, Object]:
+        """The PodGroups by name."""
+        return {o["metadata"]["name"]: o for o in self.cluster.groups() if not leaving(o)}
 
     # --- the hand: user, kubelet, clock ---------------------------------------------------
 
@@ -310,6 +446,9 @@ class World:
     ) -> World:
         phase = "Failed" if code else "Succeeded"
         at = self.now.isoformat()
+        pod = self.pods[f"job-{replica}"]
+        if self.graceful and not leaving(pod):  # somebody's finalizer keeps the object
+            pod["metadata"]["finalizers"] = ["test/keeps"]
         state = {"exitCode": code, "reason": reason, "message": message, "finishedAt": at}
         self._state(replica, phase, {"terminated": state})
         return self.settle() if settle else self
@@ -340,6 +479,24 @@ class World:
     def waiting(self, replica: int, reason: str, message: str = "") -> World:
         self._state(replica, "Pending", {"waiting": {"reason": reason, "message": message}})
         return self.settle()
+
+    def hide(self, replica: int) -> str:
+        """Somebody takes the label off by which watches and lists find the pod; returns its uid."""
+        meta = self.pods[f"job-{replica}"]["metadata"]
+        del meta["labels"][crd.LABEL_JOB_UID]
+        return str(meta["uid"])
+
+    def occupy(self, plural: str, name: str, owner: str | None = None, node: str = "") -> World:
+        """An object of a stranger, or of a deleted namesake, has the name."""
+        meta: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "uid": "another"}
+        if owner:
+            kind, _, named = owner.partition(" ")
+            one = {"controller": True, "uid": "older job", "kind": kind, "name": named}
+            meta["ownerReferences"] = [one]
+        there = {"metadata": meta, "spec": {"nodeName": node}, "status": {}}
+        self.cluster.touch(there)
+        self.cluster.objects[plural, NAMESPACE, name] = there
+        return self
 
     def vanish(self, replica: int) -> World:
         del self.pods[f"job-{replica}"]
@@ -430,17 +587,18 @@ class World:
         found: dict[str, Any] = self.status["lastFailure"]
         return found
 
+    def tries(self, plural: str, name: str = "") -> int:
+        """How often its creation was tried."""
+        calls = [call for call in self.wire.calls if (call.verb, call.plural) == ("create", plural)]
+        return len([call for call in calls if name in ("", call.name)])
+
     def attempts(self) -> set[int]:
         return {self._attempt(pod) for pod in self.pods.values()}
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _seen(self) -> frozenset[int]:
-        attempt = self.job.get("status", {}).get("attempt")
-        return frozenset(replica for number, replica in self.seen if number == attempt)
-
     @staticmethod
-    def _attempt(pod: dict[str, Any]) -> int:
+    def _attempt(pod: Object) -> int:
         return int(pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
 
     def _mark(self, pod: dict[str, Any], grace: int) -> None:
@@ -457,73 +615,11 @@ class World:
         pod["spec"]["nodeName"] = f"node{replica % 2 + 1}"
         pod["status"] = {"phase": phase, "containerStatuses": [status]}
 
-    def _ensure_network(self, action: act.EnsureNetwork) -> None:
-        refusal = self.refuse_network(action)
-        attempt = self.feedback.network_attempt if refusal else action.attempt
-        self.feedback = replace(
-            self.feedback,
-            network_attempt=attempt,
-            network_at=self.feedback.network_at if refusal else self.now,
-            network_refusal=refusal,
-        )
-        looks = bool(self.pods) and [one["kind"] for one in action.bodies] == ["PodGroup"]
-        self._back_off(None if looks else refusal)
-        for body in action.bodies:
-            if body["kind"] == "PodGroup" and self.no_gang:
-                self.feedback = replace(self.feedback, no_gang=(action.attempt, self.no_gang))
-            elif body["kind"] == "PodGroup" and body["metadata"]["name"] not in self.groups:
-                self.log.append(f"create group {body['metadata']['name']}")
-                self.groups[body["metadata"]["name"]] = body
-
-    def _create(self, action: act.CreatePod) -> None:
-        refusal = self.refuse(action)
-        refusals = {r: f for r, f in self.feedback.refusals.items() if r != action.replica}
-        if refusal is None:
-            self.serial += 1
-            body: dict[str, Any] = dict(action.body)
-            body["metadata"] = {
-                **body["metadata"],
-                "uid": f"pod-{self.serial}",
-                "creationTimestamp": self.now.isoformat(),
-            }
-            name = body["metadata"]["name"]
-            assert name not in self.pods, f"{name} created twice"
-            self.pods[name] = body
-            self.log.append(f"create {name} {action.attempt}")
-            self.seen.add((action.attempt, action.replica))
-        else:
-            refusals[action.replica] = refusal
-        self.feedback = replace(self.feedback, refusals=refusals)
-        self._back_off(refusal)
-
-    def _back_off(self, refusal: act.Refusal | None) -> None:
-        if refusal and refusal.code != 409 and not self._was_refused():
-            generation = self.job["metadata"]["generation"]
-            runs = self.phase == "Running"
-            self.feedback = refusals.back_off(self.feedback, refusal, generation, runs=runs)
-
-    def _was_refused(self) -> bool:
-        """At this very moment: a batch counts once."""
-        return (
-            self.feedback.create_backoff is not None and self.feedback.create_backoff.at == self.now
-        )
-
     def _silent(self) -> set[str]:
         """Nodes whose kubelet never tells that a container has ended."""
         return {*self.machines.down, *self.machines.gone} if self.machines else set()
 
-    def _delete(self, action: act.DeletePod) -> None:
-        if action.name in self.hidden:
-            self.hidden[action.name] = replace(self.hidden[action.name], deleting=True)
-            self.log.append(f"delete {action.name} hidden")
-            return
-        pod = self.pods[action.name]
-        assert pod["metadata"]["uid"] == action.uid
-        self.log.append(f"delete {action.name} {self._attempt(pod)}")
-        silent = pod["spec"].get("nodeName") in self._silent()
-        # Of a pod that has ended, a finalizer keeps the object.
-        kept = self.graceful and not silent and objects.ended(pod)
-        if kept or ((self.graceful or silent) and action.grace_seconds != 0):
-            self._mark(pod, 30 if action.grace_seconds is None else action.grace_seconds)
-        else:
-            del self.pods[action.name]
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()

@@ -370,7 +370,7 @@ def test_a_silent_node_that_came_back_is_no_reason_to_wait_for_ever():
 
 def test_a_refusal_while_a_group_waited_is_forgotten_once_it_has_nodes():
     world = waiting()
-    world.refuse_network = lambda _: refusal(world, 500, "etcd is away")
+    world.refuse_network = lambda _: refusal(500, "etcd is away")
     world.wait(61)
     place(world, 0, 1, 2).run().wait(61)
     assert (world.phase, world.stalled) == ("Running", "")

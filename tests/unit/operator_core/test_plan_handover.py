@@ -88,7 +88,9 @@ def test_the_pods_of_a_node_about_to_go_save_and_are_replaced_elsewhere(
 
 
 def test_only_a_pod_that_saves_gets_the_time_for_it():
-    world = signal(holding(), node2=DRAINED).end(1, 143)
+    world = signal(holding(), node2=DRAINED).end(1, 143, settle=False)
+    world.pods["job-1"]["status"]["phase"] = "Running"  # a sidecar works
+    world.settle()
     assert graces(world) == {"job-1": 2}, "its sidecars have nothing to save"
     world = signal(holding(), node2=DRAINED).wait(1).end(0, 137)
     assert (intent(world), graces(world)) == ((3, 1, "0:3,1:3"), {"job-0": 0, "job-1": 2})
@@ -197,7 +199,8 @@ def test_an_older_crd_that_forgets_what_was_done_is_not_asked_to_do_it(holds: bo
     signal(world, node1=DRAINED)
     for step in range(2, 9):
         world.wait(15).poll(holds=holds, step=step)
-    assert (world.phase, len(world.told("NotHandedOver"))) == ("Running", 0)
+    times = 0 if holds else 1  # that is news to it: the first write shows what is dropped
+    assert (world.phase, len(world.told("NotHandedOver"))) == ("Running", times)
 
 
 def test_a_list_that_names_what_many_nodes_show_comes_to_an_end():

@@ -12,14 +12,14 @@ import pytest
 from ddpjob_contract import crd
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions as act
-from support.world import JOB_UID, World, job_object, refusal, running, started
+from support.world import World, job_object, refusal, running, started
 from unit.operator_core.test_classify import ended, init_failed
 
 
 @pytest.mark.parametrize("reason", ["Bad Gateway", "Too Many Requests", "", "503", "Überlast"])
 def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str):
     world = World()
-    world.refuse_network = lambda _: refusal(world, 502, reason=reason)
+    world.refuse_network = lambda _: refusal(502, reason=reason)
     assert world.settle().stalled == "CreationFailed"
     world.refuse_network = lambda _: None
     assert world.wait(3).run().phase == "Running"
@@ -42,16 +42,12 @@ def test_nothing_that_a_trainer_tells_spoils_the_status(state: dict[str, object]
 @pytest.mark.fault("N11")
 def test_a_pod_without_its_labels_that_keeps_the_name_is_deleted():
     world = running()
-    del world.pods["job-1"]
-    old = act.Existing("Pod", "job-1", JOB_UID, 1, False, "DDPJob job", "its uid")
-    world.refuse = lambda action: refusal(world, 409, existing=old) if action.replica == 1 else None
+    uid = world.hide(1)
     world.settle().now += timedelta(seconds=2)
     while isinstance((todo := world.plan().actions)[0], act.WriteStatus):
         world.carry_out(todo[0])
-    deletion, creation = todo
-    assert deletion == act.DeletePod("job-1", "its uid", DEAD_GANG_SECONDS)
-    world.refuse = lambda _: None
-    world.carry_out(creation)
+    assert todo[0] == act.DeletePod("job-1", uid, DEAD_GANG_SECONDS)
+    world.carry_out(*todo)
     assert world.settle().attempts() == {2}
 
 
@@ -110,7 +106,7 @@ def test_rules_match_every_reason_that_kubernetes_gives(reason: str):
 
 def test_what_refuses_one_pod_is_not_asked_again_for_each_other():
     world, asked = World(job_object(replicas=2000)), []
-    world.refuse = lambda action: asked.append(action) or refusal(world, 403)
+    world.refuse = lambda action: asked.append(action) or refusal(403)
     world.settle()
     assert len(asked) <= 500
 
@@ -187,7 +183,7 @@ def test_whatever_somebody_writes_into_the_status_the_job_gets_to_an_end(
         for _ in range(3):
             world.settle(20)
             for name, pod in list(world.pods.items()):
-                if name in world.pods and "status" not in pod:
+                if name in world.pods and "containerStatuses" not in pod["status"]:
                     world.run(int(name[-1]))
             world.wait(60)
         assert world.phase == "Running"
@@ -228,7 +224,9 @@ def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase: st
 
 
 def test_a_field_of_the_status_that_an_older_crd_drops_is_not_written_for_ever():
-    world = World(prunes=frozenset({"reason"})).settle().run().end(0, 1)
+    world = World()
+    world.prunes = frozenset({"reason"})
+    world.settle().run().end(0, 1)
     assert (world.phase, world.status["attempt"], len(world.pods)) == ("Starting", 2, 3)
     written = len(world.log)
     assert world.settle().log[written:] == []

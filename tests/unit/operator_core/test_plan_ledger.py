@@ -9,11 +9,10 @@ from datetime import timedelta
 
 import pytest
 
-from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects import ledger as ledger_
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
-from support.world import World, job_object, running, started
+from support.world import World, job_object, refusal, running, started
 
 PODS = 3
 
@@ -206,11 +205,9 @@ def test_a_program_without_a_launcher_of_ours_is_not_known():
 
 def test_waiting_for_a_quota_is_no_start_and_no_part_of_goodput():
     world = World(job_object())
-    world.refuse = lambda action: replace(
-        refusal, attempt=action.attempt, at=world.now
-    ) if world.now < until else None  # fmt: skip
-    refusal = _quota()
     until = world.now + timedelta(seconds=600)
+    quota = refusal(403, "exceeded quota: pods", "Forbidden")
+    world.refuse = lambda _: quota if world.now < until else None
     world.settle()
     for _ in range(40):
         if world.pods:
@@ -221,10 +218,6 @@ def test_waiting_for_a_quota_is_no_start_and_no_part_of_goodput():
     found = sums(world)
     assert found["waiting"] > 0.9 * booked(world) * PODS
     assert sum(found.values()) == pytest.approx(booked(world) * PODS, abs=0.01)
-
-
-def _quota() -> act.Refusal:
-    return act.Refusal(1, 403, "Forbidden", "exceeded quota: pods", at=running().now)
 
 
 def test_an_estimate_of_the_end_goes_on_with_what_failures_have_cost():

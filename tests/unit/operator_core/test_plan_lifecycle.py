@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions as act
+from ddpjob_operator.shell.api import errors
 from support.gitops import kstatus
-from support.world import JOB_UID, World, job_object, refusal, running, started
+from support.world import World, job_object, refusal, running, started
 
 
 @pytest.mark.fault("O2", "U2")
@@ -22,7 +23,7 @@ def test_neither_a_deadline_nor_a_suspension_is_decided_on_a_stale_cache(what: s
     world = running().wait(30) if what == "suspend" else started(**{what: 60})
     stale = copy.deepcopy(world.pods)
     world = world.all_run() if what == "startupDeadlineSeconds" else world.all_end(0)
-    real, world.pods = world.pods, stale  # the watch is behind
+    real, world.pods = dict(world.pods), stale  # the watch is behind
     if what == "suspend":
         world.edit(suspend=True)
     else:
@@ -180,14 +181,12 @@ def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
     )
     words = 'admission webhook "freeze" denied the request: no deletions before Monday'
 
+    world.wire.gate = lambda call: refusal(403, words) if call.verb == "delete" else ""
+
     def tries() -> None:
         for _ in range(9):
-            for action in world.plan().actions:
-                if not isinstance(action, act.DeletePod):
-                    world.carry_out(action)
-                else:
-                    found = {action.uid: refusal(world, 403, words)} | world.feedback.undeleted
-                    world.feedback = replace(world.feedback, undeleted=found)
+            with suppress(errors.Forbidden):
+                world.carry_out(*world.plan().actions)
 
     tries()
     assert world.stalled == "", "a blink of the API server is no news"
@@ -198,7 +197,7 @@ def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
     assert words in world.condition("Stalled")["message"]
     if why == "suspended":
         assert (world.phase, world.status["ready"]) == ("Suspended", "3/3")
-    world.feedback = replace(world.feedback, undeleted={})
+    world.wire.gate = lambda _: ""
     world.wait(21)
     if why == "failed":
         world.run()
@@ -209,8 +208,7 @@ def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
 @pytest.mark.fault("N11")
 def test_a_pod_without_its_labels_ends_with_the_others_at_the_end_of_the_job():
     world = running()
-    uid = world.pods.pop("job-1")["metadata"]["uid"]  # the watch says that it is gone
-    world.hidden["job-1"] = act.Existing("Pod", "job-1", JOB_UID, 1, False, "DDPJob job", uid)
+    world.hide(1)
     world.end(0, 2)
     assert world.phase == "Failed"
     assert world.log.count("delete job-1 hidden") == 1
@@ -266,21 +264,12 @@ def test_waiting_for_capacity_releases_all_and_is_not_charged():
 )
 def test_an_object_in_the_way_is_named_and_waited_for(kind: str, owner: str | None, reason: str):
     name = "job-1" if kind == "Pod" else "job"
-    there = act.Existing(kind, name, "another", None, False, owner or "")
-    world = World()
-
-    def refuse(action: act.CreatePod | act.EnsureNetwork) -> act.Refusal | None:
-        taken = kind == "Service" or getattr(action, "replica", None) == 1
-        return refusal(world, 409, "exists", existing=there) if taken else None
-
-    if kind == "Pod":
-        world.refuse = refuse
-    else:
-        world.refuse_network = refuse
-    assert world.settle().stalled == reason
+    plural = {"Pod": "pods", "Service": "services"}[kind]
+    world = World().occupy(plural, name, owner=owner).settle()
+    assert world.stalled == reason
     assert name in world.condition("Stalled")["message"]
-    assert len(world.pods) == (2 if kind == "Pod" else 0)
-    world.refuse, world.refuse_network = (lambda _: None), (lambda _: None)
+    assert [pod for pod in world.pods if pod != name] == (["job-0"] if kind == "Pod" else [])
+    world.cluster.delete(plural, name)
     assert len(world.wait(10).pods) == 3
 
 
@@ -309,8 +298,8 @@ def test_a_native_sidecar_counts_for_nothing_and_ends_with_its_pod():
     beside(world, fetch=DONE, proxy=RUNS).end(0, 1, settle=False)
     pod = world.pods["job-0"]
     pod["status"] |= {"phase": "Running", "initContainerStatuses": [{"name": "proxy", **RUNS}]}
-    world.settle()
-    assert pod["metadata"]["deletionGracePeriodSeconds"] == DEAD_GANG_SECONDS, "not by force"
+    meta = world.settle().pods["job-0"]["metadata"]
+    assert meta["deletionGracePeriodSeconds"] == DEAD_GANG_SECONDS, "not by force"
 
 
 NOT_STARTED = {**RUNS, "started": False}

@@ -10,6 +10,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from support import workloads
+from support.objects import leaving
 from support.workloads import QUEUE, Kueue
 from support.world import World, job_object, refusal
 
@@ -94,7 +95,7 @@ def test_the_admission_is_a_start_with_the_flavours_labels_and_tolerations():
     world = queued()
     assert world.kueue
     spot = {"key": "spot", "operator": "Exists"}
-    world.kueue.flavors["a100"] = {"nodeLabels": {"gpu": "a100"}, "tolerations": [spot]}
+    world.kueue.offer("a100", nodeLabels={"gpu": "a100"}, tolerations=[spot])
     world = kueue_does(world, workloads.admit, "default", "a100")
     assert len(world.pods) == 3
     for pod in world.pods.values():
@@ -140,14 +141,14 @@ def test_a_conflict_with_the_template_is_told_and_ends_the_workload_as_kueues_ow
     template = {"spec": {**job_object()["spec"]["template"]["spec"], "nodeSelector": {"zone": "a"}}}
     world = queued(template=template)
     assert world.kueue
-    world.kueue.flavors["default"] = {"nodeLabels": {"zone": "b"}}
+    world.kueue.offer(nodeLabels={"zone": "b"})
     world = kueue_does(world, workloads.admit).wait(LATER)
     assert (world.pods, world.stalled) == ({}, "Queued")
     assert "zone is to be b, and is a" in world.condition("Stalled")["message"]
     assert workloads.condition(workload(world), "Finished")["reason"] == "FailedToStart"
     world.patch(suspend=True)
     assert world.kueue.objects == {}
-    world.kueue.flavors["default"] = {}
+    world.kueue.offer()
     kueue_does(world.patch(suspend=False), workloads.admit)
     assert len(world.pods) == 3
 
@@ -173,15 +174,17 @@ def test_an_evicted_gang_ends_gracefully_and_gives_its_quota_back_after_the_last
 
 def test_quota_is_not_given_back_on_the_word_of_the_cache_alone():
     world = kueue_does(running(), workloads.evict)
+    world.hide(0)
+    job_0 = {"job-0": world.pods["job-0"]}
     world.pods.clear()  # a watch says so
     world.log.clear()
     todo = world.plan().actions
     assert [type(one) for one in todo] == [act.ConfirmGone]
-    world.hidden["job-0"] = act.Existing("Pod", "job-0", "uid-of-job", 1, False, uid="u")
+    world.pods.update(job_0)
     world.settle()
-    assert world.hidden["job-0"].deleting
+    assert leaving(world.pods["job-0"])
     assert workloads.true(workload(world), "QuotaReserved")
-    world.hidden.clear()
+    world.pods.clear()
     assert not workloads.true(workload(world.wait(20)), "QuotaReserved")
 
 
@@ -329,7 +332,7 @@ def test_a_gang_that_runs_goes_on_while_kueues_api_is_away_and_gets_no_new_pods(
 def test_a_new_operator_reads_the_flavours_before_it_makes_a_pod():
     world = queued()
     assert world.kueue
-    world.kueue.flavors["default"] = {"nodeLabels": {"gpu": "a100"}}
+    world.kueue.offer(nodeLabels={"gpu": "a100"})
     kueue_does(world, workloads.admit).run()
     world.restart_operator().end(0, 1).finish_deletions()
     assert {pod["spec"]["nodeSelector"]["gpu"] for pod in world.pods.values()} == {"a100"}
@@ -338,8 +341,8 @@ def test_a_new_operator_reads_the_flavours_before_it_makes_a_pod():
 def test_a_workload_that_somebody_deleted_ends_the_pods_and_is_made_again():
     world = running()
     assert world.kueue
-    old = workload(world)["metadata"]["uid"]
-    world.kueue.objects.clear()
+    name, old = (workload(world)["metadata"][field] for field in ("name", "uid"))
+    world.cluster.delete("workloads", name)
     world.settle()
     assert (world.phase, world.kueue.objects) == ("Pending", {})
     world.finish_deletions()
@@ -424,15 +427,16 @@ def test_a_workload_that_is_refused_is_told_and_tried_again_ever_more_seldom():
     job["metadata"]["labels"] = {QUEUE: "team"}
     world = World(job, kueue=Kueue())
     assert world.kueue
-    world.kueue.refuse = lambda _: refusal(world, 422, "spec.podSets[0]: Invalid")
+    invalid = refusal(422, "spec.podSets[0]: Invalid")
+    world.wire.gate = lambda call: invalid if call.plural == "workloads" else ""
     world.settle().wait(LATER)
     said = world.condition("Stalled")["message"]
     assert "Invalid" in said
     assert "has not looked" not in said
     for _ in range(10):
         world.wait(60)
-    assert world.log.count("EnsureWorkload") < 10
-    world.kueue.refuse = lambda _: None
+    assert world.tries("workloads") < 10
+    world.wire.gate = lambda _: ""
     world.wait(400)
     assert workload(world)["spec"]["queueName"] == "team"
 
@@ -468,17 +472,10 @@ def test_a_gang_evicted_in_the_middle_of_a_restart_starts_with_a_timeout_of_its_
 
 def test_a_refused_priority_is_told_until_its_label_goes():
     world = queued()
-    assert world.kueue
-    world.kueue.refuse = lambda one: refused_class(world, one)
     world.job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "typo"
-    assert "no typo" in world.settle().wait(LATER).condition("Stalled")["message"]
+    assert "typo not found" in world.settle().wait(LATER).condition("Stalled")["message"]
     label(world, QUEUE, "team").wait(400)
-    assert "no typo" not in world.condition("Stalled")["message"]
-
-
-def refused_class(world: World, action: act.Action) -> act.Refusal | None:
-    missing = isinstance(action, act.EnsureWorkload) and action.priority_class == "typo"
-    return refusal(world, 404, "no typo") if missing else None
+    assert "typo not found" not in world.condition("Stalled")["message"]
 
 
 def test_a_job_that_kueue_wants_to_place_by_topology_gives_its_quota_back():
@@ -543,7 +540,7 @@ def test_a_restart_that_the_template_contradicts_waits_without_a_deadline():
     template = {"spec": {**job_object()["spec"]["template"]["spec"], "nodeSelector": {"zone": "a"}}}
     world = running(startupDeadlineSeconds=60, template=template)
     assert world.kueue
-    world.kueue.flavors["default"] = {"nodeLabels": {"zone": "b"}}
+    world.kueue.offer(nodeLabels={"zone": "b"})
     world.restart_operator().end(0, 1).finish_deletions()
     for _ in range(60):
         world.wait(60)

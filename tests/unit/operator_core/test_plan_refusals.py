@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core import ownership
 from ddpjob_operator.core.report import stall as report
+from ddpjob_operator.shell.api import errors
 from support.world import START, World, job_object, refusal, running, started
 
 DAY = 24 * 3600
@@ -24,9 +24,9 @@ def refusing(
     """A world that refuses all pods, or their Service, and when it was asked for which."""
     world, asked = World(job_object()), []
 
-    def no(action: act.CreatePod | act.EnsureNetwork) -> act.Refusal:
-        asked.append((world.now, getattr(action, "replica", None)))
-        return act.Refusal(action.attempt, code, "Forbidden", words(), world.now)
+    def no(asked_for: act.CreatePod | act.Body) -> errors.ApiError:
+        asked.append((world.now, getattr(asked_for, "replica", None)))
+        return refusal(code, words(), "Forbidden")
 
     setattr(world, what, no)
     return world.settle(), asked
@@ -46,8 +46,8 @@ def live(world: World, seconds: float) -> World:
 @pytest.mark.parametrize("code", [403, 500, 0])
 def test_after_a_refusal_one_object_is_tried_ever_more_seldom(code: int, what: str):
     world, asked = refusing(code=code, what=what)
-    first, one = ([0, 1, 2], 0) if what == "refuse" else ([None], None)
-    assert [replica for _, replica in asked] == first, "the first time side by side"
+    one = 0 if what == "refuse" else None
+    assert [replica for _, replica in asked] == [one]
     del asked[:]
     live(world, 590)  # within the startup deadline
     assert {replica for _, replica in asked} == {one}
@@ -76,11 +76,8 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
 
 def test_a_gang_that_rests_for_the_refusals_of_the_attempt_before_says_so_and_until_when():
     world = World(job_object(startupDeadlineSeconds=DAY))
-    world.refuse = lambda action: (
-        act.Refusal(action.attempt, 403, "Forbidden", DENIED, world.now)
-        if action.replica == 2
-        else None
-    )
+    denied = refusal(403, DENIED, "Forbidden")
+    world.refuse = lambda action: denied if action.replica == 2 else None
     live(world.settle().run(0, 1), 700).end(0, 1)
     world.refuse = lambda _: None
     assert (world.phase, world.status["attempt"], world.pods) == ("Restarting", 2, {})
@@ -121,31 +118,21 @@ def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason
 
 
 def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
-    world, asked = World(job_object(startupDeadlineSeconds=DAY)), []
-    found = act.Existing("Pod", "job-0", "old", 1, True, "DDPJob job")
-    world.refuse = lambda action: (
-        None if action.replica else asked.append(0) or refusal(world, 409, existing=found)
-    )
-    world.settle()
+    world = World(job_object(startupDeadlineSeconds=DAY))
+    world.occupy("pods", "job-0", owner="DDPJob job").settle()
     for seconds, times in ((20, 10), (3600, 0), (3600, 120)):
-        del asked[:]
+        before = world.tries("pods", "job-0")
         live(world, seconds)
-        assert not times or len(asked) == times
+        assert not times or world.tries("pods", "job-0") - before == times
 
 
 @pytest.mark.fault("N10")
 def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_wait():
     """Its advice is told once the pod has outlived its grace period: before, it ends as it may."""
     world = World(job_object())
-    pod = {"metadata": {"name": "job-0", "uid": "old"}, "spec": {"nodeName": "dead"}}
+    world.occupy("pods", "job-0", owner="DDPJob job", node="dead")
     until = world.now + timedelta(seconds=30)
-    pod["metadata"]["deletionTimestamp"] = until.isoformat()
-    owner = {"controller": True, "uid": "older job", "kind": "DDPJob", "name": "job"}
-    pod["metadata"]["ownerReferences"] = [owner]
-    existing = ownership.existing("Pod", pod)
-    world.refuse = lambda action: act.Refusal(
-        action.attempt, 409, "AlreadyExists", "exists", world.now, existing
-    )
+    world.pods["job-0"]["metadata"]["deletionTimestamp"] = until.isoformat()
     told = live(world.settle(), 45).condition("Stalled")
     assert "Pod job-0 of an earlier attempt or job is still there on node dead" in told["message"]
     assert "taint" not in told["message"]
@@ -226,7 +213,7 @@ def test_the_column_of_kubectl_begins_with_what_matters(
     code: int, said: str, begins: str, also: str
 ):
     world = World()
-    world.refuse = lambda _: refusal(world, code, said.format(begins))
+    world.refuse = lambda _: refusal(code, said.format(begins))
     assert world.settle().status["message"].startswith(begins)
     told = world.condition("Stalled" if code == 403 else "Invalid")["message"]
     assert also in told

@@ -23,9 +23,9 @@ def unscheduled(world: World, replica: int) -> World:
 def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str, code: int):
     world, words = World(), "exceeded quota" if code == 403 else "words"
     if what == "pod":
-        world.refuse = lambda action: refusal(world, code, words) if action.replica == 2 else None
+        world.refuse = lambda action: refusal(code, words) if action.replica == 2 else None
     else:
-        world.refuse_network = lambda _: refusal(world, code, words)
+        world.refuse_network = lambda _: refusal(code, words)
     world.settle()
     for _ in range(40):
         world.wait(300)
@@ -46,7 +46,7 @@ def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str,
 @pytest.mark.parametrize("code", [400, 422])
 def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_edit(code: int):
     world = World()
-    world.refuse = lambda _: refusal(world, code, 'unknown field "spec.contaners"')
+    world.refuse = lambda _: refusal(code, 'unknown field "spec.contaners"')
     world.settle()
     assert (world.phase, world.pods) == ("Pending", {})
     assert world.status["reason"] == "PodRefused"
@@ -67,9 +67,9 @@ def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_ed
 @pytest.mark.parametrize("how", ["by an edit", "by itself"])
 def test_a_pod_that_is_wrong_no_more_and_waits_for_quota_is_not_called_wrong(how: str):
     world = World()
-    world.refuse = lambda _: refusal(world, 422, "Invalid value")
+    world.refuse = lambda _: refusal(422, "Invalid value")
     assert world.settle().status["reason"] == "PodRefused"
-    world.refuse = lambda _: refusal(world, 403, "exceeded quota")
+    world.refuse = lambda _: refusal(403, "exceeded quota")
     if how == "by an edit":
         world.patch(suspend=True).patch(suspend=False)
     else:
@@ -80,7 +80,7 @@ def test_a_pod_that_is_wrong_no_more_and_waits_for_quota_is_not_called_wrong(how
 
 def test_the_reason_is_that_of_the_present_state():
     world = World()
-    world.refuse = lambda _: refusal(world, 403, "exceeded quota")
+    world.refuse = lambda _: refusal(403, "exceeded quota")
     assert world.settle().status["reason"] == "QuotaExceeded"
     world.refuse = lambda _: None
     assert "reason" not in world.wait(9).run().status

@@ -322,7 +322,8 @@ def test_the_deadline_is_told_while_there_is_one():
     world = holding().end(1, 137)
     for seconds, told in ((10, True), (80, False)):
         for pod in world.wait(seconds).pods.values():
-            pod.setdefault("status", {"phase": "Pending", "conditions": [no_room]})
+            if "containerStatuses" not in pod["status"]:
+                pod["status"]["conditions"] = [no_room]
         world.wait(10)
         assert world.stalled == "Unschedulable"
         assert ("then all restart" in world.condition("Stalled")["message"]) is told
@@ -340,7 +341,7 @@ def test_the_deadline_ends_a_wait_for_an_old_pod_too():
 def test_a_refused_pod_is_tried_again_until_the_deadline(code: int):
     world = holding()
     quota = "pods is forbidden: exceeded quota: q"
-    world.refuse = lambda _: refusal(world, code, quota)
+    world.refuse = lambda _: refusal(code, quota)
     world.end(1, 137).wait(30)
     assert (intent(world), world.attempts()) == ((2, 1, "1:2"), {1})
     assert world.stalled == "Reason"
@@ -442,7 +443,7 @@ def test_a_seat_that_only_the_cache_misses_is_read_before_a_loss_is_answered(
     world.end(1, code, settle=False)
     (read,) = until(world, act.ConfirmGone).plan().actions
     assert (read, intent(world)) == (act.ConfirmGone(1, seats=frozenset({2})), (1, 1, ""))
-    world.pods |= {"job-2": unseen} if there else {}
+    world.pods.update({"job-2": unseen} if there else {})
     world.carry_out(read)
     assert intent(world.settle().wait(5)) == (2, 1, "1:2" if there else "1:2,2:2")
 

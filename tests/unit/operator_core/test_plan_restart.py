@@ -26,15 +26,9 @@ def test_intent_is_alone_in_its_plan():
 
 @pytest.mark.fault("U18")
 def test_the_gangs_secret_is_made_before_the_first_pod_and_again_only_if_it_may_be_gone():
-    made: list[tuple[int, ...]] = []
-    world = World(job_object(startupDeadlineSeconds=60, restart={"maxRestarts": 9}))
-
-    def network(action: act.EnsureNetwork) -> None:
-        now = (world.status["attempt"], len(world.pods))
-        made.extend(now for body in action.bodies if body["kind"] == "Secret")
-
-    world.refuse_network = network
-    world.settle().run()
+    world = started(startupDeadlineSeconds=60, restart={"maxRestarts": 9}).run()
+    calls = [(call.verb, call.plural) for call in world.wire.calls]
+    assert calls.index(("create", "secrets")) < calls.index(("create", "pods"))
     body, *_ = render.network(observe.job(world.job), spec.read(world.job["spec"]))
     name = body["metadata"]["name"]
     owner = body["metadata"]["ownerReferences"][0]["uid"]
@@ -42,12 +36,12 @@ def test_the_gangs_secret_is_made_before_the_first_pod_and_again_only_if_it_may_
     ref = {"name": contract.TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}}
     assert all(ref in pod["spec"]["containers"][0]["env"] for pod in world.pods.values())
     world.end(1, 1).run()
-    assert (made, world.status["attempt"]) == ([(1, 0)], 2)
+    assert (world.tries("secrets"), world.status["attempt"]) == (1, 2)
     world.restart_operator().end(1, 1).wait(301).run()
-    assert made == [(1, 0), (3, 0)], "this process has not made it"
+    assert (world.tries("secrets"), world.status["attempt"]) == (2, 3), "this process made none"
     world.end(1, 1).wait(301).all_wait("CreateContainerConfigError").wait(60).wait(301)
-    assert world.loss["class"] == "Startup"
-    assert (made[-1], len(made)) == ((5, 0), 3)
+    assert (world.loss["class"], world.status["attempt"]) == ("Startup", 5)
+    assert world.tries("secrets") == 3
 
 
 @pytest.mark.parametrize("replica", range(3))

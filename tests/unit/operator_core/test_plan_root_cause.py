@@ -71,6 +71,7 @@ def test_a_new_operator_waits_anew_and_then_it_ends():
     world.restart_operator().settle()
     assert world.phase == "Running", "the nodes are not known yet"
     world.machines = machines
+    assert world.wait(50).phase == "Running"
     assert world.wait(10).phase == "Failed"
 
 

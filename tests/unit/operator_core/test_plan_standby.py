@@ -84,7 +84,7 @@ def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words: str):
     world = running()
     world.patch(suspend=True)
     world.job["spec"]["standby"] = 1
-    world.refuse = lambda todo: refusal(world, 403, words) if todo.replica == 3 else None
+    world.refuse = lambda todo: refusal(403, words) if todo.replica == 3 else None
     world.patch(suspend=False).run().wait(900)
     assert (world.phase, intent(world), len(world.pods)) == ("Running", (2, 2, ""), 3)
     assert (world.stalled, world.counts) == ("Reason", (0, 0, 0))
@@ -96,7 +96,7 @@ def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words: str):
 def test_one_that_is_refused_holds_up_no_other():
     world = World()
     world.job["spec"]["standby"] = 1
-    world.refuse = lambda todo: refusal(world, 403, "no such class") if todo.replica == 3 else None
+    world.refuse = lambda todo: refusal(403, "no such class") if todo.replica == 3 else None
     world.settle().run().poll(holds=True).wait(1500).vanish(1)
     assert (created(world)[-1], world.phase) == ("job-1 2", "Starting")
 
@@ -104,9 +104,9 @@ def test_one_that_is_refused_holds_up_no_other():
 def test_a_gang_that_was_refused_as_wrong_is_valid_again_without_one_that_stands_by():
     world = World()
     world.job["spec"]["standby"] = 1
-    world.refuse = lambda _: refusal(world, 422)
+    world.refuse = lambda _: refusal(422)
     assert world.settle().condition("Invalid")["status"] == "True"
-    world.refuse = lambda todo: refusal(world, 403, QUOTA) if todo.replica == 3 else None
+    world.refuse = lambda todo: refusal(403, QUOTA) if todo.replica == 3 else None
     assert world.wait(60).run().condition("Invalid")["status"] == "False"
 
 
@@ -167,7 +167,7 @@ def test_more_lost_pods_than_stand_by_are_waited_for():
 
 def test_a_new_pod_that_is_refused_is_tried_again_while_the_others_train():
     world = standing_by()
-    world.refuse = lambda _: refusal(world, 403, QUOTA)
+    world.refuse = lambda _: refusal(403, QUOTA)
     world.end(1, 137).wait(1800)
     assert (intent(world), world.phase, len(world.pods)) == ((2, 1, "1:2"), "Running", 3)
     assert (world.stalled, world.counts) == ("Reason", (1, 1, 0))
@@ -195,7 +195,7 @@ def test_an_old_pod_that_stays_ends_no_gang_that_runs():
 
 def test_a_loss_in_another_attempt_for_unknown_pods_is_of_no_earlier_incident():
     world = standing_by(graceful=True)
-    world.refuse = lambda _: refusal(world, 403, QUOTA)
+    world.refuse = lambda _: refusal(403, QUOTA)
     world.end(1, 137).finish_deletions().wait(400)  # seat 3 serves, and no new pod may be made
     counts = world.counts
     world.restart_operator().refuse = lambda _: None
@@ -208,7 +208,7 @@ def test_a_loss_in_another_attempt_for_unknown_pods_is_of_no_earlier_incident():
 
 def test_a_creation_without_an_answer_takes_another_attempt():
     world = standing_by()
-    world.refuse = lambda _: refusal(world, 500)
+    world.refuse = lambda _: refusal(500)
     world.end(1, 137, settle=False)
     while not isinstance((todo := world.plan().actions)[0], act.CreatePod):
         for action in todo:
