@@ -334,7 +334,7 @@ class World:
 
     @staticmethod
     def _is_beside(action: act.Action) -> bool:
-        return isinstance(action, act.ReadNodes | act.ReadLeases | act.ReadEvents | act.DeleteJob)
+        return isinstance(action, act.ReadNodes | act.ReadLeases | act.DeleteJob)
 
     def _do_beside(self, action: act.Action) -> None:
         match action:

@@ -34,7 +34,9 @@ def test_the_first_step_belongs_to_the_start_and_repeated_ones_are_told_apart(tm
     writer.spent(new)
     found = read_state(tmp_path, 3)
     assert found is not None
-    assert (found.seconds, set(found.exception[-99:])) == (new, {"x"}), "neither overwrites the other"
+    assert (found.seconds, set(found.exception[-99:])) == (new, {"x"}), (
+        "neither overwrites the other"
+    )
 
 
 def test_a_launchers_life_is_booked_whole_but_for_the_step_under_way():
