@@ -1,188 +1,216 @@
-"""The process as a whole: what ends it, what it says then, and how long the end may take."""
+"""The process as a whole, before an API server that refuses, hangs or was restored."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddpjob_operator.core.actions import ConfirmGone, Plan
-from ddpjob_operator.core.objects import observe
-from ddpjob_operator.shell import reconciler
+from ddpjob_operator.shell import app as app_module
 from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.api.client import JOBS, Listing, Object, Resource
 from ddpjob_operator.shell.api.credentials import Credentials
-from ddpjob_operator.shell.app import App
 from ddpjob_operator.shell.settings import Settings
+from support.cluster import ROOT
 from support.world import job_object
 from unit.operator_shell.test_shell_api import FakeConfiguration
 
-DEPLOYMENT = Path(__file__).parents[3] / "charts/ddpjob/templates/deployment.yaml"
+pytestmark = [pytest.mark.looptime]
 
-
+DEPLOYMENT = ROOT / "charts/ddpjob/templates/deployment.yaml"
 NOWHERE = Credentials(FakeConfiguration("http://127.0.0.1:1"), "default")
+STARTING = {"phase": "Starting", "attempt": 1, "membersSince": 1}
 
 
-async def endless(*_: object) -> None:
-    await asyncio.Event().wait()
+class FakeApi:
+    """One job in each namespace. ``meet`` comes before each answer; it may raise or hang."""
 
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.written = asyncio.Event()
+        self.status: dict[str, Any] = {}  # of a new job
+        self.version = 7
+        self.pods_at: list[str] = []  # the versions of the next lists of pods
+        self.meet: Callable[[str, Resource, str | None], Awaitable[None]] = self._nothing
 
-class Stubborn:
-    """Takes no notice of being cancelled until it is let go."""
+    async def _nothing(self, verb: str, resource: Resource, namespace: str | None) -> None:
+        """Let it pass."""
 
-    let_go = False
+    async def __aenter__(self) -> None:
+        """It is no connection."""
 
-    async def run(self) -> None:
-        while True:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                if self.let_go:
-                    raise
-
-
-@pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch) -> App:
-    """An operator of which no part does anything."""
-    made = App(Settings(identity="a"), NOWHERE)
-    lists = (*made._resyncs.values(), *made._informers.values(), made._node_informer)
-    lists = (*lists, made._gang_api)
-    for part in (made._watcher, made._recorder, made._progress, *lists):
-        monkeypatch.setattr(part, "run", endless)
-    monkeypatch.setattr(made._elector, "run", endless)
-    monkeypatch.setattr(made, "_work", endless)
-    return made
-
-
-async def fail() -> None:
-    raise RuntimeError("broken inside")
-
-
-async def lose() -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("part", "ends", "bug"),
-    [("_elector", fail, True), ("_node_informer", fail, True), ("_elector", lose, False)],
-)
-async def test_a_part_that_fails_ends_the_process_and_tells_why(
-    app: App, part: str, ends: Any, bug: bool, monkeypatch: Any, caplog: Any
-) -> None:
-    monkeypatch.setattr(getattr(app, part), "run", ends)
-    assert await app._run_parts(asyncio.Event()) == 1
-    assert ("bug" in caplog.text) == ("broken inside" in caplog.text) == bug
-
-
-async def test_a_restored_etcd_that_a_worker_finds_is_no_bug_and_a_reason_to_start_anew(
-    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its barrier shows it before any watch or list of a whole kind does."""
-
-    async def list_pods(*_: object, **__: object) -> Listing:
-        return Listing([], "7")
-
-    async def work() -> None:
-        await app._queue.run(2, app._reconciler.reconcile)
-
-    monkeypatch.setattr(app._api, "list_all", list_pods)
-    monkeypatch.setattr(app._reconciler, "_leads", lambda: True)
-    monkeypatch.setattr(app._reconciler._executor, "_leads", lambda: True)
-    monkeypatch.setattr(app, "_work", work)
-    for part in (app._resyncs[None], app._informers[None]):
-        part.synced.set()
-    app._store.put_job(job_object())
-    app._store.check_list("pods", "8", 0)
-    app._queue.add(("ns", "job"))
-    monkeypatch.setattr(reconciler, "plan", lambda *_: Plan((ConfirmGone(1),)))
-    assert await app._run_parts(asyncio.Event()) == 1
-    assert "etcd was restored from a backup; starting anew" in caplog.text
-    assert "bug" not in caplog.text
-
-
-@pytest.mark.looptime
-async def test_the_end_fits_in_the_grace_that_the_chart_gives(
-    app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if the work, the parts and the API server all hang. Time is simulated."""
-    found = re.search(r"terminationGracePeriodSeconds: (\d+)", DEPLOYMENT.read_text())
-    assert found is not None
-    stubborn = Stubborn()
-    monkeypatch.setattr(app._resyncs[None], "run", stubborn.run)
-    monkeypatch.setattr(app._queue, "drained", endless)
-    monkeypatch.setattr(app._elector, "_written_at", 0.0)
-    monkeypatch.setattr(app._elector, "_return_lease", endless)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    running: asyncio.Task[Any] = asyncio.create_task(app._run_parts(stop))
-    await asyncio.sleep(1)
-    began = loop.time()
-    stop.set()
-    assert await running == 0
-    assert loop.time() - began < int(found[1]) - 1
-    stubborn.let_go = True  # the loop cancels whoever is left
-
-
-@pytest.mark.looptime
-async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(
-    app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow API server needs more than it had: 2 s, though the work was done at once."""
-    released = []
-
-    async def slow() -> str:
-        await asyncio.sleep(5)
-        released.append(True)
-        return ""
-
-    monkeypatch.setattr(app._elector, "_written_at", 0.0)
-    monkeypatch.setattr(app._elector, "_return_lease", slow)
-    stop = asyncio.Event()
-    stop.set()
-    assert await app._run_parts(stop) == 0
-    assert released
-
-
-class HalfRefused:
-    """An API of two namespaces, of which b is not read until it is given back."""
-
-    def __init__(self, error: errors.ApiError) -> None:
-        self.error, self.given_back = error, False
-        self.planned: list[str] = []
+    async def __aexit__(self, *_: object) -> None:
+        """It is no connection."""
 
     async def discover(self, path: str) -> Object:
         return {}
 
+    async def get(self, resource: Resource, namespace: str, name: str) -> Any:
+        await self.meet("get", resource, namespace)
+        if resource.plural == "leases" and self.lease:
+            return dict(self.lease)
+        if resource is JOBS:
+            return self._job(namespace)
+        raise errors.NotFound(404, "NotFound", name)
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Any, *, strict: bool = False
+    ) -> Any:
+        await self.meet("create", resource, namespace)
+        if resource.plural == "leases":
+            self.lease = body
+        if resource.plural == "pods":
+            raise errors.Forbidden(403, "Forbidden", "exceeded quota")
+        return body
+
+    async def replace(
+        self, resource: Resource, namespace: str, name: str, body: Any, *, sub: str = ""
+    ) -> Any:
+        await self.meet("replace", resource, namespace)
+        if resource.plural == "leases":
+            self.lease = body
+            return body
+        self.version += 1
+        job = self._job(namespace)
+        meta = {**job["metadata"], "resourceVersion": str(self.version)}
+        self.jobs[namespace] = {**job, "metadata": meta, "status": body["status"]}
+        self.written.set()
+        return self.jobs[namespace]
+
     async def list_all(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        *_: object,
-        keep: Callable[[Object], Any],
-        **__: object,
+        self, resource: Resource, namespace: str | None, *_: object, keep: Any, **__: object
     ) -> Listing:
         await asyncio.sleep(0.01)
-        if namespace == "b" and not self.given_back:
-            raise self.error
-        job = job_object()
-        job["metadata"] |= {"namespace": namespace, "uid": f"uid-{namespace}"}
-        return Listing([keep(job)] if resource is JOBS else [], "7")
+        await self.meet("list", resource, namespace)
+        named = self.pods_at if resource.plural == "pods" else []
+        version = named.pop(0) if named else str(self.version)
+        found = [self._job(namespace or "ns")] if resource is JOBS else []
+        return Listing([keep(one) for one in found], version)
 
     async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
         await asyncio.sleep(60)
         return
         yield
 
-    def plan(self, job: observe.Job, *_: object) -> Plan:
-        self.planned.append(job.namespace)
-        return Plan()
+    def _job(self, namespace: str) -> dict[str, Any]:
+        new = job_object()
+        new["metadata"] |= {"namespace": namespace, "uid": f"uid-{namespace}"}
+        return self.jobs.setdefault(namespace, {**new, "status": self.status})
+
+    @property
+    def served(self) -> set[str]:
+        """Namespaces in which a status was written."""
+        return {where for where, job in self.jobs.items() if job["status"]}
 
 
-@pytest.mark.looptime
+async def endless(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
+    """Instead of a connection; kopf, which opens one of its own, is silent."""
+    made = FakeApi()
+    monkeypatch.setattr(app_module, "Api", lambda *_: made)
+    watcher = SimpleNamespace(run=endless, received_at=0.0)
+    monkeypatch.setattr(app_module, "JobWatcher", lambda *_: watcher)
+    return made
+
+
+def made(*namespaces: str) -> app_module.App:
+    settings = Settings(identity="a", namespaces=namespaces, probe_host="127.0.0.1", probe_port=0)
+    return app_module.App(settings, NOWHERE)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("plural", ["leases", "nodes"])
+async def test_a_part_that_fails_ends_the_process_as_a_bug(
+    api: FakeApi, plural: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(verb: str, resource: Resource, _: object) -> None:
+        if resource.plural == plural:
+            raise RuntimeError("broken inside")
+
+    api.meet = broken
+    assert await made().run() == 1
+    assert "ended: a bug" in caplog.text
+    assert "broken inside" in caplog.text
+
+
+async def test_a_lost_lease_ends_the_process_and_is_no_bug(
+    api: FakeApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = asyncio.create_task(made().run())
+    await api.written.wait()
+    api.lease = {"spec": {"holderIdentity": "b", "leaseDurationSeconds": 15}}
+    assert await running == 1
+    assert "lost the lease" in caplog.text
+    assert "bug" not in caplog.text
+
+
+async def test_etcd_restored_below_a_barrier_starts_the_process_anew(
+    api: FakeApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker's quorum read shows it before any watch or list of a whole kind does."""
+    api.status, api.pods_at = STARTING, ["8", "7"]
+    assert await made().run() == 1
+    assert "etcd was restored from a backup; starting anew" in caplog.text
+    assert "bug" not in caplog.text
+
+
+async def test_the_end_fits_in_the_grace_that_the_chart_gives(api: FakeApi) -> None:
+    """Even if work, lists and the lease all hang, and some do not let themselves be cancelled."""
+    found = re.search(r"terminationGracePeriodSeconds: (\d+)", DEPLOYMENT.read_text())
+    assert found is not None
+    let_go = False
+
+    async def hang(verb: str, resource: Resource, _: object) -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if let_go or resource.plural == "leases":
+                    raise
+
+    running = asyncio.create_task(made().run())
+    await api.written.wait()
+    api.meet = hang
+    await asyncio.sleep(40)  # until the next lists are under way
+    began = asyncio.get_running_loop().time()
+    stop()
+    try:
+        assert await running == 0
+        assert asyncio.get_running_loop().time() - began < int(found[1]) - 1
+    finally:
+        let_go = True  # the loop cancels who is left
+
+
+async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(api: FakeApi) -> None:
+    """A slow API server needs 5 s for it, though the work was done at once."""
+
+    async def slow(verb: str, resource: Resource, _: object) -> None:
+        if (verb, resource.plural) == ("replace", "leases"):
+            await asyncio.sleep(4.9)
+
+    running = asyncio.create_task(made().run())
+    await api.written.wait()
+    api.meet = slow
+    stop()
+    assert await running == 0
+    assert api.lease
+    assert api.lease["spec"]["holderIdentity"] == ""
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -194,27 +222,22 @@ class HalfRefused:
     ids=["forbidden", "error", "silence", "too long"],
 )
 async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
-    error: errors.ApiError, monkeypatch: pytest.MonkeyPatch
+    api: FakeApi, error: errors.ApiError
 ) -> None:
-    """Whoever administers one can take the operator's rights there. Time is simulated."""
-    settings = Settings(identity="a", namespaces=("b", "a"))
-    made, api = App(settings, NOWHERE), HalfRefused(error)
-    for part in (made._watcher, made._recorder, made._progress):
-        monkeypatch.setattr(part, "run", endless)
-    monkeypatch.setattr(made._api, "list_all", api.list_all)
-    monkeypatch.setattr(made._api, "watch", api.watch)
-    monkeypatch.setattr(made._api, "discover", api.discover)
-    monkeypatch.setattr(made._elector, "leads", lambda: True)
-    monkeypatch.setattr(made._reconciler, "_leads", lambda: True)
-    monkeypatch.setattr(made._elector, "run", endless)
-    monkeypatch.setattr(reconciler, "plan", api.plan)
-    stop = asyncio.Event()
-    running = asyncio.create_task(made._run_parts(stop))
+    """Its administrator can take the operator's rights there."""
+
+    async def refuse(verb: str, resource: Resource, namespace: str | None) -> None:
+        if verb == "list" and namespace == "b":
+            raise error
+
+    api.meet = refuse
+    app = made("b", "a")
+    running = asyncio.create_task(app.run())
     await asyncio.sleep(400)
-    assert set(api.planned) == {"a"}
-    assert made._unready() == []
-    api.given_back = True
+    assert api.served == {"a"}
+    assert app._unready() == []
+    api.meet = api._nothing
     await asyncio.sleep(60)
-    assert set(api.planned) == {"a", "b"}
-    stop.set()
+    assert api.served == {"a", "b"}
+    stop()
     assert await running == 0

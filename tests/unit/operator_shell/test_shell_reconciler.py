@@ -6,22 +6,22 @@ import asyncio
 import contextlib
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import actions as act
+from ddpjob_contract import crd
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.shell.api import errors
 from ddpjob_operator.shell.cache.store import Key, Store
 from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.metrics import Metrics
 from ddpjob_operator.shell.reconciler import Reconciler
 from ddpjob_operator.shell.workqueue import WorkQueue
-from support import stored
+from model.cluster import Cluster, Object
+from model.wire import ModelApi, Wire
 
 pytestmark = [pytest.mark.looptime]
 
@@ -29,131 +29,88 @@ KEY = ("ns", "job")
 CLOCK = Clock()
 
 
-class RefusingApi:
-    """No status is valid to it."""
+class SlowApi(ModelApi):
+    """``seconds``: that each call takes."""
 
-    def __init__(self) -> None:
-        self.writes = 0
+    seconds = 0.0
 
-    async def replace(self, *_: object, **__: object) -> Any:
-        self.writes += 1
-        raise errors.Invalid(422, "Invalid", "status.step: must be an int32")
-
-    async def get(self, *_: object) -> Any:
-        return job()
-
-
-class Taker:
-    """An executor whose API server takes whatever it is given."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self._version = store, 5
-        self.seconds = 0.0  # that it takes
-
-    async def carry_out(self, known: observe.Job, actions: Sequence[act.Action]) -> None:
+    async def _send(self, *what: Any) -> Any:
         await asyncio.sleep(self.seconds)
-        for action in actions:
-            self._version += 1
-            version = str(self._version)
-            learnt = self._store.feedback(known.uid)
-            if isinstance(action, act.WriteStatus):
-                known = replace(known, status=action.status, resource_version=version)
-                self._store.put_job(known)
-                if action.begins:
-                    self._store.set_feedback(known.uid, learnt.begin(known.status["attempt"]))
-            elif isinstance(action, act.DeletePod):
-                self._store.remove_pod(action.uid)
-            elif isinstance(action, act.ConfirmGone):
-                read = act.QuorumRead(attempt=action.attempt, at=CLOCK.now())
-                self._store.set_feedback(known.uid, replace(learnt, confirmed=read))
-            elif isinstance(action, act.EnsureNetwork):
-                self._store.set_feedback(known.uid, replace(learnt, network_attempt=action.attempt))
-            elif isinstance(action, act.CreatePod):
-                uid = f"{known.uid}-{action.replica}-{action.attempt}"
-                own = {"namespace": "ns", "uid": uid, "resourceVersion": version}
-                meta = {**action.body["metadata"], **own}
-                self._store.put_pod({**action.body, "metadata": meta}, from_watch=False)
-        written = replace(self._store.feedback(known.uid), status_written_at=CLOCK.now())
-        self._store.set_feedback(known.uid, written)
+        return await super()._send(*what)
 
 
-def job(replicas: int = 2, args: Sequence[str] = ()) -> dict[str, Any]:
-    container = {"name": "trainer", "image": "example/train:1", "args": list(args)}
-    spec = {"replicas": replicas, "template": {"spec": {"containers": [container]}}}
-    return {**stored.job(5), "spec": spec}
+class Stage:
+    """One reconciler of jobs in the model's cluster; no watch, so a test tells of what is new."""
 
+    name, dead, working = "operator", False, True
 
-def starting(replicas: int, args: Sequence[str] = ()) -> Store:
-    """A gang of which no pod is there yet, and nothing else in its way."""
-    store = Store()
-    status = {"phase": "Starting", "attempt": 1, "membersSince": 1}
-    store.put_job({**job(replicas, args), "status": status})
-    read = act.QuorumRead(attempt=1, at=CLOCK.now(), alone=True)
-    store.set_feedback("u1", act.ApiFeedback(network_attempt=1, confirmed=read, begun=1))
-    return store
+    def __init__(self, replicas: int, args: Sequence[str] = ()) -> None:
+        container = {"name": "trainer", "image": "example/train:1", "args": list(args)}
+        self._spec = {"replicas": replicas, "template": {"spec": {"containers": [container]}}}
+        self.cluster = Cluster(datetime.now(UTC))
+        self.wire, self.store = Wire(self.cluster), Store()
+        self.api, self.queue = SlowApi(self), WorkQueue[Key]()
+        self.job = self.add("job")
 
+    def add(self, name: str, **status: Any) -> Object:
+        meta = {"namespace": "ns", "name": name}
+        job = {"metadata": meta, "spec": self._spec, "status": status}
+        made = self.cluster.create(crd.PLURAL, job)
+        self.store.put_job(made)
+        self.queue.add(("ns", name))
+        return made
 
-@contextlib.asynccontextmanager
-async def reconciling(store: Store, executor: Any) -> AsyncIterator[WorkQueue[Key]]:
-    queue: WorkQueue[Key] = WorkQueue()
-    reconciler = Reconciler(store, queue, executor, Metrics(), lambda: True, CLOCK)
-    queue.add(KEY)
-    task = asyncio.create_task(queue.run(2, reconciler.reconcile))
-    yield queue
-    task.cancel()
-    await asyncio.wait([task])
+    def pods(self, job: Object) -> tuple[observe.Pod, ...]:
+        return self.store.pods_of(job["metadata"]["uid"])
+
+    def end(self, name: str, code: int) -> None:
+        self.cluster.finish(self.cluster.get("pods", name), code)
+        self.store.put_pod(self.cluster.get("pods", name))
+        self.queue.add(KEY)
+
+    @contextlib.asynccontextmanager
+    async def working_on_it(self) -> AsyncIterator[None]:
+        api: Any = self.api
+        recorder: Any = SimpleNamespace(send=lambda *_: None)
+        now, leads, metrics = CLOCK.now, lambda: True, Metrics()
+        executor = Executor(api, self.store, recorder, metrics, leads=leads, now=now)
+        reconciler = Reconciler(self.store, self.queue, executor, metrics, leads, CLOCK)
+        task = asyncio.create_task(self.queue.run(2, reconciler.reconcile))
+        yield
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def test_a_status_that_is_refused_is_tried_ever_more_slowly() -> None:
-    api, store = RefusingApi(), Store()
-    store.put_job(job())
-    executor = Executor(
-        api,  # type: ignore[arg-type]
-        store,
-        None,  # type: ignore[arg-type]
-        Metrics(),
-        leads=lambda: True,
-        now=lambda: datetime.now(UTC),
-    )
-    async with reconciling(store, executor):
+    stage = Stage(2)
+    stage.wire.gate = lambda call: "422" if call.verb == "replace" else ""
+    async with stage.working_on_it():
         await asyncio.sleep(600)
-    assert 10 < api.writes < 50
+    assert 10 < len([call for call in stage.wire.calls if call.verb == "replace"]) < 50
 
 
 async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
     """In many rounds, since its pods are rendered by the megabyte: not one a second."""
-    store = starting(300, ["x" * 1000] * 120)
-    async with reconciling(store, Taker(store)):
+    stage = Stage(300, ["x" * 1000] * 120)
+    async with stage.working_on_it():
         await asyncio.sleep(2)
-    assert len(store.pods_of("u1")) == 300
-
-
-def ended(pod: observe.Pod, code: int, version: int) -> dict[str, Any]:
-    container = {"name": "trainer", "state": {"terminated": {"exitCode": code}}}
-    phase = "Failed" if code else "Succeeded"
-    status = {"phase": phase, "containerStatuses": [container]}
-    return stored.pod(pod.uid, pod.replica, pod.attempt, version=version, status=status)
+    assert len(stage.pods(stage.job)) == 300
 
 
 async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
     """Each success is a write of its own, so the job is busy for as many rounds."""
-    store = starting(200)
-    taker = Taker(store)
-    async with reconciling(store, taker) as queue:
+    stage = Stage(200)
+    async with stage.working_on_it():
         await asyncio.sleep(2)
-        gang = store.pods_of("u1")
+        gang = stage.pods(stage.job)
         assert len(gang) == 200
-        taker.seconds = 0.02
-        for number, pod in enumerate(gang, 10_000):
-            last = pod is gang[-1]
-            store.put_pod(ended(pod, 1 if last else 0, number))
-            queue.add(KEY)
+        stage.api.seconds = 0.02
+        for pod in gang:
+            stage.end(pod.name, 1 if pod is gang[-1] else 0)
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
-    found = store.snapshot(KEY)
-    assert found
-    assert (found.job.status["phase"], found.job.status["attempt"]) == ("Starting", 2)
-    assert len(found.pods) == 200
+        await asyncio.sleep(5)
+    found = stage.cluster.status("job")
+    assert (found["phase"], found["attempt"], len(stage.pods(stage.job))) == ("Starting", 2, 200)
 
 
 POISONED = [
@@ -175,15 +132,13 @@ POISONED = [
 async def test_what_is_in_one_jobs_status_stops_neither_it_nor_another(
     poison: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = starting(2)
-    spoilt = {"phase": "Starting", "attempt": 1, "membersSince": 1, **poison}
-    store.put_job({**stored.job(5, "u2", "spoilt"), "spec": job(2)["spec"], "status": spoilt})
+    stage = Stage(2)
+    spoilt = stage.add("spoilt", phase="Starting", **{"attempt": 1, "membersSince": 1, **poison})
     tracemalloc.start()
-    async with reconciling(store, Taker(store)) as queue:
-        queue.add(("ns", "spoilt"))
+    async with stage.working_on_it():
         await asyncio.sleep(5)
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert used < 16 * 2**20
-    assert [len(store.pods_of(uid)) for uid in ("u1", "u2")] == [2, 2]
+    assert [len(stage.pods(job)) for job in (stage.job, spoilt)] == [2, 2]
     assert [record.message for record in caplog.records] == []
