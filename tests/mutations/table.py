@@ -11,7 +11,7 @@ from dataclasses import dataclass
 CORE, SHELL = "operator/src/ddpjob_operator/core/", "operator/src/ddpjob_operator/shell/"
 TRAINER = "trainer/src/ddpjob_trainer/"
 SNAPSHOT = TRAINER + "snapshot/ondisk/"
-STARTING, RESTARTING = CORE + "policy/starting/", CORE + "policy/restarting/"
+NODES, LOSS, CAPACITY, GANG = (CORE + part for part in ("nodes/", "loss/", "capacity/", "gang/"))
 CORE_TESTS, SHELL_TESTS = "tests/unit/operator_core/", "tests/unit/operator_shell/"
 TRAINER_TESTS = "tests/unit/trainer/"
 
@@ -28,19 +28,19 @@ class Mutation:
 
 
 MUTATIONS = (
-    Mutation("a node is given up on the word of a watch", RESTARTING + "fence.py",
+    Mutation("a node is given up on the word of a watch", NODES + "fence.py",
              "_given_up(view, node) and _just_read(node)", "_given_up(view, node)",
              CORE_TESTS + "test_plan_nodes.py"),
-    Mutation("a control plane that was away is taken for dead nodes", RESTARTING + "fence.py",
+    Mutation("a control plane that was away is taken for dead nodes", NODES + "fence.py",
              "lease.unrenewed >= LEASE_PATIENCE and lease.behind >= LEASE_PERIOD",
              "lease.unrenewed >= LEASE_PATIENCE", CORE_TESTS + "test_plan_nodes.py"),
-    Mutation("pods are made beside pods of an older attempt", CORE + "plan.py",
+    Mutation("pods are made beside pods of an older attempt", GANG + "barrier.py",
              "_confirmed(view) and not view.others and _due(view)", "_due(view)",
              CORE_TESTS + "test_plan_restart.py"),
-    Mutation("quota is given back while a pod has not ended", STARTING + "queue.py",
+    Mutation("quota is given back while a pod has not ended", CAPACITY + "queue.py",
              "return any(not pod.ended for pod in view.pods)", "return False",
              "tests/model/test_queue.py"),
-    Mutation("one restart fewer than maxRestarts", RESTARTING + "restart.py",
+    Mutation("one restart fewer than maxRestarts", LOSS + "verdict.py",
              "counted.charged > limits.max_restarts", "counted.charged >= limits.max_restarts",
              CORE_TESTS + "test_plan_restart.py"),
     Mutation("an attempt's number comes twice after a restore of etcd", CORE + "view.py",
@@ -56,26 +56,26 @@ MUTATIONS = (
     Mutation("what no restart can cure is restarted in place", TRAINER + "launcher/hub/rounds.py",
              "cause is not None and cause.code in FINAL_EXIT_CODES", "False",
              TRAINER_TESTS + "test_rounds_decide.py"),
-    Mutation("launchers that have not said so are taken to hold", RESTARTING + "replace.py",
+    Mutation("launchers that have not said so are taken to hold", GANG + "replacement.py",
              "able = view.status.holds and view", "able = view",
              CORE_TESTS + "test_plan_replace.py"),
-    Mutation("a pod that is being removed is kept (O3)", RESTARTING + "replace.py",
-             "if pod.deleting or classify.failure(", "if classify.failure(",
+    Mutation("a pod that is being removed is kept (O3)", GANG + "replacement.py",
+             "if pod.deleting or evidence.failure(", "if evidence.failure(",
              CORE_TESTS + "test_plan_replace.py"),
-    Mutation("a lost pod stays a member (O2)", RESTARTING + "replace.py",
+    Mutation("a lost pod stays a member (O2)", GANG + "replacement.py",
              "births={**status.births, **dict.fromkeys(gone, attempt)}", "births=status.births",
              CORE_TESTS + "test_plan_replace.py"),
-    Mutation("a pod is made twice in one attempt (O5)", RESTARTING + "replace.py",
+    Mutation("a pod is made twice in one attempt (O5)", GANG + "replacement.py",
              "if read.begun if part else view.feedback.begun == view.status.attempt:", "if True:",
              CORE_TESTS + "test_plan_replace.py"),
     Mutation("seats that the cache misses are replaced with a lost one (E14)",
-             RESTARTING + "root_cause.py", "if found is None or view.unread:",
+             LOSS + "cause.py", "if found is None or view.unread:",
              "if found is None:", CORE_TESTS + "test_plan_replace.py"),
-    Mutation("who holds no longer is counted again (O2)", RESTARTING + "replace.py",
+    Mutation("who holds no longer is counted again (O2)", LOSS + "cause.py",
              "    if not waited(view, loss) or not _incident(view):\n", "    if True:\n",
              CORE_TESTS + "test_plan_replace.py"),
-    Mutation("each further loss lets the others hold longer (O4)", RESTARTING + "replace.py",
-             "since = view.status.timings.replacing_since if view.replacing else None",
+    Mutation("each further loss lets the others hold longer (O4)", CORE + "view.py",
+             "since = self.status.timings.replacing_since if self.replacing else None",
              "since = None", CORE_TESTS + "test_plan_replace.py"),
     Mutation("a launcher follows a hub that was replaced (L1)", TRAINER + "launcher/hub/client.py",
              "return number >= self._least and (", "return bool(",

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.core.report import stall as report
+from ddpjob_operator.core.capacity import refusals
 from ddpjob_operator.shell.api import errors
 from support.world import START, World, job_object, refusal, running, started
 
@@ -191,7 +191,7 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
     ],
 )  # fmt: skip
 def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure: str):
-    told = report.explained(act.Refusal(1, 403, "Forbidden", message, START))
+    told = refusals.explained(act.Refusal(1, 403, "Forbidden", message, START))
     words, refused, last = told.partition(" (refused by ")
     assert words == message.removeprefix('pods "job-0" is forbidden: ')
     assert (bool(refused), who in last, cure in last) == (bool(who), True, True)

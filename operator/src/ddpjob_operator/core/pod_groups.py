@@ -1,6 +1,6 @@
 """Render the PodGroup of an attempt, by which Kubernetes places all of its pods or none.
 
-policy/starting/gang.py decides whether an attempt has one; plan() puts it into EnsureNetwork before
+capacity/pod_group.py decides whether an attempt has one; plan() puts it into EnsureNetwork before
 the first pod. The API is younger than we are: its field for preemption is spelt by version. Pods
 that stand by belong to no group: nothing waits for them.
 """

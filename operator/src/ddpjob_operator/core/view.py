@@ -10,8 +10,8 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import Any, Literal
+from datetime import datetime, timedelta
+from typing import Any, Final, Literal
 
 from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ApiFeedback, Event, Measurement, QuorumRead, Refusal
@@ -24,6 +24,10 @@ from ddpjob_operator.core.objects.status import Failure, Progress, Restarts, Sta
 
 #: More restarts than this between a backup of etcd and its restore are not assumed.
 _ATTEMPTS_AHEAD = 10_000
+#: Shorter than this, creating a container or ending a pod is no stall yet.
+PATIENCE: Final = timedelta(seconds=20)
+#: Ranks end together; a replica that still works so long after another one is reported.
+LINGERING: Final = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,29 @@ class View:
         """Tell whether every replica runs or is done already: the hub's, and enough others."""
         on = {r for r, pod in self.members.items() if evidence.running(pod)} | self.succeeded
         return 0 in on and len(on) >= self.spec.replicas
+
+    def fresh(self, patience: timedelta = PATIENCE) -> bool:
+        """Tell whether the attempt is too young for a wait to be news."""
+        since = self.begun_at
+        return since is None or not self.reached(since + patience)
+
+    @property
+    def replacing_since(self) -> datetime:
+        """Return when the replacement under way began; a time ahead is another clock's."""
+        since = self.status.timings.replacing_since if self.replacing else None
+        return min(since or self.now, self.now)
+
+    @property
+    def lingers_at(self) -> datetime | None:
+        """Return when to report that some replicas are done and others do not end.
+
+        The pod of a finished replica may be gone, as after a drain: it counts from the start then.
+        """
+        began = self.status.timings.running_at
+        pods = (self.members.get(replica) for replica in self.succeeded)
+        done = (pod.trainer.finished_at if pod is not None else began for pod in pods)
+        first = min((at for at in done if at is not None), default=None)
+        return None if first is None else first + LINGERING
 
     def chance(self, *what: int) -> float:
         """Return a number from 0 to 1, constant for each job, attempt and ``what``.

@@ -16,11 +16,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from ddpjob_operator.core import actions, render
-from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
+from ddpjob_operator.core.actions import (
+    Action,
+    ConfirmGone,
+    ReadFlavors,
+    WriteWorkload,
+)
 from ddpjob_operator.core.capacity import refusals, template_guard
 from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
-from ddpjob_operator.core.report import stall as report
 from ddpjob_operator.core.view import Stall, View
 
 QUEUED: Final = "Queued"
@@ -156,7 +160,7 @@ def running(view: View) -> tuple[Action, ...]:
         return ()
     told = dict(_pods_ready(view, found))
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
-    done = len(view.status.succeeded - on) if view.reached(report.lingers(view)) else 0
+    done = len(view.status.succeeded - on) if view.reached(view.lingers_at) else 0
     reclaimed = done if done > found.reclaimed else None
     if not told and reclaimed is None:
         return ()
@@ -205,7 +209,7 @@ def _refusal(view: View) -> actions.Refusal | None:
 
 def _refused(view: View) -> str:
     refusal = _refusal(view)
-    return f"its Workload is refused: {report.refused(view, refusal).message}" if refusal else ""
+    return f"its Workload is refused: {refusals.stall(view, refusal).message}" if refusal else ""
 
 
 def _new(queue: str) -> str:

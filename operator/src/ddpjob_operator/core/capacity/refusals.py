@@ -14,9 +14,17 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core.actions import ApiFeedback, CreateBackoff, Refusal
-from ddpjob_operator.core.report import stall as report
-from ddpjob_operator.core.view import Stall, View
+from ddpjob_contract.crd import KIND
+from ddpjob_operator.core.actions import (
+    ApiFeedback,
+    CreateBackoff,
+    Refusal,
+)
+from ddpjob_operator.core.capacity import pod_group
+from ddpjob_operator.core.nodes import fence
+from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.view import PATIENCE, Stall, View
 
 #: For a taken name: its object is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
@@ -28,6 +36,46 @@ _FIRST: Final = 2.0
 _MOST: Final = 300.0
 #: Names of pods, times and numbers of requests, which differ in the same refusal.
 _FIGURES: Final = re.compile(r"\d+")
+#: Words of a refusal, its author, and the cure.
+_REFUSERS: Final = (
+    (
+        "violates PodSecurity",
+        "the namespace's Pod Security level",
+        "set in the template what it names, or ask for another level of the namespace",
+    ),
+    (
+        "exceeded quota",
+        "a ResourceQuota of the namespace",
+        "it is tried again by itself, and fits only if the quota has room for all pods at once",
+    ),
+    (
+        "error looking up service account",
+        "the API server",
+        "create that ServiceAccount, or mend serviceAccountName in the template",
+    ),
+    (
+        " cannot create resource ",
+        "the rights of the operator's own account",
+        "the operator's chart gives them in the namespaces that its value `namespaces` lists",
+    ),
+    (
+        "no PriorityClass with name ",
+        "the API server",
+        "create it: it is tried again by itself; or delete the job, and apply it with another",
+    ),
+    (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
+    ("' denied request", "an admission policy of the cluster", "mend what it names"),
+    ("admission webhook", "a webhook of the cluster", "ask those who run it"),
+)
+#: The API server's words before those that say what is wrong: the object's name is ours.
+_OBJECT: Final = re.compile(
+    r'^(\S+ "\S+" is (forbidden|invalid)'
+    r'|Pod in version "v1" cannot be handled as a Pod(: strict decoding error)?): '
+)
+#: The scheduler's words before and after its reasons.
+_SCHEDULER: Final = re.compile(
+    r"^\d+/\d+ nodes are available: |[,.]? (no new claims to \w+, )?preemption: .*$"
+)
 
 
 def back_off(
@@ -119,14 +167,71 @@ def reasons(view: View) -> Iterator[Stall]:
     at, found = due(view), view.feedback.create_backoff
     waits = view.status.phase in ("Restarting", "Starting")  # start.py tells it in Pending
     if at is None or found is None or view.reached(at) or not waits:
-        return  # report.py tells of this attempt's refusals first
-    if not report.fresh(view):
+        return  # of_attempt() reports this attempt's refusals first
+    if not view.fresh():
         what = f"{found.words}: so the attempt before was refused, tried again at {at:%H:%M:%S} UTC"
         yield Stall("CreationFailed", what)
 
 
 def rests_until(view: View, refusal: Refusal) -> datetime:
     """Return when an object whose name was taken may be tried again."""
-    foreign = refusal.existing is not None and not report.passes(view, refusal)
+    foreign = refusal.existing is not None and not passes(view, refusal)
     stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
     return refusal.at + max(_FOREIGN if foreign else _OURS, stood)
+
+
+def of_attempt(view: View) -> Iterator[Stall]:
+    """Report what the API refuses of this attempt."""
+    for refusal in (view.network_refusal, *view.refusals.values()):
+        if refusal and not (ours(view, refusal) and view.fresh()):
+            yield stall(view, refusal)
+
+
+def stall(view: View, refusal: Refusal) -> Stall:
+    """Report a refusal."""
+    found = refusal.existing
+    if found and passes(view, refusal):
+        what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
+        stuck = found.deletion_at and view.reached(found.deletion_at + PATIENCE)
+        cure = f" on node {found.node}" if found.node else ""
+        cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
+        known: st.Known = "Cure" if found.node and stuck else "Cause"
+        return Stall("WaitingForDeletion", what + cure, known)
+    if found:
+        what = f"{found.kind} {found.name} exists and is not ours: delete or rename one of them"
+        return Stall("NameConflict", what)
+    # A reason that is no word, as of a proxy's error page, would make the status invalid.
+    word = refusal.reason.isascii() and refusal.reason.isalnum() and refusal.reason[0].isalpha()
+    return Stall(refusal.reason if word else "CreationFailed", explained(refusal))
+
+
+def explained(refusal: Refusal) -> str:
+    """Put after the API server's words, where known, who refused and what helps."""
+    said = _OBJECT.sub("", refusal.message)
+    for words, who, cure in _REFUSERS:
+        if words in refusal.message:
+            return f"{said} (refused by {who}): {cure}"
+    return said
+
+
+def ours(view: View, refusal: Refusal) -> bool:
+    """Tell whether an object of this very job, about to go, has the name."""
+    return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
+
+
+def passes(view: View, refusal: Refusal) -> bool:
+    """Tell whether the name frees by itself: ours, or of a deleted job's object."""
+    namesake = f"{KIND} {view.job.name}"
+    left = refusal.existing is not None and refusal.existing.owner == namesake
+    return left or ours(view, refusal)
+
+
+def no_room(pod: Pod, more: str = "") -> Stall:
+    """Report a pod that has no node, in the scheduler's words if it has any."""
+    said = pod.unschedulable
+    if not said:
+        what = f"pod {pod.name}: {pod_group.UNSEEN}: does the one of spec.schedulerName run?"
+        return Stall("Unschedulable", what, known="")
+    brief = _SCHEDULER.sub("", said) or said
+    known: st.Known = "" if pod_group.only_waits(pod) else "Cause"
+    return Stall("Unschedulable", f"pod {pod.name}: {said}{more}", known, brief=brief + more)

@@ -10,12 +10,20 @@ from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, evidence
-from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
+from ddpjob_operator.core.actions import (
+    ConfirmGone,
+    DeleteJob,
+    DeletePod,
+    Measurement,
+    Plan,
+)
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.ranges import every
-from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.report import stall as report
+from ddpjob_operator.core.objects.status import (
+    Progress,
+)
+from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.view import Change, View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
@@ -39,7 +47,7 @@ def succeed(view: View, change: Change) -> Change:
     first = view.members.get(0)
     told = (view.feedback.progress, first.trainer.report if first else None)
     other = any(one.other_job for one in told if one)
-    change = report.began_from(view, change, progress.resumed, other_job=other)
+    change = began_from(view, change, progress.resumed, other_job=other)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.tell("Normal", "Succeeded", message)
@@ -107,7 +115,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
     )
     change = change.condition("Stalled", False, phase, "", view.now)
     change = change.measure(Measurement("finished_total", 1, phase))
-    progress = report.received(change.status.progress, view.feedback.progress)
+    progress = received(change.status.progress, view.feedback.progress)
     return change.with_status(phase=phase, timings=timings, progress=progress)
 
 
@@ -126,4 +134,4 @@ def _final_progress(view: View, change: Change) -> Progress:
         resumed=last.resumed,
         updated_at=view.now,
     )
-    return report.received(old, said)
+    return received(old, said)

@@ -2,7 +2,7 @@
 
 plan() calls begin() in each planning round without a loss. What says that a node is about to go
 (a condition, a taint, a cordon) is listed in the chart and looked for in objects/nodes.py. The pods
-there are replaced as lost ones are (replace.py): one intent raises their floor and counts one
+there are replaced as lost ones are (replacement.py): one intent raises their floor and counts one
 disruption. Only their deletion differs, as it leaves them their grace period: all ranks save at one
 step, their launchers leave, and the others hold, so no step is lost. A node and a signal bring that
 about once (status.handedOver, until a resume), so that a pod which finds no other node stays in
@@ -17,15 +17,21 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core import evidence
-from ddpjob_operator.core.actions import ReadNodes
+from ddpjob_operator.core.actions import (
+    ReadNodes,
+)
 from ddpjob_operator.core.capacity import template_guard
 from ddpjob_operator.core.failure_text import replicas, shorten
-from ddpjob_operator.core.gang import replace as replacement
-from ddpjob_operator.core.gang import restart
+from ddpjob_operator.core.gang import replacement, restart
+from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.nodes import Node
 from ddpjob_operator.core.objects.observe import Pod
-from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure
+from ddpjob_operator.core.objects.status import (
+    MAX_AVOIDED,
+    MAX_HANDED_OVER,
+    Failure,
+)
 from ddpjob_operator.core.view import Change, View
 
 HANDED_OVER: Final = "HandedOver"
@@ -44,7 +50,7 @@ def begin(view: View, change: Change) -> Change | None:
     news = map(_entry, nodes.values())
     acted = change.with_status(handed_over=(*view.status.handed_over, *news))
     able = replacement.lost(view, loss, 0.0, planned)
-    if not able or restart.end(view, view.status, loss):
+    if not able or verdict.ends(view, view.status, loss):
         what = f"{words}: {replicas(planned, 40)} cannot be replaced before the end there"
         why = "it takes other replicas that hold meanwhile, and a disruption that may be counted"
         return acted.tell("Warning", "NotHandedOver", f"{what}: {why}")
@@ -84,7 +90,7 @@ def _going(view: View) -> Mapping[int, Node]:
     news = [node for node in signalled if _entry(node) not in status.handed_over]
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     patient = due(view)
-    early = restart.in_a_row(view, status.restarts) or (patient and not view.reached(patient))
+    early = verdict.in_a_row(view, status.restarts) or (patient and not view.reached(patient))
     forgets = view.feedback.pruned is not None  # an older CRD: it would be acted on again and again
     if not left or early or evidence.leaving(pods.values()) or template_guard.why(view) or forgets:
         return {}

@@ -1,6 +1,6 @@
 """Turn a member's loss into a new attempt or the job's end, by budgets.
 
-plan() calls after() with the loss that cause.py found; replace.py says whether the new attempt
+plan() calls after() with the loss that cause.py found; replacement.py says whether the new attempt
 keeps the pods that were not lost. A charged restart is the user's doing and counts
 against maxRestarts; a free one (disruption, infrastructure, hardware) against maxDisruptions.
 budgets.py gives both back.
@@ -10,25 +10,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Final
 
-from ddpjob_contract import exits
-from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.capacity import pod_group, template_guard
 from ddpjob_operator.core.failure_text import describe, replicas
-from ddpjob_operator.core.gang import finish
-from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.gang import finish, replacement
+from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
-from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Restarts, Status, Timings
+from ddpjob_operator.core.objects.status import (
+    MAX_FAILURES,
+    Failure,
+    Timings,
+)
 from ddpjob_operator.core.view import Change, View
-
-#: An image, a name or a volume that fails a gang before its first step may take minutes to come
-#: back. The three waits of the defaults (0, then twice this) are ten minutes.
-STARTUP_SECONDS: Final = 300.0
-#: Characters of an exception that every record has: a report cuts those of rounds.
-_COMPARED: Final = 64
 
 
 def after(
@@ -38,16 +32,18 @@ def after(
 
     ``planned``: replicas that handover.py replaces before they are lost.
     """
-    if replacement.joins(view, loss):
+    if cause.joins(view, loss):
         return _join(view, change, loss)
-    last = end(view, change.status, loss)
+    last = verdict.ends(view, change.status, loss)
     if last is not None:
         return finish.fail(view, record(view, change, loss), *last)
-    free = _action(view, change.status.restarts, loss) == "RestartFree"
-    restarts, limits = _count(view, change.status.restarts, free), view.spec.restart
-    delay, early = backoff(view.spec, restarts.consecutive), 0.0
-    if not (free or _trained(view) or replacement.waited(view, loss)):
-        early = backoff(view.spec, min(restarts.consecutive, restarts.charged), STARTUP_SECONDS)
+    free = verdict.action(view, change.status.restarts, loss) == "RestartFree"
+    restarts, limits = verdict.count(view, change.status.restarts, free), view.spec.restart
+    delay, early = verdict.backoff(view.spec, restarts.consecutive), 0.0
+    if not (free or verdict.has_trained(view) or cause.waited(view, loss)):
+        early = verdict.backoff(
+            view.spec, min(restarts.consecutive, restarts.charged), verdict.STARTUP_SECONDS
+        )
     if free:
         loss = replace(loss, charged_to="maxDisruptions", charge=restarts.disruptions)
         count = f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
@@ -117,30 +113,6 @@ def record(view: View, change: Change, loss: Failure) -> Change:
     return change.with_status(failures=failures)
 
 
-def end(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
-    """Return reason and message if this loss ends the job; None: it restarts."""
-    old, limits = status.restarts, view.spec.restart
-    action = _action(view, old, loss)
-    if action == "Fail":
-        return "PermanentFailure", describe(loss)
-    times = _in_same_way(view, status, loss)
-    if times >= exits.SAME_EXCEPTION and _ruled(view, loss) is None:
-        return "SameFailure", (
-            f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
-            f"again: mend the program or its data; a rule of spec.restart.rules with action "
-            f"Restart has it tried on; last: {describe(loss)}"
-        )
-    free = action == "RestartFree"
-    counted = _count(view, old, free)
-    if free and counted.disruptions > limits.max_disruptions:
-        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
-        return "MaxDisruptionsExceeded", what
-    if not free and counted.charged > limits.max_restarts:
-        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
-        return "MaxRestartsExceeded", what
-    return None
-
-
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
     """Record the intent of a new attempt: pods of older ones are no members now."""
     attempt, made_of = view.next_attempt, view.status if template_guard.why(view) else view.spec
@@ -179,70 +151,3 @@ def _left(view: View) -> float:
     """Return the seconds that are left of that delay."""
     at = due(view)
     return max(0.0, (at - view.now).total_seconds()) if at else 0.0
-
-
-def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
-    """Return the seconds before the n-th restart in a row: 0, then doubling."""
-    restart = spec.restart
-    return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
-
-
-def _action(view: View, old: Restarts, loss: Failure) -> str:
-    default: str = exits.action_of(loss.cls)
-    if avoid.repeats(loss) and not avoid.is_free(view, in_a_row(view, old)):
-        default = "Restart"
-    return _ruled(view, loss) or default
-
-
-def _ruled(view: View, loss: Failure) -> str | None:
-    return view.spec.restart.ruled(*evidence.names(loss, view.members.get(loss.replica)))
-
-
-def _in_same_way(view: View, status: Status, loss: Failure) -> int:
-    """Count how often in a row one exception has ended one step; 0: unknown.
-
-    Without a step since the newest snapshot it may be the start that fails, which can pass.
-    """
-    if loss.cls != "User" or not loss.exception or (loss.step or 0) <= view.snapshot_step:
-        return 0
-    since, count = status.timings.started_at, 1
-    for old in reversed(status.failures):
-        alike = exits.alike(old.exception, loss.exception, _COMPARED) and old.step == loss.step
-        if not alike or old.cls != "User" or (since and old.detected_at < since):
-            break
-        count += 1
-    return count
-
-
-def _trained(view: View) -> bool:
-    """Tell whether this attempt has reported a step beyond the snapshot that it began from."""
-    reports = (pod.trainer.report for pod in view.members.values())
-    since, polled = view.begun_at, (view.feedback.progress, view.status.progress)
-    now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
-    steps = [told.step or 0 for told in (*reports, *now) if told]
-    return max(steps, default=0) > view.status.restarts.snapshot_step
-
-
-def _count(view: View, old: Restarts, free: bool) -> Restarts:
-    return Restarts(
-        total=old.total + 1,
-        charged=old.charged + (not free),
-        disruptions=old.disruptions + free,
-        consecutive=in_a_row(view, old) + 1,
-        replaced=old.replaced,
-        in_place=old.in_place,
-        round=old.round,
-        snapshot_step=view.snapshot_step,
-        file_at=view.file_at,
-    )
-
-
-def in_a_row(view: View, old: Restarts) -> int:
-    """Count restarts before this one without progress or a long run in between.
-
-    A run longer than the longest backoff is no crash loop, so the next restart is immediate.
-    """
-    since = view.status.timings.running_at
-    longest = timedelta(seconds=view.spec.restart.max_seconds)
-    ran_long = since is not None and view.now - since > longest
-    return 0 if ran_long else old.consecutive

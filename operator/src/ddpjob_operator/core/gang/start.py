@@ -17,12 +17,13 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.capacity import pod_group, refusals, template_guard
 from ddpjob_operator.core.failure_text import initializing, shorten
-from ddpjob_operator.core.gang import handover, restart
-from ddpjob_operator.core.gang import replace as replacement
+from ddpjob_operator.core.gang import handover, replacement, restart
+from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects.ranges import every
-from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.report import stall as report
+from ddpjob_operator.core.objects.status import (
+    Failure,
+)
 from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
@@ -79,7 +80,7 @@ def late(view: View) -> bool:
 def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     """Move on from Starting: to Running, back to Pending, or to a charged restart.
 
-    A replacement gives nothing back: replace.py ends it by its deadline.
+    A replacement gives nothing back: replacement.py ends it by its deadline.
     """
     if view.replacing:
         return _run(view, change) if view.all_running else change
@@ -96,19 +97,19 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     if wrong:
         pods = (f"pod {view.job.name}-{seat}" for seat, r in view.refusals.items() if r is wrong)
         what = next(pods, "an object of the gang")
-        what = f"{report.explained(wrong)}: the API server rejects {what}; {_CURE}"
+        what = f"{refusals.explained(wrong)}: the API server rejects {what}; {_CURE}"
         return _release(view, change, Stall(template_guard.POD_REFUSED, what), "Invalid")
     full = next((r for r in refused if refusals.quota_exceeded(r)), None)
     if full:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
-        return _release(view, change, Stall("QuotaExceeded", report.explained(full)))
+        return _release(view, change, Stall("QuotaExceeded", refusals.explained(full)))
     if view.all_running:
         return _run(view, change)
     if not late(view) or not view.read_since(deadline(view)):
         return change
     if refused:
-        return _release(view, change, report.refused(view, refused[0]))
+        return _release(view, change, refusals.stall(view, refused[0]))
     if view.missing:
         what = f"replica {view.missing[0]} was never created: the API server could not be reached"
         return _release(view, change, Stall("CreationFailed", what))
@@ -119,7 +120,7 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     if waiting:
         change = avoid.nothing(change, "no room elsewhere")
         first = pod_group.in_order(waiting)[0]
-        return _release(view, change, report.unschedulable(first, avoid.words(view)))
+        return _release(view, change, refusals.no_room(first, avoid.words(view)))
     silent = fence.suspect(view, late=True)
     slow = fence.failure(view, silent) if silent else _too_slow(view, stalls)
     return restart.after(view, change, slow)
@@ -137,7 +138,7 @@ def _run(view: View, change: Change) -> Change:
     who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
     message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
     stalled = view.status.condition("Stalled")
-    if stalled and stalled.reason != report.CRASH_LOOPING:  # running again does not end it
+    if stalled and stalled.reason != verdict.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
     change = change.tell("Normal", "Running", message)

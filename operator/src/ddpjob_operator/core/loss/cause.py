@@ -16,11 +16,13 @@ from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.failure_text import describe, left_early, shorten
-from ddpjob_operator.core.gang import replace as replacement
-from ddpjob_operator.core.gang import restart
+from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.observe import Pod, clean
-from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.objects.status import (
+    Failure,
+    Status,
+)
 from ddpjob_operator.core.view import Change, Stall, View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
@@ -38,12 +40,12 @@ def loss(view: View, status: Status) -> Failure | None:
     """Return the failure that ends this attempt, or None; one per attempt."""
     found = _seen(view)
     if found is None or view.unread:
-        return None  # the intent raises the floor of each missing seat (replace.py)
+        return None  # the intent raises the floor of each missing seat (gang/replacement.py)
     if found.cls not in _PERHAPS_PEERS:
         return found
     if found.cls == "Collateral" and _left(view, CAUSE_WAIT) > 0:
         return None
-    if replacement.joins(view, found):
+    if joins(view, found):
         return found
     if found.cls == "Collateral" and (found := evidence.settle(found)).cls not in _BY_PEERS:
         return found
@@ -147,9 +149,9 @@ def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
     if first.cls not in _BY_PEERS or _left(view, NODE_WAIT) <= 0:
         return None
     pod = _unheard(view)
-    if pod is None or restart.end(view, status, first) is None:
+    if pod is None or verdict.ends(view, status, first) is None:
         return None
-    return None if restart.end(view, status, fence.failure(view, pod)) else pod
+    return None if verdict.ends(view, status, fence.failure(view, pod)) else pod
 
 
 def _unheard(view: View) -> Pod | None:
@@ -182,3 +184,37 @@ def _left(view: View, wait: timedelta) -> float:
 def _ended(view: View, pod: Pod) -> bool:
     nproc = view.spec.nproc_per_node
     return evidence.succeeded(pod) or evidence.failure(pod, nproc, view.now) is not None
+
+
+def joins(view: View, loss: Failure) -> bool:
+    """Tell whether this loss is of the incident that is counted already (rule O2).
+
+    A launcher waited no longer, or ended with the first, as its kubelet reports only now.
+    """
+    if not waited(view, loss) or not _incident(view):
+        return False
+    told_late = (view.now - view.replacing_since).total_seconds() <= CAUSE_SECONDS
+    return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
+
+
+def waited(view: View, loss: Failure) -> bool:
+    """Tell whether the lost pod waited for others: it is older than they will be."""
+    return view.replacing and view.status.floor(loss.replica) <= ended_attempt(view)
+
+
+def ended_attempt(view: View) -> int:
+    """Return the attempt that the incident ended: pods of later ones have waited for nobody."""
+    attempt = view.status.attempt
+    if not view.replacing:
+        return attempt
+    return min((loss.attempt for loss in _incident(view)), default=attempt - 1)
+
+
+def _incident(view: View) -> list[Failure]:
+    """List the losses that are being made good; again() begins without one."""
+    since = view.status.timings.replacing_since
+    return [f for f in view.status.failures if f.replaced and since and f.detected_at >= since]
+
+
+def _kind(loss: Failure | None) -> tuple[object, ...]:
+    return (loss.cls, loss.reason, loss.exit_code) if loss else ()

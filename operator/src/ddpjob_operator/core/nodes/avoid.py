@@ -1,6 +1,6 @@
 """Keep later pods off nodes that failed one or are about to go, while there is room elsewhere.
 
-restart.py records such a node in status.avoidedNodes: its GPU failed, or the runtime could not
+gang/restart.py records such a node in status.avoidedNodes: its GPU failed, or the runtime could not
 start a container for a reason of the node's; handover.py one that is about to go. A doubtful node
 is better than none: the list is emptied when a gang has found no room without it, and when the user
 suspends and resumes the job. A node that is only suspected is avoided where there is a choice.

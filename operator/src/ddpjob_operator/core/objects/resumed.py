@@ -1,6 +1,7 @@
 """Read a launcher's report of its resume: the snapshot's owner, the restart's proof.
 
-observe.py passes the reports; report.py makes Events and the condition ResumeProven of them.
+observe.py passes the reports; progress.py and report/conditions.py make Events and conditions of
+them.
 """
 
 from __future__ import annotations

@@ -18,12 +18,15 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import ExitCode
-from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.failure_text import replicas
+from ddpjob_operator.core.loss import cause
 from ddpjob_operator.core.nodes import fence
-from ddpjob_operator.core.objects.status import MAX_BIRTHS, Failure
+from ddpjob_operator.core.objects.status import (
+    MAX_BIRTHS,
+    Failure,
+)
 from ddpjob_operator.core.view import Change, Stall, View
 
 _NAMED: Final = 10  # takeovers in one Event
@@ -58,7 +61,7 @@ def lost(
     gone = {loss.replica, *planned, *view.missing}
     gone |= {one.replica for one in fence.losses(view)}  # rule O3
     gone |= {r for r, pod in members.items() if pod.deleting or evidence.failure(pod, nproc, now)}
-    newest = _ended_attempt(view)
+    newest = cause.ended_attempt(view)
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
     waiting = any(map(evidence.running, kept))
     few = len(view.status.births.keys() | gone) <= MAX_BIRTHS
@@ -88,7 +91,7 @@ def begin(
             attempt_started_at=view.now,
             running_at=None,
             next_restart_at=view.now + timedelta(seconds=delay) if delay else None,
-            replacing_since=_since(view),
+            replacing_since=view.replacing_since,
         ),
     )
     change = change.condition("Running", False, "Replacing", message, view.now)
@@ -101,22 +104,6 @@ def again(view: View, change: Change, seats: frozenset[int]) -> Change:
     change = begin(view, change, seats, f"{what}; another attempt for them")
     since = view.status.timings.running_at
     return change.with_status(timings=replace(change.status.timings, running_at=since))
-
-
-def waited(view: View, loss: Failure) -> bool:
-    """Tell whether the lost pod waited for others: it is older than they will be."""
-    return view.replacing and view.status.floor(loss.replica) <= _ended_attempt(view)
-
-
-def joins(view: View, loss: Failure) -> bool:
-    """Tell whether this loss is of the incident that is counted already (rule O2).
-
-    A launcher waited no longer, or ended with the first, as its kubelet reports only now.
-    """
-    if not waited(view, loss) or not _incident(view):
-        return False
-    told_late = (view.now - _since(view)).total_seconds() <= CAUSE_SECONDS
-    return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
 
 
 def unmade(view: View) -> frozenset[int]:
@@ -141,7 +128,7 @@ def unmade(view: View) -> frozenset[int]:
 
 def deadline(view: View) -> datetime:
     """Return when all pods restart instead: launchers wait no longer, whatever is in the way."""
-    return _since(view) + timedelta(seconds=view.spec.restart.replace_seconds)
+    return view.replacing_since + timedelta(seconds=view.spec.restart.replace_seconds)
 
 
 def covered(view: View) -> bool:
@@ -189,35 +176,12 @@ def with_deadline(view: View, why: Iterator[Stall]) -> Iterator[Stall]:
     return (replace(one, until=deadline(view) if waits else None) for one in why)
 
 
-def _kind(loss: Failure | None) -> tuple[object, ...]:
-    return (loss.cls, loss.reason, loss.exit_code) if loss else ()
-
-
-def _ended_attempt(view: View) -> int:
-    """Return the attempt that the incident ended: pods of later ones have waited for nobody."""
-    attempt = view.status.attempt
-    if not view.replacing:
-        return attempt
-    return min((loss.attempt for loss in _incident(view)), default=attempt - 1)
-
-
-def _incident(view: View) -> list[Failure]:
-    """List the losses that are being made good; again() begins without one."""
-    since = view.status.timings.replacing_since
-    return [f for f in view.status.failures if f.replaced and since and f.detected_at >= since]
-
-
 def _hub_ended(view: View, loss: Failure) -> bool:
     """Tell whether the hub has ended the attempt: who holds ends by itself only at a signal.
 
     A new pod may fail and report before it has come to the hub.
     """
     pod = view.members.get(loss.replica)
-    report = pod.trainer.report if pod and (pod.attempt or 0) <= _ended_attempt(view) else None
+    report = pod.trainer.report if pod and (pod.attempt or 0) <= cause.ended_attempt(view) else None
     own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
     return own and report is not None and report.kind != "sigterm"
-
-
-def _since(view: View) -> datetime:
-    since = view.status.timings.replacing_since if view.replacing else None
-    return min(since or view.now, view.now)  # a time ahead was stored by another clock

@@ -1,0 +1,149 @@
+"""Delete pods that are no members, pass the barrier, create what is missing.
+
+plan() calls deletions() and creations() once the status that asks for them is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import Final
+
+from ddpjob_contract.exits import DEAD_GANG_SECONDS
+from ddpjob_operator.core import actions, render
+from ddpjob_operator.core.actions import Action, ConfirmGone, DeletePod
+from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.gang import handover, replacement, restart
+from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.view import PATIENCE, Stall, View
+
+#: Missing seats whose pods alone are asked for: a label selector names each.
+_FEW_SEATS: Final = 20
+#: Pods rendered and created in one round, so that a gang of 10,000 leaves time to others.
+_BATCH: Final = 500
+#: Bytes of templates in one round: as objects they take up to 20 times as much.
+_BATCH_BYTES: Final = 1024 * 1024
+
+
+def deletions(view: View) -> tuple[Action, ...]:
+    """Delete pods that are no members.
+
+    Once a member is dead and the gang was not kept they can save nothing, so a longer grace period
+    is cut short, but for those that hand over. Where all has ended there is nothing to wait for.
+    """
+    ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
+    dead = max((loss.attempt for loss in ends), default=0)
+    todo: list[Action] = []
+    for pod in view.others:
+        replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
+        late = (pod.attempt or 0) < max(dead + 1, replaced)
+        grace = DEAD_GANG_SECONDS if late and not handover.saves(view, pod) else None
+        if fence.lost(view, pod) or (pod.stopped and not pod.deleting):
+            grace = 0
+        cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
+        if not pod.deleting or cut:
+            todo.append(DeletePod(pod.name, pod.uid, grace))
+    return tuple(todo)
+
+
+def creations(view: View) -> tuple[Action, ...]:
+    """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
+    attempt, feedback = view.status.attempt, view.feedback
+    waiting = view.status.phase in ("Pending", "Restarting")
+    if template_guard.why(view) or pod_group.refused(view):
+        return ()
+    if not _confirmed(view) and (waiting or view.missing):
+        return (read(view),) if _due(view) else ()
+    again = view.reached(pod_group.looks_again(view))
+    if waiting or not (view.unborn or again) or replacement.unmade(view):
+        return ()
+    if (asked := queue.reads(view)) is not None:
+        return asked
+    if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
+        return ()
+    if feedback.network_attempt != attempt or again:
+        if refusals.resting(view, view.network_refusal):
+            return ()
+        if feedback.network_attempt == attempt:
+            return (actions.EnsureNetwork(attempt, pod_group.bodies(view)),)
+        # Where pods did not start somebody may have removed the Secret.
+        unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
+        secret = feedback.network_attempt == 0 or unstarted
+        bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
+        return (actions.EnsureNetwork(attempt, (*bodies, *pod_group.bodies(view))),)
+    # After a refusal, create one pod alone to test whether the API accepts it again.
+    due_now = refusals.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
+    make = partial(
+        render.pod,
+        avoided=avoid.at_once(view),
+        suspected=avoid.suspected(view),
+        since=view.status.members_since,
+        hub=view.status.hub,
+        reached=view.reached_step,
+        saved=view.saved_step,
+        group=pod_group.of(view),
+        placements=queue.asked(view),
+    )
+    pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
+    return (
+        *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
+        *(actions.CreatePod(r, attempt, body) for r, body in pods),
+    )
+
+
+def passed(view: View) -> bool:
+    """Tell whether a quorum LIST shows no older object and the backoff is over."""
+    if view.status.phase not in ("Pending", "Restarting"):
+        return False
+    passed = _confirmed(view) and not view.others and _due(view)
+    return passed and (view.replacing or (pod_group.ready(view) and not any(queue.reasons(view))))
+
+
+def _confirmed(view: View) -> bool:
+    """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
+    read = view.confirmed
+    return read is not None and read.alone and all(map(read.asked, view.missing))
+
+
+def _due(view: View) -> bool:
+    return all(at is None or view.reached(at) for at in (restart.due(view), refusals.due(view)))
+
+
+def read(view: View) -> ConfirmGone:
+    """Ask for the pods of missing seats alone where the other pods stay."""
+    stay = view.replacing or view.status.phase == "Running"
+    few = view.missing if stay and len(view.missing) <= _FEW_SEATS else ()
+    return ConfirmGone(view.status.attempt, seats=frozenset(few))
+
+
+def _batch(view: View) -> int:
+    volume = view.spec.snapshot.volume.size if view.spec.snapshot else 0
+    size = view.spec.template.packed.size + volume
+    return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
+
+
+def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod, ...]:
+    """Delete a pod of ours that lost its labels and keeps the name."""
+    found = refusal.existing if refusal else None
+    if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
+        return ()
+    if found.deleting or found.attempt == view.status.attempt:
+        return ()
+    return (DeletePod(found.name, found.uid, DEAD_GANG_SECONDS),)
+
+
+def outlived(view: View) -> Iterator[Stall]:
+    """Report pods that cannot be deleted, and those that outlive their grace period."""
+    for pod in view.pods:
+        refusal = view.feedback.undeleted.get(pod.uid)
+        if refusal and not pod.deleting and view.reached(refusal.at + PATIENCE):
+            what = f"pod {pod.name} cannot be deleted: {refusals.explained(refusal)}"
+            yield Stall("DeletionRefused", what)
+        if pod.deletion_at and view.reached(pod.deletion_at + PATIENCE):
+            if not pod.node or pod.ended:
+                cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
+                yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {cure}")
+            else:
+                what = f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
+                yield Stall("WaitingForDeletion", what, "Cure")

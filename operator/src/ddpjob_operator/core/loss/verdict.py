@@ -1,0 +1,168 @@
+"""Judge what follows a loss: the job's end, a charged or a free restart, after which delay.
+
+gang/restart.py asks with the loss that cause.py found. A charged restart is the user's doing and
+counts against maxRestarts; a free one (disruption, infrastructure, hardware) against
+maxDisruptions. budgets.py gives both back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Final
+
+from ddpjob_contract import exits
+from ddpjob_contract.exits import FREE
+from ddpjob_operator.core import evidence
+from ddpjob_operator.core.failure_text import describe
+from ddpjob_operator.core.nodes import avoid
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import (
+    Failure,
+    Restarts,
+    Status,
+)
+from ddpjob_operator.core.view import Stall, View
+
+CRASH_LOOPING: Final = "CrashLooping"
+#: A loop is so many failures within so short a time, and ends after so long without one. Both
+#: bounds are longer than the longest wait of gang/restart.py between two attempts, or it would flap.
+_FAILURES: Final = 3
+_RATE: Final = timedelta(minutes=15)
+_QUIET: Final = timedelta(minutes=10)
+#: An image, a name or a volume that fails a gang before its first step may take minutes to come
+#: back. The three waits of the defaults (0, then twice this) are ten minutes.
+STARTUP_SECONDS: Final = 300.0
+#: Characters of an exception that every record has: a report cuts those of rounds.
+_COMPARED: Final = 64
+
+
+def ends(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
+    """Return reason and message if this loss ends the job; None: it restarts."""
+    old, limits = status.restarts, view.spec.restart
+    follows = action(view, old, loss)
+    if follows == "Fail":
+        return "PermanentFailure", describe(loss)
+    times = _in_same_way(view, status, loss)
+    if times >= exits.SAME_EXCEPTION and _ruled(view, loss) is None:
+        return "SameFailure", (
+            f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
+            f"again: mend the program or its data; a rule of spec.restart.rules with action "
+            f"Restart has it tried on; last: {describe(loss)}"
+        )
+    free = follows == "RestartFree"
+    counted = count(view, old, free)
+    if free and counted.disruptions > limits.max_disruptions:
+        what = f"maxDisruptions {limits.max_disruptions} is used up; last: {describe(loss)}"
+        return "MaxDisruptionsExceeded", what
+    if not free and counted.charged > limits.max_restarts:
+        what = f"maxRestarts {limits.max_restarts} is used up; last: {describe(loss)}"
+        return "MaxRestartsExceeded", what
+    return None
+
+
+def action(view: View, old: Restarts, loss: Failure) -> str:
+    """Return Restart, RestartFree or Fail: the user's rule counts before the class."""
+    default: str = exits.action_of(loss.cls)
+    if avoid.repeats(loss) and not avoid.is_free(view, in_a_row(view, old)):
+        default = "Restart"
+    return _ruled(view, loss) or default
+
+
+def _ruled(view: View, loss: Failure) -> str | None:
+    return view.spec.restart.ruled(*evidence.names(loss, view.members.get(loss.replica)))
+
+
+def _in_same_way(view: View, status: Status, loss: Failure) -> int:
+    """Count how often in a row one exception has ended one step; 0: unknown.
+
+    Without a step since the newest snapshot it may be the start that fails, which can pass.
+    """
+    if loss.cls != "User" or not loss.exception or (loss.step or 0) <= view.snapshot_step:
+        return 0
+    since, count = status.timings.started_at, 1
+    for old in reversed(status.failures):
+        alike = exits.alike(old.exception, loss.exception, _COMPARED) and old.step == loss.step
+        if not alike or old.cls != "User" or (since and old.detected_at < since):
+            break
+        count += 1
+    return count
+
+
+def count(view: View, old: Restarts, free: bool) -> Restarts:
+    """Count one more restart, and mark from where progress is reckoned."""
+    return Restarts(
+        total=old.total + 1,
+        charged=old.charged + (not free),
+        disruptions=old.disruptions + free,
+        consecutive=in_a_row(view, old) + 1,
+        replaced=old.replaced,
+        in_place=old.in_place,
+        round=old.round,
+        snapshot_step=view.snapshot_step,
+        file_at=view.file_at,
+    )
+
+
+def in_a_row(view: View, old: Restarts) -> int:
+    """Count restarts before this one without progress or a long run in between.
+
+    A run longer than the longest backoff is no crash loop, so the next restart is immediate.
+    """
+    since = view.status.timings.running_at
+    longest = timedelta(seconds=view.spec.restart.max_seconds)
+    ran_long = since is not None and view.now - since > longest
+    return 0 if ran_long else old.consecutive
+
+
+def has_trained(view: View) -> bool:
+    """Tell whether this attempt has reported a step beyond the snapshot that it began from."""
+    reports = (pod.trainer.report for pod in view.members.values())
+    since, polled = view.begun_at, (view.feedback.progress, view.status.progress)
+    now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
+    steps = [told.step or 0 for told in (*reports, *now) if told]
+    return max(steps, default=0) > view.status.restarts.snapshot_step
+
+
+def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
+    """Return the seconds before the n-th restart in a row: 0, then doubling."""
+    restart = spec.restart
+    return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
+
+
+def loops(view: View, status: Status) -> Iterator[Stall]:
+    """Explain that the program fails again and again, in whatever phase the gang is."""
+    until, counted = quiet_at(status), of_program(status)
+    if until is None or view.reached(until):
+        return
+    newest = counted[-1]
+    counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
+    took = max(1.0, (newest.detected_at - counted[0].detected_at).total_seconds() / 60)
+    rounds = sum(one.in_place for one in counted)
+    often = f"{len(counted)} failures within {took:.0f} min, {rounds} of them restarted in place"
+    alike = {one.exception for one in counted} == {newest.exception}
+    each = ", each so" if newest.exception and alike else ""
+    cure = "spec.suspend true stops it and keeps the snapshots"
+    yield Stall(CRASH_LOOPING, f"{describe(newest)}: the last of {often}{each}; {cure}")
+
+
+def quiet_at(status: Status) -> datetime | None:
+    """Return when the loop ends if nothing fails any more; None without a loop."""
+    counted = of_program(status)[-_FAILURES:]
+    if len(counted) < _FAILURES or counted[-1].detected_at - counted[0].detected_at > _RATE:
+        return None
+    return counted[-1].detected_at + _QUIET
+
+
+def of_program(status: Status) -> list[Failure]:
+    """List the program's failures since the start or resume, which may have cured older ones.
+
+    And those of pods that no node would start, until one does.
+    """
+    since, runs = status.timings.started_at, status.phase == "Running"
+    charged = [
+        one
+        for one in status.failures
+        if one.cls not in FREE or (not runs and exits.recurs(one.cls, one.reason, one.exit_code))
+    ]
+    return [one for one in charged if since is None or one.detected_at >= since]

@@ -1,0 +1,171 @@
+"""Fill the status besides decisions: counts, progress, conditions.
+
+plan() calls fill() last, in each planning round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, Final
+
+from ddpjob_operator.core import evidence
+from ddpjob_operator.core.capacity import template_guard
+from ddpjob_operator.core.failure_text import describe, shorten
+from ddpjob_operator.core.loss import verdict
+from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.status import (
+    Failure,
+    Status,
+)
+from ddpjob_operator.core.progress import began_from, received
+from ddpjob_operator.core.view import Change, View, recovers_from
+
+#: Characters of the message that is a column of `kubectl get`.
+_BRIEF: Final = 80
+#: The only phase in which each of these conditions is true.
+_PHASE_OF: Final = {
+    "Running": "Running",
+    "Suspended": "Suspended",
+    "Complete": "Succeeded",
+    "Failed": "Failed",
+}
+#: Reasons of a job's end by its newest failure.
+_BY_FAILURE: Final = (
+    "PermanentFailure", "SameFailure", "MaxRestartsExceeded", "MaxDisruptionsExceeded",
+)  # fmt: skip
+
+
+def fill(view: View, change: Change) -> Change:
+    """Fill in counts, progress, observedGeneration and the condition Ready."""
+    status = replace(change.status, conditions=_by_phase(change.status, view.now))
+    parts: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
+    if not status.terminal:  # the end keeps its own last words
+        parts |= {"progress": received(status.progress, view.feedback.progress)}
+        polled = view.feedback.progress
+        other = polled is not None and polled.other_job
+        change = began_from(view, change, parts["progress"].resumed, other_job=other)
+    if status.terminal:
+        parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
+        parts |= {"succeeded": view.succeeded}
+    elif status.phase == "Suspended" or status.queued:
+        active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
+        still = replace(_replicas(view, view.pods), active=active, succeeded=0, failed=0)
+        parts |= {"replicas": still}
+    elif status.members_since == view.status.members_since:
+        parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
+    else:
+        parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
+    reason, message = _why(view, change)
+    parts |= {"reason": reason, "message": message, "conditions": status.conditions}
+    change = change.with_status(**parts)
+    change = _unsupported(view, change)
+    return change if status.terminal else _straggling(view, _proven(view, change))
+
+
+def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
+    """Clear conditions of another phase (etcd was restored, a person wrote them) and set Ready.
+
+    kstatus, by which Helm, Flux and others wait, takes a job without Ready for finished; it follows
+    the phase alone, so it costs no extra write.
+    """
+    phase, conditions = status.phase or "Pending", status.conditions
+    for type_, only in _PHASE_OF.items():
+        told = status.condition(type_)
+        if told and told.status == "True" and phase != only:
+            conditions = st.with_condition(conditions, type_, False, phase, f"phase {phase}", now)
+    ready = phase in ("Running", "Succeeded")
+    return st.with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
+
+
+def _why(view: View, change: Change) -> tuple[str, str]:
+    """Summarize why the job is not as it should be; "" if all is well.
+
+    Causes for the user come first, then those of the cluster, then the newest failure.
+    """
+    status, before = change.status, view.status
+    if status.phase == "Succeeded":
+        return "", ""
+    for type_ in ("Failed", "Invalid", "Stalled"):
+        found = status.condition(type_)
+        if found and found.status == "True":
+            # Where a failure is the cause, the reason says the rest already.
+            if cause := _cause(status, found.reason):
+                return found.reason, shorten(cause.exception or describe(cause), _BRIEF)
+            if found == before.condition(type_) and found.reason == before.reason:
+                return before.reason, before.message
+            return found.reason, clean(change.briefs.get(type_) or found.message, _BRIEF)
+    loss = recovers_from(status)
+    if loss is None or status.phase != "Restarting":
+        return "", ""
+    return loss.reason, shorten(loss.exception, _BRIEF)
+
+
+def _cause(status: Status, reason: str) -> Failure | None:
+    """Return the failure that a condition of this reason is about."""
+    if reason == verdict.CRASH_LOOPING:
+        return next(reversed(verdict.of_program(status)), None)
+    return status.last_failure if reason in _BY_FAILURE else None
+
+
+def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas:
+    members = view.members.values() if members is None else members
+    most = view.spec.replicas  # others stand by
+    alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
+    return st.Replicas(
+        desired=most,
+        active=min(most, len([p for p in alive if not evidence.succeeded(p)])),
+        ready=min(most, len([p for p in alive if p.trainer.ready and evidence.running(p)])),
+        succeeded=len(view.succeeded),
+        failed=len([p for p in members if evidence.failure(p, 1, view.now)]),
+    )
+
+
+def _proven(view: View, change: Change) -> Change:
+    """Report whether the newest restart was proven; without news the condition stays."""
+    polled = view.feedback.progress
+    found = polled.proof if polled is not None else None
+    if found is None:
+        return change
+    reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
+    old = change.status.condition("ResumeProven")
+    conditions = st.with_condition(  # False too where it never was true
+        change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
+    )
+    change = change.with_status(conditions=conditions)
+    again = old is not None and old.reason == reason and found.equal
+    if again or old == change.status.condition("ResumeProven"):
+        return change
+    return change.tell("Normal" if found.equal else "Warning", reason, found.message)
+
+
+def _straggling(view: View, change: Change) -> Change:
+    """Report the rank that holds up the others; its place tells which pod and node."""
+    polled, old = view.feedback.progress, change.status.condition("Straggling")
+    found = polled.straggler if polled is not None and change.status.phase == "Running" else None
+    if found is None:
+        return change.condition("Straggling", False, "Progressing", "", view.now)
+    replica = found.rank // view.spec.nproc_per_node
+    pod = view.members.get(change.status.serving.get(replica, replica))
+    where = f"pod {pod.name} on {pod.node}" if pod else f"replica {replica}"
+    does = "waits for its data" if found.fetching else "computes"
+    reason = "SlowInput" if found.fetching else "SlowRank"
+    # Without figures: the same rank, a little faster or slower, is no news.
+    what = f"rank {found.rank} in {where} {does} so much longer than the others that they wait"
+    change = change.condition("Straggling", True, reason, what, view.now)
+    news = change.status.condition("Straggling") != old
+    return change.tell("Warning", reason, what) if news else change
+
+
+def _unsupported(view: View, change: Change) -> Change:
+    if view.spec.fence_after is not None and view.nodes is None:
+        return change  # not known yet
+    if view.spec.fence_after is None or (view.nodes and view.nodes.readable):
+        return change.condition("Unsupported", False, "AllSupported", "", view.now)
+    message = (
+        "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes: "
+        "install its chart with rbac.nodes=true"
+    )
+    return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)
