@@ -87,6 +87,23 @@ def env_of(pod: dict[str, Any]) -> dict[str, str]:
     return {e["name"]: e["value"] for e in env if "valueFrom" not in e}
 
 
+def intent(world: World) -> tuple[int, int, str]:
+    """Whom the status wants: the attempt, since which, and the seats that are younger."""
+    status = world.status
+    return status["attempt"], status["membersSince"], status.get("births", "")
+
+
+def kept_off(pod: dict[str, Any]) -> list[str]:
+    """Nodes that no term of the pod's node affinity allows."""
+    affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = [
+        {f["values"][0] for f in term.get("matchFields", ()) if f["operator"] == "NotIn"}
+        for term in required.get("nodeSelectorTerms", ())
+    ]
+    return sorted(set.intersection(*terms)) if terms else []
+
+
 def refusal(code: int, message: str = "words", reason: str = "Reason") -> errors.ApiError:
     """The API's answer to a creation."""
     return errors.from_status(code, {"reason": reason, "message": message})
@@ -187,12 +204,7 @@ class Pods(MutableMapping[str, dict[str, Any]]):
         return iter([name for plural, _, name in self._objects if plural == "pods"])
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == other
-
-    __hash__ = None  # type: ignore[assignment]
+        return len([*iter(self)])
 
 
 class _Api(ModelApi):
@@ -295,6 +307,12 @@ class World:
                 return self
             self.carry_out(*todo)
         raise AssertionError(f"no fixed point after {rounds} rounds: {self.log[-8:]}")
+
+    def until(self, kind: type[act.Action]) -> World:
+        """Carry out what comes before an action of that kind."""
+        while not isinstance((todo := self.plan().actions)[0], kind):
+            self.carry_out(*todo)
+        return self
 
     def carry_out(self, *todo: act.Action) -> None:
         """Have the executor do it, but for what it reads of nodes and Events."""
@@ -410,14 +428,6 @@ class World:
     @feedback.setter
     def feedback(self, known: act.ApiFeedback) -> None:
         self.store.set_feedback(self.job["metadata"]["uid"], known)
-
-    @property
-    def prunes(self) -> frozenset[str]:
-        return self.api.prunes
-
-    @prunes.setter
-    def prunes(self, fields: frozenset[str]) -> None:
-        self.api.prunes = fields
 
     @property
     def groups(self) -> dict[str, Object]:

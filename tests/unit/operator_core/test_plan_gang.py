@@ -89,7 +89,7 @@ def test_auto_leaves_the_group_out_where_it_does_nothing(spec: dict[str, Any]):
     assert (world.groups, world.status.get("podGroup")) == ({}, None)
 
 
-def test_auto_without_the_api_is_as_before_and_takes_the_group_from_the_next_attempt_on():
+def test_gang_auto_uses_a_pod_group_from_the_first_attempt_with_the_api():
     world = native(api="").settle().run()
     assert groups_of(world) == {""}
     world.gang_api = "v1beta1"
@@ -99,7 +99,7 @@ def test_auto_without_the_api_is_as_before_and_takes_the_group_from_the_next_att
 
 
 @pytest.mark.parametrize("scheduling", [{"gang": "Native"}, {"topologyKey": "rack"}], ids=str)
-def test_a_demanded_group_is_waited_for_with_a_reason_and_charged_to_nobody(
+def test_gang_native_waits_for_the_api_without_a_charge(
     scheduling: dict[str, str],
 ):
     world = native(api="", scheduling=scheduling).settle()
@@ -133,7 +133,7 @@ def test_the_startup_deadline_counts_from_the_placement():
     assert world.counts[1] == 1
 
 
-def test_pods_that_a_scheduler_places_one_by_one_are_given_back_as_without_a_group():
+def test_pods_placed_one_by_one_are_released_as_without_a_group():
     world = waiting(startupDeadlineSeconds=100).wait(HOUR)
     place(world, 0)
     world.wait(99)
@@ -187,8 +187,7 @@ def test_the_group_goes_before_a_job_whose_time_to_live_is_over():
     world = native(ttlSecondsAfterFinished=0).settle().run().end(0, 0).end(1, 0)
     world.end(2, 0, settle=False)
     while "delete job" not in world.log:
-        for action in world.plan().actions:
-            world.carry_out(action)
+        world.carry_out(*world.plan().actions)
     assert world.log.index("remove groups") < world.log.index("delete job")
 
 
@@ -242,7 +241,7 @@ def _dropped(world: World, why: str) -> None:
     world.feedback = replace(world.feedback, no_gang=(world.status["attempt"], why))
 
 
-def test_a_demanded_group_that_cannot_be_had_whole_is_tried_again_and_says_so():
+def test_gang_native_retries_a_refused_group_with_a_reason():
     world = native(scheduling={"gang": "Native"})
     world.no_gang = "podgroups is forbidden"
     world.settle()
@@ -253,7 +252,7 @@ def test_a_demanded_group_that_cannot_be_had_whole_is_tried_again_and_says_so():
     assert (world.phase, world.counts) == ("Running", (0, 0, 0))
 
 
-def test_avoided_nodes_are_given_up_by_a_group_that_finds_no_room_without_them():
+def test_a_group_without_room_elsewhere_uses_avoided_nodes_again():
     world = native(startupDeadlineSeconds=100).settle().run().end(0, 74)
     assert world.status["avoidedNodes"] == ["node1"]
     conditions = [{"type": "PodScheduled", "status": "False", "message": MISFIT}]
@@ -277,9 +276,7 @@ def test_a_waiting_group_that_a_stranger_removed_is_made_again(restarted: bool):
 
 @pytest.mark.parametrize("gang", ["Auto", "Native"])
 @pytest.mark.parametrize("alone", [[], [0]], ids=["none placed", "one placed alone"])
-def test_an_api_that_is_switched_off_while_a_group_waits_holds_nobody_for_ever(
-    gang: str, alone: list[int]
-):
+def test_a_waiting_group_is_released_when_its_api_is_switched_off(gang: str, alone: list[int]):
     world = waiting(scheduling={"gang": gang})
     world.gang_api = ""
     place(world, *alone)
@@ -311,9 +308,7 @@ def test_a_group_is_not_lost_with_the_operator_that_made_it():
     ],
     ids=["nodeName", "schedulingGroup", "priorityClassName"],
 )
-def test_a_template_that_contradicts_the_scheduling_is_refused_by_its_field(
-    fields: dict[str, Any], named: str
-):
+def test_a_template_that_contradicts_scheduling_is_refused(fields: dict[str, Any], named: str):
     scheduling = {"gang": "Native", "priorityClassName": "high"}
     template = {"spec": {**TEMPLATE["spec"], **fields}}
     found = spec_.read(job_object(template=template, scheduling=scheduling)["spec"])
@@ -385,17 +380,16 @@ def test_only_the_group_is_looked_for_while_it_waits():
     assert [body["kind"] for body in action.bodies] == ["PodGroup"]
 
 
-def test_an_api_that_is_switched_off_before_the_first_pod_is_noticed_before_it():
+def test_an_api_switched_off_before_the_first_pod_is_noticed():
     world = native()
     while world.job.get("status", {}).get("phase") != "Starting":
-        for action in world.plan().actions:
-            world.carry_out(action)
+        world.carry_out(*world.plan().actions)
     world.gang_api = ""
     world.settle()
     assert groups_of(world) == {""}
 
 
-def test_pods_placed_one_by_one_after_all_have_their_time_from_the_last_one():
+def test_the_start_deadline_counts_from_the_last_pod_placed():
     world = waiting(startupDeadlineSeconds=100).wait(HOUR)
     place(world, 0).wait(99)
     place(world, 1, 2)

@@ -11,7 +11,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects.nodes import Signals, record, signals_of
-from support.world import Machines, World, running
+from support.world import Machines, World, intent, kept_off, running
 
 DRAINED = "taint karpenter.sh/disrupted"
 KERNEL = "condition KernelDeadlock"
@@ -31,11 +31,6 @@ def signal(world: World, **nodes: str) -> World:
     return world.settle()
 
 
-def intent(world: World) -> tuple[int, int, str]:
-    status = world.status
-    return status["attempt"], status["membersSince"], status.get("births", "")
-
-
 def graces(world: World) -> dict[str, int]:
     """Grace periods of the pods that are being deleted."""
     found = {name: pod["metadata"] for name, pod in world.pods.items()}
@@ -44,12 +39,6 @@ def graces(world: World) -> dict[str, int]:
         for name, meta in found.items()
         if "deletionTimestamp" in meta
     }
-
-
-def kept_off(pod: dict[str, Any]) -> list[str]:
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    (term,) = pod["spec"]["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
-    return [value for field in term["matchFields"] for value in field["values"]]
 
 
 @pytest.mark.fault("N20")
@@ -100,9 +89,7 @@ def test_a_decision_outlives_the_operator():
     world = holding()
     assert world.machines
     world.machines.signals = {"node2": DRAINED}
-    while not isinstance((todo := world.plan().actions)[0], act.DeletePod):
-        for action in todo:
-            world.carry_out(action)
+    world.until(act.DeletePod)
     world.machines.signals = {}
     assert graces(world.restart_operator().settle()) == {"job-1": 30}
     assert world.finish_deletions().run().phase == "Running"
@@ -194,7 +181,7 @@ def test_a_gang_that_cannot_hand_over_trains_on_and_says_so_once(spec: dict[str,
 @pytest.mark.parametrize("holds", [True, False])
 def test_an_older_crd_that_forgets_what_was_done_is_not_asked_to_do_it(holds: bool):
     world = running(machines=Machines())
-    world.prunes = frozenset({"births", "holds", "handedOver"})
+    world.api.prunes = frozenset({"births", "holds", "handedOver"})
     world.poll(holds=holds, step=1).wait(100)
     signal(world, node1=DRAINED)
     for step in range(2, 9):

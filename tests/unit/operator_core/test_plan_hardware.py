@@ -10,7 +10,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.core.objects import status as st
-from support.world import World, job_object, rendered, running
+from support.world import World, job_object, kept_off, rendered, running
 
 BROKEN = int(ExitCode.HARDWARE)
 NODES = [f"n{number}" for number in range(20)]
@@ -20,16 +20,6 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 def lose(world: World, replica: int, code: int = BROKEN) -> World:
     """Its container ends so, and the gang comes back."""
     return world.end(replica, code).wait(20).run()
-
-
-def kept_off(pod: dict[str, Any]) -> list[str]:
-    """Nodes that no term of the pod's node affinity allows."""
-    required = pod["spec"].get("affinity", {}).get("nodeAffinity", {}).get(REQUIRED, {})
-    terms = [
-        {f["values"][0] for f in term.get("matchFields", ()) if f["operator"] == "NotIn"}
-        for term in required.get("nodeSelectorTerms", ())
-    ]
-    return sorted(set.intersection(*terms)) if terms else []
 
 
 @pytest.mark.fault("N13")

@@ -111,7 +111,7 @@ def test_what_refuses_one_pod_is_not_asked_again_for_each_other():
     assert len(asked) <= 500
 
 
-def test_a_pod_that_outlives_its_grace_on_a_dead_node_is_told_while_running():
+def test_a_pod_stuck_on_a_dead_node_is_reported_while_running():
     world = running().terminate(1)
     world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()
     assert world.wait(2).wait(3).plan().requeue_after == 15
@@ -194,7 +194,7 @@ def test_whatever_somebody_writes_into_the_status_the_job_gets_to_an_end(
     assert world.settle(20).phase == "Succeeded"
 
 
-def test_a_number_of_an_attempt_that_is_none_is_replaced_before_anything_else():
+def test_an_invalid_attempt_number_is_replaced_first():
     """Until then a quorum read, which confirms an attempt by its number, would confirm nothing."""
     world = running()
     world.job["status"]["attempt"] = 2**31 - 1
@@ -223,9 +223,9 @@ def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase: st
     assert world.restart_operator().settle().run().phase == "Running", "no deadline has passed"
 
 
-def test_a_field_of_the_status_that_an_older_crd_drops_is_not_written_for_ever():
+def test_a_status_field_dropped_by_an_older_crd_is_written_once():
     world = World()
-    world.prunes = frozenset({"reason"})
+    world.api.prunes = frozenset({"reason"})
     world.settle().run().end(0, 1)
     assert (world.phase, world.status["attempt"], len(world.pods)) == ("Starting", 2, 3)
     written = len(world.log)

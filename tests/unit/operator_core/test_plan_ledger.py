@@ -79,7 +79,7 @@ def test_a_start_is_booked_by_the_times_in_the_pods():
     assert sum(sums(world).values()) == booked(world) * PODS == 180
 
 
-def test_the_hubs_account_is_booked_once_however_often_it_is_heard_and_by_whom():
+def test_the_hubs_account_is_booked_exactly_once():
     world = running()
     at(world, 20)
     hear(world, up=20, warmup=8, productive=10)
@@ -116,7 +116,7 @@ def test_a_killed_process_costs_a_recovery_by_its_cause_and_steps_again():
     assert found["recovering"] == {"User": 15}
 
 
-def test_while_a_pod_is_replaced_the_others_are_held_and_the_lost_ones_time_is_a_recovery():
+def test_a_replacement_books_held_time_and_recovery_time():
     world = running(graceful=True)
     world.poll(holds=True)
     hear(at(world, 20), up=20, warmup=5, productive=15)

@@ -52,7 +52,7 @@ def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: 
 
 
 @pytest.mark.fault("U4")
-def test_a_stall_is_told_though_the_gang_was_begun_by_a_clock_ahead_of_ours():
+def test_a_stall_is_reported_after_a_start_by_a_fast_clock():
     world = started().all_wait("ContainerCreating").restart_operator()
     world.now -= timedelta(hours=1)
     world.sees_from_now()
@@ -73,7 +73,7 @@ def test_replicas_that_do_not_end_when_others_are_done_are_told():
 
 
 @pytest.mark.parametrize("gone", [None, 600, 1])
-def test_replicas_that_do_not_end_are_told_with_their_step_or_though_a_pod_is_gone(
+def test_replicas_that_do_not_end_are_reported_with_the_others_step(
     gone: int | None,
 ):
     report = "" if gone else '{"version":1,"kind":"success","code":0,"step":12}'
@@ -84,7 +84,7 @@ def test_replicas_that_do_not_end_are_told_with_their_step_or_though_a_pod_is_go
     assert (world.stalled, world.condition("Stalled")["message"]) == ("WaitingForReplicas", said)
 
 
-def test_each_second_of_ten_thousand_replicas_is_told_in_a_message_that_the_crd_takes():
+def test_a_message_about_ten_thousand_replicas_fits_the_crd():
     world = running()
     world.job["spec"]["replicas"] = 10_000
     world.status["succeededReplicas"] = ",".join(str(n) for n in range(0, 10_000, 2))
@@ -172,26 +172,27 @@ def test_suspend_keeps_the_grace_period_and_resume_is_a_new_attempt():
     assert world.condition("Suspended")["status"] == "False"
 
 
+def frozen(world: World, words: str) -> World:
+    """A policy refuses every deletion, and the operator tries."""
+    world.wire.gate = lambda call: refusal(403, words) if call.verb == "delete" else ""
+    for _ in range(9):
+        with suppress(errors.Forbidden):
+            world.carry_out(*world.plan().actions)
+    return world
+
+
 @pytest.mark.fault("A10")
 @pytest.mark.parametrize("why", ["suspended", "failed"])
 def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
-    """A freeze of the cluster: a policy refuses every deletion."""
     world = (
         running().edit(suspend=True) if why == "suspended" else running().end(1, 1, settle=False)
     )
     words = 'admission webhook "freeze" denied the request: no deletions before Monday'
 
-    world.wire.gate = lambda call: refusal(403, words) if call.verb == "delete" else ""
-
-    def tries() -> None:
-        for _ in range(9):
-            with suppress(errors.Forbidden):
-                world.carry_out(*world.plan().actions)
-
-    tries()
+    frozen(world, words)
     assert world.stalled == "", "a blink of the API server is no news"
     world.now += timedelta(seconds=21)
-    tries()
+    frozen(world, words)
     assert world.stalled == world.status["reason"] == "DeletionRefused"
     assert world.condition("Stalled")["message"].startswith("pod job-0 cannot be deleted: ")
     assert words in world.condition("Stalled")["message"]
@@ -205,8 +206,19 @@ def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
     assert world.condition("Suspended").get("status", "True") == "True"
 
 
+@pytest.mark.fault("A10")
+def test_a_deletion_refused_after_the_end_is_an_event_for_each_pod():
+    """A job at its end has no condition for it."""
+    world = frozen(running(cleanPodPolicy="All").all_end(2), "no deletions before Monday")
+    assert (world.phase, len(world.pods)) == ("Failed", 3)
+    said = [f"pod job-{n} cannot be deleted: no deletions before Monday" for n in range(3)]
+    assert world.told("DeletionRefused") == said
+    world.wire.gate = lambda _: ""
+    assert (dict(world.settle().pods), world.feedback.undeleted) == ({}, {})
+
+
 @pytest.mark.fault("N11")
-def test_a_pod_without_its_labels_ends_with_the_others_at_the_end_of_the_job():
+def test_a_pod_without_its_labels_is_deleted_at_the_end_of_the_job():
     world = running()
     world.hide(1)
     world.end(0, 2)
@@ -332,7 +344,7 @@ def test_an_init_container_that_holds_up_the_start_is_named_with_its_state(
 
 
 @pytest.mark.fault("N16")
-def test_an_init_container_that_fails_is_seen_before_its_pods_phase_says_so():
+def test_a_failed_init_container_is_seen_before_the_pods_phase():
     world = started(template=NATIVE).waiting(0, "PodInitializing")
     beside(world, fetch=ended(128, "StartError", "runc create failed: no space left on device"))
     assert (world.loss["class"], world.loss["reason"]) == ("Infrastructure", "StartError")

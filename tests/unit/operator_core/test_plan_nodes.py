@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Lease, record
-from support.world import START, Machines, World, job_object, running, started
+from support.world import START, Machines, World, job_object, kept_off, running, started
 
 SNAPSHOT = {"path": "/snapshots", "volume": {"emptyDir": {}}}
 FENCE = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": 30}}
@@ -74,16 +74,9 @@ def test_a_pod_that_its_hub_has_lost_on_a_node_without_a_new_lease_is_given_up()
         True,
     )
     assert (loss["node"], world.counts) == ("node2", (1, 0, 1))
-    assert kept_off(world) == ["node2"]
+    assert kept_off(world.pods["job-1"]) == ["node2"]
     world.run().wait(400).end(1, 1).wait(301)
-    assert kept_off(world) == [], "by then the node has a taint, or has come back"
-
-
-def kept_off(world: World) -> list[str]:
-    affinity = world.pods["job-1"]["spec"].get("affinity", {}).get("nodeAffinity", {})
-    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    fields = [f for t in terms.get("nodeSelectorTerms", ()) for f in t["matchFields"]]
-    return [value for one in fields for value in one["values"]]
+    assert kept_off(world.pods["job-1"]) == [], "by then the node has a taint, or has come back"
 
 
 @pytest.mark.fault("N21", "A6")

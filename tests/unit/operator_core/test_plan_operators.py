@@ -204,7 +204,7 @@ def test_one_that_goes_is_not_asked_for(two: Two) -> None:
 def test_with_an_old_definition_that_drops_the_name_nothing_is_written_for_ever(
     two: Two, lease: str
 ) -> None:
-    two.world.prunes = frozenset({"operator", "observedGeneration"})
+    two.world.api.prunes = frozenset({"operator", "observedGeneration"})
     two.runs()
     assert "operator" not in two.world.status
     two.play(lease)  # of its own memory: a new process may write once

@@ -54,7 +54,7 @@ def label(world: World, name: str, value: str | None) -> World:
     return world.settle()
 
 
-def test_a_job_with_the_label_waits_without_pods_and_its_workload_asks_for_all_of_them():
+def test_a_queued_job_has_no_pods_and_a_workload_for_all_of_them():
     world = queued(standby=1)
     assert (world.phase, world.pods, world.stalled) == ("Pending", {}, "Queued")
     spec = workload(world)["spec"]
@@ -115,7 +115,7 @@ def test_the_queues_label_in_the_template_is_kept_off_the_pods():
         assert pod["metadata"]["labels"]["mine"] == "1"
 
 
-def test_an_admission_check_adds_labels_annotations_selectors_and_tolerations():
+def test_an_admission_check_changes_the_pod_template():
     update = {
         "name": "trainer",
         "labels": {"l": "1"},
@@ -137,7 +137,7 @@ def test_an_admission_check_adds_labels_annotations_selectors_and_tolerations():
         assert {"key": "t", "operator": "Exists"} in pod["spec"]["tolerations"]
 
 
-def test_a_conflict_with_the_template_is_told_and_ends_the_workload_as_kueues_own_jobs_do():
+def test_an_admission_that_contradicts_the_template_ends_the_workload():
     template = {"spec": {**job_object()["spec"]["template"]["spec"], "nodeSelector": {"zone": "a"}}}
     world = queued(template=template)
     assert world.kueue
@@ -154,7 +154,7 @@ def test_a_conflict_with_the_template_is_told_and_ends_the_workload_as_kueues_ow
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_an_evicted_gang_ends_gracefully_and_gives_its_quota_back_after_the_last_pod(at_once: bool):
+def test_an_evicted_gang_releases_its_quota_after_the_last_pod(at_once: bool):
     world = kueue_does(running(), workloads.evict, "Preempted" if at_once else "PodsReadyTimeout")
     assert (world.phase, world.stalled) == ("Pending", "Queued")
     assert {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.pods.values()} == {30}
@@ -211,7 +211,7 @@ def test_a_read_for_another_reason_is_not_taken_for_that_one():
     assert world.plan().actions == (act.ConfirmGone(1, by_name=True),)
 
 
-def test_a_gang_that_was_broken_as_it_was_evicted_has_its_failure_told_uncharged():
+def test_a_failure_during_an_eviction_is_recorded_without_a_charge():
     world = running()
     world.end(0, 1, settle=False)
     world = kueue_does(world, workloads.evict)
@@ -259,7 +259,7 @@ def test_a_new_operator_finishes_the_workload_of_a_job_that_ended_long_ago():
     assert workloads.condition(workload(world), "Finished")["reason"] == "Succeeded"
 
 
-def test_suspend_leaves_the_queue_after_the_last_pod_and_resume_joins_it_anew():
+def test_suspend_leaves_the_queue_and_resume_joins_it_again():
     world = running().patch(suspend=True)
     assert world.kueue
     assert (world.phase, workloads.true(workload(world), "Admitted")) == ("Suspended", True)
@@ -319,7 +319,7 @@ def test_without_kueue_the_job_waits_and_says_why():
 
 
 @pytest.mark.fault("U20")
-def test_a_gang_that_runs_goes_on_while_kueues_api_is_away_and_gets_no_new_pods():
+def test_without_kueues_api_a_gang_runs_on_and_gets_no_new_pods():
     world = running()
     held, world.kueue = world.kueue, None
     assert (world.settle().phase, len(world.pods)) == ("Running", 3)
@@ -369,7 +369,7 @@ def test_a_label_that_goes_while_it_waits_frees_the_job():
     assert (world.told("Admitted"), len(world.told("Started"))) == ([], 1)
 
 
-def test_another_volume_of_snapshots_gives_the_quota_of_a_job_without_pods_back():
+def test_another_snapshot_volume_releases_the_quota():
     """CEL overlooks one untyped field in place of another."""
     world = admitted(snapshot={"path": "/s", "volume": {"hostPath": {"path": "/a"}}})
     kueue_does(world, workloads.evict).finish_deletions()
@@ -400,7 +400,7 @@ def test_a_label_that_comes_while_it_runs_ends_the_pods_and_queues_the_job():
     assert workload(world)["spec"]["queueName"] == "team"
 
 
-def test_replicas_done_for_long_give_their_quota_back_and_a_restart_asks_for_all_of_it():
+def test_finished_replicas_release_quota_and_a_restart_requests_all():
     world = running().end(0, 0)
     assert "reclaimablePods" not in workload(world)["status"]
     world.wait(700)
@@ -422,7 +422,7 @@ def test_pods_that_kueue_wants_to_place_by_topology_are_not_made():
     assert "topology" in world.condition("Stalled")["message"]
 
 
-def test_a_workload_that_is_refused_is_told_and_tried_again_ever_more_seldom():
+def test_a_refused_workload_is_reported_and_retried_with_growing_delays():
     job = job_object()
     job["metadata"]["labels"] = {QUEUE: "team"}
     world = World(job, kueue=Kueue())
@@ -462,7 +462,7 @@ def test_a_job_without_the_label_never_meets_kueue():
     assert "kueue.x-k8s.io/podset" not in world.pods["job-0"]["metadata"]["labels"]
 
 
-def test_a_gang_evicted_in_the_middle_of_a_restart_starts_with_a_timeout_of_its_start():
+def test_an_eviction_during_a_restart_sets_wait_for_start():
     """Kueue counts WaitForRecovery from when that was told, however long the job was in a queue."""
     world = running().end(0, 1)
     assert workloads.condition(workload(world), "PodsReady")["reason"] == "WaitForRecovery"

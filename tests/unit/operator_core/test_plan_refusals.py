@@ -74,7 +74,7 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
     assert world.feedback.create_backoff.count == 1
 
 
-def test_a_gang_that_rests_for_the_refusals_of_the_attempt_before_says_so_and_until_when():
+def test_a_gang_in_backoff_names_the_last_refusal_and_the_next_try():
     world = World(job_object(startupDeadlineSeconds=DAY))
     denied = refusal(403, DENIED, "Forbidden")
     world.refuse = lambda action: denied if action.replica == 2 else None
@@ -95,7 +95,7 @@ def test_a_gang_that_rests_for_the_refusals_of_the_attempt_before_says_so_and_un
     assert world.run().stalled == ""
 
 
-def test_an_attempt_that_another_operator_began_says_what_this_one_rests_for():
+def test_an_attempt_begun_by_another_operator_names_our_backoff():
     world, _ = refusing()
     world.job["spec"]["startupDeadlineSeconds"] = DAY
     live(world, 1500)
@@ -106,7 +106,7 @@ def test_an_attempt_that_another_operator_began_says_what_this_one_rests_for():
     assert (world.phase, world.stalled) == ("Starting", "CreationFailed")
 
 
-def test_a_short_deadline_does_not_pass_while_a_gang_rests_and_change_the_reason():
+def test_a_short_start_deadline_does_not_pass_during_a_backoff():
     world, _ = refusing()
     world.job["spec"]["startupDeadlineSeconds"] = 60
     live(world, 3600)
@@ -127,7 +127,7 @@ def test_a_name_that_is_taken_for_long_is_asked_for_more_seldom():
 
 
 @pytest.mark.fault("N10")
-def test_a_dead_node_that_holds_a_deleted_jobs_pods_is_named_with_what_ends_the_wait():
+def test_a_dead_node_that_holds_old_pods_is_named_with_the_cure():
     """Its advice is told once the pod has outlived its grace period: before, it ends as it may."""
     world = World(job_object())
     world.occupy("pods", "job-0", owner="DDPJob job", node="dead")

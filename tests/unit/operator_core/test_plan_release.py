@@ -44,7 +44,7 @@ def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str,
 
 @pytest.mark.fault("A5")
 @pytest.mark.parametrize("code", [400, 422])
-def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_edit(code: int):
+def test_an_invalid_pod_is_reported_and_made_after_an_edit(code: int):
     world = World()
     world.refuse = lambda _: refusal(code, 'unknown field "spec.contaners"')
     world.settle()
@@ -65,7 +65,7 @@ def test_a_pod_that_the_api_calls_wrong_waits_in_its_words_and_comes_after_an_ed
 
 
 @pytest.mark.parametrize("how", ["by an edit", "by itself"])
-def test_a_pod_that_is_wrong_no_more_and_waits_for_quota_is_not_called_wrong(how: str):
+def test_a_corrected_pod_that_waits_for_quota_is_not_called_invalid(how: str):
     world = World()
     world.refuse = lambda _: refusal(422, "Invalid value")
     assert world.settle().status["reason"] == "PodRefused"

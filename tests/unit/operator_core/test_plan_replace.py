@@ -11,7 +11,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import World, env_of, refusal, running, started
+from support.world import World, env_of, intent, refusal, running, started
 
 LOST = {"round": 0, "replica": 1, "kind": "lost", "step": 30, "snapshotStep": 20}
 
@@ -28,21 +28,8 @@ def uids(world: World) -> dict[str, str]:
     return {name: pod["metadata"]["uid"] for name, pod in world.pods.items()}
 
 
-def intent(world: World) -> tuple[int, int, str]:
-    status = world.status
-    return status["attempt"], status["membersSince"], status.get("births", "")
-
-
 def replaced(world: World) -> int:
     return int(world.status["restarts"]["replaced"])
-
-
-def until(world: World, kind: type[act.Action]) -> World:
-    """Carry out what comes before an action of that kind."""
-    while not isinstance((todo := world.plan().actions)[0], kind):
-        for action in todo:
-            world.carry_out(action)
-    return world
 
 
 # --- Replaced alone -----------------------------------------------------------------------
@@ -98,7 +85,7 @@ def test_on_the_hosts_network_a_replacement_has_the_ports_of_the_gang():
     assert before[contract.REPLACE_SECONDS] == "0", "so launchers of one node do not hold"
 
 
-def test_one_replica_after_another_is_replaced_and_the_newest_of_each_counts():
+def test_replicas_replaced_one_by_one_each_count_their_newest_pod():
     world = holding()
     for replica, births in ((1, "1:2"), (2, "1:2,2:3"), (1, "1:4,2:3")):
         world.wait(400).end(replica, 137).run()
@@ -353,11 +340,11 @@ def test_a_refused_pod_is_tried_again_until_the_deadline(code: int):
 @pytest.mark.fault("O7")
 def test_only_who_has_begun_makes_the_pods_and_each_once():
     """Else two pods of one attempt, and two hubs of one number, could be (rule O5)."""
-    world = until(holding().end(0, 137, settle=False), act.CreatePod).restart_operator().settle()
+    world = holding().end(0, 137, settle=False).until(act.CreatePod).restart_operator().settle()
     assert (intent(world), world.counts) == ((3, 1, "0:3"), (1, 1, 0))
     assert (world.attempts(), env_of(world.pods["job-0"])[contract.HUB]) == ({1, 3}, "3")
     # A creation whose outcome is unknown.
-    world = until(holding().end(1, 137, settle=False), act.CreatePod)
+    world = holding().end(1, 137, settle=False).until(act.CreatePod)
     world.feedback = replace(world.feedback, confirmed=None)
     assert intent(world.settle()) == (3, 1, "1:3")
     # The pod is there: nothing is missing.
@@ -379,22 +366,22 @@ def test_the_next_process_makes_no_second_hub_of_a_whole_start():
 
 
 @pytest.mark.fault("O7")
-def test_other_pods_that_are_missing_after_a_crash_are_made_in_the_same_attempt():
+def test_pods_missing_after_a_crash_are_made_in_the_same_attempt():
     """Replica 0's is made first, and its hub takes in who comes."""
     world = started()
     del world.pods["job-1"], world.pods["job-2"]
     assert intent(world.restart_operator().settle().run()) == (1, 1, "")
     # A creation whose outcome is unknown is repeated by the process that knows of it.
-    world = until(World(), act.CreatePod)
+    world = World().until(act.CreatePod)
     world.feedback = replace(world.feedback, confirmed=None)
     assert intent(world.settle()) == (1, 1, "")
 
 
 @pytest.mark.fault("O7")
 def test_another_process_that_finds_the_intent_goes_on_with_it():
-    world = until(holding().end(1, 137, settle=False), act.DeletePod).restart_operator().settle()
+    world = holding().end(1, 137, settle=False).until(act.DeletePod).restart_operator().settle()
     assert (intent(world), world.counts) == ((2, 1, "1:2"), (1, 1, 0))
-    world = until(holding().end(1, 137, settle=False), act.ConfirmGone).restart_operator().settle()
+    world = holding().end(1, 137, settle=False).until(act.ConfirmGone).restart_operator().settle()
     assert (intent(world), world.attempts()) == ((2, 1, "1:2"), {1, 2})
 
 
@@ -403,27 +390,28 @@ def test_lost_pods_alone_are_read_but_for_a_final_decision_all():
 
     def reads(world: World, replica: int) -> act.Action:
         del world.pods[f"job-{replica}"]
-        (read,) = until(world, act.ConfirmGone).plan().actions
+        (read,) = world.until(act.ConfirmGone).plan().actions
         world.carry_out(read)
         return read
 
     world = holding(replicas=100)
     assert reads(world, 7) == act.ConfirmGone(1, seats=frozenset({7}))
-    (barrier,) = until(world, act.ConfirmGone).plan().actions
+    assert "replica in (7)" in [c.name for c in world.wire.calls if c.verb == "list"][-1]
+    (barrier,) = world.until(act.ConfirmGone).plan().actions
     assert barrier == act.ConfirmGone(2, seats=frozenset({7})), "is the seat free"
     world.carry_out(barrier)
     assert reads(world, 8) == act.ConfirmGone(2, seats=frozenset({7, 8}))
-    world = until(world, act.ConfirmGone)
+    world = world.until(act.ConfirmGone)
     world.carry_out(act.ConfirmGone(3, seats=frozenset({7})))
     assert world.plan().actions == (act.ConfirmGone(3, seats=frozenset({7, 8})),)
     assert intent(world.settle()) == (3, 1, "7:3,8:3")
     world = holding(activeDeadlineSeconds=60)
     del world.pods["job-0"]
-    (read,) = until(world, act.ConfirmGone).plan().actions
+    (read,) = world.until(act.ConfirmGone).plan().actions
     assert read == act.ConfirmGone(1, seats=frozenset({0}))
     world.now += timedelta(seconds=61)  # before it is carried out
     world.carry_out(read)
-    assert until(world, act.ConfirmGone).plan().actions == (act.ConfirmGone(2),)
+    assert world.until(act.ConfirmGone).plan().actions == (act.ConfirmGone(2),)
     assert world.settle().status["reason"] == "DeadlineExceeded"
     world = holding(activeDeadlineSeconds=60)
     world.now += timedelta(seconds=61)
@@ -434,26 +422,24 @@ def test_lost_pods_alone_are_read_but_for_a_final_decision_all():
 
 @pytest.mark.parametrize("code", [1, 74, 75, 137])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_seat_that_only_the_cache_misses_is_read_before_a_loss_is_answered(
-    code: int, there: bool
-):
+def test_a_pod_missing_only_in_the_cache_is_read_before_a_loss_counts(code: int, there: bool):
     """Its floor would be raised, and its pod, which is well, deleted (rule E14)."""
     world = holding()
     unseen = world.pods.pop("job-2")
     world.end(1, code, settle=False)
-    (read,) = until(world, act.ConfirmGone).plan().actions
+    (read,) = world.until(act.ConfirmGone).plan().actions
     assert (read, intent(world)) == (act.ConfirmGone(1, seats=frozenset({2})), (1, 1, ""))
     world.pods.update({"job-2": unseen} if there else {})
     world.carry_out(read)
     assert intent(world.settle().wait(5)) == (2, 1, "1:2" if there else "1:2,2:2")
 
 
-def test_a_new_pod_that_the_next_operator_does_not_see_is_kept_when_another_is_lost():
+def test_a_new_pod_the_next_operator_misses_is_kept_at_the_next_loss():
     world = holding(replicas=4, graceful=True).end(1, 137).finish_deletions()
     assert (world.phase, intent(world)) == ("Starting", (2, 1, "1:2"))
     unseen = world.restart_operator().pods.pop("job-1")
     world.end(2, 74, settle=False)
-    (read,) = until(world, act.ConfirmGone).plan().actions
+    (read,) = world.until(act.ConfirmGone).plan().actions
     world.pods["job-1"] = unseen
     world.carry_out(read)
     assert intent(world.settle()) == (3, 1, "1:2,2:3")
@@ -479,7 +465,7 @@ def test_one_who_is_done_meanwhile_waits_for_nobody():
     assert "replica 2 ended with 0" in world.told("Restarting")[0]
 
 
-def test_a_new_pod_that_found_the_others_done_is_charged_to_nobody_and_all_restart():
+def test_a_new_pod_after_the_others_ended_restarts_all_uncharged():
     """The one before had ended with 0 too, and was removed before that was stored."""
     world = holding().vanish(1).run(1)
     assert (world.phase, intent(world), world.counts) == ("Running", (2, 1, "1:2"), (1, 0, 1))
@@ -500,7 +486,7 @@ def test_any_other_end_of_a_new_pod_is_a_loss(lost: int, code: int, done: tuple[
 
 def test_a_crd_that_drops_the_births_has_the_whole_gang_restarted():
     world = holding()
-    world.prunes = frozenset({"births"})
+    world.api.prunes = frozenset({"births"})
     world.end(1, 137)
     assert (intent(world), world.counts) == ((3, 3, ""), (1, 1, 0))
     assert "the CRD is older than the operator" in world.told("Restarting")[0]

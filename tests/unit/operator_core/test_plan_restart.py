@@ -12,7 +12,6 @@ from ddpjob_operator.core import actions as act
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.plan import plan
 from support.world import JOB_UID, World, job_object, running, started
 
 
@@ -25,7 +24,7 @@ def test_intent_is_alone_in_its_plan():
 
 
 @pytest.mark.fault("U18")
-def test_the_gangs_secret_is_made_before_the_first_pod_and_again_only_if_it_may_be_gone():
+def test_the_secret_is_made_before_the_pods_and_when_it_may_be_gone():
     world = started(startupDeadlineSeconds=60, restart={"maxRestarts": 9}).run()
     calls = [(call.verb, call.plural) for call in world.wire.calls]
     assert calls.index(("create", "secrets")) < calls.index(("create", "pods"))
@@ -139,16 +138,8 @@ def test_the_cause_is_waited_for_by_our_own_clock(hours: int):
     world.now += timedelta(hours=hours)
     world.end(0, 75, settle=False)
     world.now -= timedelta(hours=hours)
-    pods = [observe.pod(pod) for pod in world.pods.values()]
-    pods[0] = replace(pods[0], told_at=world.now)
-
-    def phase(after: float) -> str:
-        now = world.now + timedelta(seconds=after)
-        planned = plan(observe.job(world.job), pods, world.feedback, now).actions
-        written = [a.status["phase"] for a in planned if isinstance(a, act.WriteStatus)]
-        return str(written[0] if written else world.phase)
-
-    assert [phase(0), phase(4.9), phase(5)] == ["Running", "Running", "Restarting"]
+    assert (world.settle().phase, world.wait(4.9).phase) == ("Running", "Running")
+    assert (world.wait(0.1).phase, world.loss["class"]) == ("Starting", "Infrastructure")
 
 
 @pytest.mark.parametrize(
@@ -171,9 +162,8 @@ def test_the_first_rule_that_matches_wins(match: dict, action: str, phase: str, 
 def test_pods_of_others_are_not_seen():
     world = started().restart_operator()
     world.pods["job-0"]["metadata"]["ownerReferences"][0]["uid"] = "somebody else's"
-    while not isinstance((todo := world.plan().actions)[0], act.CreatePod):
-        world.carry_out(todo[0])
-    assert 0 in {a.replica for a in world.plan().actions if isinstance(a, act.CreatePod)}
+    todo = world.until(act.CreatePod).plan().actions
+    assert 0 in {action.replica for action in todo if isinstance(action, act.CreatePod)}
 
 
 def test_recovery_time_and_metrics_are_told_with_the_transition():
@@ -215,7 +205,7 @@ def test_an_outage_counts_from_the_last_step_that_was_heard_of(
     assert (last.name, last.value) == ("recovery_seconds", seconds)
 
 
-def test_a_loss_is_one_of_this_start_though_another_clock_has_stored_the_start_as_later():
+def test_a_loss_belongs_to_this_start_under_a_slower_clock():
     world = running().restart_operator()
     world.now -= timedelta(hours=1)  # the clock of the machine on which the next operator runs
     assert world.end(1, 1).status["timings"]["startedAt"] > world.now.isoformat()
@@ -260,8 +250,7 @@ def test_a_large_gang_of_a_large_template_is_rendered_a_few_pods_at_a_time(
     trainer = {"name": "trainer", "args": ["x" * 1000] * kilobytes}
     world = World(job_object(replicas=700, template={"spec": {"containers": [trainer]}}))
     while not (made := [a for a in world.plan().actions if isinstance(a, act.CreatePod)]):
-        for action in world.plan().actions:
-            world.carry_out(action)
+        world.carry_out(*world.plan().actions)
     assert most / 2 < len(made) <= most
 
 

@@ -48,7 +48,7 @@ def test_the_snapshots_of_another_job_are_told_once():
 
 
 @pytest.mark.fault("U17")
-def test_a_job_with_nothing_left_to_train_says_so_though_nobody_asked_it_meanwhile():
+def test_a_job_with_nothing_left_to_train_says_so_without_a_poll():
     world = succeed(running(), step=400, resumed=OTHER)
     ((kind, message),) = told(world)
     assert (kind, "of step 400; 0 steps trained; to train anew" in message) == ("Warning", True)

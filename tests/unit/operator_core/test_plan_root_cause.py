@@ -159,9 +159,7 @@ def found_there(machines: Machines) -> None:
 
 @pytest.mark.parametrize("limit", [0, 3])
 @pytest.mark.parametrize("deleted", [True, False])
-def test_a_node_of_which_nobody_has_told_is_read_before_its_peers_are_charged(
-    limit: int, deleted: bool
-):
+def test_an_unknown_node_is_read_before_its_peers_are_charged(limit: int, deleted: bool):
     """It may be new, or have been deleted before this operator began."""
     world = gone_while_nobody_looked(maxRestarts=limit)
     machines = world.machines
@@ -225,9 +223,7 @@ def test_a_rank_that_ended_early_ends_no_job_while_a_machine_is_in_doubt():
 @pytest.mark.fault("T13")
 @pytest.mark.parametrize("code", [75, 76])
 @pytest.mark.parametrize("report", [True, False])
-def test_a_replica_that_ended_early_is_named_when_the_others_fail_for_want_of_it(
-    code: int, report: bool
-):
+def test_a_replica_that_ended_early_is_named_when_the_others_fail(code: int, report: bool):
     """With 0, which no failure is; of a program whose launchers have no hub in common."""
     told = '{"version":1,"kind":"success","round":0,"step":12}' if report else ""
     world = on_nodes(restart={"maxRestarts": 3}).end(1, 0, message=told)

@@ -10,7 +10,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import Machines, World, env_of, refusal, rendered, running
+from support.world import Machines, World, env_of, intent, refusal, rendered, running
 
 QUOTA = "pods is forbidden: exceeded quota: q"
 
@@ -23,11 +23,6 @@ def standing_by(*, seats: int = 4, graceful: bool = False, **spec: Any) -> World
     world.log.clear()
     world.events.clear()
     return world
-
-
-def intent(world: World) -> tuple[int, int, str]:
-    status = world.status
-    return status["attempt"], status["membersSince"], status.get("births", "")
 
 
 def created(world: World) -> list[str]:
@@ -101,7 +96,7 @@ def test_one_that_is_refused_holds_up_no_other():
     assert (created(world)[-1], world.phase) == ("job-1 2", "Starting")
 
 
-def test_a_gang_that_was_refused_as_wrong_is_valid_again_without_one_that_stands_by():
+def test_a_gang_refused_as_invalid_is_valid_without_standby_pods():
     world = World()
     world.job["spec"]["standby"] = 1
     world.refuse = lambda _: refusal(422)
@@ -117,7 +112,7 @@ def test_one_that_finds_no_room_is_no_trouble_of_the_gang():
 
 
 @pytest.mark.fault("O7")
-def test_another_process_makes_a_pod_that_may_have_been_there_in_another_attempt():
+def test_another_operator_makes_an_unseen_pod_in_a_new_attempt():
     """A seat and an attempt name one pod ever (rule O5)."""
     world = running(standby=1)
     del world.pods["job-3"]
@@ -193,15 +188,14 @@ def test_an_old_pod_that_stays_ends_no_gang_that_runs():
     assert world.attempts() == {1, 3}
 
 
-def test_a_loss_in_another_attempt_for_unknown_pods_is_of_no_earlier_incident():
+def test_a_loss_in_a_later_attempt_is_a_new_incident():
     world = standing_by(graceful=True)
     world.refuse = lambda _: refusal(403, QUOTA)
     world.end(1, 137).finish_deletions().wait(400)  # seat 3 serves, and no new pod may be made
     counts = world.counts
     world.restart_operator().refuse = lambda _: None
     while world.status["attempt"] == 2:
-        for action in world.plan().actions:
-            world.carry_out(action)
+        world.carry_out(*world.plan().actions)
     world.end(2, 137)
     assert world.counts == tuple(more + one for more, one in zip(counts, (1, 1, 0), strict=True))
 
@@ -210,9 +204,7 @@ def test_a_creation_without_an_answer_takes_another_attempt():
     world = standing_by()
     world.refuse = lambda _: refusal(500)
     world.end(1, 137, settle=False)
-    while not isinstance((todo := world.plan().actions)[0], act.CreatePod):
-        for action in todo:
-            world.carry_out(action)
+    todo = world.until(act.CreatePod).plan().actions
     world.carry_out(todo[0])
     world.feedback = replace(world.feedback, confirmed=None)
     world.refuse = lambda _: None
@@ -277,9 +269,7 @@ def test_a_round_names_the_pod_that_served_where_that_is_known():
 
 
 @pytest.mark.parametrize(("gone", "in_place"), [(True, 0), (False, 1)])
-def test_a_round_that_ended_with_a_link_is_counted_with_the_pod_that_served(
-    gone: bool, in_place: int
-):
+def test_a_round_ended_by_a_lost_link_counts_with_the_serving_pod(gone: bool, in_place: int):
     lost = {"round": 0, "replica": 1, "kind": "lost"}
     world = standing_by().end(1, 137).poll(lost, holds=True, serving="1:3").wait(2)
     if gone:
@@ -291,7 +281,7 @@ def test_a_round_that_ended_with_a_link_is_counted_with_the_pod_that_served(
 
 
 @pytest.mark.parametrize("seen_first", [True, False])
-def test_a_round_in_which_a_lost_pod_was_taken_over_is_counted_with_the_pod(seen_first: bool):
+def test_a_round_with_a_takeover_counts_with_the_lost_pod(seen_first: bool):
     lost = {"round": 0, "replica": 1, "kind": "lost"}
     world = standing_by()
     if seen_first:

@@ -221,13 +221,14 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(api: Fak
     ],
     ids=["forbidden", "error", "silence", "too long"],
 )
+@pytest.mark.parametrize("plurals", [("ddpjobs", "pods"), ("pods",)], ids="-".join)
 async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
-    api: FakeApi, error: errors.ApiError
+    api: FakeApi, error: errors.ApiError, plurals: tuple[str, ...]
 ) -> None:
     """Its administrator can take the operator's rights there."""
 
     async def refuse(verb: str, resource: Resource, namespace: str | None) -> None:
-        if verb == "list" and namespace == "b":
+        if (verb, namespace) == ("list", "b") and resource.plural in plurals:
             raise error
 
     api.meet = refuse

@@ -184,17 +184,6 @@ async def test_what_was_read_before_another_operator_acted_confirms_nothing(
     assert stage.feedback.confirmed is None
 
 
-async def test_what_an_older_crd_dropped_of_a_status_is_known(stage: Stage) -> None:
-    asked = {"phase": "Failed", "reason": "DeadlineExceeded"}
-    stage.api.script = {
-        "replace ddpjobs": [job(2, phase="Failed"), job(3, **asked)],
-    }
-    await stage.do(WriteStatus(asked))
-    assert stage.feedback.pruned == (asked, {"phase": "Failed"})
-    await stage.do(WriteStatus(asked))
-    assert stage.feedback.pruned, "it drops them still"
-
-
 @pytest.mark.parametrize(
     ("answer", "found", "told"),
     [
@@ -322,29 +311,6 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
-async def test_of_few_seats_alone_pods_are_asked_for(stage: Stage) -> None:
-    for replica in range(3):
-        stage.store.put_pod(pod(replica, attempt=2))
-    stage.api.script["list pods"] = [Listing([], "30")]
-    stage.api.script["get ddpjobs"] = [job(6, attempt=2, phase="Running")]
-    await stage.do(ConfirmGone(2, seats=frozenset({1, 2})))
-    assert stage.api.bodies[0] == "ddpjob.dev/job-uid=u1,ddpjob.dev/replica in (1,2)"
-    assert stage.pods == ["p0-2"]
-    assert (read := stage.feedback.confirmed) is not None
-    assert [read.asked(seat) for seat in range(3)] == [False, True, True]
-
-
-async def test_of_a_replacement_each_pod_has_its_own_floor(stage: Stage) -> None:
-    found = job(6, attempt=3, membersSince=1, births="1:3", phase="Starting")
-    kept, lost, made = pod(0, 1), pod(1, 1), pod(1, 3, version=21)
-    stage.api.script["list pods"] = [Listing([kept, lost], "20"), Listing([kept, made], "30")]
-    stage.api.script["get ddpjobs"] = [found] * 2
-    await stage.do(ConfirmGone(3))
-    assert stage.feedback.confirmed == QuorumRead(3, NOW, alone=False, replicas=frozenset({0}))
-    await stage.do(ConfirmGone(3))
-    assert stage.feedback.confirmed == QuorumRead(3, NOW, replicas=frozenset({0, 1}))
-
-
 async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(
     stage: Stage,
 ) -> None:
@@ -437,31 +403,6 @@ async def test_deletions(stage: Stage, answer: Answer, found: Object, left: list
     assert stage.api.bodies[0] == ("job-0", "p0-2", 2)
     assert stage.pods == left
     assert all(pod.deleting != again for pod in stage.store.pods_of("u1"))
-
-
-@pytest.mark.fault("A10")
-@pytest.mark.parametrize("phase", ["Suspended", "Failed"])
-async def test_a_deletion_that_is_refused_is_known_until_it_succeeds(
-    stage: Stage, phase: str
-) -> None:
-    stage.store.put_job(job(9, phase=phase, attempt=2))
-    stage.job = stage.now
-    refused = errors.Forbidden(403, "Forbidden", 'admission webhook "freeze" denied the request')
-    gone: Object = {"kind": "Status"}
-    stage.api.script = {"delete pods": [refused] * 4 + [gone]}
-    stage.store.put_pod(pod(1))
-    both = [with_pod(stage), DeletePod("job-1", "p1-2", 2)]
-    with pytest.raises(errors.Forbidden):
-        await stage.do(*both)
-    first = stage.feedback.undeleted
-    with pytest.raises(errors.Forbidden):
-        await stage.do(*both)
-    assert stage.feedback.undeleted is first, "the first time counts"
-    assert [uid for uid, found in first.items() if "freeze" in found.message] == ["p0-2", "p1-2"]
-    said = [event.message for event in stage.recorder.sent if event.reason == "DeletionRefused"]
-    assert len(said) == 2 * (phase == "Failed"), "else the condition has its Event"
-    await stage.do(with_pod(stage))
-    assert stage.feedback.undeleted.keys() == {"p1-2"}
 
 
 async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage) -> None:
