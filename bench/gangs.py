@@ -327,9 +327,7 @@ def main() -> int:
     parser.add_argument("--between", type=float, default=25, help="seconds between them (25)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part-seconds", type=float, default=5, help="that a start may take (5)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--native", action="store_true", help="whole gangs or none (the default)")
-    how.add_argument("--plain", action="store_true", help="pods placed one by one, to compare")
+    parser.add_argument("--plain", action="store_true", help="pods placed one by one, to compare")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster must go all the same
     facts = report.machine()

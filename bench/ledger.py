@@ -21,6 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import restart
 from harness import report
 
 from ddpjob_operator.core.objects.json_read import parse_time
@@ -41,7 +42,7 @@ FAULTS = {
     "process killed": "Killed",
     "hang": "Hang",
     "pod deleted": None,
-    "hub's pod deleted by force": None,
+    "pod of the hub deleted by force": None,
     "node cut off": None,
     "operators killed": "",
 }
@@ -52,7 +53,7 @@ KINDS = {
     "process killed": "process",
     "hang": "hang",
     "pod deleted": "pod",
-    "hub's pod deleted by force": "pod",
+    "pod of the hub deleted by force": "pod",
     "node cut off": "node",
 }
 
@@ -89,20 +90,12 @@ def steps_after(site: Site, name: str, moment: float) -> list[Object]:
 
 
 def disturb(site: Site, name: str, fault: str) -> None:
-    if fault == "process killed":
-        site.kill_training(f"{name}-1", signal="KILL")
-    elif fault == "hang":
-        site.kill_training(f"{name}-2", signal="STOP")
-    elif fault == "operators killed":
+    if fault in QUIET:
         site.kill_operator()
-    elif fault == "node cut off":
-        nodes = {pod: site.get("pod", pod)["spec"]["nodeName"] for pod in site.pods(name)}
-        (node,) = set(nodes.values()) - {nodes[f"{name}-0"]}
-        site.cluster.node("partition", node)
-    else:
-        pod = f"{name}-{0 if 'hub' in fault else 1}"
-        force = ("--grace-period=0", "--force") if "by force" in fault else ()
-        site.kubectl("delete", "pod", pod, "--wait=false", *force, check=True)
+        return
+    nodes = {pod: site.get("pod", pod)["spec"]["nodeName"] for pod in site.pods(name)}
+    others = set(nodes.values()) - {nodes[f"{name}-0"]}
+    restart.disturb(site, name, fault, next(iter(others), ""))
 
 
 def story(

@@ -43,13 +43,7 @@ def main() -> None:
         fresh = one_run(args, Path(name), 2)
         resumed = one_run(args, Path(name), 4)
     rows = []
-    for stage in (
-        "resume peak",
-        "resumed",
-        "first backward peak",
-        "first step peak",
-        "second step peak",
-    ):
+    for stage in STAGES:
         cells = [
             f"{(found[stage] - found['built']) * 1024 / args.millions / 1e6:.1f}"
             for found in (fresh, resumed)

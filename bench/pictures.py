@@ -16,11 +16,7 @@ from harness import programs, report
 
 def rounded(found: Any) -> Any:
     """Seconds to the microsecond."""
-    if isinstance(found, dict):
-        return {key: rounded(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [rounded(value) for value in found]
-    return round(found, 6) if isinstance(found, float) else found
+    return json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 6))
 
 
 def main() -> None:

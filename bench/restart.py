@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -201,15 +200,13 @@ async def measure(site: Site, faults: list[str], repeats: int) -> dict[str, Any]
                 if fault.startswith("node"):
                     leads = (await asyncio.to_thread(site.leader))[1]
                     node = next(n for n in ("node1", "node2") if n != leads)
-                sides: dict[str, Callable[[], Any]] = {
-                    "ours": lambda n=node, x=label: ours(site, client, fault, f"ours-{x}", n)  # noqa: B023
-                }
-                if FAULTS[fault][1]:
-                    sides["script"] = lambda x=label: bare(site, client, fault, f"bare-{x}")  # noqa: B023
-                for side, work in sides.items():
+                for side in ("ours", "script") if FAULTS[fault][1] else ("ours",):
                     try:
                         async with asyncio.timeout(_PATIENCE):
-                            result = await work()
+                            if side == "ours":
+                                result = await ours(site, client, fault, f"ours-{label}", node)
+                            else:
+                                result = await bare(site, client, fault, f"bare-{label}")
                     except (AssertionError, TimeoutError, Refused) as error:
                         print(f"{fault}, {side}: {error!r:.2000}", file=sys.stderr, flush=True)
                         # What is left would take the processor from those that follow.

@@ -76,16 +76,8 @@ def main() -> None:
             groups[f"{way}, spares not refilled"] = [one for one in found if not one.warm]
         else:
             groups[way] = found
-    header = (
-        "way",
-        "kills",
-        "median s",
-        "p95 s",
-        "range s",
-        "steps repeated",
-        "lost rounds",
-        f"not back in {args.patience:g} s",
-    )
+    header = "way | kills | median s | p95 s | range s | steps repeated | lost rounds | not back in"
+    header += f" {args.patience:g} s"
     print("\n" + report.table(header, [row(name, found) for name, found in groups.items()]))
     ours = {name: found for name, found in groups.items() if name != "torchrun"}
     print("\nmedian seconds of each stage\n")

@@ -16,8 +16,8 @@ from typing import Any
 
 from harness import programs, report, ring_model, scaling_page
 from harness.ring_model import Measured, Ring
+from harness.scaling_page import PHASES
 
-PHASES = ("data", "forward", "backward", "exposed", "optimizer")
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 STRONG = 4  # batches of the workload's size, divided among the processes
 SIMULATED = 8
@@ -159,16 +159,9 @@ def show(result: Found) -> None:
         for mode, by_world in modes.items():
             for world, found in by_world.items():
                 said = result["model"][name][mode][world]
-                rows.append(
-                    [
-                        name,
-                        mode,
-                        world,
-                        report.spread([1000 * s for s in found["step"]], 1),
-                        report.spread(found["of one process"], 2),
-                        f"{1000 * said['hidden']:.1f}..{1000 * said['in turn']:.1f}",
-                    ]
-                )
+                spread = report.spread([1000 * s for s in found["step"]], 1)
+                row = [name, mode, world, spread, report.spread(found["of one process"], 2)]
+                rows.append([*row, f"{1000 * said['hidden']:.1f}..{1000 * said['in turn']:.1f}"])
     header = ("model", "scaling", "processes", "ms/step", "of one process", "model: ms")
     print("\n" + report.table(header, rows))
     for name, one in result["fits"].items():

@@ -148,15 +148,8 @@ def main() -> None:
     memory = {way: {} if args.quick else one_run(way, args, memory=True) for way in ways}
     also_real = ways if args.real and not args.quick else []
     real = {way: one_run(way, args, real=True) for way in also_real}
-    header = [
-        "way",
-        "stall %",
-        "s per snapshot",
-        "committed/skipped",
-        "s to durable",
-        "s to read back",
-        "extra GB",
-    ]
+    header = "way | stall % | s per snapshot | committed/skipped | s to durable | s to read back"
+    header += " | extra GB"
     state = next(iter(runs.values()))[0]["state_bytes"]
     about = f"a snapshot every {args.every} steps of {args.step_seconds} s (emulated GPU)"
     print(f"\n{args.ranks} ranks, {state / 1e9:.2f} GB of state, {about}")

@@ -6,9 +6,9 @@ say why, and hold for any figures.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from harness.counted import (
@@ -47,10 +47,6 @@ def shown(holds: Sequence[bool]) -> str:
     """Of a claim about speeds: one machine that does not bear it out has not refuted it."""
     found = word(holds)
     return "not shown" if found == "false" else found
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 def listed(values: Mapping[str, float], form: str = "{:.2f}") -> str:

@@ -77,9 +77,14 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{middle:.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+def columns(header: str | Sequence[str]) -> Sequence[str]:
+    """Their names, also written as one text: "way | s"."""
+    return header.split(" | ") if isinstance(header, str) else header
+
+
+def table(header: str | Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    cells = [[str(cell) for cell in row] for row in (columns(header), *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
@@ -92,8 +97,9 @@ def told(facts: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines: list[Sequence[object]] = [header, ("---",) * len(header), *rows]
+def markdown(header: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    names = columns(header)
+    lines: list[Sequence[object]] = [names, ("---",) * len(names), *rows]
     return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
 
 

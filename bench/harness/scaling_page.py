@@ -133,14 +133,8 @@ def page(found: Mapping[str, Any]) -> str:
         (
             HEAD.format(machine=report.told(facts), cores=cores),
             report.markdown(
-                (
-                    "model",
-                    "scaling",
-                    "processes",
-                    "ms per step",
-                    "of one process",
-                    "of what the cores give",
-                ),
+                "model | scaling | processes | ms per step | of one process |"
+                " of what the cores give",
                 measured(found),
             ),
             WHERE,
@@ -151,29 +145,14 @@ def page(found: Mapping[str, Any]) -> str:
             ),
             AGAINST.format(cores=cores),
             report.markdown(
-                (
-                    "model",
-                    "scaling",
-                    "processes",
-                    "model: ms per step",
-                    "measured",
-                    "measured against the model",
-                    "exposed if overlapped, ms",
-                ),
+                "model | scaling | processes | model: ms per step | measured |"
+                " measured against the model | exposed if overlapped, ms",
                 against(found),
             ),
             PAYING.format(hidden=paying.HIDDEN * paying.BACKWARD, ranks=paying.RANKS),
             report.markdown(
-                (
-                    "model",
-                    "batch per GPU",
-                    "C ms",
-                    "network",
-                    "T ms",
-                    "C needed, ms",
-                    "of linear",
-                    f"{paying.RANKS} GPUs are as fast as",
-                ),
+                "model | batch per GPU | C ms | network | T ms | C needed, ms | of linear |"
+                f" {paying.RANKS} GPUs are as fast as",
                 computed(),
             ),
             END.format(minutes=MINUTES),
@@ -192,14 +171,8 @@ def measured(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
                 cores = min(int(world), found["cores"])
                 share = [speed / cores for speed in one["of one process"]]
                 times = [1000 * seconds for seconds in one["step"]]
-                yield (
-                    name,
-                    mode,
-                    world,
-                    report.spread(times, 1),
-                    report.spread(one["of one process"], 2),
-                    report.spread(share, 2),
-                )
+                speeds = (report.spread(one["of one process"], 2), report.spread(share, 2))
+                yield (name, mode, world, report.spread(times, 1), *speeds)
 
 
 def phases(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
