@@ -15,14 +15,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import programs, report
+from harness import kubelets, programs, report
+from harness.kubelets import now
 
+from ddpjob_contract import crd
+from ddpjob_operator.core import render
+from ddpjob_operator.core.objects import observe, spec
 from support import cluster
 from support.operator import OperatorProcess
 from support.rest import JOBS, Object, Rest, eventually
@@ -70,53 +74,26 @@ def hostile(unit: str) -> list[Any]:
     return found
 
 
-def post_job(rest: Rest, namespace: str, name: str, spec: Object, status: Object) -> Object:
-    path = f"{JOBS}/namespaces/{namespace}/ddpjobs"
-    body: Object = {
-        "apiVersion": "ddpjob.dev/v1alpha1",
-        "kind": "DDPJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": spec,
-    }
-    job = rest.post(path, body)
+def job(namespace: str, name: str, **spec: object) -> Object:
+    meta = {"namespace": namespace, "name": name}
+    head = {"apiVersion": crd.API_VERSION, "kind": crd.KIND, "metadata": meta}
+    return {**head, "spec": {"template": template(), **spec}}
+
+
+def post_job(rest: Rest, body: Object, status: Object) -> Object:
+    path = f"{JOBS}/namespaces/{body['metadata']['namespace']}/ddpjobs"
+    found = rest.post(path, body)
     if status:
-        job = rest.call("PUT", f"{path}/{name}/status", {**job, "status": status})
-    return job
+        found = rest.merge(f"{path}/{body['metadata']['name']}/status", {"status": status})
+    return found
 
 
 def post_pod(rest: Rest, job: Object, replica: int) -> None:
-    meta = job["metadata"]
-    path = f"/api/v1/namespaces/{meta['namespace']}/pods"
-    owner = {"apiVersion": job["apiVersion"], "kind": "DDPJob", "name": meta["name"]}
-    labels = {"job-name": meta["name"], "job-uid": meta["uid"], "attempt": 1, "replica": replica}
-    name = f"{meta['name']}-{replica}"
-    pod = rest.post(
-        path,
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": name,
-                "labels": {f"ddpjob.dev/{key}": str(value) for key, value in labels.items()},
-                "ownerReferences": [{**owner, "uid": meta["uid"], "controller": True}],
-            },
-            "spec": {**template()["spec"], "restartPolicy": "Never"},
-        },
-    )
-    container = {
-        "name": "trainer",
-        "image": "train",
-        "imageID": "sha256:0",
-        "ready": True,
-        "restartCount": 0,
-        "state": {"running": {"startedAt": now()}},
-    }
-    status = {"phase": "Running", "containerStatuses": [container], "startTime": now()}
-    rest.call("PUT", f"{path}/{name}/status", {**pod, "status": status})
-
-
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    seen = observe.job(job)
+    pod = render.pod(seen, spec.read(seen.spec), 1, replica)
+    path = f"/api/v1/namespaces/{seen.namespace}/pods"
+    rest.post(path, pod)
+    rest.merge(f"{path}/{pod['metadata']['name']}/status", {"status": kubelets.running("")})
 
 
 def ended() -> Object:
@@ -136,15 +113,18 @@ def running() -> Object:
     return {"phase": "Running", "attempt": 1, "membersSince": 1, "timings": times}
 
 
+def make_namespaces(rest: Rest, *names: str) -> None:
+    for name in names:
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        rest.post("/api/v1/namespaces", body)
+        account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+        eventually("the ServiceAccount", lambda path=account: rest.find(path))
+
+
 def fill(rest: Rest, sizes: dict[str, int]) -> None:
     """Create all objects, many at once."""
-    for namespace in ("fleet", "hostile", "nothing"):
-        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
-        rest.post("/api/v1/namespaces", body)
-        account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
-        eventually("the namespace's ServiceAccount", lambda path=account: rest.find(path))
+    make_namespaces(rest, "fleet", "hostile", "nothing")
     gang = sizes["pods"] // sizes["running"]
-    spec = {"replicas": gang, "template": template()}
     with ThreadPoolExecutor(_POSTS) as pool:
 
         def all_of(what: str, work: Callable[[int], object], numbers: Iterable[int]) -> list[Any]:
@@ -154,12 +134,12 @@ def fill(rest: Rest, sizes: dict[str, int]) -> None:
 
         all_of(
             "finished jobs",
-            lambda n: post_job(rest, "fleet", f"done-{n}", spec, ended()),
+            lambda n: post_job(rest, job("fleet", f"done-{n}", replicas=gang), ended()),
             range(sizes["finished"]),
         )
         jobs = all_of(
             "running jobs",
-            lambda n: post_job(rest, "fleet", f"run-{n}", spec, running()),
+            lambda n: post_job(rest, job("fleet", f"run-{n}", replicas=gang), running()),
             range(sizes["running"]),
         )
         all_of(
@@ -170,9 +150,9 @@ def fill(rest: Rest, sizes: dict[str, int]) -> None:
         fillers = [hostile(unit) for unit in UNITS.values()]
 
         def one(n: int) -> None:
-            filled = {**spec, "suspend": True, "template": template(fillers[n % len(fillers)])}
+            filled = {"suspend": True, "template": template(fillers[n % len(fillers)])}
             # The last in every order: whatever a list learns from the first is wrong by then.
-            post_job(rest, "hostile", f"z-{n:04}", filled, {})
+            post_job(rest, job("hostile", f"z-{n:04}", replicas=gang, **filled), {})
 
         all_of("hostile jobs", one, range(sizes["hostile"]))
 
@@ -201,11 +181,23 @@ def memory(operator: OperatorProcess) -> dict[str, float]:
     return {name: round(int(value.split()[0]) / 1024, 1) for name, value in found.items()}
 
 
-def lists(operator: OperatorProcess) -> float:
+def counts(metric: str, text: str) -> Iterator[tuple[dict[str, str], float]]:
+    """Labels and value of each series, by Prometheus' text format."""
+    for line in re.findall(rf"^{metric}{{.*", text, re.MULTILINE):
+        yield dict(re.findall(r'(\w+)="([^"]*)"', line)), float(line.rsplit(" ", 1)[1])
+
+
+def requests(operator: OperatorProcess) -> Counter[str]:
+    """Finished calls so far, by verb and resource."""
+    found: Counter[str] = Counter()
+    for fields, value in counts("ddpjob_api_requests_total", operator.probe("/metrics")[1]):
+        found[f"{fields['verb']} {fields['resource']}"] += int(value)
+    return found
+
+
+def lists(operator: OperatorProcess) -> int:
     """How many pages of jobs it has asked for."""
-    wanted = 'ddpjob_api_requests_total{code="200",resource="ddpjobs",verb="list"}'
-    lines = operator.probe("/metrics")[1].splitlines()
-    return next((float(line.split()[-1]) for line in lines if line.startswith(wanted)), 0.0)
+    return requests(operator)["list ddpjobs"]
 
 
 def cpu(operator: OperatorProcess) -> float:
@@ -218,10 +210,9 @@ def cpu(operator: OperatorProcess) -> float:
 def measure(plane: cluster.Cluster, namespaces: str, source: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--lease-namespace", "nothing", "--resync-seconds", str(RESYNC_SECONDS))
-        operator = OperatorProcess(plane.kubeconfig, namespaces, Path(folder), *flags)
-        operator._env["PYTHONPATH"] = os.pathsep.join(
-            (programs.program("steps"), str(source / "contract/src"), str(source / "operator/src"))
-        )
+        parts = (str(source / part) for part in ("contract/src", "operator/src"))
+        paths = os.pathsep.join((programs.program("steps"), *parts))
+        operator = OperatorProcess(plane.kubeconfig, namespaces, Path(folder), *flags, paths=paths)
         began = time.monotonic()
         operator.start()
         probe = Probe(operator)
@@ -286,10 +277,8 @@ def main() -> int:
             print(f"left running: {plane.kubeconfig}")
         elif not args.kubeconfig:
             cluster.down(name)
-    header = (
-        *("objects", "code", "ready s", "peak MiB at start", "after two resyncs", "at rest"),
-        *("processor share", "longest step ms", "/healthz ms: median", "p95", "longest"),
-    )
+    header = "objects | code | ready s | peak MiB at start | after two resyncs | at rest"
+    header += " | processor share | longest step ms | /healthz ms: median | p95 | longest"
     print(report.table(header, [row(s, w, r) for s, by in found.items() for w, r in by.items()]))
     print(f"limit of the chart: {LIMIT_MIB} MiB; {sizes}")
     report.finish("operator_memory", facts, {"sizes": sizes, "found": found}, args.json)

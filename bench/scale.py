@@ -4,7 +4,8 @@ A real API server, etcd and controllers, the operator as it ships, and a stand-i
 (harness/kubelets.py) that lets no pod wait. So all that is measured is writes, watches and what the
 operator adds to them: creation is from the POST of the DDPJobs, a restart from the end of one
 pod's container, both until status.phase is Running. The script writes the same objects.
-`--idle` measures memory, processor time and calls of an operator that has nothing to do.
+`--fleet 10000`: nine jobs of ten have ended or are suspended, the others start, lose a pod and end
+within ten minutes (harness/lives.py): how soon each is answered, the operator's memory and calls.
 `--losses`: pods of gangs that run are deleted by force, one of each gang, all at once, while
 launchers hold (a stand-in says so, harness/kubelets.py): from the deletion of a pod until there is
 another in its place, which is the operator's share alone, and all that the operator writes until
@@ -23,30 +24,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import operator_memory as fleet
 from harness import kubelets, report
-from harness.bare import Script
+from harness.bare import PATHS, Script
+from harness.lives import Lives
 from harness.wire import Client
 
 from support import cluster
 from support.operator import OperatorProcess
-from support.rest import JOBS, Object, Rest, eventually
+from support.rest import JOBS, Object, Rest
 
 OURS, SCRIPT = "ours", "script"  # namespaces; the operator serves the first alone
-_PODS = "/api/v1/namespaces/{}/pods"
+_PODS = PATHS["Pod"]
 _JOBS = JOBS + "/namespaces/{}/ddpjobs"
-_COLLECTIONS = (
-    _JOBS,
-    _PODS,
-    "/api/v1/namespaces/{}/services",
-    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
-)
+_COLLECTIONS = (_JOBS, *PATHS.values())
 _WRITES = ("POST", "PUT", "PATCH", "DELETE", "create", "update", "patch", "delete")
 _COUNTED = ("pods", "ddpjobs", "services", "networkpolicies")
 _PATIENCE = 200.0
@@ -77,56 +75,50 @@ class Loss:
 class Bench:
     """Both ways on one control plane."""
 
-    def __init__(self, client: Client, rest: Rest, operator: OperatorProcess) -> None:
-        self._client, self._rest, self._operator = client, rest, operator
+    def __init__(self, client: Client, kubeconfig: Path, operator: OperatorProcess) -> None:
+        self._client, self._operator = client, operator
+        self._kubeconfig, self._rest = kubeconfig, Rest(kubeconfig)
         self._number = 0
 
     # --- what is measured ---
 
     async def gang(self, way: str, size: int) -> dict[str, Sample]:
         """Create one gang and restart it."""
-        job = self._job(size)
+        job, path, watching = self._job(size), _JOBS.format(OURS), asyncio.Event()
+        name, script = job["metadata"]["name"], Script(self._client, SCRIPT, job)
+        create = script.create if way == SCRIPT else partial(self._running, [job])
+        made = await self._sample(way, create)
         if way == SCRIPT:
-            script = Script(self._client, SCRIPT, job)
-            made = await self._sample(way, script.create)
-            watching = asyncio.Event()
-            work = asyncio.ensure_future(script.restart(watching))
+            work: asyncio.Future[object] = asyncio.ensure_future(script.restart(watching))
             await watching.wait()
-
-            async def again() -> None:
-                await self._fail(SCRIPT, script.pods[0]["metadata"]["name"])
-                await work
-
         else:
-            name = job["metadata"]["name"]
+            since = await self._client.version(path)
+            second = lambda status: status["attempt"] > 1  # noqa: E731
+            work = asyncio.ensure_future(self._until_running([name], since, second))
 
-            async def create() -> None:
-                await self._running([job])
+        async def again() -> None:
+            await self._fail(way, f"{name}-0")
+            await work
 
-            async def again() -> None:
-                since = await self._client.version(_JOBS.format(OURS))
-                await self._fail(OURS, f"{name}-0")
-                await self._until_running({name}, 2, since)
-
-            made = await self._sample(way, create)
         remade = await self._sample(way, again)
         await self._clear(way)
         return {f"create {size}": made, f"restart {size}": remade}
 
     async def gangs(self, way: str, count: int, size: int) -> dict[str, Sample]:
         """Create many gangs at once."""
-        sample = await self._sample(way, lambda: self.create_gangs(way, count, size))
-        await self._clear(way)
-        return {f"create {count} x {size}": sample}
-
-    async def create_gangs(self, way: str, count: int, size: int) -> None:
         jobs = [self._job(size) for _ in range(count)]
-        if way == SCRIPT:
+
+        async def create() -> None:
+            if way == OURS:
+                await self._running(jobs)
+                return
             scripts = [Script(self._client, SCRIPT, job) for job in jobs]
             # One watch for all, as every script has it that makes more than one gang.
             await Script.create_all(self._client, SCRIPT, scripts)
-            return
-        await self._running(jobs)
+
+        sample = await self._sample(way, create)
+        await self._clear(way)
+        return {f"create {count} x {size}": sample}
 
     async def losses(self, count: int, size: int, repeats: int) -> list[Loss]:
         """Lose one pod in each of these gangs, again and again; the first time that of the hub."""
@@ -150,6 +142,46 @@ class Bench:
         await self._clear(OURS)
         return found
 
+    async def fleet(self, size: int, seconds: float) -> dict[str, Any]:
+        """Fill the cluster with jobs that have ended or wait, and let a tenth as many live."""
+        before = self._job(2)
+        await self._lives(OURS, [before], 30)  # imports, connections, caches
+        path = f"{_JOBS.format(OURS)}/{before['metadata']['name']}"
+        status = (await self._client.call("GET", path))["status"]
+        self._operator.terminate()
+        await asyncio.gather(*(self._post_idle(n % 3, status) for n in range(size - size // 10)))
+        self._operator.start()
+        self._operator.wait_ready()
+        self._operator.wait_leading()
+        asked = -1.0
+        while asked != (asked := self._counters(OURS)[3]):  # noqa: ASYNC110 - theirs
+            await asyncio.sleep(5)  # it tells of those that are suspended
+        found: dict[str, Any] = {"at rest": fleet.memory(self._operator)}
+        for way in (SCRIPT, OURS):
+            jobs = [self._job(2) for _ in range(size // 10)]
+            found[way] = await self._lives(way, jobs, seconds)
+        return found
+
+    async def _post_idle(self, kind: int, status: Object) -> None:
+        job, path = self._job(2), _JOBS.format(OURS)
+        job["spec"]["suspend"] = not kind
+        await self._client.text("POST", path, job)
+        if kind:
+            ended = {"status": {**status, "phase": ("Succeeded", "Failed")[kind - 1]}}
+            await self._client.text("PATCH", f"{path}/{job['metadata']['name']}/status", ended)
+
+    async def _lives(self, way: str, jobs: list[Object], seconds: float) -> dict[str, Any]:
+        asked = fleet.requests(self._operator)
+        async with Client(self._kubeconfig) as outside:
+            lives = Lives(jobs, way, outside, self._client if way == SCRIPT else None)
+            sample = await self._sample(way, partial(lives.run, seconds), seconds)
+        found = {"delays": lives.delays(), **asdict(sample)}
+        if way == SCRIPT:
+            return found
+        calls = (fleet.requests(self._operator) - asked).items()
+        rates = {what: round(count / sample.seconds, 3) for what, count in calls}
+        return {**found, **fleet.memory(self._operator), "calls per second": rates}
+
     # --- how ---
 
     async def _lose(self, names: list[str], pods: list[str], made: int) -> Loss:
@@ -157,7 +189,7 @@ class Bench:
         await asyncio.sleep(1.0)  # what the one before has caused is over
         pods_path, jobs_path = _PODS.format(OURS), _JOBS.format(OURS)
         since = [await self._client.version(path) for path in (pods_path, jobs_path)]
-        spent, asked = fleet.cpu(self._operator), requests(self._operator)
+        spent, asked = fleet.cpu(self._operator), fleet.requests(self._operator)
         deletions = asyncio.gather(
             *(self._client.text("DELETE", f"{pods_path}/{p}?gracePeriodSeconds=0") for p in pods)
         )
@@ -174,56 +206,52 @@ class Bench:
         assert gone.keys() == there.keys() == set(pods), "others are replaced, too"
         await deletions
         began, run = min(gone.values()), await running
-        calls = {
-            what: count - asked.get(what, 0.0)
-            for what, count in requests(self._operator).items()
-            if count > asked.get(what, 0.0) and "leases" not in what
-        }
+        calls = fleet.requests(self._operator) - asked
         return Loss(
             [round(there[pod] - gone[pod], 3) for pod in pods],
             round(max(there.values()) - began, 3),
             round(run - began, 3),
             round(fleet.cpu(self._operator) - spent, 2),
-            calls,
+            {what: count for what, count in calls.items() if "leases" not in what},
         )
 
     async def _until_told(self, names: list[str], since: str, made: int) -> float:
-        """Wait until each job's status tells that it holds, runs and has made so many pods.
+        """Wait until each job's status tells that it holds, runs and has made so many pods."""
 
-        Returns when the last one began to run.
-        """
+        def told(status: Object) -> bool:
+            return bool(status.get("holds")) and status.get("progress", {}).get("step") == made
+
+        return await self._until_running(names, since, told)
+
+    async def _until_running(
+        self, names: Iterable[str], since: str, good: Callable[[Object], bool]
+    ) -> float:
+        """Wait until each job runs and its status is good; return when the last began to run."""
         runs: dict[str, float] = {}
-        told: set[str] = set()
+        left = set(names)
         async with aclosing(self._client.watch(_JOBS.format(OURS), since)) as events:
             async for event in events:
-                name, status = (
-                    event["object"]["metadata"]["name"],
-                    event["object"].get("status", {}),
-                )
+                job = event["object"]
+                name, status = job["metadata"]["name"], job.get("status", {})
                 if status.get("phase") != "Running":
                     runs.pop(name, None)
                     continue
                 runs.setdefault(name, time.monotonic())
-                if status.get("holds") and status.get("progress", {}).get("step") == made:
-                    told.add(name)
-                if told >= set(names):
+                if good(status):
+                    left.discard(name)
+                if not left:
                     break
         return max(runs[name] for name in names)
 
     def _job(self, size: int) -> Object:
         self._number += 1
-        meta = {"namespace": OURS, "name": f"gang-{self._number}"}
-        spec = {"replicas": size, "nprocPerNode": 1, "template": fleet.template()}
-        return {
-            "apiVersion": "ddpjob.dev/v1alpha1",
-            "kind": "DDPJob",
-            "metadata": meta,
-            "spec": spec,
-        }
+        return fleet.job(OURS, f"gang-{self._number}", replicas=size, nprocPerNode=1)
 
-    async def _sample(self, way: str, work: Callable[[], Awaitable[None]]) -> Sample:
+    async def _sample(
+        self, way: str, work: Callable[[], Awaitable[None]], expected: float = 0.0
+    ) -> Sample:
         before, began = self._counters(way), time.monotonic()
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(expected + _PATIENCE):
             await work()
         seconds = time.monotonic() - began
         after = self._counters(way)
@@ -244,7 +272,7 @@ class Bench:
 
     async def _fail(self, namespace: str, pod: str) -> None:
         path = f"{_PODS.format(namespace)}/{pod}/status"
-        await self._client.text("PATCH", path, {"status": kubelets.failed()})
+        await self._client.text("PATCH", path, {"status": kubelets.exited(1)})
 
     async def _running(self, jobs: list[Object]) -> None:
         """Post them, until all run."""
@@ -252,18 +280,7 @@ class Bench:
         since = await self._client.version(path)
         posts = [self._client.text("POST", path, job) for job in jobs]
         names = {job["metadata"]["name"] for job in jobs}
-        await asyncio.gather(self._until_running(names, 1, since), *posts)
-
-    async def _until_running(self, names: set[str], attempt: int, since: str) -> None:
-        left = set(names)
-        async with aclosing(self._client.watch(_JOBS.format(OURS), since)) as events:
-            async for event in events:
-                job = event["object"]
-                status = job.get("status", {})
-                if status.get("phase") == "Running" and status["attempt"] >= attempt:
-                    left.discard(job["metadata"]["name"])
-                    if not left:
-                        return
+        await asyncio.gather(self._until_running(names, since, lambda _: True), *posts)
 
     async def _clear(self, way: str) -> None:
         """Remove all and wait until it is gone; the controllers' work on it counts for nobody."""
@@ -279,64 +296,20 @@ class Bench:
 
 
 def written(metric: str, text: str) -> float:
-    """Successful writes of what a gang is made of, by Prometheus' text format."""
-    total = 0.0
-    for line in re.findall(rf"^{metric}{{.*", text, re.MULTILINE):
-        fields = dict(re.findall(r'(\w+)="([^"]*)"', line))
-        if (
-            fields["verb"] in _WRITES
-            and fields["resource"] in _COUNTED
-            and fields["code"][0] == "2"
-        ):
-            total += float(line.rsplit(" ", 1)[1])
-    return total
-
-
-# --- an operator that has nothing to do ---
-
-
-def finished(rest: Rest, sizes: dict[str, int]) -> None:
-    """Post the jobs that are over, before there is an operator that would begin them."""
-    spec = {"replicas": sizes["gang"], "template": fleet.template()}
-    for number in range(sizes["finished"]):
-        fleet.post_job(rest, OURS, f"done-{number}", spec, fleet.ended())
-
-
-async def idle(bench: Bench, operator: OperatorProcess, sizes: dict[str, int]) -> Object:
-    """Fill the cluster, wait until the start is over, and look for a while."""
-    await bench.create_gangs(OURS, sizes["running"], sizes["gang"])
-    await asyncio.sleep(sizes["settle"])
-    spent, asked, began = fleet.cpu(operator), requests(operator), time.monotonic()
-    await asyncio.sleep(sizes["seconds"])
-    seconds = time.monotonic() - began
-    share = (fleet.cpu(operator) - spent) / seconds
-    calls = {
-        what: round((count - asked.get(what, 0.0)) / seconds, 3)
-        for what, count in requests(operator).items()
-        if count > asked.get(what, 0.0)
-    }
-    total = round(sum(calls.values()), 2)
-    return {**fleet.memory(operator), "processor_share": share, "calls": total, "by": calls}
-
-
-def requests(operator: OperatorProcess) -> dict[str, float]:
-    """Finished calls so far, by verb and resource."""
-    found: dict[str, float] = {}
-    text = operator.probe("/metrics")[1]
-    for line in re.findall(r"^ddpjob_api_requests_total{.*", text, re.MULTILINE):
-        fields = dict(re.findall(r'(\w+)="([^"]*)"', line))
-        what = f"{fields['verb']} {fields['resource']}"
-        found[what] = found.get(what, 0.0) + float(line.rsplit(" ", 1)[1])
-    return found
+    """Successful writes of what a gang is made of."""
+    return sum(
+        value
+        for of, value in fleet.counts(metric, text)
+        if of["verb"] in _WRITES and of["resource"] in _COUNTED and of["code"][0] == "2"
+    )
 
 
 # --- the frame ---
 
 
 async def measure(args: Any, plane: cluster.Cluster, operator: OperatorProcess) -> dict[str, Any]:
-    rest = Rest(plane.kubeconfig)
     async with Client(plane.kubeconfig) as client:
-        bench = Bench(client, rest, operator)
+        bench = Bench(client, plane.kubeconfig, operator)
         if args.losses:
             await bench.losses(1, 5, 2)  # imports, connections, caches
             cases = ((case, case.rpartition("x")) for case in args.cases)
@@ -344,8 +317,8 @@ async def measure(args: Any, plane: cluster.Cluster, operator: OperatorProcess) 
                 case: await bench.losses(int(count or 1), int(size), args.repeats)
                 for case, (count, _, size) in cases
             }
-        if args.idle:
-            return {"idle": await idle(bench, operator, args.sizes)}
+        if args.fleet:
+            return await bench.fleet(args.fleet, args.seconds)
         await bench.gang(OURS, 5)  # imports, connections, caches
         await bench.gang(SCRIPT, 5)
         found: dict[str, dict[str, list[Sample]]] = {}
@@ -390,7 +363,8 @@ def options() -> Any:
         "--cases", help="sizes of gangs; AxB: A gangs of B (100,1000,200x5; losses: 1000,100x4)"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--idle", action="store_true", help="1,000 finished jobs and 200 that run")
+    parser.add_argument("--fleet", type=int, help="so many jobs, of which a tenth lives")
+    parser.add_argument("--seconds", type=float, default=600, help="of the fleet's lives (600)")
     parser.add_argument("--losses", action="store_true", help="one pod of each gang is replaced")
     parser.add_argument(
         "--source",
@@ -401,10 +375,9 @@ def options() -> Any:
     )
     args = parser.parse_args()
     args.cases = args.cases or ("1000,100x4" if args.losses else "100,1000,200x5")
-    args.sizes = {"running": 200, "gang": 5, "finished": 1000, "settle": 60, "seconds": 60}
     if args.quick:
-        args.cases, args.repeats = "20,10x5", 1
-        args.sizes = {"running": 20, "gang": 2, "finished": 50, "settle": 5, "seconds": 10}
+        args.cases, args.repeats, args.seconds = "20,10x5", 1, 60
+        args.fleet = args.fleet and 100
     args.cases = args.cases.split(",")
     return args
 
@@ -414,46 +387,33 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster must go all the same
     facts = report.machine()
     name = f"t-scale-{os.getpid()}"
-    children: list[Any] = []
+    nodes: subprocess.Popen[bytes] | None = None
     try:
         plane = cluster.up(name, "--nodes", "0")
         plane.apply_crd()
         rest = Rest(plane.kubeconfig)
-        make_namespaces(rest, OURS, SCRIPT)
+        fleet.make_namespaces(rest, OURS, SCRIPT)
         with tempfile.TemporaryDirectory() as folder:
-            address = rest.url.hostname if args.idle or args.losses else ""
-            children.append(stand_in(plane.kubeconfig, address, *["--holds"] * args.losses))
-            if args.idle:
-                finished(rest, args.sizes)
-            operator = OperatorProcess(plane.kubeconfig, OURS, Path(folder))
-            parts = ("contract/src", "operator/src")
-            operator._env["PYTHONPATH"] = os.pathsep.join(str(args.source / one) for one in parts)
-            operator.start()
-            children.append(operator.process)
-            operator.wait_ready()
-            operator.wait_leading()
-            try:
-                found = asyncio.run(measure(args, plane, operator))
-            except BaseException:
-                print(operator.log()[-3000:], file=sys.stderr)
-                raise
-            operator.terminate()
+            holds = "training" if args.fleet else "still" if args.losses else ""
+            address = rest.url.hostname if holds else ""
+            nodes = stand_in(plane.kubeconfig, address, *(("--holds", holds) if holds else ()))
+            paths = os.pathsep.join(str(args.source / p) for p in ("contract/src", "operator/src"))
+            with OperatorProcess(plane.kubeconfig, OURS, Path(folder), paths=paths) as operator:
+                operator.wait_leading()
+                try:
+                    found = asyncio.run(measure(args, plane, operator))
+                except BaseException:
+                    print(operator.log()[-3000:], file=sys.stderr)
+                    raise
+                operator.terminate()
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        if nodes:
+            nodes.kill()
+            nodes.wait()
         cluster.down(name)
     facts["load_after"] = round(os.getloadavg()[0], 2)
     tell(args, facts, found)
     return 0
-
-
-def make_namespaces(rest: Rest, *names: str) -> None:
-    for name in names:
-        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-        rest.post("/api/v1/namespaces", body)
-        account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-        eventually("the ServiceAccount", lambda path=account: rest.find(path))
 
 
 def stand_in(kubeconfig: Path, address: str | None, *more: str) -> subprocess.Popen[bytes]:
@@ -470,21 +430,35 @@ def tell(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
         kept = {case: [asdict(loss) for loss in losses] for case, losses in found.items()}
         report.finish("losses", facts, {"cases": kept}, args.json)
         return
-    if args.idle:
-        idle = found["idle"]
-        print(json.dumps(idle, indent=1))
-        report.finish("idle", facts, {"sizes": args.sizes, **found}, args.json)
+    if args.fleet:
+        tell_fleet(found)
+        report.finish(
+            "fleet", facts, {"jobs": args.fleet, "seconds": args.seconds, **found}, args.json
+        )
         return
-    header = (
-        *("case", "s: ours", "s: script", "ratio", "own processor s: ours / script"),
-        *("API server's processor s", "own writes", "writes of all"),
-    )
+    header = "case | s: ours | s: script | ratio | own processor s: ours / script"
+    header += " | API server's processor s | own writes | writes of all"
     print("\n" + report.table(header, rows(found)))
     print(f"\nload before {facts['load_before']}, after {facts['load_after']}")
     samples = {
         c: {w: [asdict(s) for s in all_] for w, all_ in ways.items()} for c, ways in found.items()
     }
     report.finish("scale", facts, {"repeats": args.repeats, "cases": samples}, args.json)
+
+
+def tell_fleet(found: dict[str, Any]) -> None:
+    rows = []
+    for stage, one in found[OURS]["delays"].items():
+        script = found[SCRIPT]["delays"][stage]  # empty: it writes nothing then
+        both = [
+            (f"{of[what]:.3f}" if of else "-") for of in (one, script) for what in ("median", "p95")
+        ]
+        ratio = f"{one['p95'] / script['p95']:.2f}" if script else "-"
+        rows.append([stage, one["n"], *both, ratio])
+    header = "stage | n | s: ours | p95 | s: script | p95 | ratio of p95"
+    print("\n" + report.table(header, rows))
+    for way in (OURS, SCRIPT):
+        print(f"{way}: {json.dumps({k: v for k, v in found[way].items() if k != 'delays'})}")
 
 
 def tell_losses(facts: dict[str, Any], found: dict[str, list[Loss]]) -> None:

@@ -19,7 +19,7 @@ from ddpjob_operator.core.objects import observe, spec
 from harness.wire import Client, Gone
 from support.rest import Object
 
-_PATHS = {
+PATHS = {
     "Pod": "/api/v1/namespaces/{}/pods",
     "Secret": "/api/v1/namespaces/{}/secrets",
     "Service": "/api/v1/namespaces/{}/services",
@@ -46,7 +46,7 @@ class Script:
     @staticmethod
     async def create_all(client: Client, namespace: str, scripts: Sequence[Script]) -> None:
         """Many gangs at once; one watch for all."""
-        path = _PATHS["Pod"].format(namespace)
+        path = PATHS["Pod"].format(namespace)
         names = {pod["metadata"]["name"] for script in scripts for pod in script.pods}
         bodies = [body for script in scripts for body in (*script.network, *script.pods)]
         async with contextlib.aclosing(client.watch(path, await client.version(path))) as events:
@@ -57,7 +57,7 @@ class Script:
     async def post(self, bodies: Sequence[Object]) -> None:
         await asyncio.gather(
             *(
-                self._client.text("POST", _PATHS[body["kind"]].format(self._namespace), body)
+                self._client.text("POST", PATHS[body["kind"]].format(self._namespace), body)
                 for body in bodies
             )
         )
@@ -67,7 +67,7 @@ class Script:
 
         ``watching`` is set as soon as one may. Other gangs' pods are left alone.
         """
-        path = _PATHS["Pod"].format(self._namespace)
+        path = PATHS["Pod"].format(self._namespace)
         listing = await self._client.call("GET", path)
         ours = {pod["metadata"]["name"] for pod in self.pods}
         names = ((p["metadata"]["name"], p["metadata"]["uid"]) for p in listing["items"])

@@ -7,8 +7,8 @@ scheduling, images, sandboxes, volumes, the end of processes. With `--state ADDR
 answers GET /state there for all pods, as a launcher does. With `--holds` it stands in for the
 launchers of gangs of which one pod is replaced while the others wait: the hub's number is the
 attempt of replica 0's newest pod, all hold, and the only steps are the pods that have been made, so
-that a newcomer is progress and nothing else is news. No launcher runs, holds or calls.
-`--crashing NAMESPACE`: containers there end with exit code 1 as soon as they run.
+that a newcomer is progress and nothing else is news; with `--holds training` steps go on, too. No
+launcher runs, holds or calls.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _RACES = (404, 409, 422)
 class Kubelets:
     """All pods of the cluster that no scheduler of the cluster's own looks after."""
 
-    def __init__(self, kubeconfig: Path, namespaces: set[str], ip: str, crashing: str) -> None:
-        self._kubeconfig, self._namespaces, self._ip = kubeconfig, namespaces, ip
-        self._crashing = crashing
-        self._rest = Rest(kubeconfig)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._kubeconfig, self._namespaces = args.kubeconfig, set(args.namespaces.split(","))
+        self._ip, self._holds = args.state or "10.0.0.1", args.holds
+        self._rest = Rest(args.kubeconfig)
         self._wire = Wire(self._rest)
         self._started: set[str] = set()
         self._ended: set[str] = set()
@@ -86,8 +86,9 @@ class Kubelets:
     def waiting(self, head: str) -> Object:
         """The launchers' /state where one of them may be replaced; ``head``: of the request."""
         job = re.findall(r"uid=([\w-]+)", head)[0]
-        told: Object = {"uid": job, "attempt": self._hubs.get(job, 0), "holds": True}
-        return {**told, "step": self._made[job], "snapshotStep": self._made[job]}
+        hub: Object = {"uid": job, "attempt": self._hubs.get(job, 0), "holds": True}
+        steps = {"step": self._made[job], "snapshotStep": self._made[job]}
+        return hub | (training(head) if self._holds == "training" else steps)
 
     def _keep(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -106,9 +107,6 @@ class Kubelets:
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": known, "target": target}
         if await self._call("POST", f"{path}/binding", body):
             patch = {"metadata": {"uid": meta["uid"]}, "status": running(self._ip)}
-            await self._call("PATCH", f"{path}/status", patch, "merge-patch+json")
-        if meta["namespace"] == self._crashing:
-            patch = {"metadata": {"uid": meta["uid"]}, "status": failed()}
             await self._call("PATCH", f"{path}/status", patch, "merge-patch+json")
 
     async def _end(self, meta: Object) -> None:
@@ -141,18 +139,18 @@ class Kubelets:
 
 def running(ip: str) -> Object:
     """The status of a pod whose container runs."""
-    return {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], **_status(True, "running")}
+    addresses = {"podIP": ip, "podIPs": [{"ip": ip}]} if ip else {}
+    return {"phase": "Running", **addresses, **_status(True, "running")}
 
 
-def failed() -> Object:
-    """The status of a pod whose container has ended with exit code 1."""
-    return {"phase": "Failed", **_status(False, "terminated")}
+def exited(code: int) -> Object:
+    """The status of a pod whose container has ended with that exit code."""
+    phase = "Failed" if code else "Succeeded"
+    ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
+    return {"phase": phase, **_status(False, "terminated", **ended)}
 
 
-def _status(ready: bool, state: str) -> Object:
-    told: Object = {"startedAt": now()}
-    if state == "terminated":
-        told |= {"exitCode": 1, "reason": "Error", "finishedAt": now()}
+def _status(ready: bool, state: str, **more: object) -> Object:
     kinds = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
     container = {"name": "trainer", "image": "train", "imageID": "", "restartCount": 0}
     return {
@@ -161,7 +159,9 @@ def _status(ready: bool, state: str) -> Object:
             {"type": kind, "status": str(value), "lastTransitionTime": now()}
             for kind, value in kinds.items()
         ],
-        "containerStatuses": [{**container, "ready": ready, "state": {state: told}}],
+        "containerStatuses": [
+            {**container, "ready": ready, "state": {state: {"startedAt": now(), **more}}}
+        ],
     }
 
 
@@ -191,12 +191,9 @@ async def main() -> None:
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument("--namespaces", required=True)
     parser.add_argument("--state", default="", help="address at which all pods answer /state")
-    parser.add_argument("--crashing", default="", help="namespace whose containers fail at once")
-    parser.add_argument("--holds", action="store_true", help="launchers wait for lost ones")
+    parser.add_argument("--holds", choices=("still", "training"), help="launchers wait for others")
     args = parser.parse_args()
-    namespaces = set(args.namespaces.split(","))
-    ip = args.state or "10.0.0.1"
-    kubelets = Kubelets(args.kubeconfig, namespaces, ip, args.crashing)
+    kubelets = Kubelets(args)
     if args.state:
         state = kubelets.waiting if args.holds else training
         await asyncio.start_server(partial(answer, state), args.state, METRICS_PORT)
