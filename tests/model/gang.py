@@ -122,7 +122,7 @@ class GangWorld(World):
             for pod in self.cluster.pods()
             if owner(pod) == uid_of(job)
             and (number := replica(pod)) is not None
-            and known.floor(number) <= int(pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
+            and known.min_attempt(number) <= int(pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
         }
 
     def must_be_whole(self, seconds: float = 900) -> None:

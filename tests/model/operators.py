@@ -222,7 +222,9 @@ class Operator:
         """Poll /state of each hub that runs: its launchers wait for a lost one's replacement."""
         for job in list(self.store.jobs()):
             known = self.store.feedback(job.uid)
-            said = observe.Rounds(status.from_dict(job.status).hub, 0, (), holds=True)
+            said = observe.Rounds(
+                status.from_dict(job.status).hub, 0, (), waiting_for_replacement=True
+            )
             if job.status.get("phase") == "Running" and known.rounds != said:
                 self.store.set_feedback(job.uid, replace(known, rounds=said))
                 self.queue.add(job.key)

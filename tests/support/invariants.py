@@ -19,7 +19,7 @@ from typing import Any
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.objects.ranges import parse_births, parse_ranges
+from ddpjob_operator.core.objects.ranges import parse_pairs, parse_ranges
 from ddpjob_operator.core.objects.spec import MAX_REPLICAS
 from support.objects import (
     TERMINAL,
@@ -573,7 +573,7 @@ def _asked(state: State, pod: Object) -> Mapping[str, Any] | None:
 
 def _floor(number: int | None, now: Mapping[str, Any]) -> int:
     """The lowest attempt whose pod is that replica's member, as the stored status has it."""
-    births = parse_births(now.get("births"))
+    births = parse_pairs(now.get("births"))
     return max(births.get(-1 if number is None else number, 0), int(now.get("membersSince", 0)))
 
 

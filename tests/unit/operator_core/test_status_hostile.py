@@ -156,8 +156,8 @@ def test_all_that_the_operator_may_have_to_write_has_room():
     longest = ranges.format_ranges(frozenset(range(0, 10_000, 2)))
     assert ranges.parse_ranges(longest, 10_000) == frozenset(range(0, 10_000, 2))
     births = {10_000 + n % 64 if n < 64 else 9_000 + n: 999_999_998 for n in range(256)}
-    assert ranges.parse_births(ranges.format_births(births)) == births
-    check_status({"succeededReplicas": longest, "births": ranges.format_births(births)})
+    assert ranges.parse_pairs(ranges.format_pairs(births)) == births
+    check_status({"succeededReplicas": longest, "births": ranges.format_pairs(births)})
 
 
 def test_every_text_list_and_map_of_the_status_has_a_bound_in_the_crd():

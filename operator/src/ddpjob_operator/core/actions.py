@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from ddpjob_operator.core.objects.ledger import Heard
+from ddpjob_operator.core.objects.ledger import LauncherAccount
 from ddpjob_operator.core.objects.observe import Rounds
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
@@ -286,7 +286,7 @@ class ApiFeedback:
     undeleted: Mapping[str, Refusal] = field(default_factory=dict)  # by the uid of a pod
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
-    spent: Heard | None = None  # the newest account of a hub's launcher
+    spent: LauncherAccount | None = None  # the newest account of a hub's launcher
     away: frozenset[str] = frozenset()  # uids of members whose link to the hub is lost, by
     away_at: datetime | None = None  # the newest answer
     status_written_at: datetime | None = None

@@ -132,7 +132,7 @@ def ended_round(
         exception=shorten(said),
         kind=found.kind,
     )
-    return settle(loss) if loss.cls == "Collateral" else loss
+    return without_cause(loss) if loss.cls == "Collateral" else loss
 
 
 def vanished(replica: int, attempt: int, job_name: str, now: datetime) -> Failure:
@@ -176,7 +176,7 @@ def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) 
     return min(failures, key=order, default=None)
 
 
-def settle(found: Failure) -> Failure:
+def without_cause(found: Failure) -> Failure:
     """Give a collateral loss the class of its likely cause when no other explains it.
 
     Where a rank has ended with 0 while others trained, its program has made it so.

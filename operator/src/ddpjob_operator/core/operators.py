@@ -74,7 +74,7 @@ def due(view: View) -> datetime | None:
     return None if at is None else at + FORGOTTEN
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def stalls(view: View) -> Iterator[Stall]:
     """Report that operators of two Leases serve the job."""
     found = view.status.operator
     if found.other and not view.reached(due(view)):

@@ -61,10 +61,10 @@ def _plan(view: View) -> Plan:
     if job.status.get("attempt", 0) != status.attempt:  # forged
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
-        seen = pod_group.settle(view, Change(replace(status, observed_generation=job.generation)))
+        seen = pod_group.update(view, Change(replace(status, observed_generation=job.generation)))
         seen = operators.answer(view, seen)
         return store.write(view, seen) or _end(view)
-    change = conditions.fill(view, pod_group.settle(view, operators.answer(view, _decide(view))))
+    change = conditions.fill(view, pod_group.update(view, operators.answer(view, _decide(view))))
     return store.write(view, change) or _act(view)
 
 
@@ -80,14 +80,14 @@ def _decide(view: View) -> Change:
         ):
             return park.begin(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
-    change = replacement.hear(view, rounds.count(view, change))
+    change = replacement.record_hub_report(view, rounds.count(view, change))
     if len(view.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
     if finish.past_active_deadline(view) and view.read_since(finish.active_deadline(view)):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
         change, what = park.broken(view, change, what)
         return finish.fail(view, change, "DeadlineExceeded", what)
-    change = template_guard.tell(view, change)
+    change = template_guard.report(view, change)
     if (without_pods := _stop(view, change)) is not None:
         return without_pods
     if status.parked or status.attempt == 0:
@@ -106,7 +106,7 @@ def _decide(view: View) -> Change:
 
 def _go_on(view: View, change: Change) -> Change:
     """Begin to create pods past the barrier; end the start once they run, or it takes too long."""
-    if view.status.phase == "Starting" or replacement.covered(view):
+    if view.status.phase == "Starting" or replacement.runs_past_deadline(view):
         if cause.awaited(view):
             return change
         return start.advance(view, change, _stalls(view, change.status))
@@ -115,33 +115,33 @@ def _go_on(view: View, change: Change) -> Change:
 
 def _stalls(view: View, status: Status) -> Iterator[Stall]:
     """List why the gang does not run, the most telling first."""
-    yield from queue.reasons(view)
-    yield from cause.reasons(view)
-    yield from pod_group.reasons(view)
-    yield from stalls.reasons(view)
-    yield from refusals.reasons(view)
-    yield from verdict.loops(view, status)
-    yield from operators.reasons(view)
+    yield from queue.stalls(view)
+    yield from cause.stalls(view)
+    yield from pod_group.stalls(view)
+    yield from stalls.of_pods(view)
+    yield from refusals.stalls(view)
+    yield from verdict.crash_loop(view, status)
+    yield from operators.stalls(view)
 
 
 def _restart(view: View, change: Change) -> Change | None:
     """Answer a loss, a node about to go, or a replacement that gets nowhere; None: all is well."""
     why = _stalls(view, change.status)
-    if view.replacing and (over := replacement.over(view, why)):
+    if view.replacing and (over := replacement.failed(view, why)):
         if any(not pod.node for pod in view.members.values()):
             change = avoid.nothing(change, "no room elsewhere")
-        return restart.whole(view, change, *over)
+        return restart.restart_all(view, change, *over)
     loss = cause.loss(view, change.status)
     if loss is not None:
         change = cause.clear_wait(view, change)
         if late := replacement.too_late(view, loss):
-            return restart.whole(view, change, "Restarting", late)
+            return restart.restart_all(view, change, "Restarting", late)
         return restart.after(view, change, loss)
-    if unmade := replacement.unmade(view):
+    if unmade := replacement.uncertain(view):
         if view.replacing or view.status.phase == "Running":
-            return replacement.again(view, change, unmade)
+            return replacement.retry_uncertain(view, change, unmade)
         what = "nobody knows whether there was a pod of replica 0"
-        return restart.whole(view, change, "Restarting", what)
+        return restart.restart_all(view, change, "Restarting", what)
     return handover.begin(view, change)
 
 
@@ -157,7 +157,7 @@ def _stop(view: View, change: Change) -> Change | None:
         return park.hold(view, change, words)
     if view.status.phase == "Suspended":
         change = template_guard.suspended(view, change)
-        return stalls.stall(view, change, barrier.outlived(view))
+        return stalls.stall(view, change, barrier.undeleted(view))
     return park.suspend(view, change)
 
 

@@ -35,6 +35,6 @@ def began_from(view: View, change: Change, said: str, *, other_job: bool) -> Cha
     if said in ("", view.status.progress.resumed):
         return change
     if not other_job:
-        return change.tell("Normal", "ProgramChanged", f"training goes on from a state {said}")
+        return change.event("Normal", "ProgramChanged", f"training goes on from a state {said}")
     cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
-    return change.tell("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
+    return change.event("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")

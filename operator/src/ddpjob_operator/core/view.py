@@ -160,7 +160,7 @@ class View:
         return min(since or self.now, self.now)
 
     @property
-    def lingers_at(self) -> datetime | None:
+    def lingering_at(self) -> datetime | None:
         """Return when to report that some replicas are done and others do not end.
 
         The pod of a finished replica may be gone, as after a drain: it counts from the start then.
@@ -190,23 +190,23 @@ class View:
         read = self.confirmed
         if read is None:
             return []
-        known = [r for r in self.were_there if r in read.seen or self._had_one(r, read.running)]
+        known = [r for r in self.expected if r in read.seen or self._was_created(r, read.running)]
         return [r for r in known if r not in read.replicas and read.asked(r)]
 
     @property
-    def were_there(self) -> list[int]:
+    def expected(self) -> list[int]:
         """Return missing seats that had a pod, without those yet to be created."""
         runs = self.status.phase == "Running"
         seen = self.feedback.seen if runs or self.status.phase == "Starting" else frozenset()
-        return [r for r in self.missing if r in seen or self._had_one(r, runs)]
+        return [r for r in self.missing if r in seen or self._was_created(r, runs)]
 
     @property
-    def unborn(self) -> list[int]:
+    def not_created(self) -> list[int]:
         """Return missing seats whose pods are yet to be created."""
-        had = set(self.were_there)
+        had = set(self.expected)
         return [r for r in self.missing if r not in had]
 
-    def _had_one(self, seat: int, runs: bool) -> bool:
+    def _was_created(self, seat: int, runs: bool) -> bool:
         """Tell whether the status alone shows that a seat had a pod; ``runs``: it says Running.
 
         A replacement keeps those whose floor is that of before. A whole start runs once all
@@ -216,13 +216,13 @@ class View:
         all_there = status.attempt == status.members_since or not self.spec.standby
         was = runs and all_there and seat < self.spec.replicas
         return was or (
-            status.attempt > status.members_since and status.floor(seat) < status.attempt
+            status.attempt > status.members_since and status.min_attempt(seat) < status.attempt
         )
 
     @property
     def in_doubt(self) -> bool:
         """Tell whether a quorum read has yet to show that a member is gone."""
-        return len(self.gone) < len(self.were_there)
+        return len(self.gone) < len(self.expected)
 
     @property
     def unread(self) -> bool:
@@ -232,7 +232,9 @@ class View:
         """
         read, status = self.confirmed, self.status
         made = status.phase == "Running" or (self.replacing and status.phase == "Starting")
-        return self.in_doubt or (made and any(not (read and read.asked(r)) for r in self.unborn))
+        return self.in_doubt or (
+            made and any(not (read and read.asked(r)) for r in self.not_created)
+        )
 
     @property
     def next_attempt(self) -> int:
@@ -299,7 +301,9 @@ def belongs(status: Status, pod: Pod) -> bool:
 
     A floor only rises, so an old view never takes a member for a stranger.
     """
-    return pod.attempt is not None and status.floor(pod.replica) <= pod.attempt <= status.attempt
+    return (
+        pod.attempt is not None and status.min_attempt(pod.replica) <= pod.attempt <= status.attempt
+    )
 
 
 def recovers_from(status: Status) -> Failure | None:
@@ -342,7 +346,7 @@ class Change:
     measurements: tuple[Measurement, ...] = ()
     briefs: Mapping[str, str] = field(default_factory=dict)
 
-    def tell(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> Change:
+    def event(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> Change:
         """Add an Event."""
         event = Event(type_, reason, message)
         return replace(self, events=(*self.events, event))
@@ -376,7 +380,7 @@ class Change:
             words += f"; the other pods wait until {found.until:%H:%M:%S} UTC, then all restart"
         change = self.condition(condition, True, found.reason, words, now)
         change = replace(change, briefs={**self.briefs, condition: found.brief})
-        change = change.tell("Warning", found.reason, words)
+        change = change.event("Warning", found.reason, words)
         if condition != "Stalled":
             return change
         return change.with_status(stalled=st.Stalled(found.known, found.until))

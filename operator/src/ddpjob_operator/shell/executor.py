@@ -296,7 +296,8 @@ class Executor:
             generation=now.job.generation,
             hidden=hidden,
             alone=all(
-                p.attempt is not None and p.attempt >= status.floor(p.replica) for p in now.pods
+                p.attempt is not None and p.attempt >= status.min_attempt(p.replica)
+                for p in now.pods
             ),
             running=(job.status.get("attempt"), job.status.get("phase"))
             == (action.attempt, "Running"),

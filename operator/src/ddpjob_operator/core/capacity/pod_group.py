@@ -60,7 +60,7 @@ def of(view: View) -> str:
     return view.status.pod_group if _current(view) else ""
 
 
-def settle(view: View, change: Change) -> Change:
+def update(view: View, change: Change) -> Change:
     """Forget a removed group, and note when the first pod of a group has its node."""
     status = change.status
     over = status.pod_group == view.status.pod_group and not (_current(view) or _left(view))
@@ -91,7 +91,7 @@ def without(view: View, change: Change) -> Change | None:
     if _left(view):
         return change  # its pods are not made before it is gone
     what = f"pods are made without a PodGroup: {refused(view)}"
-    return change.with_status(pod_group="").tell("Warning", UNAVAILABLE, what)
+    return change.with_status(pod_group="").event("Warning", UNAVAILABLE, what)
 
 
 def waits(view: View) -> bool:
@@ -158,7 +158,7 @@ def just_placed(view: View, patience: timedelta) -> bool:
     return placed is None or not view.reached(placed + patience)
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def stalls(view: View) -> Iterator[Stall]:
     """Explain why an attempt that needs a group does not begin."""
     begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
     if begins and _demanded(view) and not view.feedback.gang_api:

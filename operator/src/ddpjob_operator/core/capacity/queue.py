@@ -107,7 +107,7 @@ def _trouble(view: View) -> str:
     return f"{what}: {made}" if isinstance(made, str) else ""
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def stalls(view: View) -> Iterator[Stall]:
     """Explain why a gang that lost pods gets no new ones."""
     if managed(view) and view.missing:
         if view.feedback.workloads is None:
@@ -160,7 +160,7 @@ def running(view: View) -> tuple[Action, ...]:
         return ()
     told = dict(_pods_ready(view, found))
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
-    done = len(view.status.succeeded - on) if view.reached(view.lingers_at) else 0
+    done = len(view.status.succeeded - on) if view.reached(view.lingering_at) else 0
     reclaimed = done if done > found.reclaimed else None
     if not told and reclaimed is None:
         return ()

@@ -159,10 +159,10 @@ def ready(view: View) -> list[int]:
     """
     refusals = view.refusals
     taken = [r for r, refusal in refusals.items() if refusal.existing]
-    return [r for r in taken or view.unborn if not resting(view, refusals.get(r))]
+    return [r for r in taken or view.not_created if not resting(view, refusals.get(r))]
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def stalls(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), view.feedback.create_backoff
     waits = view.status.phase in ("Restarting", "Starting")  # start.py tells it in Pending
@@ -175,7 +175,7 @@ def reasons(view: View) -> Iterator[Stall]:
 
 def rests_until(view: View, refusal: Refusal) -> datetime:
     """Return when an object whose name was taken may be tried again."""
-    foreign = refusal.existing is not None and not passes(view, refusal)
+    foreign = refusal.existing is not None and not is_passing(view, refusal)
     stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
     return refusal.at + max(_FOREIGN if foreign else _OURS, stood)
 
@@ -183,14 +183,14 @@ def rests_until(view: View, refusal: Refusal) -> datetime:
 def of_attempt(view: View) -> Iterator[Stall]:
     """Report what the API refuses of this attempt."""
     for refusal in (view.network_refusal, *view.refusals.values()):
-        if refusal and not (ours(view, refusal) and view.fresh()):
+        if refusal and not (is_ours(view, refusal) and view.fresh()):
             yield stall(view, refusal)
 
 
 def stall(view: View, refusal: Refusal) -> Stall:
     """Report a refusal."""
     found = refusal.existing
-    if found and passes(view, refusal):
+    if found and is_passing(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
         stuck = found.deletion_at and view.reached(found.deletion_at + PATIENCE)
         cure = f" on node {found.node}" if found.node else ""
@@ -214,16 +214,16 @@ def explained(refusal: Refusal) -> str:
     return said
 
 
-def ours(view: View, refusal: Refusal) -> bool:
+def is_ours(view: View, refusal: Refusal) -> bool:
     """Tell whether an object of this very job, about to go, has the name."""
     return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
 
 
-def passes(view: View, refusal: Refusal) -> bool:
+def is_passing(view: View, refusal: Refusal) -> bool:
     """Tell whether the name frees by itself: ours, or of a deleted job's object."""
     namesake = f"{KIND} {view.job.name}"
     left = refusal.existing is not None and refusal.existing.owner == namesake
-    return left or ours(view, refusal)
+    return left or is_ours(view, refusal)
 
 
 def no_room(pod: Pod, more: str = "") -> Stall:

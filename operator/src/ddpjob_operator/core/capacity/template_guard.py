@@ -67,10 +67,10 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
         message = why_suspended(view)
     if not ending(view):
         change = change.condition("Suspended", True, "Suspended", message, view.now)
-        return change.tell("Normal", "Suspended", message)
+        return change.event("Normal", "Suspended", message)
     conditions, message = change.status.conditions, clean(_ENDING + message)
     told = with_condition(conditions, "Suspended", False, SUSPENDING, message, view.now)
-    return change.with_status(conditions=told).tell("Normal", SUSPENDING, message)
+    return change.with_status(conditions=told).event("Normal", SUSPENDING, message)
 
 
 def why_suspended(view: View) -> str:
@@ -108,7 +108,7 @@ def _changed(view: View) -> bool:
     return view.status.template_hash not in ("", view.spec.template_hash)
 
 
-def tell(view: View, change: Change) -> Change:
+def report(view: View, change: Change) -> Change:
     """Set the condition Invalid, once with an Event, or clear it."""
     found, old = why(view), view.status.condition("Invalid")
     said = old.reason if old and old.status == "True" else ""
@@ -118,4 +118,4 @@ def tell(view: View, change: Change) -> Change:
         return change.condition("Invalid", False, "Valid", "", view.now) if over else change
     reason, message = found
     change = change.condition("Invalid", True, reason, message, view.now)
-    return change if said == reason else change.tell("Warning", reason, message)
+    return change if said == reason else change.event("Warning", reason, message)

@@ -36,7 +36,9 @@ def deletions(view: View) -> tuple[Action, ...]:
     dead = max((loss.attempt for loss in ends), default=0)
     todo: list[Action] = []
     for pod in view.others:
-        replaced = view.status.births.get(-1 if pod.replica is None else pod.replica, 0)
+        replaced = view.status.min_attempt_by_seat.get(
+            -1 if pod.replica is None else pod.replica, 0
+        )
         late = (pod.attempt or 0) < max(dead + 1, replaced)
         grace = DEAD_GANG_SECONDS if late and not handover.saves(view, pod) else None
         if fence.lost(view, pod) or (pod.stopped and not pod.deleting):
@@ -56,7 +58,7 @@ def creations(view: View) -> tuple[Action, ...]:
     if not _confirmed(view) and (waiting or view.missing):
         return (read(view),) if _due(view) else ()
     again = view.reached(pod_group.looks_again(view))
-    if waiting or not (view.unborn or again) or replacement.unmade(view):
+    if waiting or not (view.not_created or again) or replacement.uncertain(view):
         return ()
     if (asked := queue.reads(view)) is not None:
         return asked
@@ -97,7 +99,7 @@ def passed(view: View) -> bool:
     if view.status.phase not in ("Pending", "Restarting"):
         return False
     passed = _confirmed(view) and not view.others and _due(view)
-    return passed and (view.replacing or (pod_group.ready(view) and not any(queue.reasons(view))))
+    return passed and (view.replacing or (pod_group.ready(view) and not any(queue.stalls(view))))
 
 
 def _confirmed(view: View) -> bool:
@@ -133,7 +135,7 @@ def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod,
     return (DeletePod(found.name, found.uid, DEAD_GANG_SECONDS),)
 
 
-def outlived(view: View) -> Iterator[Stall]:
+def undeleted(view: View) -> Iterator[Stall]:
     """Report pods that cannot be deleted, and those that outlive their grace period."""
     for pod in view.pods:
         refusal = view.feedback.undeleted.get(pod.uid)

@@ -50,7 +50,7 @@ def succeed(view: View, change: Change) -> Change:
     change = began_from(view, change, progress.resumed, other_job=other)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
-    return change.tell("Normal", "Succeeded", message)
+    return change.event("Normal", "Succeeded", message)
 
 
 def fail(view: View, change: Change, reason: str, message: str) -> Change:
@@ -61,7 +61,7 @@ def fail(view: View, change: Change, reason: str, message: str) -> Change:
     change = _end(view, change, "Failed")
     for type_, value in (("Stalled", True), ("Running", False), ("Failed", True)):
         change = change.condition(type_, value, reason, message, view.now)
-    return change.tell("Warning", "Failed", f"{reason}: {message}")
+    return change.event("Warning", "Failed", f"{reason}: {message}")
 
 
 def past_active_deadline(view: View) -> bool:

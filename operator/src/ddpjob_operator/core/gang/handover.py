@@ -53,7 +53,7 @@ def begin(view: View, change: Change) -> Change | None:
     if not able or verdict.ends(view, view.status, loss):
         what = f"{words}: {replicas(planned, 40)} cannot be replaced before the end there"
         why = "it takes other replicas that hold meanwhile, and a disruption that may be counted"
-        return acted.tell("Warning", "NotHandedOver", f"{what}: {why}")
+        return acted.event("Warning", "NotHandedOver", f"{what}: {why}")
     avoided = tuple(dict.fromkeys((*view.status.avoided_nodes, *nodes)))[-MAX_AVOIDED:]
     return restart.after(view, acted.with_status(avoided_nodes=avoided), loss, planned)
 
@@ -67,7 +67,7 @@ def reads(view: View) -> tuple[ReadNodes, ...]:
 def due(view: View) -> datetime | None:
     """Return when launchers that have not said that they hold are taken to be unable to."""
     since, nodes = view.status.timings.running_at, view.nodes.known if view.nodes else {}
-    waits = not view.status.holds and any(node.signal for node in nodes.values())
+    waits = not view.status.waiting_for_replacement and any(node.signal for node in nodes.values())
     return since + _PATIENCE if since and waits else None
 
 

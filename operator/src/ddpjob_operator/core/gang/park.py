@@ -34,12 +34,12 @@ def begin(view: View, change: Change) -> Change:
         change = change.condition(type_, False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    change = change.tell("Normal", reason, message)
+    change = change.event("Normal", reason, message)
     if not (scarce := view.spec.template.scarce):
         return change
     what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
     cure = "killed; raise them in spec.template, which may change while the job is suspended"
-    return change.tell("Warning", "TooFewResources", f"{what} {cure}")
+    return change.event("Warning", "TooFewResources", f"{what} {cure}")
 
 
 def suspend(view: View, change: Change) -> Change:
@@ -59,9 +59,9 @@ def hold(view: View, change: Change, words: str) -> Change:
             made_of = {"template_hash": view.spec.template_hash}
             change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)
         change = _park(view, change, "Pending", queue.QUEUED, words)
-        change = change.tell("Normal", queue.QUEUED, words)
+        change = change.event("Normal", queue.QUEUED, words)
     reason = queue.QUEUED if view.feedback.workloads is not None else queue.UNAVAILABLE
-    stall = next(barrier.outlived(view), Stall(reason, words))  # it keeps the quota
+    stall = next(barrier.undeleted(view), Stall(reason, words))  # it keeps the quota
     return change.condition("Stalled", True, stall.reason, stall.message, view.now)
 
 
@@ -69,7 +69,7 @@ def _park(view: View, change: Change, phase: str, reason: str, message: str) -> 
     change = change.with_status(
         phase=phase,
         members_since=view.status.attempt + 1,
-        births={},
+        min_attempt_by_seat={},
         serving={},
         succeeded=frozenset(),
         timings=replace(

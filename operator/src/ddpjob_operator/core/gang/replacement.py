@@ -1,10 +1,10 @@
 """Replace lost pods alone while the launchers of the other replicas wait for them.
 
 restart.py asks lost() after each loss; if it names nobody, the whole gang restarts. begin() stores
-the intent: a new attempt that keeps membersSince and raises the floor of the lost replicas
+the intent: a new attempt that keeps membersSince and raises the least attempt of the lost seats
 (status.births), so that their old pods are no members any more. Barrier, phase Starting and
-creations are those of a whole start (plan.py), for these replicas alone: while replacing, a floor
-equal to the attempt is that of a pod to be made. over() tells when waiting helps no more. The rules
+creations are those of a whole start (barrier.py), for these seats alone: while replacing, a least
+attempt equal to the present one is that of a pod to be made. failed() ends the wait. The rules
 O1 to O5 keep one attempt and seat from naming two pods, and so two hubs from having one number.
 Where pods stand by the gang runs as soon as enough pods do, for the hub has filled the place by
 itself; the new pod, made while it runs, is the next to stand by.
@@ -24,7 +24,7 @@ from ddpjob_operator.core.failure_text import replicas
 from ddpjob_operator.core.loss import cause
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.status import (
-    MAX_BIRTHS,
+    MAX_MIN_ATTEMPTS,
     Failure,
 )
 from ddpjob_operator.core.view import Change, Stall, View
@@ -32,15 +32,19 @@ from ddpjob_operator.core.view import Change, Stall, View
 _NAMED: Final = 10  # takeovers in one Event
 
 
-def hear(view: View, change: Change) -> Change:
+def record_hub_report(view: View, change: Change) -> Change:
     """Store that all launchers wait for a lost one, until a whole start, and who serves what."""
     heard = view.feedback.rounds
     if view.status.phase != "Running" or heard is None or heard.attempt != view.status.hub:
         return change
-    change = change.with_status(holds=view.status.holds or heard.holds, serving=heard.serving)
+    change = change.with_status(
+        waiting_for_replacement=view.status.waiting_for_replacement
+        or heard.waiting_for_replacement,
+        serving=heard.serving,
+    )
     took = sorted(heard.serving.items() - view.status.serving.items())
     names = ", ".join(f"{view.job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
-    return change.tell("Normal", "TookOver", f"pods that stood by: {names}") if took else change
+    return change.event("Normal", "TookOver", f"pods that stood by: {names}") if took else change
 
 
 def lost(
@@ -52,7 +56,7 @@ def lost(
     ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
-    able = view.status.holds and view.spec.restart.in_place > 0
+    able = view.status.waiting_for_replacement and view.spec.restart.in_place > 0
     group = view.status.pod_group and pod_group.preempted(view, loss)  # it is taken whole
     whole = view.succeeded or group or _hub_ended(view, loss)
     if not (able and in_time) or whole:
@@ -64,7 +68,7 @@ def lost(
     newest = cause.ended_attempt(view)
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
     waiting = any(map(evidence.running, kept))
-    few = len(view.status.births.keys() | gone) <= MAX_BIRTHS
+    few = len(view.status.min_attempt_by_seat.keys() | gone) <= MAX_MIN_ATTEMPTS
     return frozenset(gone) if waiting and few else frozenset()
 
 
@@ -82,7 +86,7 @@ def begin(
     change = change.with_status(
         phase="Restarting",
         attempt=attempt,
-        births={**status.births, **dict.fromkeys(gone, attempt)},
+        min_attempt_by_seat={**status.min_attempt_by_seat, **dict.fromkeys(gone, attempt)},
         serving={},
         # A new hub counts its rounds from 0.
         restarts=replace(status.restarts, round=0 if 0 in gone else status.restarts.round),
@@ -95,10 +99,10 @@ def begin(
         ),
     )
     change = change.condition("Running", False, "Replacing", message, view.now)
-    return change.tell("Warning", reason, message)
+    return change.event("Warning", reason, message)
 
 
-def again(view: View, change: Change, seats: frozenset[int]) -> Change:
+def retry_uncertain(view: View, change: Change, seats: frozenset[int]) -> Change:
     """Take another attempt for pods that unmade() names; a gang that runs goes on (rule O5)."""
     what = f"nobody knows whether there were pods of {replicas(seats, 40)}"
     change = begin(view, change, seats, f"{what}; another attempt for them")
@@ -106,7 +110,7 @@ def again(view: View, change: Change, seats: frozenset[int]) -> Change:
     return change.with_status(timings=replace(change.status.timings, running_at=since))
 
 
-def unmade(view: View) -> frozenset[int]:
+def uncertain(view: View) -> frozenset[int]:
     """Return the missing seats that this process may not make in this attempt (rule O5).
 
     Only the process that has stored phase Starting makes them, each once. After a crash, or a
@@ -115,13 +119,13 @@ def unmade(view: View) -> frozenset[int]:
     crash: it is made first, so that little is lost.
     """
     read, phase = view.confirmed, view.status.phase
-    runs = phase == "Running" and view.status.holds
+    runs = phase == "Running" and view.status.waiting_for_replacement
     if not (runs or phase == "Starting") or read is None:
         return frozenset()
     part = runs or view.replacing
     if read.begun if part else view.feedback.begun == view.status.attempt:
         return frozenset()
-    seats = view.unborn if runs else view.missing if part else view.missing[:1]
+    seats = view.not_created if runs else view.missing if part else view.missing[:1]
     absent = (r for r in seats if r not in read.replicas and (part or r == 0))
     return frozenset(filter(read.asked, absent))
 
@@ -131,16 +135,19 @@ def deadline(view: View) -> datetime:
     return view.replacing_since + timedelta(seconds=view.spec.restart.replace_seconds)
 
 
-def covered(view: View) -> bool:
+def runs_past_deadline(view: View) -> bool:
     """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
     return view.replacing and view.all_running and view.reached(deadline(view))
 
 
-def over(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
+def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     """Return reason and message if the replacement under way has failed; None: it goes on."""
     status, until = view.status, deadline(view)
-    if status.attempt not in status.births.values():
-        return "Restarting", "status.births is not stored: the CRD is older than the operator"
+    if status.attempt not in status.min_attempt_by_seat.values():
+        return (
+            "Restarting",
+            "status.min_attempt_by_seat is not stored: the CRD is older than the operator",
+        )
     if view.succeeded and not (view.spec.standby and view.all_running):
         done = replicas(view.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
@@ -162,7 +169,9 @@ def too_late(view: View, loss: Failure) -> str:
     """
     status, done = view.status, view.succeeded
     left = (r for r in range(view.spec.replicas) if r not in done)
-    if loss.exit_code != ExitCode.PEER_LOST or any(status.floor(r) <= status.hub for r in left):
+    if loss.exit_code != ExitCode.PEER_LOST or any(
+        status.min_attempt(r) <= status.hub for r in left
+    ):
         return ""
     return (
         f"{replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"

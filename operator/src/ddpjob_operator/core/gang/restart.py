@@ -32,7 +32,7 @@ def after(
 
     ``planned``: replicas that handover.py replaces before they are lost.
     """
-    if cause.joins(view, loss):
+    if cause.is_same_incident(view, loss):
         return _join(view, change, loss)
     last = verdict.ends(view, change.status, loss)
     if last is not None:
@@ -40,7 +40,7 @@ def after(
     free = verdict.action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = verdict.count(view, change.status.restarts, free), view.spec.restart
     delay, early = verdict.backoff(view.spec, restarts.consecutive), 0.0
-    if not (free or verdict.has_trained(view) or cause.waited(view, loss)):
+    if not (free or verdict.has_trained(view) or cause.has_waited(view, loss)):
         early = verdict.backoff(
             view.spec, min(restarts.consecutive, restarts.charged), verdict.STARTUP_SECONDS
         )
@@ -71,7 +71,7 @@ def after(
     return _say(view, change, "Restarting", message)
 
 
-def whole(view: View, change: Change, reason: str, message: str) -> Change:
+def restart_all(view: View, change: Change, reason: str, message: str) -> Change:
     """Restart the whole gang, uncharged: in place of a replacement, whose loss is counted."""
     change = new_attempt(view, change, "Restarting", _left(view))
     return _say(view, change, reason, f"{message}; restarting all pods")
@@ -82,14 +82,14 @@ def _join(view: View, change: Change, loss: Failure) -> Change:
     delay = _left(view)
     gone = replacement.lost(view, loss, delay)
     if not gone:
-        return whole(view, change, "Restarting", f"no other pod waits: {describe(loss)}")
+        return restart_all(view, change, "Restarting", f"no other pod waits: {describe(loss)}")
     what = f"{describe(loss)}, of the same incident; replacing {replicas(gone, 40)}"
     return replacement.begin(view, change, gone, what, delay)
 
 
 def _say(view: View, change: Change, reason: str, message: str) -> Change:
     change = change.condition("Running", False, reason, message, view.now)
-    return change.tell("Warning", reason, message)
+    return change.event("Warning", reason, message)
 
 
 def record(view: View, change: Change, loss: Failure) -> Change:
@@ -120,8 +120,8 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
         phase=phase,
         attempt=attempt,
         members_since=attempt,
-        births={},
-        holds=False,  # another program may not wait
+        min_attempt_by_seat={},
+        waiting_for_replacement=False,  # another program may not wait
         serving={},
         template_hash=made_of.template_hash,
         snapshot_hash=made_of.snapshot_hash,

@@ -141,7 +141,7 @@ def _run(view: View, change: Change) -> Change:
     if stalled and stalled.reason != verdict.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", view.now)
     change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
-    change = change.tell("Normal", "Running", message)
+    change = change.event("Normal", "Running", message)
     if timings.running_at:
         return change  # it ran all the time, while a standby pod was made
     if loss:

@@ -27,7 +27,7 @@ def budgets(view: View, change: Change) -> Change:
         return change
     change = change.with_status(restarts=replace(old, charged=0, disruptions=0, consecutive=0))
     spent = f"spent until now: {old.charged} restarts charged, {old.disruptions} disruptions"
-    return change.tell("Normal", "BudgetHealed", f"{why}: the budget is whole again; {spent}")
+    return change.event("Normal", "BudgetHealed", f"{why}: the budget is whole again; {spent}")
 
 
 def due(view: View, status: Status) -> datetime | None:

@@ -45,9 +45,9 @@ def loss(view: View, status: Status) -> Failure | None:
         return found
     if found.cls == "Collateral" and _left(view, CAUSE_WAIT) > 0:
         return None
-    if joins(view, found):
+    if is_same_incident(view, found):
         return found
-    if found.cls == "Collateral" and (found := evidence.settle(found)).cls not in _BY_PEERS:
+    if found.cls == "Collateral" and (found := evidence.without_cause(found)).cls not in _BY_PEERS:
         return found
     # A node deleted while no operator watched is unreported, as a new one is.
     unknown = fence.guessed(view) and _left(view, NODE_WAIT) > 0
@@ -57,7 +57,7 @@ def loss(view: View, status: Status) -> Failure | None:
 def find(view: View) -> Failure | None:
     """Return the likely cause of a broken gang, for an end that waits for none."""
     found = _seen(view)
-    return evidence.settle(found) if found and found.cls == "Collateral" else found
+    return evidence.without_cause(found) if found and found.cls == "Collateral" else found
 
 
 def awaited(view: View) -> bool:
@@ -73,7 +73,7 @@ def unread(view: View) -> bool:
     return view.unread and _seen(view) is not None
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def stalls(view: View) -> Iterator[Stall]:
     """Explain why the job has not failed yet, once the wait is news."""
     left = _left(view, NODE_WAIT)
     if not (left > 0 and view.waited(left - (NODE_WAIT - CAUSE_WAIT).total_seconds())):
@@ -186,20 +186,20 @@ def _ended(view: View, pod: Pod) -> bool:
     return evidence.succeeded(pod) or evidence.failure(pod, nproc, view.now) is not None
 
 
-def joins(view: View, loss: Failure) -> bool:
+def is_same_incident(view: View, loss: Failure) -> bool:
     """Tell whether this loss is of the incident that is counted already (rule O2).
 
     A launcher waited no longer, or ended with the first, as its kubelet reports only now.
     """
-    if not waited(view, loss) or not _incident(view):
+    if not has_waited(view, loss) or not _incident(view):
         return False
     told_late = (view.now - view.replacing_since).total_seconds() <= CAUSE_SECONDS
     return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
 
 
-def waited(view: View, loss: Failure) -> bool:
+def has_waited(view: View, loss: Failure) -> bool:
     """Tell whether the lost pod waited for others: it is older than they will be."""
-    return view.replacing and view.status.floor(loss.replica) <= ended_attempt(view)
+    return view.replacing and view.status.min_attempt(loss.replica) <= ended_attempt(view)
 
 
 def ended_attempt(view: View) -> int:

@@ -38,17 +38,21 @@ def count(view: View, change: Change) -> Change:
     free = len(drills) + sum(_by_lost_pod(view, one) for one in ended)
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
-        change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
+        change = change.event(
+            "Warning", "RestartedInPlace", f"{what}; processes restarted in place"
+        )
         change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
     for found in drills:
         after = "" if found.step is None else f" after step {found.step}"
         what = f"round {found.number} of attempt {hub} ended{after}, as planned"
-        change = change.tell("Normal", "Drill", f"{what}: {_DRILL}")
+        change = change.event("Normal", "Drill", f"{what}: {_DRILL}")
     unexplained = now - counted - len(causes) - free
     if unexplained:
         which = f"{ranges.counted(unexplained, 'round')} of attempt {hub}"
         what = f"{which} ended, cause unknown"
-        change = change.tell("Warning", "RestartedInPlace", f"{what}; processes restarted in place")
+        change = change.event(
+            "Warning", "RestartedInPlace", f"{what}; processes restarted in place"
+        )
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
     old, failed = change.status.restarts, now - counted - free
     change = change.with_status(
@@ -91,7 +95,7 @@ def _failure(view: View, found: Round) -> Failure | None:
 def _by_lost_pod(view: View, found: Round) -> bool:
     """Tell whether the round ended with a pod that was replaced, or promoted over, by this hub."""
     before, now = _seats(view, found.replica or 0)
-    replaced = before != now or view.status.births.get(before, 0) > view.status.hub
+    replaced = before != now or view.status.min_attempt_by_seat.get(before, 0) > view.status.hub
     return found.kind == "lost" and replaced
 
 

@@ -26,7 +26,7 @@ from ddpjob_operator.core.view import Stall, View
 
 CRASH_LOOPING: Final = "CrashLooping"
 #: A loop is so many failures within so short a time, and ends after so long without one. Both
-#: bounds are longer than the longest wait of gang/restart.py between two attempts, or it would flap.
+#: bounds are longer than the longest wait between two attempts, or it would flap.
 _FAILURES: Final = 3
 _RATE: Final = timedelta(minutes=15)
 _QUIET: Final = timedelta(minutes=10)
@@ -130,7 +130,7 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
     return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
 
 
-def loops(view: View, status: Status) -> Iterator[Stall]:
+def crash_loop(view: View, status: Status) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
     until, counted = quiet_at(status), of_program(status)
     if until is None or view.reached(until):

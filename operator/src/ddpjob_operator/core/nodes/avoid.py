@@ -57,7 +57,7 @@ def node_of(view: View, change: Change, loss: Failure) -> Change:
         f"within {view.spec.startup_deadline:.10g} s, to any"
     )
     change = change.with_status(avoided_nodes=(*old, loss.node)[-MAX_AVOIDED:])
-    return change.tell("Warning", "NodeAvoided", message)
+    return change.event("Warning", "NodeAvoided", message)
 
 
 def suspected(view: View) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def nothing(change: Change, why: str) -> Change:
     if not old:
         return change
     message = f"{why}: pods may go to {', '.join(old)} again, avoided so far"
-    return change.with_status(avoided_nodes=()).tell("Normal", "NodesTriedAgain", message)
+    return change.with_status(avoided_nodes=()).event("Normal", "NodesTriedAgain", message)
 
 
 def words(view: View) -> str:

@@ -107,7 +107,7 @@ def named(view: View, loss: Failure) -> Failure:
     return replace(loss, node=node.name, exception=said, message=message)
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def stalls(view: View) -> Iterator[Stall]:
     """Explain why the gang waits for a machine, and how a person can help."""
     after = view.spec.fence_after
     for pod, node in _silent(view):

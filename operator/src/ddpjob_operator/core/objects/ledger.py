@@ -33,7 +33,7 @@ _SPENT: Final = tuple(get_type_hints(Spent))
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class LauncherAccount:
     """A launcher's account of its life, in seconds of that machine's clock (contract.Spent).
 
     ``at``: when the operator heard it; None: last words, which a container's end holds.
@@ -76,11 +76,11 @@ class Ledger:
         return sum(self.seconds.values())
 
 
-def heard(raw: object, hub: int, at: datetime | None = None) -> Heard | None:
+def heard(raw: object, hub: int, at: datetime | None = None) -> LauncherAccount | None:
     """Parse contract.Spent; None if it says nothing."""
     found = _sums(raw, _SPENT)
     sane = UP in found and max(found.values()) <= _LONGEST
-    return Heard(hub, found, at) if sane else None
+    return LauncherAccount(hub, found, at) if sane else None
 
 
 def from_dict(raw: object) -> Ledger:

@@ -24,8 +24,8 @@ from ddpjob_operator.core.objects.json_read import (
     sequence,
     text,
 )
-from ddpjob_operator.core.objects.ledger import Heard
-from ddpjob_operator.core.objects.ranges import parse_births
+from ddpjob_operator.core.objects.ledger import LauncherAccount
+from ddpjob_operator.core.objects.ranges import parse_pairs
 from ddpjob_operator.core.objects.status import Progress, Straggler
 
 #: No attempt has so many rounds: a larger number is ignored.
@@ -67,14 +67,14 @@ class Round:
 class Rounds:
     """``count`` rounds of a hub have ended in place; ``known`` tells of the newest.
 
-    ``attempt``: the hub's number. ``holds``: all its launchers wait for a lost one's replacement.
+    ``attempt``: the hub's number. ``waiting_for_replacement``: all its launchers would, or do.
     ``serving``: the seats of replicas that other pods than their own serve.
     """
 
     attempt: int
     count: int
     known: tuple[Round, ...] = ()
-    holds: bool = False
+    waiting_for_replacement: bool = False
     serving: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -86,7 +86,7 @@ class Report(Round):
     loss: float | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
-    spent: Heard | None = None
+    spent: LauncherAccount | None = None
     resumed: str = ""
     other_job: bool = False
 
@@ -265,7 +265,7 @@ def rounds(raw: object) -> Rounds | None:
     holds = body.get("holds") is True
     if attempt is None or not (count or holds):
         return None
-    serving = parse_births(body.get("serving"))
+    serving = parse_pairs(body.get("serving"))
     return Rounds(attempt, count or 0, _round_records(body.get("rounds")), holds, serving)
 
 

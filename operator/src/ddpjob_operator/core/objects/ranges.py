@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-#: maxLength in the CRD: of every other one of 10,000 replicas, and of MAX_BIRTHS pairs.
+#: maxLength in the CRD: of every other one of 10,000 replicas, and of MAX_MIN_ATTEMPTS pairs.
 _RANGES: Final = 32_768
 _BIRTHS: Final = 4096
 _DIGITS: Final = 9  # int() refuses thousands
@@ -53,13 +53,13 @@ def parse_ranges(text: object, replicas: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def format_births(births: Mapping[int, int]) -> str:
+def format_pairs(births: Mapping[int, int]) -> str:
     """Format {1: 5, 7: 6} as "1:5,7:6"."""
     return ",".join(f"{replica}:{attempt}" for replica, attempt in sorted(births.items()))
 
 
-def parse_births(text: object) -> dict[int, int]:
-    """Parse format_births' text; empty if it is malformed, or too long for MAX_BIRTHS."""
+def parse_pairs(text: object) -> dict[int, int]:
+    """Parse format_pairs' text; empty if it is malformed, or too long for MAX_MIN_ATTEMPTS."""
     if not isinstance(text, str) or len(text) > _BIRTHS:
         return {}
     parts = (part.partition(":") for part in text.split(","))

@@ -46,8 +46,8 @@ MAX_FAILURES: Final = 10
 MAX_AVOIDED: Final = 16
 #: status.handedOver has room for so many and forgets none: each is acted on once.
 MAX_HANDED_OVER: Final = 32
-#: status.births names so many replicas.
-MAX_BIRTHS: Final = 256
+#: status.min_attempt_by_seat names so many replicas.
+MAX_MIN_ATTEMPTS: Final = 256
 #: Conditions of ours, and the number that there is room for: others' are kept up to that.
 _CONDITIONS: Final = (
     "Ready", "Running", "Complete", "Failed", "Suspended", "Stalled", "Invalid", "Unsupported",
@@ -231,8 +231,8 @@ class Operator:
 class Status:
     """The whole .status. ``phase`` None: no status was ever written.
 
-    ``members_since`` is the attempt of the last whole start, ``births`` by replica that of a later
-    replacement. ``holds``: the gang's launchers wait while a lost one is replaced. ``serving``:
+    ``members_since`` is the attempt of the last whole start, ``min_attempt_by_seat`` that of each
+    later replacement. ``waiting_for_replacement``: the gang's launchers would. ``serving``:
     the seats of replicas that other pods than their own serve, as it was heard. ``pod_group``: the
     PodGroup of this attempt, or of an earlier one until that is removed; "": there is none.
     ``unknown``: fields of a newer operator, which are kept unless they are large.
@@ -246,8 +246,8 @@ class Status:
     conditions: tuple[Condition, ...] = ()
     attempt: int = 0
     members_since: int = 0
-    births: Mapping[int, int] = field(default_factory=dict)
-    holds: bool = False
+    min_attempt_by_seat: Mapping[int, int] = field(default_factory=dict)
+    waiting_for_replacement: bool = False
     serving: Mapping[int, int] = field(default_factory=dict)
     pod_group: str = ""
     template_hash: str = ""
@@ -281,15 +281,15 @@ class Status:
         """Tell whether it is parked until Kueue admits it."""
         return self.phase == "Pending" and self.members_since > self.attempt
 
-    def floor(self, replica: int | None) -> int:
+    def min_attempt(self, replica: int | None) -> int:
         """Return the lowest attempt whose pod is this replica's member (rule O1)."""
-        birth = 0 if replica is None else self.births.get(replica, 0)
+        birth = 0 if replica is None else self.min_attempt_by_seat.get(replica, 0)
         return max(birth, self.members_since)
 
     @property
     def hub(self) -> int:
         """Return the hub's number: the attempt in which its pod, replica 0's, was made."""
-        return min(self.floor(0), self.attempt)
+        return min(self.min_attempt(0), self.attempt)
 
     @property
     def last_failure(self) -> Failure | None:
@@ -324,9 +324,9 @@ def _fields(status: Status) -> dict[str, Any]:
         "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
         "attempt": status.attempt,
         "membersSince": status.members_since,
-        "births": ranges.format_births(status.births),
-        "holds": status.holds,
-        "serving": ranges.format_births(status.serving),
+        "births": ranges.format_pairs(status.min_attempt_by_seat),
+        "holds": status.waiting_for_replacement,
+        "serving": ranges.format_pairs(status.serving),
         "podGroup": status.pod_group,
         "templateHash": status.template_hash,
         "snapshotHash": status.snapshot_hash,
@@ -369,7 +369,7 @@ def _unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
 def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
     """Parse .status of a job with so many replicas; what does not parse counts as absent."""
     raw = mapping(body)
-    counts, births = mapping(raw.get("replicas")), ranges.parse_births(raw.get("births"))
+    counts, births = mapping(raw.get("replicas")), ranges.parse_pairs(raw.get("births"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     # Later than that, its pods would belong to no attempt.
@@ -386,9 +386,9 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         conditions=tuple(_conditions(raw.get("conditions"))),
         attempt=attempt,
         members_since=since,
-        births={r: n for r, n in births.items() if since < n <= attempt},
-        holds=raw.get("holds") is True,
-        serving=ranges.parse_births(raw.get("serving")),
+        min_attempt_by_seat={r: n for r, n in births.items() if since < n <= attempt},
+        waiting_for_replacement=raw.get("holds") is True,
+        serving=ranges.parse_pairs(raw.get("serving")),
         pod_group=text(raw.get("podGroup"), 253),
         template_hash=text(raw.get("templateHash"), 128),
         snapshot_hash=text(raw.get("snapshotHash"), 128),

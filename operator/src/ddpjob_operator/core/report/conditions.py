@@ -138,7 +138,7 @@ def _proven(view: View, change: Change) -> Change:
     again = old is not None and old.reason == reason and found.equal
     if again or old == change.status.condition("ResumeProven"):
         return change
-    return change.tell("Normal" if found.equal else "Warning", reason, found.message)
+    return change.event("Normal" if found.equal else "Warning", reason, found.message)
 
 
 def _straggling(view: View, change: Change) -> Change:
@@ -156,7 +156,7 @@ def _straggling(view: View, change: Change) -> Change:
     what = f"rank {found.rank} in {where} {does} so much longer than the others that they wait"
     change = change.condition("Straggling", True, reason, what, view.now)
     news = change.status.condition("Straggling") != old
-    return change.tell("Warning", reason, what) if news else change
+    return change.event("Warning", reason, what) if news else change
 
 
 def _unsupported(view: View, change: Change) -> Change:

@@ -16,7 +16,7 @@ from typing import Final
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, Heard, Ledger
+from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, LauncherAccount, Ledger
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Eta, Failure, Status
 from ddpjob_operator.core.view import Change, View, recovers_from
@@ -46,7 +46,7 @@ def book(view: View, change: Change) -> Change:
         return change.with_status(ledger=Ledger(since=view.now, until=view.now))
     if ledger.until > view.now or status.terminal:  # another clock has written it
         return change if change.status.phase == "Running" else change.with_status(eta=None)
-    books = _Books(view, change.status)
+    books = _LedgerUpdate(view, change.status)
     if status.parked:
         seen, left = view.feedback.seen_since, books.left(view.now)
         if seen and seen > ledger.until and not change.status.replicas.active:
@@ -67,7 +67,7 @@ def book(view: View, change: Change) -> Change:
     return change.with_status(goodput=_goodput(ledger), eta=_eta(view, change.status))
 
 
-def _book(view: View, new: Status, books: _Books) -> None:
+def _book(view: View, new: Status, books: _LedgerUpdate) -> None:
     status = view.status
     found, final = _heard(view, books.ledger)
     if found is not None:
@@ -82,7 +82,7 @@ def _book(view: View, new: Status, books: _Books) -> None:
         books.spend({"unknown": books.left(view.now)}, view.now)
 
 
-def _heard(view: View, ledger: Ledger) -> tuple[Heard | None, bool]:
+def _heard(view: View, ledger: Ledger) -> tuple[LauncherAccount | None, bool]:
     """Return the newest account of the hub, and whether it is its last."""
     hub, pod = view.status.hub, view.members.get(0)
     report = pod.trainer.report if pod else None
@@ -93,7 +93,7 @@ def _heard(view: View, ledger: Ledger) -> tuple[Heard | None, bool]:
     return (found, False) if found and found.hub == hub and found.up > known else (None, False)
 
 
-class _Books:
+class _LedgerUpdate:
     """The entries of one booking. ``until``: what is before that is booked."""
 
     def __init__(self, view: View, new: Status) -> None:
@@ -133,7 +133,7 @@ class _Books:
         self.add("idle", beyond * self.left(until))
         self.until = max(self.until, until)
 
-    def hear(self, found: Heard) -> None:
+    def hear(self, found: LauncherAccount) -> None:
         """Book what a launcher's account has more than the last one."""
         ledger, new = self.ledger, self.ledger.hub != found.hub
         since = found.at or self._view.now
@@ -242,7 +242,9 @@ def _seconds(since: datetime, until: datetime) -> float:
 
 def _lost(view: View) -> int:
     """Count the seats that the others wait for: one at least."""
-    newest = [r for r, born in view.status.births.items() if born == view.status.attempt]
+    newest = [
+        r for r, born in view.status.min_attempt_by_seat.items() if born == view.status.attempt
+    ]
     return min(view.spec.replicas, max(1, len(newest) or len(view.feedback.away)))
 
 

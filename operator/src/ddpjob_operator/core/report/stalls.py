@@ -46,11 +46,11 @@ def stall(view: View, change: Change, why: Iterator[Stall]) -> Change:
     return change.stall(found, view.now)
 
 
-def reasons(view: View) -> Iterator[Stall]:
+def of_pods(view: View) -> Iterator[Stall]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from refusals.of_attempt(view)
-    yield from fence.reasons(view)
-    yield from barrier.outlived(view)
+    yield from fence.stalls(view)
+    yield from barrier.undeleted(view)
     yield from _older(view)
     pods = _awaited(view)
     for pod in pods:
@@ -97,7 +97,7 @@ def _unresolved(view: View) -> Iterator[Stall]:
 
 
 def _lingering(view: View) -> Iterator[Stall]:
-    if view.reached(view.lingers_at):
+    if view.reached(view.lingering_at):
         # With thousands of replicas each list must leave room for the other.
         left = frozenset(range(view.spec.replicas)) - view.succeeded
         done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)

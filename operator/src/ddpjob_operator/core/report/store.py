@@ -54,7 +54,9 @@ def _reports_only(new: Status, old: Status) -> bool:
     """
 
     def decided(status: Status) -> Status:
-        rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), holds=False)
+        rest = replace(
+            status, replicas=st.Replicas(), progress=st.Progress(), waiting_for_replacement=False
+        )
         rest = replace(rest, serving={})
         if old.condition("Stalled") is None:
             return rest
