@@ -23,8 +23,8 @@ from ddpjob_operator.core.actions import (
     Plan,
 )
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
-from ddpjob_operator.core.gang import barrier, finish, handover, park, replacement, restart, start
-from ddpjob_operator.core.loss import budgets, cause, rounds, verdict
+from ddpjob_operator.core.gang import barrier, finish, handover, replacement, restart, start
+from ddpjob_operator.core.loss import cause, rounds, verdict
 from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
@@ -32,7 +32,7 @@ from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.status import (
     Status,
 )
-from ddpjob_operator.core.report import conditions, stalls, store
+from ddpjob_operator.core.report import conditions, stalls
 from ddpjob_operator.core.view import Change, Stall, View, build_view
 
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
@@ -63,9 +63,9 @@ def _plan(view: View) -> Plan:
     if status.terminal:
         seen = pod_group.update(view, Change(replace(status, observed_generation=job.generation)))
         seen = operators.answer(view, seen)
-        return store.write(view, seen) or _end(view)
+        return conditions.write(view, seen) or _end(view)
     change = conditions.fill(view, pod_group.update(view, operators.answer(view, _decide(view))))
-    return store.write(view, change) or _act(view)
+    return conditions.write(view, change) or _act(view)
 
 
 # --- The status that should be stored -----------------------------------------------------
@@ -78,14 +78,14 @@ def _decide(view: View) -> Change:
         if status.phase == "Suspended" and not (
             template_guard.suspends(view) or template_guard.why(view)
         ):
-            return park.begin(view, change)  # the active deadline does not count from before
+            return start.begin_job(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     change = replacement.record_hub_report(view, rounds.count(view, change))
     if len(view.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
     if finish.past_active_deadline(view) and view.read_since(finish.active_deadline(view)):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
-        change, what = park.broken(view, change, what)
+        change, what = start.broken(view, change, what)
         return finish.fail(view, change, "DeadlineExceeded", what)
     change = template_guard.report(view, change)
     if (without_pods := _stop(view, change)) is not None:
@@ -93,8 +93,8 @@ def _decide(view: View) -> Change:
     if status.parked or status.attempt == 0:
         if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
-        return park.begin(view, change)
-    change = budgets.budgets(view, change)
+        return start.begin_job(view, change)
+    change = verdict.heal(view, change)
     if (broken := _restart(view, change)) is not None:
         return broken
     change = _go_on(view, change)
@@ -154,11 +154,11 @@ def _stop(view: View, change: Change) -> Change | None:
     if _may_be_done(view):
         return change
     if not suspends:
-        return park.hold(view, change, words)
+        return start.hold(view, change, words)
     if view.status.phase == "Suspended":
         change = template_guard.suspended(view, change)
         return stalls.stall(view, change, barrier.undeleted(view))
-    return park.suspend(view, change)
+    return start.suspend(view, change)
 
 
 def _may_be_done(view: View) -> bool:

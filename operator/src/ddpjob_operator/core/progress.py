@@ -20,7 +20,7 @@ _NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")
 def received(old: Progress, new: Progress | None) -> Progress:
     """Return the newest progress; a poll without news moves no timestamp.
 
-    The first one has its own: budgets.py asks whether anything was heard before.
+    The first one has its own: verdict.py asks whether anything was heard before.
     """
     if new is None:
         return old

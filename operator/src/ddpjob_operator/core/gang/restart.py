@@ -3,7 +3,7 @@
 plan() calls after() with the loss that cause.py found; replacement.py says whether the new attempt
 keeps the pods that were not lost. A charged restart is the user's doing and counts
 against maxRestarts; a free one (disruption, infrastructure, hardware) against maxDisruptions.
-budgets.py gives both back.
+verdict.py gives both back.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def record(view: View, change: Change, loss: Failure) -> Change:
         change = change.measure(Measurement("lost_steps", lost))
         old = change.status.progress
         if report.step > 0 and not view.snapshot_step and old.step is None:
-            # No poll has reported a step: budgets.py asks whether there was a snapshot before.
+            # No poll has reported a step: verdict.py asks whether there was a snapshot before.
             change = change.with_status(progress=replace(old, step=report.step))
     return change.with_status(failures=failures)
 

@@ -1,9 +1,11 @@
-"""Start a gang, from the barrier until all members run, and handle its failures.
+"""Start a gang, from the barrier until all members run, handle its failures, and park it.
 
 plan() calls advance() while the phase is Starting. What the cluster refuses or has no room for is
 given back uncharged; so is what the API server calls invalid, since the user or an admission
 webhook may correct it. Creation is all or nothing: two half gangs must never hold what each other
-needs. Each waits a different time (View.chance), or they would meet again at every try.
+needs. Each waits a different time (View.chance), or they would meet again at every try. A job that
+is suspended, or waits in a queue, is parked: its pods keep their grace period for a snapshot, and
+the time without pods counts for no deadline.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from typing import Final
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.capacity import pod_group, refusals, template_guard
-from ddpjob_operator.core.failure_text import initializing, shorten
-from ddpjob_operator.core.gang import handover, replacement, restart
-from ddpjob_operator.core.loss import verdict
+from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.failure_text import describe, initializing, shorten
+from ddpjob_operator.core.gang import barrier, handover, replacement, restart
+from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid, fence
-from ddpjob_operator.core.objects.ranges import every
+from ddpjob_operator.core.objects.ranges import counted, every
 from ddpjob_operator.core.objects.status import (
     Failure,
 )
@@ -213,3 +215,74 @@ def _delay(view: View, released: int) -> float:
         longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))
     doublings = min(released - 1, 60)  # keeps floats finite
     return round(min(longest, first * 2.0**doublings) * (0.5 + view.chance()), 3)
+
+
+def begin_job(view: View, change: Change) -> Change:
+    """Begin after the creation or a resume; the active deadline counts from here."""
+    resumed = view.status.parked and view.status.attempt > 0
+    reason = "Resumed" if resumed else "Started"
+    reason = "Admitted" if view.status.queued and view.job.queue else reason
+    change = restart.new_attempt(view, change, "Restarting" if resumed else "Pending", 0)
+    change = change.with_status(
+        timings=replace(change.status.timings, started_at=view.now),
+        restarts=replace(change.status.restarts, consecutive=0, released=0),
+        handed_over=(),
+    )
+    change = avoid.nothing(change, f"the job was {reason.lower()}")
+    message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
+    for type_ in ("Suspended", "Stalled"):
+        change = change.condition(type_, False, reason, "", view.now)
+    # The change of spec may have cured what was refused before.
+    change = change.condition("Invalid", False, "Valid", "", view.now)
+    change = change.event("Normal", reason, message)
+    if not (scarce := view.spec.template.scarce):
+        return change
+    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
+    cure = "killed; raise them in spec.template, which may change while the job is suspended"
+    return change.event("Warning", "TooFewResources", f"{what} {cure}")
+
+
+def suspend(view: View, change: Change) -> Change:
+    """End the pods, with their grace period for a snapshot unless the gang is broken."""
+    change, message = broken(view, change, template_guard.why_suspended(view))
+    change = _park(view, change, "Suspended", "Suspended", message)
+    change = change.condition("Stalled", False, "Suspended", "", view.now)
+    return template_guard.suspended(view, change, message)
+
+
+def hold(view: View, change: Change, words: str) -> Change:
+    """End the pods in the same way, if any, and wait until Kueue admits the job."""
+    if not view.status.queued:
+        if not view.status.parked:
+            change, words = broken(view, change, words)
+        elif not template_guard.why(view):
+            made_of = {"template_hash": view.spec.template_hash}
+            change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)
+        change = _park(view, change, "Pending", queue.QUEUED, words)
+        change = change.event("Normal", queue.QUEUED, words)
+    reason = queue.QUEUED if view.feedback.workloads is not None else queue.UNAVAILABLE
+    stall = next(barrier.undeleted(view), Stall(reason, words))  # it keeps the quota
+    return change.condition("Stalled", True, stall.reason, stall.message, view.now)
+
+
+def _park(view: View, change: Change, phase: str, reason: str, message: str) -> Change:
+    change = change.with_status(
+        phase=phase,
+        members_since=view.status.attempt + 1,
+        min_attempt_by_seat={},
+        serving={},
+        succeeded=frozenset(),
+        timings=replace(
+            view.status.timings, running_at=None, next_restart_at=None, replacing_since=None
+        ),
+    )
+    return change.condition("Running", False, reason, message, view.now)
+
+
+def broken(view: View, change: Change, what: str) -> tuple[Change, str]:
+    """Name the failure that broke the gang before something else ends it, uncharged."""
+    loss = cause.find(view)
+    if loss is None:
+        return change, what
+    what = f"{what}; the gang was broken by then: {describe(loss)}"
+    return restart.record(view, change, loss), what

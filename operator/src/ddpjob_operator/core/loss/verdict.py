@@ -2,12 +2,16 @@
 
 gang/restart.py asks with the loss that cause.py found. A charged restart is the user's doing and
 counts against maxRestarts; a free one (disruption, infrastructure, hardware) against
-maxDisruptions. budgets.py gives both back.
+maxDisruptions. heal() gives both back after progress: a newer snapshot of ours or, for programs
+with their own files, a newer mtime at spec.restart.progressPath. Without either, time alone heals:
+healAfterSeconds of a gang that runs. All are measured against the stored status. The first value
+reported may be older than the job, so later ones have to be newer than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -22,7 +26,7 @@ from ddpjob_operator.core.objects.status import (
     Restarts,
     Status,
 )
-from ddpjob_operator.core.view import Stall, View
+from ddpjob_operator.core.view import Change, Stall, View
 
 CRASH_LOOPING: Final = "CrashLooping"
 #: A loop is so many failures within so short a time, and ends after so long without one. Both
@@ -166,3 +170,58 @@ def of_program(status: Status) -> list[Failure]:
         if one.cls not in FREE or (not runs and exits.recurs(one.cls, one.reason, one.exit_code))
     ]
     return [one for one in charged if since is None or one.detected_at >= since]
+
+
+def heal(view: View, change: Change) -> Change:
+    """Give back the charges once there is a reason to; else change nothing."""
+    if not _spent(change.status.restarts):
+        return change
+    old = _marked(view, change.status.restarts)
+    change = change.with_status(restarts=old)
+    why = _reason(view, change.status)
+    if why is None:
+        return change
+    change = change.with_status(restarts=replace(old, charged=0, disruptions=0, consecutive=0))
+    spent = f"spent until now: {old.charged} restarts charged, {old.disruptions} disruptions"
+    return change.event("Normal", "BudgetHealed", f"{why}: the budget is whole again; {spent}")
+
+
+def heals_at(view: View, status: Status) -> datetime | None:
+    """Return when time alone heals; None with nothing to heal or an incomplete gang.
+
+    Any failure, one of a round too, restarts the wait. Times are the operator's.
+    """
+    seconds, timings = view.spec.restart.heal_after, status.timings
+    if not seconds or not _spent(status.restarts):
+        return None
+    # The operator may have been away before it found the gang broken, so a broken gang does not
+    # count. Only a gang in phase Running has a running_at.
+    if timings.running_at is None or not view.all_running:
+        return None
+    since = max(timings.running_at, timings.last_round_at or timings.running_at)
+    return since + timedelta(seconds=seconds)
+
+
+def _marked(view: View, restarts: Restarts) -> Restarts:
+    """Store the first values heard: a job that had reported without one began with none."""
+    heard, marks = view.status.progress, restarts
+    if not marks.snapshot_step and heard.step is None:
+        marks = replace(marks, snapshot_step=view.snapshot_step)
+    if marks.file_at is None and heard.updated_at is None:
+        marks = replace(marks, file_at=view.file_at)
+    return marks
+
+
+def _reason(view: View, status: Status) -> str | None:
+    marks, file_at = status.restarts, view.file_at
+    if view.snapshot_step > marks.snapshot_step:
+        return f"a newer snapshot, of step {view.snapshot_step}"
+    if file_at and (marks.file_at is None or file_at > marks.file_at):
+        return "spec.restart.progressPath was written"
+    if view.reached(heals_at(view, status)):
+        return f"{view.spec.restart.heal_after} s without a failure"
+    return None
+
+
+def _spent(restarts: Restarts) -> bool:
+    return restarts.charged > 0 or restarts.disruptions > 0

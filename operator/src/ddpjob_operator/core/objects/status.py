@@ -92,7 +92,7 @@ class Condition:
 class Restarts:
     """Counters of restarts.
 
-    ``charged`` and ``disruptions`` are the two budgets in use; budgets.py sets both to
+    ``charged`` and ``disruptions`` are the two budgets in use; verdict.py sets both to
     0. ``snapshot_step`` and ``file_at``, the mtime of the progress path, are the newest at the
     last restart: what is newer is progress. ``consecutive`` drives the backoff and heals too.
     ``in_place``: restarts of processes only; ``round``: those under the current hub, so that each
