@@ -73,7 +73,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
         "are, and the pod's node has its word (docs/reference/reasons.md).",
         "`tests/api/test_odd_manifests.py` sends them all to a real API server and holds this page",
         "to what it saw, in 260 characters at most. What is Invalid is tried again from time to",
-        "time; to mend it, suspend the job, apply the mended manifest, resume. In what is said of",
+        "time; suspend the job, apply the corrected manifest, resume. In what is said of",
         "a pod, `env[N]` counts those that ddpjob sets first; the manifest's come after them.",
         "",
         "| | when | what it says |",

@@ -9,7 +9,7 @@ import pytest
 
 from support.cluster import ROOT
 
-SOURCES = ("contract/src", "trainer/src", "tools/src", "plugin/src")
+SOURCES = ("contract/src", "operator/src", "trainer/src", "tools/src", "plugin/src")
 #: found.message, one["message"], found.get("message", ""), and str() of one, or of an error.
 NAMES = "(message|exception|words|text|said|sentence|why)"
 WORDS = re.compile(
@@ -24,6 +24,8 @@ STRANGERS = {
     " optim/ema restore/load_state",
     "older launchers": "ddpjob_contract/exits hub/messages",
     "anybody, for passwords in URLs": "ddpjob_contract/text",
+    "the API server and its policies, the scheduler, kubelets, runtimes": "core/evidence"
+    " core/failure_text capacity/refusals",
     "kubectl, kubelets, commands in a pod": "kubectl_ddp/kubectl kubectl_ddp/evidence"
     " kubectl_ddp/reader",
 }

@@ -138,7 +138,7 @@ properties:
       Suspended, Stalled (something outside holds the job up, for example ImagePullBackOff,
       Unschedulable, QuotaExceeded, NameConflict; or it has failed),
       Invalid (no pod can be made of the spec; the message names the field; it waits until the
-      spec is mended), ResumeProven (steps that were done again after a restart in place were the
+      spec is corrected), ResumeProven (steps that were done again after a restart in place were the
       same bit for bit, or not) and Unsupported (a field is set that this version does not act on).
     type: array
     maxItems: 32

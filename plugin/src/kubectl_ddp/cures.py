@@ -14,8 +14,8 @@ from ddpjob_contract.exits import FREE
 #: What to do where the reason tells it.
 _OF_REASON: Final[Mapping[str, str]] = {
     "StorageLimitExceeded": "raise the limit of ephemeral storage, or write to a volume",
-    "ProbeFailed": "give the probe more time (failureThreshold), or take it out: spec.hang ends a"
-    " hung program",
+    "ProbeFailed": "see kubectl ddp events {job}; give the probe more time (failureThreshold,"
+    " timeoutSeconds), or take it out: spec.hang ends a hung program",
     "DeadlineExceeded": "take activeDeadlineSeconds out of the template: spec has one for the job",
     "ContainerRestarted": "find out who restarts containers in the pod: the trainer's state goes"
     " with it",

@@ -34,7 +34,7 @@ def booked(world: World) -> float:
 def hear(world: World, up: float, *, step: int = 0, **seconds: float) -> World:
     """The hub's launcher has run so long; the rest of ``up`` is a step under way."""
     hub = status_.from_dict(world.status).hub
-    found = ledger_.heard({"up": up, **seconds}, hub, world.now)
+    found = ledger_.read_account({"up": up, **seconds}, hub, world.now)
     world.feedback = replace(world.feedback, spent=found)
     return world.poll(step=step, totalSteps=1000, stepsPerSecond=2.0)
 
@@ -108,7 +108,7 @@ def test_a_killed_process_costs_a_recovery_by_its_cause_and_steps_again():
     at(world, 10)
     hub = status_.from_dict(world.status).hub
     spent = {"up": 30, "warmup": 5, "productive": 17, "recovering": 5, "repeated": 2}
-    heard = ledger_.heard(spent, hub, world.now)
+    heard = ledger_.read_account(spent, hub, world.now)
     world.feedback = replace(world.feedback, spent=heard)
     world.poll(ended_round, step=5)
     found = world.status["ledger"]
@@ -229,7 +229,7 @@ def test_an_estimate_of_the_end_goes_on_with_what_failures_have_cost():
     at(world, 100)
     hub = status_.from_dict(world.status).hub
     spent = {"up": 200, "warmup": 20, "productive": 120, "recovering": 30, "repeated": 30}
-    world.feedback = replace(world.feedback, spent=ledger_.heard(spent, hub, world.now))
+    world.feedback = replace(world.feedback, spent=ledger_.read_account(spent, hub, world.now))
     world.poll(round_, step=400, totalSteps=1000, stepsPerSecond=19.0)
 
     def left() -> float:
@@ -240,7 +240,7 @@ def test_an_estimate_of_the_end_goes_on_with_what_failures_have_cost():
     assert left() == 270, "400 steps took 120 s; a rate just after a restart says little"
     at(world, 60)
     spent |= {"up": 260, "productive": 180}
-    world.feedback = replace(world.feedback, spent=ledger_.heard(spent, hub, world.now))
+    world.feedback = replace(world.feedback, spent=ledger_.read_account(spent, hub, world.now))
     world.poll(round_, step=520, totalSteps=1000, stepsPerSecond=2.0)
     assert left() == 320
     world.all_wait("ImagePullBackOff")

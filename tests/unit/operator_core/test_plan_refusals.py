@@ -181,11 +181,11 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
         ),
         (
             "pods \"job-0\" is forbidden: ValidatingAdmissionPolicy 'p' denied request",
-            "an admission policy", "mend what it names",
+            "an admission policy", "change what it names",
         ),
         (
             "policy 'p' with binding 'b' denied request: composited variable: no such key",
-            "an admission policy", "mend what it names",
+            "an admission policy", "change what it names",
         ),
         ("etcd: no", "", ""),
     ],

@@ -140,7 +140,7 @@ def waits(world: World, **end: Any) -> list[float]:
 def test_a_start_that_fails_is_tried_over_ten_minutes():
     world = running()
     assert waits(world) == [0, 300, 300]
-    assert "told of no step, so the waits are longer" in world.told("Restarting")[-1]
+    assert "no step was reported, so delays" in world.told("Restarting")[-1]
     assert waits(running(), message=report(0, exception="socket.gaierror: no such name")) == [
         0, 300, 300,
     ]  # fmt: skip

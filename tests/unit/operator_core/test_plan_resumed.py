@@ -38,7 +38,7 @@ def test_the_snapshots_of_another_job_are_told_once():
     assert world.status["progress"]["resumed"] == SAID
     ((kind, message),) = told(world)
     assert kind == "Warning"
-    assert message.startswith(f"training goes on from {SAID}; to train anew apply it under")
+    assert message.startswith(f"training goes on from {SAID}; to train from the")
     poll(poll(world, step=420, resumed=OTHER), step=430)
     assert len(told(world)) == 1
     assert world.status["progress"]["resumed"] == SAID
@@ -51,7 +51,7 @@ def test_the_snapshots_of_another_job_are_told_once():
 def test_a_job_with_nothing_left_to_train_says_so_without_a_poll():
     world = succeed(running(), step=400, resumed=OTHER)
     ((kind, message),) = told(world)
-    assert (kind, "of step 400; 0 steps trained; to train anew" in message) == ("Warning", True)
+    assert (kind, "of step 400; 0 steps trained; to train" in message) == ("Warning", True)
     assert "step 400; 0 steps trained" in world.condition("Complete")["message"]
     assert world.status["progress"]["resumed"] == f"{SAID}; 0 steps trained"
 

@@ -140,7 +140,7 @@ def _restart(view: View, change: Change) -> Change | None:
     if unmade := replacement.uncertain(view):
         if view.replacing or view.status.phase == "Running":
             return replacement.retry_uncertain(view, change, unmade)
-        what = "nobody knows whether there was a pod of replica 0"
+        what = "cannot tell whether the pod of replica 0 was created"
         return restart.restart_all(view, change, "Restarting", what)
     return handover.begin(view, change)
 

@@ -20,21 +20,25 @@ _NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")
 def received(old: Progress, new: Progress | None) -> Progress:
     """Return the newest progress; a poll without news moves no timestamp.
 
-    The first one has its own: verdict.py asks whether anything was heard before.
+    The first one has its own: verdict.py asks whether anything was reported before.
     """
     if new is None:
         return old
-    told = ((f.name, getattr(new, f.name)) for f in fields(Progress) if f.name not in _NOT_MERGED)
-    merged = replace(old, **{name: value for name, value in told if value not in (None, "")})
+    reported = (
+        (f.name, getattr(new, f.name)) for f in fields(Progress) if f.name not in _NOT_MERGED
+    )
+    merged = replace(old, **{name: value for name, value in reported if value not in (None, "")})
     news = merged != old or old.updated_at is None
     return replace(merged, updated_at=new.updated_at) if news else old
 
 
-def began_from(view: View, change: Change, said: str, *, other_job: bool) -> Change:
+def began_from(view: View, change: Change, resumed: str, *, other_job: bool) -> Change:
     """Report once that a snapshot is another job's, or was made by another program."""
-    if said in ("", view.status.progress.resumed):
+    if resumed in ("", view.status.progress.resumed):
         return change
     if not other_job:
-        return change.event("Normal", "ProgramChanged", f"training goes on from a state {said}")
-    cure = "to train anew apply it under another name, or with spec.snapshot.resume: Never"
-    return change.event("Warning", "OtherSnapshots", f"training goes on from {said}; {cure}")
+        return change.event("Normal", "ProgramChanged", f"training goes on from a state {resumed}")
+    cure = (
+        "to train from the start apply it under another name, or with spec.snapshot.resume: Never"
+    )
+    return change.event("Warning", "OtherSnapshots", f"training goes on from {resumed}; {cure}")

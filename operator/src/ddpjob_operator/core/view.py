@@ -209,8 +209,8 @@ class View:
     def _was_created(self, seat: int, runs: bool) -> bool:
         """Tell whether the status alone shows that a seat had a pod; ``runs``: it says Running.
 
-        A replacement keeps those whose floor is that of before. A whole start runs once all
-        replicas do, a replacement with pods that stand by before the lost one is back.
+        During a replacement, seats whose least attempt is unchanged keep their pods. A whole start
+        runs once all replicas do, a replacement with standbys before the lost pod is back.
         """
         status = self.status
         all_there = status.attempt == status.members_since or not self.spec.standby
@@ -249,7 +249,7 @@ class View:
     @property
     def snapshot_step(self) -> int:
         """Return the newest committed snapshot that any source reports."""
-        return max(told.snapshot_step or 0 for told in self._told)
+        return max(reported.snapshot_step or 0 for reported in self._reports)
 
     @property
     def saved_step(self) -> int:
@@ -262,20 +262,22 @@ class View:
     @property
     def reached_step(self) -> int:
         """Return the last step that any source reports as finished."""
-        told = (self.status.progress, self.feedback.progress, *self.status.failures)
-        return max((one.step or 0 for one in told if one), default=0)
+        reported = (self.status.progress, self.feedback.progress, *self.status.failures)
+        return max((one.step or 0 for one in reported if one), default=0)
 
     @property
     def file_at(self) -> datetime | None:
         """Return the newest mtime at the progress path that any source reports."""
-        return max((told.file_at for told in self._told if told.file_at), default=None)
+        return max(
+            (reported.file_at for reported in self._reports if reported.file_at), default=None
+        )
 
     @property
-    def _told(self) -> list[Progress | Restarts | Report]:
+    def _reports(self) -> list[Progress | Restarts | Report]:
         """List what tells of progress: the status, the last poll, the members' last words."""
         reports = (pod.trainer.report for pod in self.members.values())
         found = (self.status.progress, self.status.restarts, self.feedback.progress, *reports)
-        return [told for told in found if told]
+        return [reported for reported in found if reported]
 
 
 def build_view(

@@ -139,12 +139,8 @@ def _open(job: Job, until: datetime, now: datetime) -> str:
 
 
 def _eta(job: Job) -> list[str]:
-    eta = _mapping(job.status.get("eta"))
-    at, first, last = (moment(eta.get(name)) for name in ("at", "earliest", "latest"))
-    if at is None or first is None or last is None:
-        return []
-    between = f"{first:%Y-%m-%d %H:%M} if nothing fails, {last:%Y-%m-%d %H:%M} at the latest"
-    return [f"Ends:      about {at:%Y-%m-%d %H:%M} UTC ({between}, if it fails as it did so far)"]
+    at = moment(_mapping(job.status.get("eta")).get("at"))
+    return [f"Ends:      about {at:%Y-%m-%d %H:%M} UTC, if it fails as it did so far"] if at else []
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ def wait(view: View) -> str:
     if not admitted or found.true("Finished") or not found.active:
         return _words(found)
     if found.reclaimed > len(view.succeeded):
-        return "a part of its quota was given back as replicas ended, and it needs all of it again"
+        return "finished replicas released part of the quota; the next attempt needs all of it"
     if not view.status.parked:
         return ""
     if _other(view, found):
@@ -158,13 +158,13 @@ def running(view: View) -> tuple[Action, ...]:
         return () if gone else (actions.DeleteWorkload(found.name, found.uid),)
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
-    told = dict(_pods_ready(view, found))
+    reported = dict(_pods_ready(view, found))
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
     done = len(view.status.succeeded - on) if view.reached(view.lingering_at) else 0
     reclaimed = done if done > found.reclaimed else None
-    if not told and reclaimed is None:
+    if not reported and reclaimed is None:
         return ()
-    return (WriteWorkload(found.name, found.version, told, reclaimed),)
+    return (WriteWorkload(found.name, found.version, reported, reclaimed),)
 
 
 def finish(view: View) -> tuple[Action, ...]:
@@ -177,8 +177,8 @@ def finish(view: View) -> tuple[Action, ...]:
     if _on(view) or not _proven(view):
         return ()
     end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
-    told = Condition(True, str(status.phase), end.message if end else "", "")
-    return (WriteWorkload(found.name, found.version, {"Finished": told}),)
+    reported = Condition(True, str(status.phase), end.message if end else "", "")
+    return (WriteWorkload(found.name, found.version, {"Finished": reported}),)
 
 
 def _proven(view: View) -> bool:
@@ -218,34 +218,34 @@ def _new(queue: str) -> str:
 
 def _words(found: Workload) -> str:
     """Say in Kueue's words why it is not admitted, or not any more."""
-    told = found.said("QuotaReserved")
+    reported = found.said("QuotaReserved")
     if found.true("Finished"):
         return f"{found.said('Finished').message}; {_AGAIN}"
     if found.deleting:
-        return f"somebody has deleted its Workload {found.name}"
+        return f"its Workload {found.name} was deleted"
     if not found.active:
         said = found.said("Evicted").message or "the Workload is deactivated"
         return f"{said}: set spec.active of Workload {found.name} to true, or {_AGAIN}"
-    if found.true("Evicted") and told.true:
+    if found.true("Evicted") and reported.true:
         return found.said("Evicted").message
-    if told.true and found.checks:
-        return f"{told.message}, and it waits for admission checks: {found.checks}"
-    return told.message or _new(found.queue)
+    if reported.true and found.checks:
+        return f"{reported.message}, and it waits for admission checks: {found.checks}"
+    return reported.message or _new(found.queue)
 
 
 def _give_back(found: Workload) -> Action:
     """End the reservation: from then on Kueue lends the quota to others."""
     why = found.said("Evicted")
     message = why.message or "asking for the whole quota again"
-    told = {
+    reported = {
         "QuotaReserved": Condition(False, "Pending", message, ""),
         "Admitted": Condition(False, "NoReservation", "The workload has no reservation", ""),
     }
     if why.true:
-        told["Requeued"] = Condition(why.reason in _AT_ONCE, why.reason, message, "")
+        reported["Requeued"] = Condition(why.reason in _AT_ONCE, why.reason, message, "")
     if "PodsReady" in found.conditions:  # a recovery's timeout would be over at the next admission
-        told["PodsReady"] = Condition(False, "WaitForStart", _UNREADY, "")
-    return WriteWorkload(found.name, found.version, told, give_back=True)
+        reported["PodsReady"] = Condition(False, "WaitForStart", _UNREADY, "")
+    return WriteWorkload(found.name, found.version, reported, give_back=True)
 
 
 _UNREADY: Final = "Not all pods are ready or succeeded"

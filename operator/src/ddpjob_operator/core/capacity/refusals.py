@@ -51,7 +51,7 @@ _REFUSERS: Final = (
     (
         "error looking up service account",
         "the API server",
-        "create that ServiceAccount, or mend serviceAccountName in the template",
+        "create that ServiceAccount, or fix serviceAccountName in the template",
     ),
     (
         " cannot create resource ",
@@ -63,8 +63,8 @@ _REFUSERS: Final = (
         "the API server",
         "create it: it is tried again by itself; or delete the job, and apply it with another",
     ),
-    (" usage per ", "a LimitRange of the namespace", "mend requests and limits by it"),
-    ("' denied request", "an admission policy of the cluster", "mend what it names"),
+    (" usage per ", "a LimitRange of the namespace", "change requests and limits to fit it"),
+    ("' denied request", "an admission policy of the cluster", "change what it names"),
     ("admission webhook", "a webhook of the cluster", "ask those who run it"),
 )
 #: The API server's words before those that say what is wrong: the object's name is ours.

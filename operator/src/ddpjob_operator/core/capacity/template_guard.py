@@ -69,8 +69,8 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
         change = change.condition("Suspended", True, "Suspended", message, view.now)
         return change.event("Normal", "Suspended", message)
     conditions, message = change.status.conditions, clean(_ENDING + message)
-    told = with_condition(conditions, "Suspended", False, SUSPENDING, message, view.now)
-    return change.with_status(conditions=told).event("Normal", SUSPENDING, message)
+    reported = with_condition(conditions, "Suspended", False, SUSPENDING, message, view.now)
+    return change.with_status(conditions=reported).event("Normal", SUSPENDING, message)
 
 
 def why_suspended(view: View) -> str:
@@ -87,8 +87,8 @@ def ending(view: View) -> bool:
 def unsure(view: View) -> bool:
     """Tell whether only a cache says that a suspended job's last pod has ended."""
     old = view.status.condition("Suspended")
-    told = view.status.phase != "Suspended" or (old is not None and old.status == "True")
-    if told or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
+    reported = view.status.phase != "Suspended" or (old is not None and old.status == "True")
+    if reported or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
         return False
     return view.hidden is None or view.reached(looks_again(view))
 
@@ -99,7 +99,7 @@ def looks_again(view: View) -> datetime | None:
 
 
 def acted_on(view: View, phase: str | None) -> int:
-    """Return the generation to store: a suspension only with the phase that follows from it."""
+    """Return observedGeneration; keep the old one until a suspension has taken effect."""
     waits = suspends(view) and phase not in ("Suspended", *TERMINAL_PHASES)
     return view.status.observed_generation if waits else view.job.generation
 
@@ -111,11 +111,11 @@ def _changed(view: View) -> bool:
 def report(view: View, change: Change) -> Change:
     """Set the condition Invalid, once with an Event, or clear it."""
     found, old = why(view), view.status.condition("Invalid")
-    said = old.reason if old and old.status == "True" else ""
+    known = old.reason if old and old.status == "True" else ""
     if found is None:
         taken = view.status.phase in ("Starting", "Running") and not view.missing
-        over = taken if said == POD_REFUSED else bool(said)
+        over = taken if known == POD_REFUSED else bool(known)
         return change.condition("Invalid", False, "Valid", "", view.now) if over else change
     reason, message = found
     change = change.condition("Invalid", True, reason, message, view.now)
-    return change if said == reason else change.event("Warning", reason, message)
+    return change if known == reason else change.event("Warning", reason, message)

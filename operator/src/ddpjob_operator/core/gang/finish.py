@@ -45,8 +45,8 @@ def succeed(view: View, change: Change) -> Change:
         message += f"; it began from {progress.resumed}"
     change = change.with_status(progress=progress)
     first = view.members.get(0)
-    told = (view.feedback.progress, first.trainer.report if first else None)
-    other = any(one.other_job for one in told if one)
+    reported = (view.feedback.progress, first.trainer.report if first else None)
+    other = any(one.other_job for one in reported if one)
     change = began_from(view, change, progress.resumed, other_job=other)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)

@@ -34,15 +34,15 @@ _NAMED: Final = 10  # takeovers in one Event
 
 def record_hub_report(view: View, change: Change) -> Change:
     """Store that all launchers wait for a lost one, until a whole start, and who serves what."""
-    heard = view.feedback.rounds
-    if view.status.phase != "Running" or heard is None or heard.attempt != view.status.hub:
+    reported = view.feedback.rounds
+    if view.status.phase != "Running" or reported is None or reported.attempt != view.status.hub:
         return change
     change = change.with_status(
         waiting_for_replacement=view.status.waiting_for_replacement
-        or heard.waiting_for_replacement,
-        serving=heard.serving,
+        or reported.waiting_for_replacement,
+        serving=reported.serving,
     )
-    took = sorted(heard.serving.items() - view.status.serving.items())
+    took = sorted(reported.serving.items() - view.status.serving.items())
     names = ", ".join(f"{view.job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
     return change.event("Normal", "TookOver", f"pods that stood by: {names}") if took else change
 
@@ -103,9 +103,9 @@ def begin(
 
 
 def retry_uncertain(view: View, change: Change, seats: frozenset[int]) -> Change:
-    """Take another attempt for pods that unmade() names; a gang that runs goes on (rule O5)."""
-    what = f"nobody knows whether there were pods of {replicas(seats, 40)}"
-    change = begin(view, change, seats, f"{what}; another attempt for them")
+    """Take another attempt for pods that uncertain() names; a gang that runs goes on (rule O5)."""
+    what = f"cannot tell whether pods of {replicas(seats, 40)} were created"
+    change = begin(view, change, seats, f"{what}; retrying them as a new attempt")
     since = view.status.timings.running_at
     return change.with_status(timings=replace(change.status.timings, running_at=since))
 
@@ -175,7 +175,7 @@ def too_late(view: View, loss: Failure) -> str:
         return ""
     return (
         f"{replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"
-        " to them, and nobody knows whether the one before had, too"
+        " to them, and it is unknown whether the one before had, too"
     )
 
 
@@ -186,7 +186,7 @@ def with_deadline(view: View, why: Iterator[Stall]) -> Iterator[Stall]:
 
 
 def _hub_ended(view: View, loss: Failure) -> bool:
-    """Tell whether the hub has ended the attempt: who holds ends by itself only at a signal.
+    """Return True if the hub ended the attempt: a holding launcher exits only on a signal.
 
     A new pod may fail and report before it has come to the hub.
     """

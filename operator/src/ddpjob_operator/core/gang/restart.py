@@ -50,7 +50,7 @@ def after(
     else:
         loss = replace(loss, charged_to="maxRestarts", charge=restarts.charged)
         count = f"restart {restarts.charged} of at most {limits.max_restarts}"
-    count += "; it told of no step, so the waits are longer" * (early > delay)
+    count += "; no step was reported, so delays between restarts are longer" * (early > delay)
     delay = max(delay, early)
     if pod_group.preempted(view, loss):
         delay = max(delay, pod_group.PREEMPTED_SECONDS)

@@ -29,7 +29,9 @@ from ddpjob_operator.core.objects.status import (
 from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
-_CURE: Final = "suspend the job, mend it and resume; it is tried again from time to time as it is"
+_CURE: Final = (
+    "suspend the job, fix the template, resume; unchanged, it is retried with growing delays"
+)
 #: The longest wait of a gang between two tries, ...
 _LONGEST: Final = 300.0
 #: ... which shrinks down to this with its total wait: who has waited long is tried more often.
@@ -161,12 +163,16 @@ def _last_sign(view: View, loss: Failure) -> datetime:
     """
     at_once = loss.exit_code is not None and loss.cls != "Hang"
     at_once = at_once or loss.reason == handover.HANDED_OVER
-    heard = view.status.progress
-    if at_once or heard.step is None or heard.updated_at is None:
+    reported = view.status.progress
+    if at_once or reported.step is None or reported.updated_at is None:
         return loss.detected_at
     ends = [f.detected_at for f in view.status.failures if not f.in_place and f is not loss]
     old = max([*ends, view.status.timings.started_at or loss.detected_at])
-    return min(heard.updated_at, loss.detected_at) if heard.updated_at > old else loss.detected_at
+    return (
+        min(reported.updated_at, loss.detected_at)
+        if reported.updated_at > old
+        else loss.detected_at
+    )
 
 
 def _too_slow(view: View, stalls: Iterator[Stall]) -> Failure:

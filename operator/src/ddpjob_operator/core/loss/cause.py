@@ -63,7 +63,7 @@ def find(view: View) -> Failure | None:
 def awaited(view: View) -> bool:
     """Tell whether a member has ended whose consequence is still open; nothing else may act.
 
-    A gang that is given back meanwhile, for want of room or time, would lose the failure.
+    Releasing the gang now (no capacity, deadline) would discard this failure.
     """
     return unread(view) or _left(view, NODE_WAIT) > 0
 
@@ -89,8 +89,8 @@ def stalls(view: View) -> Iterator[Stall]:
 
 def clear_wait(view: View, change: Change) -> Change:
     """Clear the condition about the wait, which the gang's restart ends."""
-    told = view.status.condition("Stalled")
-    if told is None or told.status != "True" or told.reason != WAITING:
+    reported = view.status.condition("Stalled")
+    if reported is None or reported.status != "True" or reported.reason != WAITING:
         return change
     return change.condition("Stalled", False, "Progressing", "", view.now)
 
@@ -159,8 +159,10 @@ def _unheard(view: View) -> Pod | None:
     if view.nodes is not None and not view.nodes.readable:
         return None  # nothing would ever show
     members = list(view.members.values())
-    told = {pod.node for pod in members if pod.trainer.state == "terminated"}
-    return next((p for p in members if p.node and p.node not in told and not _ended(view, p)), None)
+    reported = {pod.node for pod in members if pod.trainer.state == "terminated"}
+    return next(
+        (p for p in members if p.node and p.node not in reported and not _ended(view, p)), None
+    )
 
 
 def _left(view: View, wait: timedelta) -> float:
@@ -211,7 +213,7 @@ def ended_attempt(view: View) -> int:
 
 
 def _incident(view: View) -> list[Failure]:
-    """List the losses that are being made good; again() begins without one."""
+    """List the losses that are being made good; retry_uncertain() begins without one."""
     since = view.status.timings.replacing_since
     return [f for f in view.status.failures if f.replaced and since and f.detected_at >= since]
 

@@ -26,12 +26,12 @@ _DRILL = "processes restarted in place to check that they resume; charged to not
 
 def count(view: View, change: Change) -> Change:
     """Add the rounds of the current hub that are not counted yet."""
-    told, hub = _told(view), view.status.hub
+    reported, hub = _reports(view), view.status.hub
     counted = change.status.restarts.round
-    now = max((rounds.count for rounds in told), default=0)
+    now = max((rounds.count for rounds in reported), default=0)
     if now <= counted:
         return change
-    known = {found.number: found for rounds in told for found in rounds.known}
+    known = {found.number: found for rounds in reported for found in rounds.known}
     ended = [known[number] for number in range(counted, now) if number in known]
     causes = [(one, loss) for one in ended if (loss := _failure(view, one)) is not None]
     causes, drills = causes[-MAX_FAILURES:], [one for one in ended if one.kind == "drill"]
@@ -66,7 +66,7 @@ def count(view: View, change: Change) -> Change:
     )
 
 
-def _told(view: View) -> list[Rounds]:
+def _reports(view: View) -> list[Rounds]:
     """Collect the hub's reports: replica 0's /state, and the last words of ended launchers.
 
     A launcher that is older than the hub may mean rounds of the hub before.
@@ -100,9 +100,9 @@ def _by_lost_pod(view: View, found: Round) -> bool:
 
 
 def _seats(view: View, replica: int) -> tuple[int, int]:
-    """Return who served the replica as it was last heard, and who serves it now."""
-    before, heard = view.status.serving, view.feedback.rounds
-    now = heard.serving if heard and heard.attempt == view.status.hub else before
+    """Return who served the replica as it was last reported, and who serves it now."""
+    before, reported = view.status.serving, view.feedback.rounds
+    now = reported.serving if reported and reported.attempt == view.status.hub else before
     return before.get(replica, replica), now.get(replica, replica)
 
 

@@ -50,9 +50,9 @@ def ends(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     times = _in_same_way(view, status, loss)
     if times >= exits.SAME_EXCEPTION and _ruled(view, loss) is None:
         return "SameFailure", (
-            f"{loss.exception}: {times} times in a row after step {loss.step}, so it would come "
-            f"again: mend the program or its data; a rule of spec.restart.rules with action "
-            f"Restart has it tried on; last: {describe(loss)}"
+            f"{loss.exception}: {times} times in a row after step {loss.step}. A restart would"
+            " fail again. Fix the program or its data; to retry anyway, add a rule with action"
+            f" Restart to spec.restart.rules; last: {describe(loss)}"
         )
     free = follows == "RestartFree"
     counted = count(view, old, free)
@@ -124,7 +124,7 @@ def has_trained(view: View) -> bool:
     reports = (pod.trainer.report for pod in view.members.values())
     since, polled = view.begun_at, (view.feedback.progress, view.status.progress)
     now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
-    steps = [told.step or 0 for told in (*reports, *now) if told]
+    steps = [reported.step or 0 for reported in (*reports, *now) if reported]
     return max(steps, default=0) > view.status.restarts.snapshot_step
 
 
@@ -203,11 +203,11 @@ def heals_at(view: View, status: Status) -> datetime | None:
 
 
 def _marked(view: View, restarts: Restarts) -> Restarts:
-    """Store the first values heard: a job that had reported without one began with none."""
-    heard, marks = view.status.progress, restarts
-    if not marks.snapshot_step and heard.step is None:
+    """Store the first values reported: a job that had reported without one began with none."""
+    reported, marks = view.status.progress, restarts
+    if not marks.snapshot_step and reported.step is None:
         marks = replace(marks, snapshot_step=view.snapshot_step)
-    if marks.file_at is None and heard.updated_at is None:
+    if marks.file_at is None and reported.updated_at is None:
         marks = replace(marks, file_at=view.file_at)
     return marks
 

@@ -161,13 +161,13 @@ def _node(view: View, pod: Pod) -> Node | None:
 
 
 def _is_away(view: View, pod: Pod) -> bool:
-    """Tell whether Fence may ask for the Lease of a node that is ready as far as anybody says."""
-    told = view.feedback.away_at
-    if told is None or pod.uid not in view.feedback.away or view.spec.fence_after is None:
+    """Return True if the node reports Ready but the hub lost its pod: its Lease must be read."""
+    reported = view.feedback.away_at
+    if reported is None or pod.uid not in view.feedback.away or view.spec.fence_after is None:
         return False
     node = view.nodes.known.get(pod.node) if view.nodes else None
     lives = pod.deletion_grace != 0 and (pod.deleting or not pod.ended)
-    fresh = (view.now - told).total_seconds() <= READ_HOLDS
+    fresh = (view.now - reported).total_seconds() <= READ_HOLDS
     return lives and fresh and node is not None and node.exists and node.ready
 
 

@@ -36,7 +36,7 @@ _SPENT: Final = tuple(get_type_hints(Spent))
 class LauncherAccount:
     """A launcher's account of its life, in seconds of that machine's clock (contract.Spent).
 
-    ``at``: when the operator heard it; None: last words, which a container's end holds.
+    ``at``: when the operator reported it; None: last words, which a container's end holds.
     """
 
     hub: int
@@ -76,7 +76,7 @@ class Ledger:
         return sum(self.seconds.values())
 
 
-def heard(raw: object, hub: int, at: datetime | None = None) -> LauncherAccount | None:
+def read_account(raw: object, hub: int, at: datetime | None = None) -> LauncherAccount | None:
     """Parse contract.Spent; None if it says nothing."""
     found = _sums(raw, _SPENT)
     sane = UP in found and max(found.values()) <= _LONGEST

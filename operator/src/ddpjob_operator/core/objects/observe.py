@@ -402,7 +402,7 @@ def _report(text: object) -> Report | None:
         loss=_rounded(raw.get("loss"), 6),
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
-        spent=ledger.heard(raw.get("spent"), 0),
+        spent=ledger.read_account(raw.get("spent"), 0),
         **resumed.read(raw.get("resumed"), raw.get("step")),
     )
 

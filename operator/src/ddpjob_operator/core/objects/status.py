@@ -162,7 +162,7 @@ class Progress:
     file_at: datetime | None = None
     resumed: str = ""  # whose snapshot it began from, if not this job's with this program
     other_job: bool = False  # that was another job's; it is not stored
-    proof: Proof | None = None  # as it was heard; the condition ResumeProven keeps it
+    proof: Proof | None = None  # as it was reported; the condition ResumeProven keeps it
     straggler: Straggler | None = None  # the same, for the condition Straggling
     updated_at: datetime | None = None
 
@@ -232,10 +232,10 @@ class Status:
     """The whole .status. ``phase`` None: no status was ever written.
 
     ``members_since`` is the attempt of the last whole start, ``min_attempt_by_seat`` that of each
-    later replacement. ``waiting_for_replacement``: the gang's launchers would. ``serving``:
-    the seats of replicas that other pods than their own serve, as it was heard. ``pod_group``: the
-    PodGroup of this attempt, or of an earlier one until that is removed; "": there is none.
-    ``unknown``: fields of a newer operator, which are kept unless they are large.
+    later replacement. ``waiting_for_replacement``: the gang's launchers would. ``serving``: the
+    seats of replicas that other pods than their own serve. ``pod_group``: the PodGroup of this
+    attempt, or of an earlier one until that is removed; "": there is none. ``unknown``: fields of
+    a newer operator, which are kept unless they are large.
     """
 
     phase: Phase | None = None
@@ -409,16 +409,16 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
 
 
 def with_condition(
-    told: Sequence[Condition], type_: str, value: bool, reason: str, message: str, now: datetime
+    reported: Sequence[Condition], type_: str, value: bool, reason: str, message: str, now: datetime
 ) -> tuple[Condition, ...]:
     """Set one condition; its transition time moves only when its status changes."""
     status: Literal["True", "False"] = "True" if value else "False"
-    old = next((c for c in told if c.type == type_), None)
+    old = next((c for c in reported if c.type == type_), None)
     since = old.since if old and old.status == status else now.replace(microsecond=0)
     new = Condition(type_, status, reason, message, since)
     if old is None:
-        return (*told, new)
-    return tuple(new if c.type == type_ else c for c in told)
+        return (*reported, new)
+    return tuple(new if c.type == type_ else c for c in reported)
 
 
 def _conditions(items: object) -> list[Condition]:

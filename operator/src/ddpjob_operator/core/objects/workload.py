@@ -169,7 +169,7 @@ def name_of(job: Job) -> str:
 
 def with_status(
     found: Mapping[str, Any],
-    told: Mapping[str, Condition],
+    reported: Mapping[str, Condition],
     now: datetime,
     *,
     reclaimed: int | None,
@@ -179,7 +179,7 @@ def with_status(
     status = {**mapping(found.get("status"))}
     old = {one.get("type"): one for one in map(mapping, sequence(status.get("conditions")))}
     stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    for type_, new in told.items():
+    for type_, new in reported.items():
         before, value = mapping(old.get(type_)), "True" if new.true else "False"
         same = before.get("status") == value
         old[type_] = {
@@ -201,13 +201,13 @@ def with_status(
 
 def _conditions(items: object) -> Iterable[tuple[str, Condition]]:
     for raw in map(mapping, sequence(items)[:_MOST]):
-        told = Condition(
+        reported = Condition(
             raw.get("status") == "True",
             clean(raw.get("reason"), 64),
             clean(raw.get("message"), 600),
             clean(raw.get("lastTransitionTime"), 64),
         )
-        yield text(raw.get("type")), told
+        yield text(raw.get("type")), reported
 
 
 def _ours(items: object) -> Mapping[str, Any]:

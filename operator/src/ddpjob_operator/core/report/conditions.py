@@ -76,8 +76,8 @@ def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
     """
     phase, conditions = status.phase or "Pending", status.conditions
     for type_, only in _PHASE_OF.items():
-        told = status.condition(type_)
-        if told and told.status == "True" and phase != only:
+        reported = status.condition(type_)
+        if reported and reported.status == "True" and phase != only:
             conditions = st.with_condition(conditions, type_, False, phase, f"phase {phase}", now)
     ready = phase in ("Running", "Succeeded")
     return st.with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
@@ -219,7 +219,7 @@ def _reports_only(new: Status, old: Status) -> bool:
         rest = replace(rest, serving={})
         if old.condition("Stalled") is None:
             return rest
-        told = tuple(c for c in status.conditions if c.type != "Stalled")
-        return replace(rest, conditions=told, reason="", message="")
+        reported = tuple(c for c in status.conditions if c.type != "Stalled")
+        return replace(rest, conditions=reported, reason="", message="")
 
     return decided(new) == decided(old) and new.replicas.succeeded == old.replicas.succeeded

@@ -71,7 +71,7 @@ def _book(view: View, new: Status, books: _LedgerUpdate) -> None:
     status = view.status
     found, final = _heard(view, books.ledger)
     if found is not None:
-        books.hear(found)
+        books.add_account(found)
     over = new.terminal or new.parked or new.hub != status.hub
     if books.ledger.hub == status.hub > 0:
         if over:
@@ -133,8 +133,8 @@ class _LedgerUpdate:
         self.add("idle", beyond * self.left(until))
         self.until = max(self.until, until)
 
-    def hear(self, found: LauncherAccount) -> None:
-        """Book what a launcher's account has more than the last one."""
+    def add_account(self, found: LauncherAccount) -> None:
+        """Add the increase of the launcher's counters since its last report."""
         ledger, new = self.ledger, self.ledger.hub != found.hub
         since = found.at or self._view.now
         began = since - timedelta(seconds=found.up)
@@ -250,8 +250,8 @@ def _lost(view: View) -> int:
 
 def _cause(view: View, new: Status, *, held: bool = False) -> str:
     """Name the cause of a recovery that the hub tells of."""
-    heard, newest = view.feedback.rounds, new.last_failure
-    known = heard.known if heard is not None and heard.attempt == view.status.hub else ()
+    reported, newest = view.feedback.rounds, new.last_failure
+    known = reported.known if reported is not None and reported.attempt == view.status.hub else ()
     if known and known[-1].kind == "drill" and not held:
         return DRILL
     if newest is None or (held and newest.in_place):

@@ -1,7 +1,7 @@
-"""Fill the status besides decisions: counts, progress, and why a gang stalls.
+"""Say why a wanted gang does not run.
 
-plan() calls it last, in each planning round. Any stall has a condition with a reason from a closed
-list; silence is a defect.
+plan() calls stall() in each round that decides nothing else. Any stall has a condition with a reason
+from a closed list; silence is a defect.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def _awaited(view: View) -> list[Pod]:
 
 def _unresolved(view: View) -> Iterator[Stall]:
     """Report rounds whose processes do not find one another, until one of them progresses."""
-    last, heard = view.status.last_failure, view.status.progress.updated_at
+    last, reported = view.status.last_failure, view.status.progress.updated_at
     if last is None or not last.in_place or last.attempt != view.status.hub:
         return
-    quiet = heard is None or heard <= last.detected_at
+    quiet = reported is None or reported <= last.detected_at
     if last.reason == exits.UNRESOLVED_NAMES and quiet:
         what = f"processes were restarted in place and do not find one another: {last.message}"
         yield Stall(exits.UNRESOLVED_NAMES, what)

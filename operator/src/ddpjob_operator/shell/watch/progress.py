@@ -118,7 +118,7 @@ class ProgressReader:
         known, away = self._store.feedback(job.uid), self._away(job, raw)
         if found is None:
             return
-        spent = ledger.heard(mapping(raw).get("spent"), ours[1], now)
+        spent = ledger.read_account(mapping(raw).get("spent"), ours[1], now)
         # Who is away is asked about until that is decided.
         if _same(found, known.progress) and rounds == known.rounds and not away | known.away:
             self._store.set_feedback(job.uid, replace(known, spent=spent))
