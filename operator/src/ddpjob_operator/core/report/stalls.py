@@ -1,6 +1,6 @@
 """Say why a wanted gang does not run.
 
-plan() calls stall() in each round that decides nothing else. Any stall has a condition with a reason
+plan() calls stall() in rounds without another decision. Any stall has a condition with a reason
 from a closed list; silence is a defect.
 """
 
