@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -63,15 +64,24 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
     said = [DENIED]
     world, _asked = refusing(lambda: said[0])
     live(world, 100)
-    assert world.feedback.create_backoff
-    before = world.feedback.create_backoff.count
+    before = refusals.row(world.feedback)
+    assert before
     said[0] = DENIED.replace("job-0", "job-17")
     live(world, 100)
-    assert world.feedback.create_backoff.count > before
+    assert refusals.row(world.feedback).count > before.count
     said[0] = 'serviceaccount "trainer" not found'
-    while "trainer" not in world.feedback.create_backoff.words:
+    while "trainer" not in refusals.row(world.feedback).last.words:
         live(world, 1)
-    assert world.feedback.create_backoff.count == 1
+    assert refusals.row(world.feedback).count == 1
+
+
+def test_a_quota_and_a_taken_name_hold_up_no_other_pod():
+    denied = act.Refusal(1, 403, "Forbidden", DENIED, START)
+    taken = act.Existing("Pod", "job-0", "u2", 1, deleting=False)
+    known = act.ApiFeedback().with_refused(denied)
+    for of_one in ({"message": "exceeded quota: q"}, {"existing": taken}):
+        known = known.with_refused(replace(denied, **of_one))
+    assert refusals.row(known) == refusals.Row(denied, 1)
 
 
 def test_a_gang_in_backoff_names_the_last_refusal_and_the_next_try():

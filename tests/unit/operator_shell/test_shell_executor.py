@@ -560,12 +560,11 @@ async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
         script[f"create {kind}"] = [errors.Forbidden(403, "Forbidden", said)]
         script[f"get {kind}"] = [errors.NotFound(404, "NotFound", "no")]
         await stage.do(action)
-    assert stage.feedback.create_backoff is not None
-    assert stage.feedback.create_backoff.count == 4
+    assert len(stage.feedback.refused) == 4
     assert len([r for r in caplog.records if "is forbidden" in r.getMessage()]) == 1
     script["create pods"] = [pod()]
     await stage.do(create())
-    assert stage.feedback.create_backoff is None
+    assert stage.feedback.refused == ()
 
 
 async def test_pods_that_are_taken_widen_the_way_up_to_a_bound(stage: Stage) -> None:
@@ -653,4 +652,4 @@ async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(
     stage.api.script = {"get podgroups": [errors.Unavailable(500, "InternalError", "etcd")]}
     await stage.do(EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.network_refusal is not None
-    assert (stage.feedback.create_backoff is None) == waits
+    assert (stage.feedback.refused == ()) == waits

@@ -7,10 +7,11 @@ reads, never a decision.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ddpjob_operator.core.objects.ledger import LauncherAccount
 from ddpjob_operator.core.objects.observe import Rounds
@@ -18,6 +19,10 @@ from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
 
 Body = Mapping[str, Any]
+
+#: Names of pods, times and numbers of requests, which differ in the same refusal.
+_FIGURES: Final = re.compile(r"\d+")
+_NEWEST: Final = 10  # refusals in a row: the wait after the ninth is the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +215,13 @@ class Refusal:
     message: str
     at: datetime
     existing: Existing | None = None
+    generation: int = 0  # of the job, and its phase, when it was tried
+    phase: str = ""
+
+    @property
+    def words(self) -> str:
+        """Return code and message without figures."""
+        return f"{self.code} {_FIGURES.sub('#', self.message)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,16 +275,6 @@ class QuorumRead:
 
 
 @dataclass(frozen=True, slots=True)
-class CreateBackoff:
-    """Creations of a job, refused ``count`` times in a row in the same ``words``."""
-
-    words: str
-    count: int
-    generation: int  # of the job that was tried
-    at: datetime  # of the last one
-
-
-@dataclass(frozen=True, slots=True)
 class ApiFeedback:
     """The API's answers about one job since this operator process started."""
 
@@ -281,8 +283,8 @@ class ApiFeedback:
     network_attempt: int = 0
     network_at: datetime | None = None  # when that was
     network_refusal: Refusal | None = None
-    refusals: Mapping[int, Refusal] = field(default_factory=dict)  # by replica
-    create_backoff: CreateBackoff | None = None
+    refusals: Mapping[int, Refusal] = field(default_factory=dict)  # the newest, by replica
+    refused: tuple[Refusal, ...] = ()  # creations in a row, the newest last
     undeleted: Mapping[str, Refusal] = field(default_factory=dict)  # by the uid of a pod
     progress: Progress | None = None  # newest answer of GET /state
     rounds: Rounds | None = None  # of the same
@@ -302,6 +304,17 @@ class ApiFeedback:
     workloads: tuple[Workload, ...] | None = None  # of Kueue; None: they cannot be read
     workload_refusal: Refusal | None = None
     flavors: tuple[str, Mapping[str, Placement]] | None = None  # of which admission, by name
+
+    def with_refused(self, refusal: Refusal) -> ApiFeedback:
+        """Record that a creation was refused, one for all that went out side by side."""
+        return replace(self, refused=(*self.refused, refusal)[-_NEWEST:])
+
+    def with_created(self) -> ApiFeedback:
+        """Record a creation without refusals: only a taken name still holds a seat up."""
+        if not self.refused:
+            return self
+        taken = {seat: one for seat, one in self.refusals.items() if one.existing is not None}
+        return replace(self, refused=(), refusals=taken)
 
     def deleted(self, uid: str) -> ApiFeedback:
         """Note that the pod can be deleted after all."""

@@ -19,6 +19,7 @@ from typing import Any
 from ddpjob_contract import TOKEN_KEY, crd
 from ddpjob_operator.core import actions, ownership
 from ddpjob_operator.core.actions import (
+    ApiFeedback,
     Body,
     CreatePod,
     DeletePod,
@@ -27,7 +28,6 @@ from ddpjob_operator.core.actions import (
     Refusal,
     WriteStatus,
 )
-from ddpjob_operator.core.capacity import refusals
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.view import belongs
@@ -154,10 +154,10 @@ class Executor:
                         gate.release()
 
         await _all(one(action) for action in todo)
-        if refused and not refused[0].existing:
-            self._back_off(job, refused[0])
-        elif creating and not refused:
-            self._learn(job.uid, refusals.clear)
+        if refused:
+            self._record_refused(job, refused[0])
+        elif creating:
+            self._learn(job.uid, ApiFeedback.with_created)
         return not refused
 
     def _check_leading(self) -> None:
@@ -328,19 +328,27 @@ class Executor:
                     # Without our label no watch shows it: it counts as gone and keeps the name.
                     seen = any(p.uid == existing.uid for p in self._store.pods_of(job.uid))
                     if seen and existing.attempt == action.attempt and not existing.deleting:
-                        self._learn(job.uid, lambda known: refusals.accepted(known, action.replica))
+                        self._record_seat(job, action, None)
                         return None
             refusal = self._refusal(job, action.attempt, error, existing)
-            before = self._store.feedback(job.uid).refusals.get(action.replica)
-            self._learn(job.uid, lambda known: refusals.refused(known, action.replica, refusal))
-            if error.code == 409 and not refusals.same(before, refusal):
-                self._tell(job, refusal)
+            self._record_seat(job, action, refusal)
+            if error.maybe_done:  # only a quorum list shows the outcome
+                self._learn(job.uid, partial(replace, confirmed=None))
             return refusal
         self._store.put_pod(pod, from_watch=False)
-        self._learn(job.uid, lambda known: refusals.accepted(known, action.replica))
+        self._record_seat(job, action, None)
         if dropped := groups.dropped_of(pod, action.body):
             self._learn_no_group(job, action.attempt, dropped)
         return None
+
+    def _record_seat(self, job: observe.Job, action: CreatePod, refusal: Refusal | None) -> None:
+        """Keep the newest refusal of each seat in the attempt; None: its pod exists."""
+        known = self._store.feedback(job.uid).refusals
+        kept = {r: old for r, old in known.items() if r != action.replica}
+        if refusal is not None:
+            kept = {r: old for r, old in kept.items() if old.attempt == action.attempt}
+            kept[action.replica] = refusal
+        self._learn(job.uid, partial(replace, refusals=kept))
 
     async def _do_workload(self, job: observe.Job, action: actions.Queue) -> bool:
         match action:
@@ -356,14 +364,11 @@ class Executor:
         refused, refusal = await workloads.ensure(self._api, self._store, job, action), None
         if refused is not None:
             refusal = self._refusal(job, job.status.get("attempt", 0), *refused)
-        before = self._store.feedback(job.uid).workload_refusal
         self._learn(job.uid, partial(replace, workload_refusal=refusal))
         if refusal is None:
-            self._learn(job.uid, refusals.clear)
-        elif refusal.existing is None:
-            self._back_off(job, refusal)
-        elif not refusals.same(before, refusal):
-            self._tell(job, refusal)
+            self._learn(job.uid, ApiFeedback.with_created)
+        else:
+            self._record_refused(job, refusal)
         return refusal is None
 
     async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
@@ -374,9 +379,9 @@ class Executor:
                 self._learn(job.uid, partial(replace, network_refusal=refusal))
                 looks = body["kind"] == "PodGroup" and bool(self._store.pods_of(job.uid))
                 if refusal.code != 409 and not looks:  # a look creates nothing
-                    self._back_off(job, refusal)
-                elif not refusals.same(before, refusal):
-                    self._tell(job, refusal)
+                    self._record_refused(job, refusal)
+                else:
+                    self._log_refusal(job, refusal, before)
                 return False
         at = self._now()
         made = partial(replace, network_attempt=action.attempt, network_at=at, network_refusal=None)
@@ -460,19 +465,22 @@ class Executor:
     ) -> Refusal:
         self._metrics.count_refusal(job.namespace, error.code)
         message = observe.clean(error.message)
-        return Refusal(attempt, error.code, error.reason, message, self._now(), existing)
+        phase = str(job.status.get("phase", ""))
+        return Refusal(
+            attempt, error.code, error.reason, message, self._now(), existing, job.generation, phase
+        )
 
-    def _back_off(self, job: observe.Job, refusal: Refusal) -> None:
+    def _record_refused(self, job: observe.Job, refusal: Refusal) -> None:
+        """Record it in the row of refusals; refusals.py decides what that delays."""
+        before = self._store.feedback(job.uid).refused
+        self._learn(job.uid, lambda known: known.with_refused(refusal))
+        self._log_refusal(job, refusal, before[-1] if before else None)
+
+    def _log_refusal(self, job: observe.Job, refusal: Refusal, before: Refusal | None) -> None:
         """Log one line for each row of refusals, however long it grows."""
-        back_off = partial(refusals.back_off, runs=job.status.get("phase") == "Running")
-        self._learn(job.uid, lambda known: back_off(known, refusal, job.generation))
-        found = self._store.feedback(job.uid).create_backoff
-        if found is None or found.count == 1:
-            self._tell(job, refusal)
-
-    def _tell(self, job: observe.Job, refusal: Refusal) -> None:
-        what = f"{refusal.code} {refusal.reason}: {refusal.message}"
-        log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
+        if before is None or before.words != refusal.words:
+            what = f"{refusal.code} {refusal.reason}: {refusal.message}"
+            log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
 
     def _learn(
         self, uid: str, change: Callable[[actions.ApiFeedback], actions.ApiFeedback]

@@ -1,6 +1,6 @@
 """Time the next try of a creation that the API server refused.
 
-shell/executor.py records refusals here, plan() asks what to try. A taken name is the matter of one
+shell/executor.py records the API's answers, plan() asks here what to try. A taken name concerns one
 object and passes soon. Any other refusal (rights, PodSecurity, a missing ServiceAccount, a webhook
 that is down) meets every pod of the job alike: one pod tests it alone, after a wait that doubles as
 long as the words stay the same and that differs between jobs.
@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import takewhile
 from typing import Final
 
 from ddpjob_contract.crd import KIND
-from ddpjob_operator.core.actions import (
-    ApiFeedback,
-    CreateBackoff,
-    Refusal,
-)
+from ddpjob_operator.core.actions import ApiFeedback, Refusal
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects import status as st
@@ -34,8 +31,6 @@ _TAKEN_LONG: Final = timedelta(seconds=30)
 #: For any other refusal, in seconds.
 _FIRST: Final = 2.0
 _MOST: Final = 300.0
-#: Names of pods, times and numbers of requests, which differ in the same refusal.
-_FIGURES: Final = re.compile(r"\d+")
 #: Words of a refusal, its author, and the cure.
 _REFUSERS: Final = (
     (
@@ -78,21 +73,31 @@ _SCHEDULER: Final = re.compile(
 )
 
 
-def back_off(
-    known: ApiFeedback, refusal: Refusal, generation: int, *, runs: bool = False
-) -> ApiFeedback:
-    """Record a refused creation; other words begin a new row.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The newest creations, refused ``count`` times in a row in the same words."""
 
-    A quota is left to start.py, which has its own waits. ``runs``: the gang does, so it was a
-    standby pod, perhaps of a class that is not there: no other pod must wait for that.
+    last: Refusal
+    count: int
+
+
+def row(known: ApiFeedback) -> Row | None:
+    """Return the row of refusals that hold up every creation of the job alike, if any."""
+    alike = [refusal for refusal in known.refused if _meets_all(refusal)]
+    if not alike:
+        return None
+    said = [(refusal.words, refusal.generation) for refusal in reversed(alike)]
+    return Row(alike[-1], sum(1 for _ in takewhile(said[0].__eq__, said)))
+
+
+def _meets_all(refusal: Refusal) -> bool:
+    """Tell whether other pods would meet it too.
+
+    A quota is left to start.py, which has its own waits. While the gang runs it was a standby pod,
+    perhaps of a class that is not there: no other pod must wait for that.
     """
-    of_standby = runs and 400 <= refusal.code < 500
-    if refusal.existing is not None or quota_exceeded(refusal) or of_standby:
-        return known
-    words, old = f"{refusal.code} {_FIGURES.sub('#', refusal.message)}", known.create_backoff
-    same = old is not None and (old.words, old.generation) == (words, generation)
-    count = old.count + 1 if old and same else 1
-    return replace(known, create_backoff=CreateBackoff(words, count, generation, refusal.at))
+    of_standby = refusal.phase == "Running" and 400 <= refusal.code < 500
+    return refusal.existing is None and not quota_exceeded(refusal) and not of_standby
 
 
 def quota_exceeded(refusal: Refusal) -> bool:
@@ -100,48 +105,17 @@ def quota_exceeded(refusal: Refusal) -> bool:
     return refusal.code == 403 and "exceeded quota" in refusal.message
 
 
-def same(before: Refusal | None, after: Refusal) -> bool:
-    """Tell whether the refusal was reported before."""
-    return before is not None and (before.code, before.message) == (after.code, after.message)
-
-
-def clear(known: ApiFeedback) -> ApiFeedback:
-    """Clear the row after a success without refusals: the others may follow at once."""
-    if known.create_backoff is None:
-        return known
-    kept = {r: refusal for r, refusal in known.refusals.items() if refusal.existing is not None}
-    return replace(known, create_backoff=None, refusals=kept)
-
-
-def refused(known: ApiFeedback, replica: int, refusal: Refusal) -> ApiFeedback:
-    """Record that the creation of a replica's pod was refused."""
-    kept = {r: old for r, old in known.refusals.items() if old.attempt == refusal.attempt}
-    # Only a quorum list shows the outcome of an unanswered creation.
-    unknown = refusal.code == 0 or refusal.code >= 500
-    return replace(
-        known, refusals={**kept, replica: refusal}, confirmed=None if unknown else known.confirmed
-    )
-
-
-def accepted(known: ApiFeedback, replica: int) -> ApiFeedback:
-    """Record that the replica's pod exists, and is ours."""
-    if replica not in known.refusals:
-        return known
-    kept = {r: old for r, old in known.refusals.items() if r != replica}
-    return replace(known, refusals=kept)
-
-
 def due(view: View) -> datetime | None:
     """Return when one pod may be tried after a row of refusals; None: at once.
 
     A new generation of the job may have cured it.
     """
-    found = view.feedback.create_backoff
-    if found is None or found.generation != view.job.generation:
+    found = row(view.feedback)
+    if found is None or found.last.generation != view.job.generation:
         return None
     doubled = _FIRST * 2.0 ** min(found.count - 1, 20)
     seconds = min(_MOST, doubled * (0.75 + 0.5 * view.chance(found.count)))
-    return found.at + timedelta(seconds=seconds)
+    return found.last.at + timedelta(seconds=seconds)
 
 
 def resting(view: View, refusal: Refusal | None) -> bool:
@@ -164,12 +138,13 @@ def ready(view: View) -> list[int]:
 
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
-    at, found = due(view), view.feedback.create_backoff
+    at, found = due(view), row(view.feedback)
     waits = view.status.phase in ("Restarting", "Starting")  # start.py tells it in Pending
     if at is None or found is None or view.reached(at) or not waits:
         return  # of_attempt() reports this attempt's refusals first
     if not view.fresh():
-        what = f"{found.words}: so the attempt before was refused, tried again at {at:%H:%M:%S} UTC"
+        what = f"{found.last.words}: so the attempt before was refused"
+        what += f", tried again at {at:%H:%M:%S} UTC"
         yield Stall("CreationFailed", what)
 
 

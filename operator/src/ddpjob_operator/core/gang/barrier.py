@@ -75,7 +75,7 @@ def creations(view: View) -> tuple[Action, ...]:
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
         return (actions.EnsureNetwork(attempt, (*bodies, *pod_group.bodies(view))),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
-    due_now = refusals.ready(view)[: 1 if feedback.create_backoff else _batch(view)]
+    due_now = refusals.ready(view)[: 1 if refusals.row(feedback) else _batch(view)]
     make = partial(
         render.pod,
         avoided=avoid.at_once(view),
