@@ -361,7 +361,7 @@ def test_the_next_process_makes_no_second_hub_of_a_whole_start():
         world.restart_operator().settle()
         assert (intent(world), world.counts) == ((attempt + 1, attempt + 1, ""), counts)
         assert world.attempts() == {attempt + 1}
-        assert "whether there was a pod of replica 0" in world.told("Restarting")[-1]
+        assert "whether the pod of replica 0 was created" in world.told("Restarting")[-1]
         assert world.run().phase == "Running"
 
 

@@ -220,6 +220,6 @@ def _reports_only(new: Status, old: Status) -> bool:
         if old.condition("Stalled") is None:
             return rest
         reported = tuple(c for c in status.conditions if c.type != "Stalled")
-        return replace(rest, conditions=reported, reason="", message="")
+        return replace(rest, conditions=reported, reason="", message="", stalled=st.Stalled())
 
     return decided(new) == decided(old) and new.replicas.succeeded == old.replicas.succeeded
