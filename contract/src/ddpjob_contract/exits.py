@@ -75,10 +75,13 @@ def final_class(code: int | None, number: int | None, kind: str = "") -> str:
 def kind_of(kind: str, exception: str) -> str:
     """Return leftEarly or unresolved where a report's exception says so, else ``kind``.
 
-    Only this function reads those words: older launchers, and processes, report only text.
+    Only this function reads those words: older launchers, and processes, report only text. A kind
+    of another cause stays.
     """
-    named = {UNRESOLVED: "unresolved", LEFT_EARLY: "leftEarly"}
-    return next((name for words, name in named.items() if words in exception), kind)
+    open_ = kind in ("", "exit", "exception", "peerLost")
+    if UNRESOLVED in exception and (open_ or kind == "hang"):  # a rank waits for an address
+        return "unresolved"
+    return "leftEarly" if LEFT_EARLY in exception and open_ else kind
 
 
 def alike(one: str, other: str, most: int | None = None) -> bool:

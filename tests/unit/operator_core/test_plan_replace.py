@@ -11,7 +11,16 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import World, env_of, intent, refusal, running, started
+from support.world import (
+    Machines,
+    World,
+    env_of,
+    intent,
+    job_object,
+    refusal,
+    running,
+    started,
+)
 
 LOST = {"round": 0, "replica": 1, "kind": "lost", "step": 30, "snapshotStep": 20}
 
@@ -539,3 +548,45 @@ def test_a_link_that_broke_without_a_lost_pod_is_a_round():
     assert (rounds(world), world.counts) == ((1, 1), (0, 0, 0))
     assert (world.loss["class"], world.loss["inPlace"]) == ("Infrastructure", True)
     assert "the connection to its launcher broke" in world.loss["message"]
+
+
+def test_an_older_crd_repeats_no_event_of_a_stall_and_keeps_the_hand_over():
+    """It drops status.stalled, so nobody knows what was said."""
+    world = World(job_object(), machines=Machines())
+    world.api.prunes = frozenset({"stalled"})
+    for nodes in (5, 6, 7):
+        said = f"0/{nodes} nodes are available: 1 Insufficient cpu."
+        condition = {"type": "PodScheduled", "status": "False", "message": said}
+        for pod in world.settle().pods.values():
+            pod["status"] = {"phase": "Pending", "conditions": [condition]}
+        world.settle().wait(30)
+    assert (world.stalled, len(world.told("Unschedulable"))) == ("Unschedulable", 1)
+
+
+def test_what_waits_for_a_time_is_looked_at_then():
+    """A node about to go, behind a restart; a silent one, while most are."""
+    machines, backoff = Machines(), {"backoff": {"initialSeconds": 1, "maxSeconds": 10}}
+    world = running(machines=machines, restart=backoff).poll(step=5).end(1, 1).wait(400).run()
+    machines.signals = {"node1": "condition KernelDeadlock"}
+    assert 0 < (world.settle().wait(2.5).plan().requeue_after or 0) <= 60
+    spec = {"snapshot": {"path": "/s", "volume": {"emptyDir": {}}}}
+    machines = Machines()
+    world = running(machines=machines, nodeLost={"policy": "Fence", "afterSeconds": 30}, **spec)
+    machines.others_up, machines.others_down, machines.calm_since = 2, 5, world.now
+    world.fall_silent("node2")
+    assert 0 < (world.wait(5).plan().requeue_after or 0) <= 30
+
+
+def test_what_had_broken_the_gang_is_said_to_the_end():
+    world = running(graceful=True, restart={"maxRestarts": 0}).end(1, 1, settle=False)
+    world.patch(suspend=True)
+    said = world.condition("Suspended")["message"]
+    assert "the gang was broken by then" in said
+    world.pods.clear()
+    world.settle().wait(20)
+    assert world.condition("Suspended")["status"] == "True"
+    assert world.condition("Suspended")["message"] in said
+    world = running(machines=Machines(), activeDeadlineSeconds=60, restart={"maxRestarts": 0})
+    report = json.dumps({"version": 1, "kind": "exception", "code": 1, "exception": "KeyError: 1"})
+    world.wait(57).end(1, 1, message=report).wait(3)
+    assert (world.status["reason"], world.status["message"]) == ("DeadlineExceeded", "KeyError: 1")

@@ -165,15 +165,17 @@ def removed(pod: Pod, now: datetime) -> Failure:
 def cause(failures: Iterable[Failure], finished: Mapping[int, datetime | None]) -> Failure | None:
     """Pick the strongest class, then the earliest end, then the lowest replica.
 
-    A failed probe comes before SIGKILL, by which its peers may have ended.
+    A failed probe is a guess: what ends pods from outside explains SIGTERM better.
     """
+    found = list(failures)
+    if any(one.cls in exits.FREE for one in found):
+        found = [one for one in found if one.reason != PROBE_FAILED]
 
-    def order(found: Failure) -> tuple[int, bool, float, int]:
-        at, probed = finished.get(found.replica), found.reason == PROBE_FAILED
-        severity = exits.SEVERITY.index("Killed" if probed else found.cls)
-        return (severity, not probed, at.timestamp() if at else 0.0, found.replica)
+    def order(found: Failure) -> tuple[int, float, int]:
+        at = finished.get(found.replica)
+        return (exits.SEVERITY.index(found.cls), at.timestamp() if at else 0.0, found.replica)
 
-    return min(failures, key=order, default=None)
+    return min(found, key=order, default=None)
 
 
 def without_cause(found: Failure) -> Failure:

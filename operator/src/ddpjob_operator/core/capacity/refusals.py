@@ -205,8 +205,8 @@ def no_room(pod: Pod, more: str = "") -> Stall:
     """Report a pod that has no node, in the scheduler's words if it has any."""
     said = pod.unschedulable
     if not said:
-        what = f"pod {pod.name}: {pod_group.UNSEEN}: does the one of spec.schedulerName run?"
-        return Stall("Unschedulable", what, known="")
+        what = f"{pod_group.UNSEEN}: does the one of spec.schedulerName run?"
+        return Stall("Unschedulable", f"pod {pod.name}: {what}", known="", brief=what)
     brief = _SCHEDULER.sub("", said) or said
     known: st.Known = "" if pod_group.only_waits(pod) else "Cause"
     return Stall("Unschedulable", f"pod {pod.name}: {said}{more}", known, brief=brief + more)

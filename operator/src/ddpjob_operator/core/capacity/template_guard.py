@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.status import with_condition
 from ddpjob_operator.core.view import Change, View
@@ -19,6 +20,8 @@ SUSPENDING: Final = "Suspending"
 #: A pod without our label ends within its grace period, unseen by any watch.
 _HIDDEN_AGAIN: Final = timedelta(seconds=15)
 _ENDING: Final = "pods are still ending; "
+#: Before the failure of a gang that something else ends.
+BROKEN: Final = "the gang was broken by then: "
 _WHY: Final = "spec.suspend is true: set it to false to go on"
 _NEW_PODS: Final = (
     "spec.template changed while the job was suspended for a moment: its pods are new"
@@ -74,8 +77,10 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
 
 
 def why_suspended(view: View) -> str:
-    """Say why the pods go."""
-    return _WHY if view.spec.suspend else _NEW_PODS
+    """Say why the pods go, and what had broken the gang by then."""
+    why, loss, status = _WHY if view.spec.suspend else _NEW_PODS, view.status.last_loss, view.status
+    broken = loss is not None and loss.attempt == status.attempt and not loss.replaced
+    return f"{why}; {BROKEN}{describe(loss)}" if loss and broken else why
 
 
 def ending(view: View) -> bool:

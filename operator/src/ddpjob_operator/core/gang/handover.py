@@ -90,8 +90,10 @@ def _going(view: View) -> Mapping[int, Node]:
     news = [node for node in signalled if _entry(node) not in status.handed_over]
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     patient = due(view)
-    early = verdict.in_a_row(view, status.restarts) or (patient and not view.reached(patient))
-    forgets = view.feedback.pruned is not None  # an older CRD: it would be acted on again and again
+    early = (patient and not view.reached(patient)) or verdict.in_a_row(view, status.restarts)
+    sent, stored = view.feedback.pruned or ({}, {})
+    # An older CRD would have it done again and again.
+    forgets = any(name in sent and name not in stored for name in ("births", "holds", "handedOver"))
     if not left or early or evidence.leaving(pods.values()) or template_guard.why(view) or forgets:
         return {}
     return {replica: left[pod.node] for replica, pod in pods.items() if pod.node in left}

@@ -290,5 +290,5 @@ def broken(view: View, change: Change, what: str) -> tuple[Change, str]:
     loss = cause.find(view)
     if loss is None:
         return change, what
-    what = f"{what}; the gang was broken by then: {describe(loss)}"
+    what = f"{what}; {template_guard.BROKEN}{describe(loss)}"
     return restart.record(view, change, loss), what

@@ -43,7 +43,8 @@ def loss(view: View, status: Status) -> Failure | None:
         return None  # the intent raises the floor of each missing seat (gang/replacement.py)
     if found.cls not in _PERHAPS_PEERS:
         return found
-    if found.cls == "Collateral" and _left(view, CAUSE_WAIT) > 0:
+    guessed = found.cls == "Collateral" or found.reason == evidence.PROBE_FAILED
+    if guessed and _left(view, CAUSE_WAIT) > 0:
         return None
     if is_same_incident(view, found):
         return found

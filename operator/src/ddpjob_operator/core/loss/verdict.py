@@ -82,7 +82,8 @@ def _in_same_way(view: View, status: Status, loss: Failure) -> int:
 
     Without a step since the newest snapshot it may be the start that fails, which can pass.
     """
-    if loss.cls != "User" or not loss.exception or (loss.step or 0) <= view.snapshot_step:
+    exception = "" if loss.reason == evidence.PROBE_FAILED else loss.exception  # words of ours
+    if loss.cls != "User" or not exception or (loss.step or 0) <= view.snapshot_step:
         return 0
     since, count = status.timings.started_at, 1
     for old in reversed(status.failures):

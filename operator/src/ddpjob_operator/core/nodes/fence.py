@@ -182,7 +182,7 @@ def _deserted(view: View, pod: Pod) -> bool:
 def _given_up(view: View, node: Node) -> bool:
     # Most nodes silent at once: the control plane or its network failed, and comes back.
     alone = view.nodes is not None and not view.nodes.disrupted
-    return (alone or _promised(node)) and view.waited(_left(view, node))
+    return view.waited(_left(view, node)) and (alone or _promised(node))
 
 
 def _promised(node: Node) -> bool:

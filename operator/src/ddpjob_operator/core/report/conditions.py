@@ -110,6 +110,9 @@ def _cause(status: Status, reason: str) -> Failure | None:
     """Return the failure that a condition of this reason is about."""
     if reason == verdict.CRASH_LOOPING:
         return next(reversed(verdict.of_program(status)), None)
+    loss = status.last_loss
+    if reason == "DeadlineExceeded" and loss and loss.attempt == status.attempt:
+        return None if loss.replaced else loss
     return status.last_failure if reason in _BY_FAILURE else None
 
 

@@ -41,6 +41,7 @@ def stall(view: View, change: Change, why: Iterator[Stall]) -> Change:
         return change.condition("Stalled", False, "Progressing", "", view.now)
     more = _KNOWN.index(found.known) > _KNOWN.index(said.known)
     news = more or (found.until is None) != (said.until is None)
+    news = news and view.feedback.pruned is None  # an older CRD drops what was known
     if old and old.status == "True" and old.reason == found.reason and not news:
         return change  # the same trouble in other words
     return change.stall(found, view.now)
