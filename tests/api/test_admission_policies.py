@@ -11,7 +11,7 @@ import pytest
 from ddpjob_operator.core import actions, pod_groups, render
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as specs
-from ddpjob_operator.shell import recorder
+from ddpjob_operator.shell import telemetry
 from devcluster import binaries
 from support import cluster, policy, workloads
 from support.cluster import Cluster, wait_for
@@ -141,7 +141,7 @@ def made() -> dict[str, dict[str, Any]]:
     bodies += [pod_groups.body(job, spec, 1, "v1alpha2"), render.workload(job, spec, "x")]
     found = {body["kind"]: body for body in bodies}
     found["Secret"] = {**found["Secret"], "stringData": {"token": "t"}}
-    event = recorder._body(job, actions.Event("Normal", "Started", "m"), "op")
+    event = telemetry._body(job, actions.Event("Normal", "Started", "m"), "op")
     return {**found, "Event": event, "Lease": policy.lease("ddpjob-operator")}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpjob_operator.shell import settings
+from ddpjob_operator import settings
 from support.chart import CHART, Helm, Objects, Template
 from support.manifest import rights
 from support.network import NAMESPACE, Pod, reaches

@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
-from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.telemetry import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
 from support import prometheus

@@ -15,8 +15,7 @@ from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import PODGROUPS
+from ddpjob_operator.shell.api import PODGROUPS, ApiError, error_from_status
 from support.invariants import Write
 from support.objects import TERMINAL, ended
 
@@ -36,7 +35,7 @@ class Cluster:
 
     now: datetime = START
     quota: int | None = None  # pods that have not ended
-    refuse: Callable[[Object], errors.ApiError | None] = lambda body: None  # admission
+    refuse: Callable[[Object], ApiError | None] = lambda body: None  # admission
     nodes: tuple[str, ...] = NODES
     gang_api: bool = False  # PodGroups are served
     gang_scheduler: bool = True  # the scheduler's own gate is on
@@ -454,5 +453,5 @@ def _key(write: Write) -> Key:
     return (write.plural, meta.get("namespace", NAMESPACE), meta["name"])
 
 
-def _error(code: int, reason: str, message: str) -> errors.ApiError:
-    return errors.from_status(code, {"reason": reason, "message": message})
+def _error(code: int, reason: str, message: str) -> ApiError:
+    return error_from_status(code, {"reason": reason, "message": message})

@@ -19,15 +19,13 @@ from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.objects import observe, status
 from ddpjob_operator.core.plan import plan as real_plan
 from ddpjob_operator.shell import app, reconciler
-from ddpjob_operator.shell.cache.nodes import NodeCache
-from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
-from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.reconciler import Reconciler
-from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
-from ddpjob_operator.shell.watch.resync import Resync
-from ddpjob_operator.shell.watch.workloads import WorkloadInformer
+from ddpjob_operator.shell.informer import NodeInformer, PodInformer, WorkloadInformer
+from ddpjob_operator.shell.jobs import Resync
+from ddpjob_operator.shell.nodes import NodeCache
+from ddpjob_operator.shell.reconciler import Clock, Reconciler
+from ddpjob_operator.shell.store import Key, RewoundError, Store
+from ddpjob_operator.shell.telemetry import Metrics
 from model.cluster import START, selects
 from model.wire import Crash, ModelApi, Wire
 

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.shell.api.client import PODGROUPS
+from ddpjob_operator.shell.api import PODGROUPS
 from model.cluster import NODES, Cluster, Object, group_of
 from model.operators import Planner
 from model.scheduler import HIGH

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ddpjob_contract import crd
-from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api import error_from_status
 from model.cluster import NODES
 from model.faults import SEEN, UNSEEN
 from model.operators import Operator
@@ -163,7 +163,7 @@ class Machine(Story):
 
     @move(code=st.sampled_from((0, 403, 500)), plural=st.sampled_from(("Pod", "Service")))
     def admission_refuses(self, code: int, plural: str) -> None:
-        refused = errors.from_status(code, {"reason": "Forbidden", "message": "not today"})
+        refused = error_from_status(code, {"reason": "Forbidden", "message": "not today"})
         self.world.cluster.refuse = lambda body: (
             refused if code and body.get("kind") == plural else None
         )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from ddpjob_contract import crd
-from ddpjob_operator.shell.api.client import PODGROUPS
+from ddpjob_operator.shell.api import PODGROUPS
 from model import test_machine
 from model.cluster import NODES, group_of
 from model.faults import SEEN

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import WORKLOADS, Listing, Resource
+from ddpjob_operator.shell.api import WORKLOADS, ApiError, Listing, Resource, error_from_status
 from model.cluster import Cluster, Object
 
 
@@ -33,7 +32,7 @@ class Call:
 
 
 #: Asked before each call; what it returns happens to the call. See Wire. An error is the answer.
-Harm = str | errors.ApiError
+Harm = str | ApiError
 Gate = Callable[[Call], Harm]
 
 _ANSWERS: Mapping[str, tuple[int, str, str]] = {
@@ -73,7 +72,7 @@ class Wire:
             self.on_hold(held)
             await held
             harm = ""
-        if isinstance(harm, errors.ApiError):
+        if isinstance(harm, ApiError):
             raise harm
         if harm in _ANSWERS:
             raise _answer(harm)
@@ -93,7 +92,7 @@ class Wire:
         """What was under way arrives after all."""
         late, self.late = self.late, []
         for do in late:
-            with contextlib.suppress(errors.ApiError):  # nobody hears of it
+            with contextlib.suppress(ApiError):  # nobody hears of it
                 do()
 
 
@@ -181,6 +180,6 @@ class ModelApi:
             raise
 
 
-def _answer(harm: str) -> errors.ApiError:
+def _answer(harm: str) -> ApiError:
     code, reason, message = _ANSWERS[harm]
-    return errors.from_status(code, {"reason": reason, "message": message})
+    return error_from_status(code, {"reason": reason, "message": message})

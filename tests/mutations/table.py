@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation("the barrier sees no older pod", SHELL + "executor.py",
              "p.attempt is not None and p.attempt >= status.min_attempt(p.replica)", "True",
              SHELL_TESTS + "test_shell_executor.py"),
-    Mutation("a pod of another namespace is one of the gang", SHELL + "cache/store.py",
+    Mutation("a pod of another namespace is one of the gang", SHELL + "store.py",
              "owner = (pod.namespace, pod.owner_uid) if",
              "owner = (self._keys.get(pod.owner_uid, (\"\",))[0], pod.owner_uid) if",
              SHELL_TESTS + "test_shell_store.py"),

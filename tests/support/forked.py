@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 _PRELOAD = ["pytest", "kopf", "kubernetes.client", "kubernetes.config", "ddpjob_operator.shell.app",
-            "ddpjob_operator.shell.watch.handlers", "ddpjob_operator.shell.logs"]  # fmt: skip
+            "ddpjob_operator.settings"]  # fmt: skip
 
 
 @cache

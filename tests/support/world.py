@@ -30,10 +30,9 @@ from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.objects.json_read import parse_time
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Lease, Node, Nodes
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import JOBS, PODGROUPS, Resource
-from ddpjob_operator.shell.cache.store import JobState, Store
+from ddpjob_operator.shell.api import JOBS, PODGROUPS, ApiError, Resource, error_from_status
 from ddpjob_operator.shell.executor import Executor
+from ddpjob_operator.shell.store import JobState, Store
 from model.cluster import NAMESPACE, START, Cluster, Object, label
 from model.wire import ModelApi, Wire
 from support.cluster import ROOT
@@ -104,9 +103,9 @@ def kept_off(pod: dict[str, Any]) -> list[str]:
     return sorted(set.intersection(*terms)) if terms else []
 
 
-def refusal(code: int, message: str = "words", reason: str = "Reason") -> errors.ApiError:
+def refusal(code: int, message: str = "words", reason: str = "Reason") -> ApiError:
     """The API's answer to a creation."""
-    return errors.from_status(code, {"reason": reason, "message": message})
+    return error_from_status(code, {"reason": reason, "message": message})
 
 
 @cache
@@ -247,8 +246,8 @@ class World:
         self.nodes: Nodes | None = FORBIDDEN
         self.gang_api = gang_api  # the version that serves PodGroups
         self.no_gang = ""  # why none can be had all the same
-        self.refuse: Callable[[act.CreatePod], errors.ApiError | None] = lambda _: None
-        self.refuse_network: Callable[[act.Body], errors.ApiError | None] = lambda _: None
+        self.refuse: Callable[[act.CreatePod], ApiError | None] = lambda _: None
+        self.refuse_network: Callable[[act.Body], ApiError | None] = lambda _: None
         self.log: list[str] = []
         self.events: list[act.Event] = []
         self.measurements: list[act.Measurement] = []
@@ -368,14 +367,14 @@ class World:
             case act.DeleteJob():
                 self.log.append("delete job")
 
-    def _admit(self, body: Object) -> errors.ApiError | None:
+    def _admit(self, body: Object) -> ApiError | None:
         kind = body.get("kind")
         if kind == "Pod":
             return self.refuse(self._creating[body["metadata"]["name"]])
         if kind == "Workload":
             return None
         if kind == "PodGroup" and self.no_gang:
-            return errors.from_status(403, {"reason": "Forbidden", "message": self.no_gang})
+            return error_from_status(403, {"reason": "Forbidden", "message": self.no_gang})
         return self.refuse_network(body)
 
     def _hear(self, job: object, events: Iterable[act.Event]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions as act
-from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api import Forbidden
 from support.gitops import kstatus
 from support.world import World, job_object, refusal, running, started
 
@@ -176,7 +176,7 @@ def frozen(world: World, words: str) -> World:
     """A policy refuses every deletion, and the operator tries."""
     world.wire.gate = lambda call: refusal(403, words) if call.verb == "delete" else ""
     for _ in range(9):
-        with suppress(errors.Forbidden):
+        with suppress(Forbidden):
             world.carry_out(*world.plan().actions)
     return world
 

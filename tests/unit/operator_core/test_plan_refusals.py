@@ -12,7 +12,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.capacity import refusals
-from ddpjob_operator.shell.api import errors
+from ddpjob_operator.shell.api import ApiError
 from support.world import START, World, job_object, refusal, running, started
 
 DAY = 24 * 3600
@@ -25,7 +25,7 @@ def refusing(
     """A world that refuses all pods, or their Service, and when it was asked for which."""
     world, asked = World(job_object()), []
 
-    def no(asked_for: act.CreatePod | act.Body) -> errors.ApiError:
+    def no(asked_for: act.CreatePod | act.Body) -> ApiError:
         asked.append((world.now, getattr(asked_for, "replica", None)))
         return refusal(code, words(), "Forbidden")
 

@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import JOBS, PODS, Api
-from ddpjob_operator.shell.api.credentials import Credentials
+from ddpjob_operator.settings import Credentials
+from ddpjob_operator.shell.api import (
+    JOBS,
+    PODS,
+    Api,
+    ApiError,
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    NotFound,
+    Unavailable,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -88,19 +98,19 @@ async def api(server: Server, calls: Counter[tuple[str, str, int]]) -> AsyncIter
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        (400, errors.Invalid),
-        (401, errors.Forbidden),
-        (403, errors.Forbidden),
-        (404, errors.NotFound),
-        (409, errors.Conflict),
-        (410, errors.Gone),
-        (422, errors.Invalid),
-        (500, errors.Unavailable),
-        (504, errors.Unavailable),
+        (400, Invalid),
+        (401, Forbidden),
+        (403, Forbidden),
+        (404, NotFound),
+        (409, Conflict),
+        (410, Gone),
+        (422, Invalid),
+        (500, Unavailable),
+        (504, Unavailable),
     ],
 )
 async def test_errors_carry_the_servers_words(
-    api: Api, server: Server, calls: Counter[Any], code: int, error: type[errors.ApiError]
+    api: Api, server: Server, calls: Counter[Any], code: int, error: type[ApiError]
 ) -> None:
     server.says({"kind": "Status", "reason": "Because", "message": "so it is"}, code)
     with pytest.raises(error) as caught:
@@ -119,7 +129,7 @@ async def test_an_error_without_an_end_is_one(api: Api, server: Server) -> None:
             await response.write(b"taken" * 10_000)
 
     server.handle = refuse
-    with pytest.raises(errors.Conflict, match="taken"):
+    with pytest.raises(Conflict, match="taken"):
         await api.get(PODS, "ns", "x")
 
 
@@ -131,8 +141,8 @@ async def test_no_answer_may_mean_done(
         return web.json_response({})
 
     server.handle = hang
-    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
-    with pytest.raises(errors.Unavailable) as caught:
+    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
+    with pytest.raises(Unavailable) as caught:
         await api.replace(PODS, "ns", "x", {})
     assert caught.value.maybe_done
     assert calls == {("update", "pods", 0): 1}
@@ -171,7 +181,7 @@ async def test_only_the_servers_silence_ends_a_list_or_a_watch(
     api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is long to decode, for one user has made it so, would keep the list from all others."""
-    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 2.0)
+    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 2.0)
 
     async def page(request: web.Request) -> web.StreamResponse:
         items = [{"fill": "x" * 50_000}] * 40
@@ -189,8 +199,8 @@ async def test_only_the_servers_silence_ends_a_list_or_a_watch(
         return response
 
     server.handle = stall
-    monkeypatch.setattr("ddpjob_operator.shell.api.client._TIMEOUT", 0.2)
-    with pytest.raises(errors.Unavailable, match=r"no answer within 0\.2 s"):
+    monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
+    with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
         await api.list_all(PODS, "ns")
     assert [event async for event in api.watch(PODS, "ns", "5", silence=0.2)] == []
 
@@ -207,7 +217,7 @@ async def test_an_answer_that_is_no_list_is_not_an_empty_one(api: Api, server: S
         '{"items":null,"metadata":{"resourceVersion":"7"}}',
     ):
         server.says(text)
-        with pytest.raises(errors.Unavailable, match="no answer") as caught:
+        with pytest.raises(Unavailable, match="no answer") as caught:
             await api.list_all(PODS, "ns")
         assert caught.value.code == 0
 
@@ -222,7 +232,7 @@ async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api: Api, serv
         '{"type":"ERROR","object":{"code":"x"}}',
     ):
         server.says(line + "\n")
-        with pytest.raises(errors.Unavailable):
+        with pytest.raises(Unavailable):
             async for _ in api.watch(PODS, "ns", "5"):
                 pass
 
@@ -252,14 +262,14 @@ async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
 async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> None:
     event = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
     server.says(json.dumps(event) + "\n")
-    with pytest.raises(errors.Gone, match="too old"):
+    with pytest.raises(Gone, match="too old"):
         async for _ in api.watch(JOBS, "ns", "5"):
             pass
 
 
 async def test_a_redirect_is_not_followed(api: Api, server: Server) -> None:
     server.says("", 302, Location="/elsewhere")
-    with pytest.raises(errors.ApiError):
+    with pytest.raises(ApiError):
         await api.get(PODS, "ns", "x")
     assert len(server.seen) == 1
 

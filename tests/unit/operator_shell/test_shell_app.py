@@ -12,11 +12,18 @@ from typing import Any
 
 import pytest
 
+from ddpjob_operator.settings import Credentials, Settings
 from ddpjob_operator.shell import app as app_module
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import JOBS, Listing, Object, Resource
-from ddpjob_operator.shell.api.credentials import Credentials
-from ddpjob_operator.shell.settings import Settings
+from ddpjob_operator.shell.api import (
+    JOBS,
+    ApiError,
+    Forbidden,
+    Gone,
+    Listing,
+    NotFound,
+    Object,
+    Resource,
+)
 from support.cluster import ROOT
 from support.world import job_object
 from unit.operator_shell.test_shell_api import FakeConfiguration
@@ -58,7 +65,7 @@ class FakeApi:
             return dict(self.lease)
         if resource is JOBS:
             return self._job(namespace)
-        raise errors.NotFound(404, "NotFound", name)
+        raise NotFound(404, "NotFound", name)
 
     async def create(
         self, resource: Resource, namespace: str, body: Any, *, strict: bool = False
@@ -67,7 +74,7 @@ class FakeApi:
         if resource.plural == "leases":
             self.lease = body
         if resource.plural == "pods":
-            raise errors.Forbidden(403, "Forbidden", "exceeded quota")
+            raise Forbidden(403, "Forbidden", "exceeded quota")
         return body
 
     async def replace(
@@ -214,16 +221,16 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(api: Fak
 @pytest.mark.parametrize(
     "error",
     [
-        errors.Forbidden(403, "Forbidden", "somebody deleted the RoleBinding"),
-        errors.ApiError(500, "InternalError", "a webhook of conversion is down"),
-        errors.ApiError(0, "", "no answer within 20 s"),
-        errors.Gone(410, "Expired", "the pages took too long"),
+        Forbidden(403, "Forbidden", "somebody deleted the RoleBinding"),
+        ApiError(500, "InternalError", "a webhook of conversion is down"),
+        ApiError(0, "", "no answer within 20 s"),
+        Gone(410, "Expired", "the pages took too long"),
     ],
     ids=["forbidden", "error", "silence", "too long"],
 )
 @pytest.mark.parametrize("plurals", [("ddpjobs", "pods"), ("pods",)], ids="-".join)
 async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
-    api: FakeApi, error: errors.ApiError, plurals: tuple[str, ...]
+    api: FakeApi, error: ApiError, plurals: tuple[str, ...]
 ) -> None:
     """Its administrator can take the operator's rights there."""
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.shell.api.client import Listing
-from ddpjob_operator.shell.cache.store import Store
-from ddpjob_operator.shell.clock import Clock
-from ddpjob_operator.shell.watch.resync import Resync
+from ddpjob_operator.shell.api import Listing
+from ddpjob_operator.shell.jobs import Resync
+from ddpjob_operator.shell.reconciler import Clock
+from ddpjob_operator.shell.store import Store
 from support.world import START, job_object
 
 HOUR = timedelta(hours=1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects import compact_spec, observe, spec
-from ddpjob_operator.shell.api import decode
+from ddpjob_operator.shell.api import loads, read_list, shallow
 
 LIST: dict[str, Any] = {
     "apiVersion": "v1",
@@ -33,7 +33,7 @@ async def chunks(data: bytes, size: int) -> AsyncIterator[bytes]:
 
 
 async def read(text: str, size: int = 1000) -> tuple[list[Any], dict[str, Any]]:
-    return await decode.read_list(chunks(text.encode(), size), lambda item: item)
+    return await read_list(chunks(text.encode(), size), lambda item: item)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
@@ -65,17 +65,17 @@ async def test_each_item_is_kept_before_the_next_one_has_arrived() -> None:
             sent.append(len(kept))
             yield chunk
 
-    await decode.read_list(source(), lambda item: kept.append(item["name"]))
+    await read_list(source(), lambda item: kept.append(item["name"]))
     assert kept == list("abcdef")
     assert sent[len(sent) // 2] >= 2, "half has arrived, and what was whole of it is kept"
 
 
 async def test_between_two_items_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_TURN", 0.0)
+    monkeypatch.setattr("ddpjob_operator.shell.api._TURN", 0.0)
     turns: list[int] = []
     kept: list[object] = []
     text = json.dumps({"items": [{"name": n} for n in range(50)], "metadata": {}})
-    body = decode.read_list(chunks(text.encode(), len(text)), kept.append)
+    body = read_list(chunks(text.encode(), len(text)), kept.append)
     task = asyncio.create_task(body)  # type: ignore[arg-type]
     while not task.done():
         turns.append(len(kept))
@@ -120,11 +120,11 @@ def test_a_deep_job_is_read_and_refused(kind: str) -> None:
         "status": {"phase": "Suspended"},
     }
     text = json.dumps(job).replace('"x": 0', f'"x": {deep(kind)}').encode()
-    for found in (decode.loads(text), json.loads(decode.shallow(text))):
+    for found in (loads(text), json.loads(shallow(text))):
         seen = observe.job(found)
         assert seen.status == {"phase": "Suspended"}
         assert "nested too deep" in spec.read(seen.spec).flaw
-    value = decode.loads(text)["spec"]["template"]["spec"]["x"]
+    value = loads(text)["spec"]["template"]["spec"]["x"]
     while isinstance(value, (list, dict)):
         (value,) = value if isinstance(value, list) else value.values()
     assert math.isnan(value)
@@ -132,8 +132,8 @@ def test_a_deep_job_is_read_and_refused(kind: str) -> None:
 
 def test_what_a_decoder_reads_stays_as_it_is() -> None:
     text = json.dumps({"a": [[]] * 1000, "b": '"[' * 1000}).encode()
-    assert decode.shallow(text) is text
-    assert decode.loads(text) == json.loads(text)
+    assert shallow(text) is text
+    assert loads(text) == json.loads(text)
 
 
 @pytest.mark.fault("U8")

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import Object, Resource
+from ddpjob_operator.shell.api import ApiError, Conflict, NotFound, Object, Resource, Unavailable
 from ddpjob_operator.shell.elector import Elector
 from support.patience import PATIENCE
 
@@ -40,19 +39,19 @@ class LeaseServer:
         self.fail("get")
         await self.slow("get")
         if self.lease is None:
-            raise errors.NotFound(404, "NotFound", "no lease")
+            raise NotFound(404, "NotFound", "no lease")
         return copy.deepcopy(self.lease)
 
     async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
         self.fail("create")
         if self.lease is not None:
-            raise errors.Conflict(409, "AlreadyExists", "there is one")
+            raise Conflict(409, "AlreadyExists", "there is one")
         return await self._answer("create", body)
 
     async def replace(self, resource: Resource, namespace: str, name: str, body: Object) -> Object:
         self.fail("replace")
         if body["metadata"]["resourceVersion"] != str(self.version):
-            raise errors.Conflict(409, "Conflict", "changed")
+            raise Conflict(409, "Conflict", "changed")
         return await self._answer("replace", body)
 
     @property
@@ -171,10 +170,10 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None
 
 @pytest.mark.parametrize(
     "error",
-    [errors.Unavailable(500, "", "down"), errors.Conflict(409, "Conflict", "changed")],
+    [Unavailable(500, "", "down"), Conflict(409, "Conflict", "changed")],
 )
 async def test_a_release_that_cannot_be_says_why(
-    error: errors.ApiError, caplog: pytest.LogCaptureFixture
+    error: ApiError, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, loop = LeaseServer(), asyncio.get_running_loop()
     first = Candidate(server, "a")
@@ -198,7 +197,7 @@ async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() 
     assert first.leads()
 
     def down(verb: str) -> None:
-        raise errors.Unavailable(0, "", "down")
+        raise Unavailable(0, "", "down")
 
     server.fail = down
     await asyncio.sleep(6)
@@ -221,7 +220,7 @@ async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None
 
     def away(verb: str) -> None:
         if loop.time() < again:
-            raise errors.Unavailable(503, "", "away")
+            raise Unavailable(503, "", "away")
 
     async def slow(verb: str) -> None:
         if verb == "replace" and not paused:

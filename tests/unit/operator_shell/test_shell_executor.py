@@ -26,16 +26,26 @@ from ddpjob_operator.core.actions import (
     WriteStatus,
 )
 from ddpjob_operator.core.objects.observe import Job
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import Listing, Object, Resource
-from ddpjob_operator.shell.cache.store import Store
+from ddpjob_operator.shell.api import (
+    ApiError,
+    Conflict,
+    Forbidden,
+    Listing,
+    NotFound,
+    Object,
+    Resource,
+    Throttled,
+    Unavailable,
+    error_from_status,
+)
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
-from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.store import Store
+from ddpjob_operator.shell.telemetry import Metrics
 from support import stored
 from support.stored import job
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-Answer = Object | errors.ApiError
+Answer = Object | ApiError
 
 
 class ScriptedApi:
@@ -53,7 +63,7 @@ class ScriptedApi:
         self.calls.append(what)
         self.bodies.append(body)
         answer = self.script[what].pop(0)
-        if isinstance(answer, errors.ApiError):
+        if isinstance(answer, ApiError):
             raise answer
         return answer
 
@@ -146,8 +156,8 @@ def create(replica: int = 0) -> CreatePod:
     return CreatePod(replica, 2, {"metadata": {"name": f"job-{replica}"}})
 
 
-def taken() -> errors.ApiError:
-    return errors.Conflict(409, "AlreadyExists", "is there")
+def taken() -> ApiError:
+    return Conflict(409, "AlreadyExists", "is there")
 
 
 WRITE = WriteStatus(
@@ -155,7 +165,7 @@ WRITE = WriteStatus(
     (Event("Normal", "Started", "x"),),
     (Measurement("restarts_total", 1, "User"), Measurement("rounds_total", 2, "Hang")),
 )
-LOST = errors.Unavailable(504, "", "lost")
+LOST = Unavailable(504, "", "lost")
 
 
 async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage) -> None:
@@ -177,7 +187,7 @@ async def test_what_was_read_before_another_operator_acted_confirms_nothing(
     stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
     stage.api.script = {"replace ddpjobs": [job(9, phase="Running")]}
     if answer == "repeated":
-        stage.api.script["replace ddpjobs"] = [errors.Conflict(409, "Conflict", "changed")]
+        stage.api.script["replace ddpjobs"] = [Conflict(409, "Conflict", "changed")]
         stage.api.script["get ddpjobs"] = [job(9, phase="Running")]
     await stage.do(WriteStatus({"phase": "Running"}, takes_over=True))
     assert stage.now.resource_version == "9"
@@ -188,14 +198,14 @@ async def test_what_was_read_before_another_operator_acted_confirms_nothing(
     ("answer", "found", "told"),
     [
         # The answer to the first try was lost, and aiohttp made a second one by itself.
-        (errors.Conflict(409, "Conflict", "changed"), "Starting", ["Started"]),
+        (Conflict(409, "Conflict", "changed"), "Starting", ["Started"]),
         (LOST, "Starting", ["Started"]),
         (LOST, "Pending", []),
-        (errors.Unavailable(0, "", "lost"), "", []),
+        (Unavailable(0, "", "lost"), "", []),
     ],
 )
 async def test_a_status_write_of_unknown_fate_reads_the_job_again(
-    stage: Stage, answer: errors.ApiError, found: str, told: list[str]
+    stage: Stage, answer: ApiError, found: str, told: list[str]
 ) -> None:
     """If only the answer was lost, its events and figures are those of any other write.
 
@@ -204,7 +214,7 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(
     stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
     stage.api.script["replace ddpjobs"] = [answer]
     stage.api.script["get ddpjobs"] = [job(9, phase=found) if found else LOST]
-    with contextlib.nullcontext() if answer.code == 409 else pytest.raises(errors.Unavailable):
+    with contextlib.nullcontext() if answer.code == 409 else pytest.raises(Unavailable):
         await stage.do(WRITE, create())
     assert stage.now.resource_version == ("9" if found else "5")
     assert (stage.feedback.confirmed is None) == (answer.code != 409)
@@ -260,7 +270,7 @@ async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
 ) -> None:
     read = QuorumRead(2, NOW)
     stage.store.set_feedback("u1", ApiFeedback(confirmed=read))
-    stage.api.script["create pods"] = [errors.from_status(code, {"reason": "R", "message": "m"})]
+    stage.api.script["create pods"] = [error_from_status(code, {"reason": "R", "message": "m"})]
     await stage.do(create())
     assert stage.feedback.confirmed == (read if confirmed else None)
     refusal = stage.feedback.refusals[0]
@@ -365,7 +375,7 @@ async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stag
 async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage: Stage) -> None:
     """A leader that was deposed without knowing it still has the old status in its cache."""
     stage.api.script["list pods"] = [Listing([], "20")] * 2
-    stage.api.script["get ddpjobs"] = [job(6, attempt=3), errors.NotFound(404, "", "")]
+    stage.api.script["get ddpjobs"] = [job(6, attempt=3), NotFound(404, "", "")]
     await stage.do(ConfirmGone(2), create())
     assert stage.api.calls == ["list pods", "get ddpjobs"]
     assert stage.feedback.confirmed is None
@@ -385,7 +395,7 @@ LEAVING = {"version": 11, "deletionTimestamp": "2026-01-01T00:00:00Z"}
 @pytest.mark.parametrize(
     ("answer", "found", "left"),
     [
-        (errors.NotFound(404, "NotFound", ""), None, []),
+        (NotFound(404, "NotFound", ""), None, []),
         ({"kind": "Status", "status": "Success"}, None, []),
         (pod(**LEAVING), None, []),
         (pod(**LEAVING, deletionGracePeriodSeconds=2), None, ["p0-2"]),
@@ -398,7 +408,7 @@ LEAVING = {"version": 11, "deletionTimestamp": "2026-01-01T00:00:00Z"}
 async def test_deletions(stage: Stage, answer: Answer, found: Object, left: list[str]) -> None:
     stage.api.script = {"delete pods": [answer], "get pods": [found]}
     again = found == pod()
-    with pytest.raises(errors.Conflict) if again else contextlib.nullcontext():
+    with pytest.raises(Conflict) if again else contextlib.nullcontext():
         await stage.do(with_pod(stage))
     assert stage.api.bodies[0] == ("job-0", "p0-2", 2)
     assert stage.pods == left
@@ -417,7 +427,7 @@ async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage
 
 async def test_a_job_that_has_changed_since_it_was_finished_is_not_deleted(stage: Stage) -> None:
     """As after a restore of etcd, which makes it a running one again."""
-    stage.api.script["delete ddpjobs"] = [errors.Conflict(409, "Conflict", "it has changed")]
+    stage.api.script["delete ddpjobs"] = [Conflict(409, "Conflict", "it has changed")]
     stage.api.script["get ddpjobs"] = [job(9)]
     await stage.do(DeleteJob("u1"))
     assert stage.api.versions == ["5"]
@@ -436,8 +446,8 @@ def service(owner: str | None = "u1", **meta: Any) -> Object:
     return {"kind": "Service", "metadata": meta, "spec": spec}
 
 
-def missing() -> errors.ApiError:
-    return errors.NotFound(404, "NotFound", "")
+def missing() -> ApiError:
+    return NotFound(404, "NotFound", "")
 
 
 SERVICE = {
@@ -453,7 +463,7 @@ def changed(**spec: Any) -> Object:
     return {**found, "spec": {**found["spec"], **spec}}
 
 
-NO_UPDATE = errors.Forbidden(403, "Forbidden", "no update")
+NO_UPDATE = Forbidden(403, "Forbidden", "no update")
 
 
 @pytest.mark.parametrize(
@@ -489,7 +499,7 @@ async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
         ([service(None)], [], 409, None),
         ([service(deletionTimestamp="x")], [], 409, "u1"),
         ([missing(), service("other")], [taken()], 409, "other"),
-        ([missing()], [errors.Forbidden(403, "Forbidden", "quota")], 403, None),
+        ([missing()], [Forbidden(403, "Forbidden", "quota")], 403, None),
     ],
     ids=["foreign", "nobody's", "terminating", "foreign-after-all", "forbidden"],
 )
@@ -523,13 +533,11 @@ async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(
 @pytest.mark.parametrize(
     "refused",
     [
-        errors.Forbidden(403, "Forbidden", "no secrets"),
-        errors.Conflict(409, "Conflict", "Operation cannot be fulfilled on resourcequotas"),
+        Forbidden(403, "Forbidden", "no secrets"),
+        Conflict(409, "Conflict", "Operation cannot be fulfilled on resourcequotas"),
     ],
 )
-async def test_a_secret_that_is_refused_stops_the_plan(
-    stage: Stage, refused: errors.ApiError
-) -> None:
+async def test_a_secret_that_is_refused_stops_the_plan(stage: Stage, refused: ApiError) -> None:
     """A 409 is not always that it is there."""
     stage.api.script = {"create secrets": [refused]}
     await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
@@ -543,8 +551,8 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage
     stage.store.put_pod(pod(0))
     stage.store.put_pod(pod(1))
     stage.api.slow = {"job-1"}
-    stage.api.script["delete pods"] = [errors.Unavailable(500, "", "x"), missing()]
-    with pytest.raises(errors.Unavailable):
+    stage.api.script["delete pods"] = [Unavailable(500, "", "x"), missing()]
+    with pytest.raises(Unavailable):
         await stage.do(DeletePod("job-0", "p0-2", 2), DeletePod("job-1", "p1-2", 2))
     assert stage.pods == ["p0-2"]
 
@@ -557,8 +565,8 @@ async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
     script = stage.api.script
     for serial in range(4):
         said = f'pods "job-0" is forbidden: request {serial}'
-        script[f"create {kind}"] = [errors.Forbidden(403, "Forbidden", said)]
-        script[f"get {kind}"] = [errors.NotFound(404, "NotFound", "no")]
+        script[f"create {kind}"] = [Forbidden(403, "Forbidden", said)]
+        script[f"get {kind}"] = [NotFound(404, "NotFound", "no")]
         await stage.do(action)
     assert len(stage.feedback.refused) == 4
     assert len([r for r in caplog.records if "is forbidden" in r.getMessage()]) == 1
@@ -599,7 +607,7 @@ async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage: Stage, w
     """Its group is there: only a right to look is gone, as after an upgrade of the chart."""
     if waits:
         stage.store.put_pod(pod(), from_watch=False)
-    forbidden = errors.Forbidden(403, "Forbidden", "podgroups is forbidden")
+    forbidden = Forbidden(403, "Forbidden", "podgroups is forbidden")
     stage.api.script = {"get podgroups": [forbidden]}
     await stage.do(EnsureNetwork(2, (GROUP,)))
     assert (stage.feedback.no_gang is None) == waits
@@ -609,7 +617,7 @@ async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage: Stage, w
 async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
     """As those of v1alpha2 that an upgrade to Kubernetes 1.37 has left in etcd."""
     unread = 'no kind "PodGroup" is registered for version "scheduling.k8s.io/v1alpha2"'
-    stage.api.script = {"list podgroups": [errors.Throttled(429, "TooManyRequests", unread)]}
+    stage.api.script = {"list podgroups": [Throttled(429, "TooManyRequests", unread)]}
     await stage.do(RemoveGroups("job-u1-1", "v1beta1"))
     assert stage.feedback.groups_removed == "job-u1-1"
 
@@ -617,7 +625,7 @@ async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
 async def test_a_priority_class_that_is_missing_is_no_missing_api(stage: Stage) -> None:
     """Its words would be of feature gates and rights, and the cure is a class."""
     wrong = 'podgroups "job-u1-2" is forbidden: no PriorityClass with name high was found'
-    refused = errors.Forbidden(403, "Forbidden", wrong)
+    refused = Forbidden(403, "Forbidden", wrong)
     stage.api.script = {"get podgroups": [missing()], "create podgroups": [refused]}
     await stage.do(EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.no_gang is None
@@ -649,7 +657,7 @@ async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(
     """A backoff would outlast the wait: only a pod that is created ends it."""
     if waits:
         stage.store.put_pod(pod(), from_watch=False)
-    stage.api.script = {"get podgroups": [errors.Unavailable(500, "InternalError", "etcd")]}
+    stage.api.script = {"get podgroups": [Unavailable(500, "InternalError", "etcd")]}
     await stage.do(EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.network_refusal is not None
     assert (stage.feedback.refused == ()) == waits

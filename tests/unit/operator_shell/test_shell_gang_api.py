@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 from typing import Any
 
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.watch.gang_api import GangApi
+from ddpjob_operator.shell.api import Forbidden
+from ddpjob_operator.shell.scheduling import GangApi
 
 
 class Closed:
     """An API server whose discovery only some may read (no binding of system:discovery)."""
 
     async def discover(self, path: str) -> Any:
-        raise errors.Forbidden(403, "Forbidden", f"cannot get path {path}")
+        raise Forbidden(403, "Forbidden", f"cannot get path {path}")
 
 
 async def test_discovery_that_is_forbidden_is_an_answer() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Signals
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import Listing, Object
-from ddpjob_operator.shell.cache.nodes import NodeCache
-from ddpjob_operator.shell.cache.store import Key, Store
-from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.api import ApiError, Forbidden, Gone, Listing, Object, Unavailable
+from ddpjob_operator.shell.informer import NodeInformer, PodInformer
+from ddpjob_operator.shell.nodes import NodeCache
+from ddpjob_operator.shell.store import Key, Store
 from support import stored
 
 pytestmark = [pytest.mark.looptime]
@@ -40,7 +39,7 @@ class ForgetfulApi:
         self.listed.set()
         await asyncio.sleep(0.001)
         if self.gone_lists:
-            raise errors.Gone(410, "Expired", "the pages took too long")
+            raise Gone(410, "Expired", "the pages took too long")
         return Listing([], "5")
 
     async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:
@@ -49,14 +48,14 @@ class ForgetfulApi:
         for event in self.events:
             yield event
         if self.too_old:
-            raise errors.Gone(410, "Expired", "too old resource version")
+            raise Gone(410, "Expired", "too old resource version")
 
 
 @pytest.fixture(autouse=True)
 async def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The informer's clock is the simulated one."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-    monkeypatch.setattr("ddpjob_operator.shell.watch.informer.time", clock)
+    monkeypatch.setattr("ddpjob_operator.shell.informer.time", clock)
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +96,7 @@ async def test_a_watch_that_tells_something_and_ends_at_once_is_no_storm(too_old
 class NodesApi(ForgetfulApi):
     """Lists ``answer``, then waits."""
 
-    def __init__(self, answer: list[Object] | errors.ApiError) -> None:
+    def __init__(self, answer: list[Object] | ApiError) -> None:
         super().__init__()
         self.answer = answer
 
@@ -105,7 +104,7 @@ class NodesApi(ForgetfulApi):
         self, *_: object, keep: Callable[[Object], Any] = lambda obj: obj, **__: object
     ) -> Listing:
         self.lists.append(asyncio.get_running_loop().time())
-        if isinstance(self.answer, errors.ApiError):
+        if isinstance(self.answer, ApiError):
             raise self.answer
         return Listing(list(map(keep, self.answer)), "5")
 
@@ -171,12 +170,12 @@ async def test_a_node_that_is_about_to_go_names_the_jobs_that_are_on_it() -> Non
 @pytest.mark.parametrize(
     ("error", "known"),
     [
-        (errors.Forbidden(403, "Forbidden", "not you"), FORBIDDEN),
-        (errors.Unavailable(503, "", "not you"), None),  # no want of rights
+        (Forbidden(403, "Forbidden", "not you"), FORBIDDEN),
+        (Unavailable(503, "", "not you"), None),  # no want of rights
     ],
 )
 async def test_nodes_that_cannot_be_read_are_unknown_and_nobody_waits(
-    error: errors.ApiError, known: object, caplog: pytest.LogCaptureFixture
+    error: ApiError, known: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     api, store = NodesApi(error), store_with_a_pod_on("a")
     async with informing_of_nodes(api, store):
@@ -208,7 +207,7 @@ async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
 
 @pytest.mark.parametrize("part", ["list", "watch"])
 async def test_no_server_makes_it_wait_for_an_hour(part: str) -> None:
-    busy = errors.Unavailable(503, "", "maintenance", retry_after=3600.0)
+    busy = Unavailable(503, "", "maintenance", retry_after=3600.0)
 
     class BusyApi(NodesApi):
         async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.shell.metrics import Metrics
+from ddpjob_operator.shell.telemetry import Metrics
 
 
 def job(namespace: str, **status: object) -> observe.Job:

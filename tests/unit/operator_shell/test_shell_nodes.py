@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Node, Nodes
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import Listing
-from ddpjob_operator.shell.cache import nodes as cached
-from ddpjob_operator.shell.cache.nodes import NodeCache
+from ddpjob_operator.shell import nodes as cached
+from ddpjob_operator.shell.api import Forbidden, Listing
+from ddpjob_operator.shell.nodes import NodeCache
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -51,7 +50,7 @@ class Leases:
     async def list_all(self, resource: Any, namespace: str, *, keep: Any) -> Listing:
         assert (resource.plural, namespace) == ("leases", "kube-node-lease")
         if not self.allowed:
-            raise errors.Forbidden(403, "Forbidden", "no")
+            raise Forbidden(403, "Forbidden", "no")
         self.clock.seconds += self.takes
         found = self.found.items()
         objects = [{"metadata": {"name": n}, "spec": {"renewTime": t}} for n, t in found]

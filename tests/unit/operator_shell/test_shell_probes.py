@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ddpjob_operator.shell.probes import Probes
-from ddpjob_operator.shell.settings import Settings
+from ddpjob_operator.settings import Settings
+from ddpjob_operator.shell.telemetry import Probes
 from support.launching import free_ports, has_address
 from support.patience import PATIENCE
 

@@ -15,9 +15,9 @@ from aiohttp import web
 import ddpjob_contract as contract
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
-from ddpjob_operator.shell.cache.store import Key, Store
-from ddpjob_operator.shell.watch import progress
-from ddpjob_operator.shell.watch.progress import ProgressReader
+from ddpjob_operator.shell import progress
+from ddpjob_operator.shell.progress import ProgressReader
+from ddpjob_operator.shell.store import Key, Store
 from support import stored
 from support.patience import PATIENCE
 

@@ -14,12 +14,10 @@ import pytest
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.shell.cache.store import Key, Store
-from ddpjob_operator.shell.clock import Clock
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.reconciler import Reconciler
-from ddpjob_operator.shell.workqueue import WorkQueue
+from ddpjob_operator.shell.reconciler import Clock, Reconciler, WorkQueue
+from ddpjob_operator.shell.store import Key, Store
+from ddpjob_operator.shell.telemetry import Metrics
 from model.cluster import Cluster, Object
 from model.wire import ModelApi, Wire
 

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 from ddpjob_operator.core.actions import Event
 from ddpjob_operator.core.objects.observe import Job
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import Object, Resource
-from ddpjob_operator.shell.recorder import Recorder
+from ddpjob_operator.shell.api import ApiError, Forbidden, Object, Resource
+from ddpjob_operator.shell.telemetry import Recorder
 
 STARTED = Event("Normal", "Started", "creating 3 pods")
 FAILED = Event("Warning", "Failed", "exit code 1")
@@ -23,7 +22,7 @@ def job(uid: str = "u1") -> Job:
 class Sink:
     def __init__(self) -> None:
         self.created: list[Object] = []
-        self.fail: list[errors.ApiError] = []
+        self.fail: list[ApiError] = []
 
     async def create(self, resource: Resource, namespace: str, body: Object) -> Object:
         if self.fail:
@@ -51,7 +50,7 @@ async def recording() -> AsyncIterator[tuple[Recorder, Sink, Time]]:
 
 async def test_an_event_names_the_job_and_a_failure_to_send_is_no_failure() -> None:
     async with recording() as (recorder, sink, _):
-        sink.fail = [errors.Forbidden(403, "Forbidden", "no")]
+        sink.fail = [Forbidden(403, "Forbidden", "no")]
         recorder.send(job(), [FAILED, STARTED])
         await recorder.flush()
     (body,) = sink.created

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from ddpjob_operator import settings
 from ddpjob_operator.core.objects.nodes import Signals
-from ddpjob_operator.shell import settings
 
 LABELS = {"matchLabels": {"app": "prometheus"}}
 PEER = {"podSelector": LABELS}

@@ -10,9 +10,8 @@ import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
-from ddpjob_operator.shell.cache.pods import slim_pod
-from ddpjob_operator.shell.cache.store import RewoundError, Store
-from ddpjob_operator.shell.watch.informer import PodInformer
+from ddpjob_operator.shell.informer import PodInformer
+from ddpjob_operator.shell.store import RewoundError, Store, slim_pod
 from support import stored
 from support.stored import Object, job
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects import observe, workload
-from ddpjob_operator.shell.cache.workloads import WorkloadCache
+from ddpjob_operator.shell.store import WorkloadCache
 from support.world import job_object
 
 JOB = observe.job(job_object())

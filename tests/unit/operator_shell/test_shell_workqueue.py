@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from ddpjob_operator.shell.workqueue import WorkQueue
+from ddpjob_operator.shell.reconciler import WorkQueue
 
 pytestmark = [pytest.mark.looptime]
 

@@ -38,7 +38,7 @@ class Event:
 class Measurement:
     """One observation for /metrics, counted only after the status write it belongs to.
 
-    ``name``: a metric of shell/metrics.py without its prefix; ``label``: its only label.
+    ``name``: a metric of shell/telemetry.py without its prefix; ``label``: its only label.
     """
 
     name: Literal[

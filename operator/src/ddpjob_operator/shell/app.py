@@ -21,25 +21,18 @@ from typing import Any
 from ddpjob_contract import crd
 from ddpjob_operator import __version__
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.shell.api.client import Api
-from ddpjob_operator.shell.api.credentials import Credentials
-from ddpjob_operator.shell.cache.nodes import NodeCache
-from ddpjob_operator.shell.cache.store import Key, RewoundError, Store
-from ddpjob_operator.shell.clock import Clock
+from ddpjob_operator.settings import Credentials, Settings
+from ddpjob_operator.shell.api import Api
 from ddpjob_operator.shell.elector import Elector
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.probes import Probes
-from ddpjob_operator.shell.reconciler import Reconciler
-from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.settings import Settings
-from ddpjob_operator.shell.watch.gang_api import GangApi
-from ddpjob_operator.shell.watch.informer import NodeInformer, PodInformer
-from ddpjob_operator.shell.watch.kopf_thread import JobWatcher
-from ddpjob_operator.shell.watch.progress import ProgressReader
-from ddpjob_operator.shell.watch.resync import Resync, wait_for_crd
-from ddpjob_operator.shell.watch.workloads import WorkloadInformer
-from ddpjob_operator.shell.workqueue import WorkQueue
+from ddpjob_operator.shell.informer import NodeInformer, PodInformer, WorkloadInformer
+from ddpjob_operator.shell.jobs import JobWatcher, Resync, wait_for_crd
+from ddpjob_operator.shell.nodes import NodeCache
+from ddpjob_operator.shell.progress import ProgressReader
+from ddpjob_operator.shell.reconciler import Clock, Reconciler, WorkQueue
+from ddpjob_operator.shell.scheduling import GangApi
+from ddpjob_operator.shell.store import Key, RewoundError, Store
+from ddpjob_operator.shell.telemetry import Metrics, Probes, Recorder
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob_operator.core.objects.json_read import format_time
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import LEASES, Api, Object
+from ddpjob_operator.shell.api import LEASES, Api, ApiError, Conflict, NotFound, Object
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +102,10 @@ class Elector:
             if spec.get("holderIdentity") == self.identity:
                 lease["spec"] = spec | {"holderIdentity": "", "leaseDurationSeconds": 1}
                 await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
-        except errors.NotFound:
+        except NotFound:
             return ""  # somebody deleted it: nobody holds it
         # A conflict: a renewal of ours, cancelled on its way there, was stored meanwhile.
-        except (errors.ApiError, TimeoutError) as error:
+        except (ApiError, TimeoutError) as error:
             return str(error) or "no answer"
         return ""
 
@@ -129,9 +128,9 @@ class Elector:
         self._tried_at = time.monotonic()
         try:
             ours = await self._acquire()
-        except errors.Conflict:
+        except Conflict:
             return None  # another operator just wrote it; the next look shows which
-        except (errors.ApiError, TimeoutError) as error:
+        except (ApiError, TimeoutError) as error:
             log.warning("cannot reach the lease %s: %s", self.where, str(error) or "no answer")
             return None
         if ours:
@@ -146,7 +145,7 @@ class Elector:
     async def _acquire(self) -> bool:
         try:
             lease = await self._call(self._api.get(LEASES, self._namespace, self._name))
-        except errors.NotFound:
+        except NotFound:
             body = {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",

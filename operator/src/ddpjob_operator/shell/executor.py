@@ -31,14 +31,21 @@ from ddpjob_operator.core.actions import (
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.view import belongs
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import JOBS, OF_KIND, PODS, Api, Object, Resource
-from ddpjob_operator.shell.cache import nodes
-from ddpjob_operator.shell.cache.pods import hidden_pods, slim_pod
-from ddpjob_operator.shell.cache.store import Store
-from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.recorder import Recorder
-from ddpjob_operator.shell.scheduling import groups, workloads
+from ddpjob_operator.shell import nodes, scheduling
+from ddpjob_operator.shell.api import (
+    JOBS,
+    OF_KIND,
+    PODS,
+    Api,
+    ApiError,
+    Conflict,
+    Invalid,
+    NotFound,
+    Object,
+    Resource,
+)
+from ddpjob_operator.shell.store import Store, slim_pod
+from ddpjob_operator.shell.telemetry import Metrics, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +102,7 @@ class Executor:
         """Read the job again after a write with an unknown outcome."""
         try:
             found = await self._api.get(JOBS, job.namespace, job.name)
-        except errors.NotFound as error:
+        except NotFound as error:
             raise JobGoneError from error
         self._store.put_read_job(found, {job.uid: job.resource_version})
 
@@ -114,12 +121,12 @@ class Executor:
             case actions.EnsureWorkload() | actions.WriteWorkload() | actions.DeleteWorkload():
                 return await self._do_workload(job, action)
             case actions.ReadFlavors(admission, names):
-                read = admission, await workloads.flavors(self._api, names)
+                read = admission, await scheduling.read_flavors(self._api, names)
                 self._learn(job.uid, partial(replace, flavors=read))
             case actions.EnsureNetwork():
                 return await self._ensure_network(job, action)
             case actions.RemoveGroups():
-                await groups.remove(self._api, job, action)
+                await scheduling.remove_groups(self._api, job, action)
                 removed = partial(replace, groups_removed=action.name)
                 self._learn(job.uid, removed)
             case actions.DeleteJob():
@@ -180,13 +187,13 @@ class Executor:
         }
         try:
             written = await self._api.replace(JOBS, job.namespace, job.name, body, sub="status")
-        except errors.NotFound as error:
+        except NotFound as error:
             raise JobGoneError from error
-        except errors.Invalid as error:
+        except Invalid as error:
             # Only a correction here or in the CRD helps; the caller backs off.
             log.error("%s/%s: its status is refused: %s (uid %s)", *job.key, error, job.uid)
             raise
-        except errors.ApiError as error:
+        except ApiError as error:
             if error.maybe_done:
                 # If the read fails too, no creation relies on older knowledge.
                 self._learn(job.uid, lambda known: replace(known, confirmed=None))
@@ -228,9 +235,9 @@ class Executor:
             left = await self._api.delete(
                 JOBS, job.namespace, job.name, uid=action.uid, version=job.resource_version
             )
-        except errors.NotFound as error:
+        except NotFound as error:
             raise JobGoneError from error
-        except errors.Conflict:  # changed meanwhile, another of that name, or a restored etcd
+        except Conflict:  # changed meanwhile, another of that name, or a restored etcd
             await self.refresh(job)
             return
         if left.get("kind") != crd.KIND or "deletionTimestamp" not in left["metadata"]:
@@ -242,14 +249,14 @@ class Executor:
             left = await self._api.delete(
                 PODS, job.namespace, action.name, uid=action.uid, grace=action.grace_seconds
             )
-        except errors.NotFound:
+        except NotFound:
             left = {}
-        except errors.Conflict:
+        except Conflict:
             found = await self._read_back(PODS, job, action.name)
             if found is not None and found["metadata"]["uid"] == action.uid:
                 raise  # not about the uid: another client wrote to the pod at that moment
             left = {}
-        except errors.ApiError as error:
+        except ApiError as error:
             self._learn_undeleted(job, action, error)
             raise
         self._learn(job.uid, lambda known: known.deleted(action.uid))
@@ -260,7 +267,7 @@ class Executor:
         else:
             self._store.remove_pod(action.uid)
 
-    def _learn_undeleted(self, job: observe.Job, action: DeletePod, error: errors.ApiError) -> None:
+    def _learn_undeleted(self, job: observe.Job, action: DeletePod, error: ApiError) -> None:
         """Keep the first refusal of each pod; a job at its end has no condition for it."""
         known, words = self._store.feedback(job.uid).undeleted, observe.clean(error.message)
         if action.uid in known:
@@ -317,7 +324,7 @@ class Executor:
     ) -> Refusal | None:
         try:
             pod = await self._api.create(PODS, job.namespace, action.body, strict=True)
-        except errors.ApiError as error:
+        except ApiError as error:
             existing = None
             if error.code == 409:
                 async with doubt:
@@ -337,7 +344,7 @@ class Executor:
             return refusal
         self._store.put_pod(pod, from_watch=False)
         self._record_seat(job, action, None)
-        if dropped := groups.dropped_of(pod, action.body):
+        if dropped := scheduling.dropped_of(pod, action.body):
             self._learn_no_group(job, action.attempt, dropped)
         return None
 
@@ -355,13 +362,18 @@ class Executor:
             case actions.EnsureWorkload():
                 return await self._ensure_workload(job, action)
             case actions.WriteWorkload():
-                return await workloads.write(self._api, self._store, job, action, self._now())
+                return await scheduling.write_workload(
+                    self._api, self._store, job, action, self._now()
+                )
             case actions.DeleteWorkload():
-                await workloads.delete(self._api, self._store, job, action)
+                await scheduling.delete_workload(self._api, self._store, job, action)
         return True
 
     async def _ensure_workload(self, job: observe.Job, action: actions.EnsureWorkload) -> bool:
-        refused, refusal = await workloads.ensure(self._api, self._store, job, action), None
+        refused, refusal = (
+            await scheduling.ensure_workload(self._api, self._store, job, action),
+            None,
+        )
         if refused is not None:
             refusal = self._refusal(job, job.status.get("attempt", 0), *refused)
         self._learn(job.uid, partial(replace, workload_refusal=refusal))
@@ -391,10 +403,10 @@ class Executor:
     async def _ensure_group(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         """Make the attempt's PodGroup; learn why if the API cannot give a whole one."""
         try:
-            found = await groups.ensure(self._api, job, body)
-        except errors.ApiError as error:
+            found = await scheduling.ensure_group(self._api, job, body)
+        except ApiError as error:
             # With pods there is a group: a right that is gone, or a blink of it, is no loss of it.
-            if not groups.unavailable(error) or self._store.pods_of(job.uid):
+            if not scheduling.no_groups(error) or self._store.pods_of(job.uid):
                 return self._refusal(job, attempt, error, None)
             self._learn_no_group(job, attempt, observe.clean(error.message))
             return None
@@ -402,9 +414,9 @@ class Executor:
         # Its protection keeps one that a stranger deletes as long as it has pods.
         going = existing.deleting and not self._store.pods_of(job.uid)
         if existing.owner_uid != job.uid or going:
-            taken = errors.Conflict(409, "AlreadyExists", f"PodGroup {existing.name} exists")
+            taken = Conflict(409, "AlreadyExists", f"PodGroup {existing.name} exists")
             return self._refusal(job, attempt, taken, existing)
-        if dropped := groups.dropped(found, body):
+        if dropped := scheduling.dropped(found, body):
             self._learn_no_group(job, attempt, dropped)
         return None
 
@@ -417,7 +429,7 @@ class Executor:
         drawn = {**body, "stringData": {TOKEN_KEY: secrets.token_hex(_TOKEN_BYTES)}}
         try:
             await self._api.create(OF_KIND["Secret"], job.namespace, drawn, strict=True)
-        except errors.ApiError as error:
+        except ApiError as error:
             if error.reason != "AlreadyExists":  # a quota that is written at the time is a 409 too
                 return self._refusal(job, attempt, error, None)
         return None
@@ -425,13 +437,13 @@ class Executor:
     async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         kind, name = body["kind"], body["metadata"]["name"]
         resource = OF_KIND[kind]
-        error = errors.ApiError(409, "AlreadyExists", f"{kind} {name} already exists")
+        error = ApiError(409, "AlreadyExists", f"{kind} {name} already exists")
         found = await self._read_back(resource, job, name)
         if found is None:
             try:
                 await self._api.create(resource, job.namespace, body, strict=True)
                 return None
-            except errors.ApiError as refused:
+            except ApiError as refused:
                 error = refused
             if error.code != 409:
                 return self._refusal(job, attempt, error, None)
@@ -450,18 +462,18 @@ class Executor:
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
         try:
             await self._api.replace(OF_KIND[kind], job.namespace, name, mended)
-        except errors.ApiError as error:  # it may do as it is: no reason to hold up the gang
+        except ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
         self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
 
     async def _read_back(self, resource: Resource, job: observe.Job, name: str) -> Object | None:
         try:
             return await self._api.get(resource, job.namespace, name)
-        except errors.NotFound:
+        except NotFound:
             return None
 
     def _refusal(
-        self, job: observe.Job, attempt: int, error: errors.ApiError, existing: Existing | None
+        self, job: observe.Job, attempt: int, error: ApiError, existing: Existing | None
     ) -> Refusal:
         self._metrics.count_refusal(job.namespace, error.code)
         message = observe.clean(error.message)
@@ -493,3 +505,11 @@ async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
+    """Find pods of the job that lost the label of its uid. Raises ApiError."""
+    named = f"{crd.LABEL_JOB_NAME}={job.name}"
+    keep = partial(ownership.hidden, job_uid=job.uid)
+    listing = await api.list_all(PODS, job.namespace, named, keep=keep)
+    return tuple(filter(None, listing.items))

@@ -6,23 +6,25 @@ uid and tried again later.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from typing import Final, Generic, TypeVar
 
 from ddpjob_operator import __version__
 from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.plan import plan
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.cache.store import JobState, Key, RewoundError, Store
-from ddpjob_operator.shell.clock import Clock
+from ddpjob_operator.shell.api import ApiError
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
-from ddpjob_operator.shell.metrics import Metrics
-from ddpjob_operator.shell.workqueue import WorkQueue
+from ddpjob_operator.shell.store import JobState, Key, RewoundError, Store
+from ddpjob_operator.shell.telemetry import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class Reconciler:
             self._forget(key)
         except RewoundError:
             raise  # all that this process knows is out of date
-        except errors.ApiError as error:
+        except ApiError as error:
             delay = self._queue.add_failed(key, error.retry_after)
             log.warning("%s/%s: %s; again in %.1f s (uid %s)", *key, error, delay, uid)
         except Exception:
@@ -146,3 +148,224 @@ class Reconciler:
 
 def _done(job: observe.Job) -> int:
     return integer(mapping(job.status.get("replicas")).get("succeeded"))
+
+
+K = TypeVar("K", bound=Hashable)
+
+_FIRST_DELAY = 0.1  # seconds, doubled by each failure in a row
+_MAX_DELAY = 30.0
+
+
+class WorkQueue(Generic[K]):
+    """The queue; calls ``observe_latency(seconds)`` with the time each key spent in line.
+
+    ``group(key)``: keys of one group share a line; without it each key is a group.
+    """
+
+    def __init__(
+        self,
+        observe_latency: Callable[[float], None] = lambda _: None,
+        group: Callable[[K], Hashable] = lambda key: key,
+    ) -> None:
+        self._lines: OrderedDict[Hashable, deque[K]] = OrderedDict()  # next group first
+        self._group = group
+        self._waiting: dict[K, float] = {}  # in line, since when
+        self._working: set[K] = set()  # one for each worker that is not free
+        self._workers = 0
+        self._again: set[K] = set()  # came back while being worked on
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+        self._rests: dict[K, float] = {}  # until when
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()  # set when a worker finished
+        self._closed = False
+        self._observe_latency = observe_latency
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, key: K) -> None:
+        """Put the key in line, once."""
+        if key in self._waiting:
+            return
+        if key in self._working:
+            self._again.add(key)
+            return
+        rest = self._rests.get(key, 0.0) - _now()
+        if rest > 0:
+            self.add_after(key, rest)
+            return
+        self._waiting[key] = _now()
+        self._lines.setdefault(self._group(key), deque()).append(key)
+        self._wake.set()
+
+    def add_after(self, key: K, delay: float) -> None:
+        """Put the key in line after ``delay`` seconds, or earlier if that was asked for."""
+        if delay <= 0:
+            self.add(key)
+            return
+        due = _now() + delay
+        timer = self._timers.get(key)
+        if timer is not None:
+            if timer.when() <= due:
+                return
+            timer.cancel()
+        self._timers[key] = asyncio.get_running_loop().call_at(due, self._ring, key)
+
+    def add_failed(self, key: K, at_least: float | None = None) -> float:
+        """Put the key in line after its back-off, or ``at_least``; return the delay."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 20))
+        delay = max(delay * random.uniform(0.8, 1.2), at_least or 0.0)
+        self.add_after(key, delay)
+        return delay
+
+    def rest(self, key: K, seconds: float) -> None:
+        """Let nobody work on the key for so long from now."""
+        self._rests[key] = _now() + seconds
+
+    def forgive(self, key: K) -> None:
+        """Reset the back-off of a key that was worked on well."""
+        self._failures.pop(key, None)
+
+    def forget(self, key: K) -> None:
+        """Drop the timer and the back-off of a key whose object is gone."""
+        self._failures.pop(key, None)
+        self._rests.pop(key, None)
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Hand out no more keys; running work goes on."""
+        self._closed = True
+        self._wake.clear()
+
+    async def drained(self) -> None:
+        """Wait, after close, until no worker is busy."""
+        while self._working:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def run(self, workers: int, work: Callable[[K], Awaitable[None]]) -> None:
+        """Work until cancelled; an error of ``work`` ends the run, as an ExceptionGroup."""
+        self._workers = workers
+        async with asyncio.TaskGroup() as group:
+            for number in range(workers):
+                group.create_task(self._worker(work), name=f"worker-{number}")
+
+    async def _worker(self, work: Callable[[K], Awaitable[None]]) -> None:
+        while True:
+            key = await self._take()
+            try:
+                await work(key)
+            finally:
+                self._working.discard(key)
+                self._idle.set()
+                if key in self._again:
+                    self._again.discard(key)
+                    self.add(key)
+            await asyncio.sleep(0)  # work that waited for nothing lets other tasks run
+
+    async def _take(self) -> K:
+        # A worker that ends its work looks here next, so only new keys wake a waiting one.
+        while self._closed or (line := self._next_line()) is None:
+            self._wake.clear()
+            await self._wake.wait()
+        key = line.popleft()
+        if line:
+            self._lines.move_to_end(self._group(key))
+        else:
+            del self._lines[self._group(key)]
+        self._observe_latency(_now() - self._waiting.pop(key))
+        self._working.add(key)
+        self._rests.pop(key, None)
+        # The timer's reason is looked at now; the new plan sets the next one.
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        return key
+
+    def _next_line(self) -> deque[K] | None:
+        busy = Counter(map(self._group, self._working))
+        for group, line in self._lines.items():  # finds one at once, or there are few
+            if group not in busy:
+                return line
+        if not self._lines or len(self._working) + 1 >= self._workers:
+            return None  # the last free one is kept for a group that has none
+        return self._lines[min(self._lines, key=busy.__getitem__)]
+
+    def _ring(self, key: K) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+#: Between two looks the clock and time itself differ by more only if the clock was set.
+_SET: Final = timedelta(seconds=5)
+
+
+class Clock:
+    """``received(namespace)`` is called at each sign of life of the API server about a namespace.
+
+    Within ``tolerance`` seconds; ``namespaces`` are those with a sight of their own, None all that
+    have none. ``stepped()``: the time has been set; what was remembered with its time is of another
+    one.
+    """
+
+    def __init__(
+        self,
+        tolerance: float = 60.0,
+        *,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+        monotonic: Callable[[], float] = time.monotonic,
+        stepped: Callable[[], None] = lambda: None,
+        namespaces: Sequence[str] = (),
+    ) -> None:
+        self._stepped = stepped
+        self._wall, self._monotonic, self._tolerance = wall, monotonic, tolerance
+        self._at, self._shown = monotonic(), wall()
+        served = namespaces or (None,)
+        self._received_at: dict[str | None, float] = dict.fromkeys(served, self._at)
+        self._seen_since: dict[str | None, datetime] = dict.fromkeys(served, self._shown)
+
+    def now(self) -> datetime:
+        """Return UTC."""
+        at, wall = self._monotonic(), self._wall()
+        off = wall - self._shown - timedelta(seconds=at - self._at)
+        self._at, self._shown = at, wall
+        if abs(off) > _SET:
+            log.warning("the clock was set by %.0f s", off.total_seconds())
+            self._count_from_now()
+            self._stepped()
+        return wall
+
+    def received(self, namespace: str | None = None) -> None:
+        """Note what the API server has just said of its time."""
+        self.seen_since(namespace)
+        self._received_at[self._served(namespace)] = self._monotonic()
+
+    def interrupted(self) -> None:
+        """Note that somebody else, or nobody, has acted until this moment."""
+        self.now()
+        self._count_from_now()
+
+    def seen_since(self, namespace: str | None = None) -> datetime:
+        """Return since when this process has seen it and acted without a gap. Without sight: now.
+
+        What cannot be seen of one namespace is no gap in another's sight.
+        """
+        served = self._served(namespace)
+        if self._monotonic() - self._received_at[served] > self._tolerance:
+            self._seen_since[served] = self.now()
+        return self._seen_since[served]
+
+    def _served(self, namespace: str | None) -> str | None:
+        return namespace if namespace in self._received_at else None
+
+    def _count_from_now(self) -> None:
+        self._seen_since = dict.fromkeys(self._seen_since, self._shown)

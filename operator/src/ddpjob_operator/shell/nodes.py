@@ -17,9 +17,7 @@ from typing import Any
 
 from ddpjob_operator.core.objects import nodes
 from ddpjob_operator.core.objects.json_read import mapping
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import LEASES, NODES, Api
-from ddpjob_operator.shell.cache.pods import number
+from ddpjob_operator.shell.api import LEASES, NODES, Api, Forbidden, NotFound, version_number
 
 _LEASES = "kube-node-lease"  # their namespace
 _REMEMBERED = 1000  # nodes that are gone
@@ -80,7 +78,9 @@ class NodeCache:
 
     def slim(self, obj: Mapping[str, Any]) -> Slim:
         """Keep the needed part of a Node object."""
-        return nodes.record(obj, self._signals), number(obj["metadata"].get("resourceVersion"))
+        return nodes.record(obj, self._signals), version_number(
+            obj["metadata"].get("resourceVersion")
+        )
 
     def put(self, slim: Slim, *, quorum: bool = False) -> bool:
         """Take a node; return True if it is news. A quorum read is always the newest."""
@@ -120,7 +120,7 @@ class NodeCache:
         """List the nodes' Leases; without the right to that none is known. Raise ApiError."""
         asked = self._clock()
         found: dict[str, object] = {}
-        with contextlib.suppress(errors.Forbidden):
+        with contextlib.suppress(Forbidden):
             listing = await api.list_all(LEASES, _LEASES, keep=_renewal)
             found = dict(listing.items)
         now, old = self._clock(), self._leases
@@ -190,7 +190,7 @@ async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
     for name in names:
         try:
             cache.put(cache.slim(await api.get(NODES, None, name)), quorum=True)
-        except errors.NotFound:
+        except NotFound:
             cache.remove(name, quorum=True)
 
 

@@ -1,15 +1,24 @@
 """Offer the API server as ~8 verbs: dicts in, dicts out, failures as ApiError.
 
 The elector, informers, executor and recorder call it. Typed models would drop fields that they do
-not know and cost five times as much.
+not know and cost five times as much. No exception of aiohttp gets past this file.
+
+A list is decoded item by item as it arrives, so that never more than one item is there as dicts,
+and other tasks run between two items. What is nested so deep that Python's decoder gives up on it
+(a DDPJob of 4 KB can be) is replaced by NaN, which no JSON of Kubernetes holds.
 """
+
+# ruff: noqa: N818 - errors are named after the API's own reasons
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import re
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +28,83 @@ import aiohttp
 from ddpjob_contract import crd
 from ddpjob_operator import __version__
 from ddpjob_operator.core.objects import observe
-from ddpjob_operator.shell.api import decode, errors
-from ddpjob_operator.shell.api.credentials import Credentials
+from ddpjob_operator.settings import Credentials
 
-Object = decode.Object
+
+class ApiError(Exception):
+    """An unsuccessful call.
+
+    ``code`` is the HTTP status, 0 without an answer: then a write may or may not have happened.
+    ``reason`` and ``message`` are those of the Status object; without one the reason is empty and
+    the message is the answer's text.
+    """
+
+    def __init__(
+        self, code: int, reason: str, message: str, retry_after: float | None = None, what: str = ""
+    ) -> None:
+        answer = f"{code} {reason}".rstrip() if code else "no answer"
+        super().__init__(": ".join(part for part in (what, answer, message) if part))
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+    @property
+    def maybe_done(self) -> bool:
+        """Tell whether the write may have been carried out in spite of the error."""
+        return self.code == 0 or self.code >= 500
+
+
+class Invalid(ApiError):
+    """400 or 422: the object itself is wrong, so sending it again cannot help."""
+
+
+class Forbidden(ApiError):
+    """401 or 403: no permission, or a quota or another admission rule refuses."""
+
+
+class NotFound(ApiError):
+    """404."""
+
+
+class Conflict(ApiError):
+    """409: a newer resourceVersion, another uid, or the name is taken (AlreadyExists)."""
+
+
+class Gone(ApiError):
+    """410: a watch or a paged list is too old and must start again."""
+
+
+class Throttled(ApiError):
+    """429: surely not carried out; ``retry_after`` says when to try again."""
+
+
+class Unavailable(ApiError):
+    """No answer, or 5xx."""
+
+
+_BY_CODE: dict[int, type[ApiError]] = {
+    400: Invalid,
+    401: Forbidden,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    422: Invalid,
+    429: Throttled,
+}
+
+
+def error_from_status(
+    code: int, status: Mapping[str, Any], *, retry_after: float | None = None, what: str = ""
+) -> ApiError:
+    """Turn a metav1.Status (or another answer in its place) into an ApiError."""
+    cls = _BY_CODE.get(code, Unavailable if code >= 500 or code == 0 else ApiError)
+    reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
+    return cls(code, reason, message, retry_after=retry_after, what=what)
+
+
+Object = dict[str, Any]
 
 _TIMEOUT = 20.0  # seconds for one call, or of silence in a list
 _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
@@ -165,7 +247,7 @@ class Api:
         items: list[Any] = []
 
         async def read(response: aiohttp.ClientResponse) -> Object:
-            found, rest = await decode.read_list(response.content.iter_any(), keep)
+            found, rest = await read_list(response.content.iter_any(), keep)
             _version(rest)
             items.extend(found)
             return rest
@@ -204,15 +286,15 @@ class Api:
                 self._count("watch", resource.plural, response.status)
                 if response.status != 200:
                     raise await _error(response, what)
-                async for line in decode.lines(response.content.iter_any()):
+                async for line in read_lines(response.content.iter_any()):
                     kind, obj = _event(line)
                     if kind == "ERROR":
-                        raise errors.from_status(int(obj.get("code") or 0), obj, what=what)
+                        raise error_from_status(int(obj.get("code") or 0), obj, what=what)
                     yield kind, obj
         except TimeoutError:
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise errors.from_status(0, {"message": _describe(error)}, what=what) from error
+            raise error_from_status(0, {"message": _describe(error)}, what=what) from error
 
     async def _call(
         self,
@@ -228,7 +310,7 @@ class Api:
         for _ in range(_THROTTLE_RETRIES):
             try:
                 return await call()
-            except errors.Throttled as error:
+            except Throttled as error:
                 wait = error.retry_after if error.retry_after is not None else 1.0
                 if wait > _THROTTLE_PATIENCE:
                     raise
@@ -261,9 +343,9 @@ class Api:
                 return found
         except TimeoutError as error:
             message = f"no answer within {_TIMEOUT:g} s"
-            raise errors.from_status(0, {"message": message}, what=what) from error
+            raise error_from_status(0, {"message": message}, what=what) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise errors.from_status(0, {"message": _describe(error)}, what=what) from error
+            raise error_from_status(0, {"message": _describe(error)}, what=what) from error
         finally:
             self._count(verb, resource.plural, code)
 
@@ -304,7 +386,7 @@ def _describe(error: BaseException) -> str:
 
 
 async def _object(response: aiohttp.ClientResponse) -> Object:
-    found: Object = decode.loads(await response.read())
+    found: Object = loads(await response.read())
     return found
 
 
@@ -316,7 +398,7 @@ def _version(obj: Object) -> str:
 
 
 def _event(line: bytes) -> tuple[str, Object]:
-    match decode.loads(line):
+    match loads(line):
         case {"type": str(kind), "object": dict(obj)}:
             if kind != "ERROR":
                 _version(obj)
@@ -324,7 +406,7 @@ def _event(line: bytes) -> tuple[str, Object]:
     raise ValueError("a line that is no event of a watch")
 
 
-async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError:
+async def _error(response: aiohttp.ClientResponse, what: str) -> ApiError:
     body = b""
     with contextlib.suppress(aiohttp.ClientError, OSError):  # the code is enough without the rest
         async for chunk in response.content.iter_any():
@@ -343,4 +425,160 @@ async def _error(response: aiohttp.ClientResponse, what: str) -> errors.ApiError
         retry_after: float | None = float(response.headers.get("Retry-After", ""))
     except ValueError:
         retry_after = None
-    return errors.from_status(response.status, status, retry_after=retry_after, what=what)
+    return error_from_status(response.status, status, retry_after=retry_after, what=what)
+
+
+_DEEPEST = 60  # Kubernetes' own types need less than 20
+_SURELY_READ = 500  # brackets
+_TURN = 0.01  # seconds of decoding before other tasks run
+_SPACE = " \t\r\n,:"
+#: Whole strings, for brackets within them are text; a quote alone begins an unfinished one.
+_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[{\]}]')
+_decoder = json.JSONDecoder()
+
+
+def loads(text: str | bytes) -> Any:
+    """Decode like json.loads, but cut off what is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return json.loads(_cut(text if isinstance(text, str) else text.decode())[0])
+
+
+def shallow(text: bytes) -> bytes:
+    """Return the JSON unchanged if decoders can read it, else cut the deepest parts."""
+    if text.count(b"[") + text.count(b"{") < _SURELY_READ:
+        return text
+    try:
+        json.loads(text)
+    except RecursionError:
+        return _cut(text.decode())[0].encode()
+    return text
+
+
+async def read_list(
+    content: AsyncIterable[bytes], keep: Callable[[Object], Any]
+) -> tuple[list[Any], Object]:
+    """Decode the body of a list; return what ``keep`` makes of items, and the rest.
+
+    Raises ValueError for anything else (no items are not the same as none left), and for what is no
+    JSON, or incomplete.
+    """
+    text = _Text(content)
+    items: list[Any] | None = None
+    rest: Object = {}
+    await text.expect("{")
+    while await text.peek() != "}":
+        name = await text.value()
+        if name == "items" and await text.peek() == "[":
+            await text.expect("[")
+            items = []
+            while await text.peek() != "]":
+                items.append(await text.value(keep))
+            await text.expect("]")
+        else:
+            rest[name] = await text.value()
+    if items is None:
+        nil = rest.pop("items", ...) is None  # as some servers in Go spell an empty one
+        if not (nil and str(rest.get("kind")).endswith("List")):
+            raise ValueError(f"no list: it has no items, but {list(rest)}"[:200])
+        items = []
+    return items, rest
+
+
+class _Text:
+    """JSON that is still arriving, read value by value; commas and colons count as spaces."""
+
+    def __init__(self, content: AsyncIterable[bytes]) -> None:
+        self._chunks = content.__aiter__()
+        self._bytes = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._whole = "", False  # whole: no more will arrive
+        self._turn = time.perf_counter()
+
+    async def peek(self) -> str:
+        """Return the next character that is no space."""
+        while not (text := self._text.lstrip(_SPACE)):
+            await self._more(1)
+        self._text = text
+        return text[0]
+
+    async def expect(self, character: str) -> None:
+        """Take that character; ValueError for any other one."""
+        if await self.peek() != character:
+            raise ValueError(f"no JSON list: {self._text[:80]!r}")
+        self._text = self._text[1:]
+
+    async def value(self, keep: Callable[[Any], Any] = lambda value: value) -> Any:
+        """Return what ``keep`` makes of the next value."""
+        await self.peek()
+        while (found := _value(self._text)) is None:
+            # Wait for twice as much: each byte is decoded twice at most.
+            await self._more(len(self._text))
+        self._text = self._text[found[1] :]
+        if time.perf_counter() - self._turn > _TURN:
+            await asyncio.sleep(0)
+            self._turn = time.perf_counter()
+        return keep(found[0])
+
+    async def _more(self, characters: int) -> None:
+        """Wait for so many characters more, or the end."""
+        if self._whole:
+            raise ValueError("the JSON ends too early")
+        pieces = [self._text]
+        while characters > 0 and not self._whole:
+            chunk = await anext(self._chunks, b"")
+            self._whole = not chunk
+            pieces.append(self._bytes.decode(chunk, final=self._whole))
+            characters -= len(pieces[-1])
+        self._text = "".join(pieces)
+
+
+def _value(text: str) -> tuple[Any, int] | None:
+    """Decode the value at the beginning; return it and its end, None while it is not whole."""
+    try:
+        found, end = _decoder.raw_decode(text)
+    except RecursionError:
+        cut, end = _cut(text)
+        found = json.loads(cut) if cut else None
+    except ValueError:
+        return None
+    goes_on = end == len(text) and text[0] not in '{["'  # a number
+    return None if goes_on or not end else (found, end)
+
+
+def _cut(text: str) -> tuple[str, int]:
+    """Cut what is nested too deep in the first value; return it and its end, 0 if not whole."""
+    pieces, depth, start = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        character = text[token.start()]
+        if character in "[{":
+            depth += 1
+            if depth == _DEEPEST:
+                pieces += [text[start : token.start()], "NaN"]
+        elif character in "]}":
+            if depth == _DEEPEST:
+                start = token.end()
+            depth -= 1
+            if not depth:
+                return "".join([*pieces, text[start : token.end()]]), token.end()
+        elif token.group() == '"':
+            break
+    return "", 0
+
+
+async def read_lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield whole lines of any length: aiohttp's own iteration fails on those above 128 KiB."""
+    pieces: list[bytes] = []
+    async for chunk in content:
+        *ended, rest = chunk.split(b"\n")
+        for line in ended:
+            whole = b"".join([*pieces, line])
+            pieces.clear()
+            if whole:
+                yield whole
+        pieces.append(rest)
+
+
+def version_number(version: object) -> int | None:
+    """Return a resourceVersion as a number, to be compared; None if it is none."""
+    return int(version) if isinstance(version, str) and version.isdecimal() else None

@@ -1,25 +1,36 @@
-"""Publish all metrics of the operator at /metrics. No label ever holds the name of a job.
+"""Publish what the operator does: metrics, Events about jobs, and its own health.
 
-Changes of jobs are counted once, after the status write that stored them (executor.py). The present
-state is computed at each scrape, by the leader alone: sums over all operators count nothing twice.
+Changes of jobs are counted, and their Events sent, once, after the status write that stored them
+(executor.py). The present state is computed at each scrape, by the leader alone: sums over all
+operators count nothing twice. No label ever holds the name of a job.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import platform
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
 
 import prometheus_client as prom
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ddpjob_contract import LEDGER_STATES, crd
 from ddpjob_contract.exits import SEVERITY
 from ddpjob_operator import __version__
-from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.actions import Event, Measurement
 from ddpjob_operator.core.objects import observe, status
+from ddpjob_operator.shell.api import EVENTS, Api, ApiError
+
+log = logging.getLogger(__name__)
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SLOW = (0.1, 0.25, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300, 600, 1800)
@@ -197,3 +208,156 @@ class Metrics(Collector):
             self._counted.discard(namespace)
             for counter in self._counters.values():
                 counter.remove_by_labels({"namespace": namespace})
+
+
+_COMPONENT = "ddpjob-operator"
+_MOST = 40  # events of one job ...
+_PERIOD = 600.0  # ... in so many seconds
+_QUEUE = 1000
+_MESSAGE_MAX = 1024
+
+
+class Recorder:
+    """The sender of Events: ``send`` only puts them in line; ``run`` sends them."""
+
+    def __init__(
+        self, api: Api, instance: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._api, self._instance, self._clock = api, instance, clock
+        self._line: asyncio.Queue[tuple[observe.Job, Event]] = asyncio.Queue(_QUEUE)
+        self._begun = clock()
+        self._sent: Counter[str] = Counter()  # in this period, by job uid
+
+    def send(self, job: observe.Job, events: Iterable[Event]) -> None:
+        """Put the events in line; drop what exceeds the job's rate or a full line."""
+        for event in events:
+            if not self._allows(job.uid):
+                log.debug("%s/%s: too many events, dropped %s", *job.key, event.reason)
+                continue
+            try:
+                self._line.put_nowait((job, event))
+            except asyncio.QueueFull:
+                log.warning("too many events wait to be sent, dropped %s", event.reason)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            job, event = await self._line.get()
+            try:
+                await self._api.create(EVENTS, job.namespace, _body(job, event, self._instance))
+            except ApiError as error:
+                log.info("%s/%s: event %s not sent: %s", *job.key, event.reason, error)
+            except Exception:
+                log.exception("%s/%s: event %s not sent: a bug", *job.key, event.reason)
+            finally:
+                self._line.task_done()
+
+    async def flush(self) -> None:
+        """Wait until every event in line has been tried, for an orderly end."""
+        await self._line.join()
+
+    def _allows(self, uid: str) -> bool:
+        if self._clock() - self._begun > _PERIOD:
+            self._begun = self._clock()
+            self._sent.clear()
+        self._sent[uid] += 1
+        return self._sent[uid] <= _MOST
+
+
+def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{job.name}.{secrets.token_hex(8)}", "namespace": job.namespace},
+        "involvedObject": {
+            "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
+            "kind": crd.KIND,
+            "namespace": job.namespace,
+            "name": job.name,
+            "uid": job.uid,
+            "resourceVersion": job.resource_version,
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:_MESSAGE_MAX],
+        "source": {"component": _COMPONENT},
+        "reportingComponent": _COMPONENT,
+        "reportingInstance": instance[:128],
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }
+
+
+STUCK_AFTER = 180.0  # seconds; twice the longest that a watch may stay silent, and some
+
+_KEPT = 1.0  # seconds; 2000 namespaces take 0.4 s to format
+_MAX_CONNECTIONS = 64
+# So many connections are open at once. A client that asks without delay has its answer before so
+# many newer ones come that it is the oldest.
+_BACKLOG = 8
+
+
+class Probes:
+    """The server; ``idle`` gives each loop's idle time, ``unready`` the missing parts."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        idle: Callable[[], Mapping[str, float]],
+        unready: Callable[[], list[str]],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._port, self._registry = host, port, registry
+        self._idle, self._unready, self._now = idle, unready, now
+        self._text, self._text_until = b"", now()
+        self._runner: web.ServerRunner | None = None
+        self.port = port
+
+    async def start(self) -> None:
+        """Listen; raise OSError if the port is taken."""
+        server = _Server(self._answer, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host or None, self._port, backlog=_BACKLOG).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
+        page = pages.get(request.path)
+        response = page() if page else web.Response(text="no such page\n", status=404)
+        response.force_close()
+        return response
+
+    def _healthz(self) -> web.Response:
+        stuck = {name: age for name, age in self._idle().items() if age > STUCK_AFTER}
+        text = "".join(f"{name} has done nothing for {age:.0f} s\n" for name, age in stuck.items())
+        return web.Response(text=text or "ok\n", status=503 if stuck else 200)
+
+    def _readyz(self) -> web.Response:
+        missing = self._unready()
+        text = "".join(f"not yet: {what}\n" for what in missing)
+        return web.Response(text=text or "ok\n", status=503 if missing else 200)
+
+    def _metrics(self) -> web.Response:
+        if self._now() >= self._text_until:
+            self._text = generate_latest(self._registry)
+            self._text_until = self._now() + _KEPT
+        return web.Response(body=self._text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Server(web.Server):
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Close the oldest of too many connections: an honest client has its answer by now."""
+        super().connection_made(handler, transport)
+        for oldest in self.connections[:-_MAX_CONNECTIONS]:
+            if oldest.transport is not None:
+                oldest.transport.abort()

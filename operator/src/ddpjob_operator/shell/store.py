@@ -8,6 +8,7 @@ removed. Everything runs on one event loop; no method awaits.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,12 @@ from ddpjob_contract import crd
 from ddpjob_operator.core.actions import ApiFeedback
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.nodes import Nodes
-from ddpjob_operator.shell.cache.nodes import NodeCache
-from ddpjob_operator.shell.cache.pods import SlimPod, number, slim_pod
-from ddpjob_operator.shell.cache.workloads import WorkloadCache
+from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.core.objects.workload import Workload, name_of, workload
+from ddpjob_operator.shell.api import version_number
+from ddpjob_operator.shell.nodes import NodeCache
+
+log = logging.getLogger(__name__)
 
 Key = tuple[str, str]  # namespace, name
 Owner = tuple[str, str]  # namespace of the pod, uid of the job: no pod of another namespace is its
@@ -28,6 +32,28 @@ Object = Mapping[str, Any]
 
 _TOMBSTONES = 20_000
 _ATTEMPTS = 4
+_DELETED_WORKLOADS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SlimPod:
+    """The kept part of a pod, and its resourceVersion."""
+
+    pod: observe.Pod
+    version: int | None
+    readable: bool = True
+
+
+def slim_pod(obj: Object) -> SlimPod:
+    """Keep the needed part of a Pod object; a malformed one must hide no other."""
+    meta, readable = obj["metadata"], True
+    try:
+        pod = observe.pod(obj)
+    except Exception:
+        log.exception("a pod that cannot be read is ignored")
+        named = {field: meta[field] for field in ("namespace", "name", "uid")}
+        pod, readable = observe.pod({"metadata": named}), False
+    return SlimPod(pod, version_number(meta.get("resourceVersion")), readable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +85,56 @@ class _Gang:
             self.seen.setdefault(pod.attempt, set()).add(pod.replica)
             if len(self.seen) > _ATTEMPTS:
                 del self.seen[min(self.seen)]  # members may be of older attempts
+
+
+class WorkloadCache:
+    """Workloads by namespace and name."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Workload] = {}
+        self._deleted: OrderedDict[str, None] = OrderedDict()
+        self._served: dict[str | None, bool] = {}  # by the informer's namespace, None: all
+
+    def of(self, job: Job) -> tuple[Workload, ...] | None:
+        """Return what has the name of that job's Workload; None: they cannot be read."""
+        where = job.namespace if job.namespace in self._served else None
+        if not self._served.get(where):
+            return None
+        found = self._known.get((job.namespace, name_of(job)))
+        return () if found is None else (found,)
+
+    def put(self, obj: Mapping[str, Any]) -> Workload:
+        """Take a Workload object, unless a newer one is known."""
+        new = workload(obj)
+        old = self._known.get((new.namespace, new.name))
+        older = old is not None and (version_number(new.version) or 0) < (
+            version_number(old.version) or 0
+        )
+        if not older and new.uid not in self._deleted:
+            self._known[new.namespace, new.name] = new
+        return new
+
+    def remove(self, where: tuple[str, str], uid: str, *, for_good: bool = False) -> None:
+        """Forget a Workload; ``for_good``: a watch that is behind does not bring it back."""
+        if where in self._known and self._known[where].uid == uid:
+            del self._known[where]
+        if for_good:
+            self._deleted[uid] = None
+            if len(self._deleted) > _DELETED_WORKLOADS:
+                self._deleted.popitem(last=False)
+
+    def replace_all(self, where: str | None, listed: Iterable[str], version: str) -> None:
+        """Take a full list of these uids, read at ``version``."""
+        kept, at = set(listed), version_number(version) or 0
+        for one in list(self._known.values()):
+            younger = (version_number(one.version) or 0) > at
+            if where in (None, one.namespace) and one.uid not in kept and not younger:
+                self.remove((one.namespace, one.name), one.uid)
+        self._served[where] = True
+
+    def forget(self, where: str | None) -> None:
+        """Stop trusting what cannot be read any more."""
+        self._served[where] = False
 
 
 class RewoundError(Exception):
@@ -94,7 +170,7 @@ class Store:
 
     def check_list(self, plural: str, version: str, newest_before: int) -> None:
         """Raise RewoundError if a quorum list is older than what was known when it began."""
-        read = number(version)
+        read = version_number(version)
         if read is not None and read < newest_before:
             known = f"{plural} were read at version {read} after {newest_before}"
             raise RewoundError(f"{known}: etcd was restored from a backup")
@@ -106,7 +182,7 @@ class Store:
     def put_job(self, offered: Object | observe.Job) -> bool:
         """Take a job from a watch or a list; return False without news."""
         job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
-        self._saw(crd.PLURAL, number(job.resource_version))
+        self._saw(crd.PLURAL, version_number(job.resource_version))
         known = self._jobs.get(job.key)
         if known is not None and not _newer(known.resource_version, job.resource_version):
             return False
@@ -126,7 +202,7 @@ class Store:
         It is older after a restore that raises the revision of etcd, as the manual has it.
         """
         uid, version = offered["metadata"]["uid"], offered["metadata"]["resourceVersion"]
-        read, before = number(version), number(versions_before.get(uid, ""))
+        read, before = version_number(version), version_number(versions_before.get(uid, ""))
         if read is not None and before is not None and read < before:
             known = f"a DDPJob was read at version {read} after {before}"
             raise RewoundError(f"{known}: etcd was restored from a backup")
@@ -250,7 +326,7 @@ class Store:
         if job_uid not in self._keys:
             return  # deleted meanwhile
         gang = self._gangs.setdefault((self._keys[job_uid][0], job_uid), _Gang())
-        at, kept = number(version) or 0, {item.pod.uid for item in items}
+        at, kept = version_number(version) or 0, {item.pod.uid for item in items}
         if seats:
             kept |= {uid for uid, known in gang.pods.items() if known.pod.replica not in seats}
         self._retain(gang, kept, version)
@@ -336,7 +412,7 @@ class Store:
 
         A pod that we created after the list was read is not missing from it.
         """
-        at = number(version)
+        at = version_number(version)
         gone = [
             uid
             for uid, known in gang.pods.items()
@@ -349,5 +425,5 @@ class Store:
 
 def _newer(known: str, offered: str) -> bool:
     """Tell whether ``offered`` replaces ``known``, as it does when they cannot be compared."""
-    a, b = number(known), number(offered)
+    a, b = version_number(known), version_number(offered)
     return True if a is None or b is None else b > a

@@ -1,4 +1,4 @@
-"""Keep the store's pods and nodes current, by paged lists and watches with bookmarks.
+"""Keep the store's pods, nodes and Workloads current, by paged lists and watches with bookmarks.
 
 app.py runs one per namespace and kind. Only pods with our job-uid label are asked for. A pod that a
 new list does not show was deleted, though its events were lost.
@@ -15,10 +15,23 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.shell.api import errors
-from ddpjob_operator.shell.api.client import NODES, PODS, Api, Listing, Object, Resource
-from ddpjob_operator.shell.cache import nodes, pods
-from ddpjob_operator.shell.cache.store import Key, Store
+from ddpjob_operator.core.objects.workload import Workload
+from ddpjob_operator.shell import nodes
+from ddpjob_operator.shell.api import (
+    NODES,
+    PODS,
+    WORKLOADS,
+    Api,
+    ApiError,
+    Forbidden,
+    Gone,
+    Listing,
+    NotFound,
+    Object,
+    Resource,
+    version_number,
+)
+from ddpjob_operator.shell.store import Key, Store
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +79,12 @@ class Informer(ABC):
     def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
         """Take an event; return the jobs that it concerns."""
 
-    def _refused(self, error: errors.ApiError) -> None:
+    def _refused(self, error: ApiError) -> None:
         """Handle a refused list: the server's trouble, none of ours."""
         self.alive_at = time.monotonic()
         self.answered.set()
 
-    def _tell(self, error: errors.ApiError) -> None:
+    def _tell(self, error: ApiError) -> None:
         if str(error) != self._told:
             log.warning("%s: %s; trying again", self.resource.plural, error)
         self._told = str(error)
@@ -88,7 +101,7 @@ class Informer(ABC):
                 version = await self._list()
                 failures = 0
                 await self._watch_from(version)
-            except errors.Gone as error:
+            except Gone as error:
                 self._gone += 1
                 self._refused(error)
                 log.info("%s: the watch is too old, listing again", self.resource.plural)
@@ -96,7 +109,7 @@ class Informer(ABC):
                     self._tell(error)
                 if self._gone > 1:  # listing did not help: no storm of lists
                     await asyncio.sleep(_backoff(self._gone - 1))
-            except errors.ApiError as error:
+            except ApiError as error:
                 failures += 1
                 self._tell(error)
                 self._refused(error)
@@ -141,9 +154,9 @@ class Informer(ABC):
                             self._changed(key)
                     if time.monotonic() >= until:
                         return
-            except errors.Gone:
+            except Gone:
                 raise
-            except errors.ApiError as error:
+            except ApiError as error:
                 failures += 1
                 delay = _delay(failures, error)
                 log.info("%s: %s; watching again in %.1f s", self.resource.plural, error, delay)
@@ -178,7 +191,7 @@ class PodInformer(Informer):
         if kind != "DELETED":
             return self._store.put_pod(obj)
         meta = obj["metadata"]
-        key = self._store.remove_pod(meta["uid"], pods.number(meta.get("resourceVersion")))
+        key = self._store.remove_pod(meta["uid"], version_number(meta.get("resourceVersion")))
         return () if key is None else (key,)
 
 
@@ -198,16 +211,42 @@ class NodeInformer(Informer):
         news = cache.remove(name) if kind == "DELETED" else cache.put(cache.slim(obj))
         return self._store.keys_on({name}) if news else ()
 
-    def _refused(self, error: errors.ApiError) -> None:
+    def _refused(self, error: ApiError) -> None:
         super()._refused(error)
-        if isinstance(error, errors.Forbidden):
+        if isinstance(error, Forbidden):
             self._store.nodes.forget()
         # Nothing waits for nodes: until they are known Fence acts as Wait. Only a refusal of the
         # right to read them is reported as one.
         self.synced.set()
 
 
-def _delay(failures: int, error: errors.ApiError) -> float:
+class WorkloadInformer(Informer):
+    """Informer of the jobs' Workloads; without the API, or the right, none are known."""
+
+    resource = WORKLOADS
+    selector = crd.LABEL_JOB_UID
+
+    def _keep(self, obj: Object) -> Workload:
+        return self._store.workloads.put(obj)
+
+    def _replace(self, listing: Listing) -> Iterable[Key]:
+        uids = [one.uid for one in listing.items]
+        self._store.workloads.replace_all(self._namespace, uids, listing.resource_version)
+        return self._store.keys_in(self._namespace)
+
+    def _apply(self, kind: str, obj: Object) -> Iterable[Key]:
+        found = self._store.workloads.put(obj)
+        if kind == "DELETED":
+            self._store.workloads.remove((found.namespace, found.name), found.uid)
+        return self._store.keys_of(found.namespace, found.owner_uid)
+
+    def _refused(self, error: ApiError) -> None:
+        super()._refused(error)
+        if isinstance(error, NotFound | Forbidden):
+            self._store.workloads.forget(self._namespace)
+
+
+def _delay(failures: int, error: ApiError) -> float:
     """Bound the server's delay: a proxy's hour would be an hour of blindness."""
     return max(_backoff(failures), min(error.retry_after or 0.0, _MAX_BACKOFF))
 

@@ -24,7 +24,7 @@ from ddpjob_operator.core.objects import compact_spec, ledger, observe, ports, s
 from ddpjob_operator.core.objects.json_read import integer, mapping
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.view import belongs
-from ddpjob_operator.shell.cache.store import Key, Store
+from ddpjob_operator.shell.store import Key, Store
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""Offer the API server as a few verbs: session, credentials, JSON, errors."""

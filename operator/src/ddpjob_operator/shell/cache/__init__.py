@@ -1,1 +1,0 @@
-"""Keep the operator's knowledge of the cluster."""

@@ -1,1 +1,0 @@
-"""Objects of schedulers beside the pods: PodGroups, and Workloads of Kueue."""

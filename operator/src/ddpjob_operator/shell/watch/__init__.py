@@ -1,1 +1,0 @@
-"""Fill the cache by lists, watches, and the launchers' /state."""
