@@ -78,9 +78,8 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
 def test_a_quota_and_a_taken_name_hold_up_no_other_pod():
     denied = act.Refusal(1, 403, "Forbidden", DENIED, START)
     taken = act.Existing("Pod", "job-0", "u2", 1, deleting=False)
-    known = act.ApiFeedback().with_refused(denied)
-    for of_one in ({"message": "exceeded quota: q"}, {"existing": taken}):
-        known = known.with_refused(replace(denied, **of_one))
+    of_one = replace(denied, message="exceeded quota: q"), replace(denied, existing=taken)
+    known = act.ApiFeedback(refused=(denied, *of_one))
     assert refusals.row(known) == refusals.Row(denied, 1)
 
 

@@ -22,7 +22,6 @@ Body = Mapping[str, Any]
 
 #: Names of pods, times and numbers of requests, which differ in the same refusal.
 _FIGURES: Final = re.compile(r"\d+")
-_NEWEST: Final = 10  # refusals in a row: the wait after the ninth is the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,22 +303,6 @@ class ApiFeedback:
     workloads: tuple[Workload, ...] | None = None  # of Kueue; None: they cannot be read
     workload_refusal: Refusal | None = None
     flavors: tuple[str, Mapping[str, Placement]] | None = None  # of which admission, by name
-
-    def with_refused(self, refusal: Refusal) -> ApiFeedback:
-        """Record that a creation was refused, one for all that went out side by side."""
-        return replace(self, refused=(*self.refused, refusal)[-_NEWEST:])
-
-    def with_created(self) -> ApiFeedback:
-        """Record a creation without refusals: only a taken name still holds a seat up."""
-        if not self.refused:
-            return self
-        taken = {seat: one for seat, one in self.refusals.items() if one.existing is not None}
-        return replace(self, refused=(), refusals=taken)
-
-    def deleted(self, uid: str) -> ApiFeedback:
-        """Note that the pod can be deleted after all."""
-        left = {pod: refusal for pod, refusal in self.undeleted.items() if pod != uid}
-        return replace(self, undeleted=left) if self.undeleted else self
 
     def begin(self, attempt: object) -> ApiFeedback:
         """Note that this process has stored the phase Starting of that attempt."""

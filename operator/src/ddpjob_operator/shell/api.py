@@ -579,6 +579,14 @@ async def read_lines(content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
         pieces.append(rest)
 
 
+async def find(api: Api, resource: Resource, namespace: str | None, name: str) -> Object | None:
+    """Read one object from a quorum; None if there is none."""
+    try:
+        return await api.get(resource, namespace, name)
+    except NotFound:
+        return None
+
+
 def version_number(version: object) -> int | None:
     """Return a resourceVersion as a number, to be compared; None if it is none."""
     return int(version) if isinstance(version, str) and version.isdecimal() else None

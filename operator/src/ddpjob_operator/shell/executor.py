@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
 from itertools import groupby
@@ -19,7 +18,6 @@ from typing import Any
 from ddpjob_contract import TOKEN_KEY, crd
 from ddpjob_operator.core import actions, ownership
 from ddpjob_operator.core.actions import (
-    ApiFeedback,
     Body,
     CreatePod,
     DeletePod,
@@ -42,7 +40,7 @@ from ddpjob_operator.shell.api import (
     Invalid,
     NotFound,
     Object,
-    Resource,
+    find,
 )
 from ddpjob_operator.shell.store import Store, slim_pod
 from ddpjob_operator.shell.telemetry import Metrics, Recorder
@@ -51,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _IN_PARALLEL = 32
 _TOKEN_BYTES = 32
+_NEWEST = 10  # refusals in a row: the wait after the ninth is the longest
 
 
 class NotLeadingError(Exception):
@@ -77,12 +76,6 @@ class Executor:
         self._api, self._store = api, store
         self._recorder, self._metrics = recorder, metrics
         self._leads, self._now = leads, now
-        self._ensurers = {
-            "Secret": self._ensure_secret,
-            "Service": self._ensure,
-            "NetworkPolicy": self._ensure,
-            "PodGroup": self._ensure_group,
-        }
 
     async def carry_out(self, job: observe.Job, todo: Iterable[actions.Action]) -> None:
         """Do all actions, or as many as still make sense.
@@ -118,17 +111,21 @@ class Executor:
                 await nodes.read(self._api, self._store.nodes, names)
             case actions.ReadLeases():
                 await self._store.nodes.read_leases(self._api)
-            case actions.EnsureWorkload() | actions.WriteWorkload() | actions.DeleteWorkload():
-                return await self._do_workload(job, action)
+            case actions.EnsureWorkload():
+                return await self._ensure_workload(job, action)
+            case actions.WriteWorkload():
+                now = self._now()
+                return await scheduling.write_workload(self._api, self._store, job, action, now)
+            case actions.DeleteWorkload():
+                await scheduling.delete_workload(self._api, self._store, job, action)
             case actions.ReadFlavors(admission, names):
                 read = admission, await scheduling.read_flavors(self._api, names)
-                self._learn(job.uid, partial(replace, flavors=read))
+                self._store.record(job.uid, flavors=read)
             case actions.EnsureNetwork():
                 return await self._ensure_network(job, action)
             case actions.RemoveGroups():
                 await scheduling.remove_groups(self._api, job, action)
-                removed = partial(replace, groups_removed=action.name)
-                self._learn(job.uid, removed)
+                self._store.record(job.uid, groups_removed=action.name)
             case actions.DeleteJob():
                 await self._delete_job(job, action)
         return True
@@ -160,11 +157,14 @@ class Executor:
                         narrow -= 1
                         gate.release()
 
-        await _all(one(action) for action in todo)
+        # Every call ends before the first error is raised: none is cut off half-way.
+        for result in await asyncio.gather(*map(one, todo), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
         if refused:
             self._record_refused(job, refused[0])
         elif creating:
-            self._learn(job.uid, ApiFeedback.with_created)
+            self._record_created(job)
         return not refused
 
     def _check_leading(self) -> None:
@@ -173,7 +173,7 @@ class Executor:
 
     async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
         if action.takes_over:
-            self._learn(job.uid, lambda known: replace(known, confirmed=None))
+            self._store.record(job.uid, confirmed=None)
         body = {
             "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
             "kind": crd.KIND,
@@ -196,13 +196,12 @@ class Executor:
         except ApiError as error:
             if error.maybe_done:
                 # If the read fails too, no creation relies on older knowledge.
-                self._learn(job.uid, lambda known: replace(known, confirmed=None))
+                self._store.record(job.uid, confirmed=None)
             if error.code == 409 or error.maybe_done:
                 await self.refresh(job)
                 found = self._store.snapshot(job.key)
                 if found and (found.job.uid, found.job.status) == (job.uid, action.status):
-                    self._begin(job, action)
-                    self._tell_of(job, action)  # only an answer was lost: aiohttp repeats a PUT
+                    self._report_stored(job, action)  # an answer was lost: aiohttp repeats a PUT
             if error.code != 409:
                 raise
             log.info("%s/%s: changed meanwhile, read again (uid %s)", *job.key, job.uid)
@@ -213,18 +212,14 @@ class Executor:
         known = self._store.feedback(job.uid)
         if pruned and not known.pruned:
             log.error("%s/%s: an old or new CRD drops fields of its status", *job.key)
-        known = replace(known, status_written_at=at, pruned=pruned or known.pruned)
-        self._store.set_feedback(job.uid, known)
-        self._begin(job, action)
-        self._tell_of(job, action)
+        self._store.record(job.uid, status_written_at=at, pruned=pruned or known.pruned)
+        self._report_stored(job, action)
         return True
 
-    def _begin(self, job: observe.Job, action: WriteStatus) -> None:
+    def _report_stored(self, job: observe.Job, action: WriteStatus) -> None:
         if action.begins:
-            attempt = action.status.get("attempt")
-            self._learn(job.uid, lambda known: known.begin(attempt))
-
-    def _tell_of(self, job: observe.Job, action: WriteStatus) -> None:
+            known = self._store.feedback(job.uid)
+            self._store.set_feedback(job.uid, known.begin(action.status.get("attempt")))
         self._recorder.send(job, action.events)
         self._metrics.record(job.namespace, action.measurements)
         for event in action.events:
@@ -252,14 +247,17 @@ class Executor:
         except NotFound:
             left = {}
         except Conflict:
-            found = await self._read_back(PODS, job, action.name)
+            found = await find(self._api, PODS, job.namespace, action.name)
             if found is not None and found["metadata"]["uid"] == action.uid:
                 raise  # not about the uid: another client wrote to the pod at that moment
             left = {}
         except ApiError as error:
-            self._learn_undeleted(job, action, error)
+            self._record_undeleted(job, action, error)
             raise
-        self._learn(job.uid, lambda known: known.deleted(action.uid))
+        known = self._store.feedback(job.uid).undeleted
+        if action.uid in known:
+            undeleted = {uid: one for uid, one in known.items() if uid != action.uid}
+            self._store.record(job.uid, undeleted=undeleted)
         meta = left.get("metadata") or {}
         stays = meta.get("deletionGracePeriodSeconds") or meta.get("finalizers")
         if left.get("kind") == "Pod" and stays:
@@ -267,7 +265,7 @@ class Executor:
         else:
             self._store.remove_pod(action.uid)
 
-    def _learn_undeleted(self, job: observe.Job, action: DeletePod, error: ApiError) -> None:
+    def _record_undeleted(self, job: observe.Job, action: DeletePod, error: ApiError) -> None:
         """Keep the first refusal of each pod; a job at its end has no condition for it."""
         known, words = self._store.feedback(job.uid).undeleted, observe.clean(error.message)
         if action.uid in known:
@@ -276,7 +274,7 @@ class Executor:
         refusal = Refusal(attempt, error.code, error.reason, words, self._now())
         there = {pod.uid for pod in self._store.pods_of(job.uid)}
         known = {uid: one for uid, one in known.items() if uid in there} | {action.uid: refusal}
-        self._learn(job.uid, partial(replace, undeleted=known))
+        self._store.record(job.uid, undeleted=known)
         if job.status.get("phase") in crd.TERMINAL_PHASES:
             what = f"pod {action.name} cannot be deleted: {words}"
             self._recorder.send(job, [Event("Warning", "DeletionRefused", what)])
@@ -290,14 +288,19 @@ class Executor:
         listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
         self._store.check_list(PODS.plural, listing.resource_version, newest)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version, action.seats)
-        hidden = await hidden_pods(self._api, job) if action.by_name else None
+        hidden = None
+        if action.by_name:  # finds pods that lost the label of its uid
+            named = f"{crd.LABEL_JOB_NAME}={job.name}"
+            keep = partial(ownership.hidden, job_uid=job.uid)
+            found = await self._api.list_all(PODS, job.namespace, named, keep=keep)
+            hidden = tuple(filter(None, found.items))
         # After the pods: a leader that began a newer attempt since then shows here.
         await self.refresh(job)
         now = self._store.snapshot(job.key)
         if now is None or now.job.uid != job.uid or now.job.status.get("attempt") != action.attempt:
             return False
         status, before = status_.from_dict(now.job.status), self._store.feedback(job.uid).confirmed
-        found = actions.QuorumRead(
+        read = actions.QuorumRead(
             action.attempt,
             at,
             generation=now.job.generation,
@@ -316,8 +319,8 @@ class Executor:
             seats=action.seats,
             over=status.parked or status.terminal,
         )
-        self._learn(job.uid, lambda known: replace(known, confirmed=found))
-        return found.alone
+        self._store.record(job.uid, confirmed=read)
+        return read.alone
 
     async def _create_pod(
         self, job: observe.Job, action: CreatePod, doubt: asyncio.Lock
@@ -328,67 +331,55 @@ class Executor:
             existing = None
             if error.code == 409:
                 async with doubt:
-                    found = await self._read_back(PODS, job, action.body["metadata"]["name"])
+                    name = action.body["metadata"]["name"]
+                    found = await find(self._api, PODS, job.namespace, name)
                 existing = ownership.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
                     # Without our label no watch shows it: it counts as gone and keeps the name.
                     seen = any(p.uid == existing.uid for p in self._store.pods_of(job.uid))
                     if seen and existing.attempt == action.attempt and not existing.deleting:
-                        self._record_seat(job, action, None)
+                        self._record_seat(job, action)
                         return None
             refusal = self._refusal(job, action.attempt, error, existing)
             self._record_seat(job, action, refusal)
             if error.maybe_done:  # only a quorum list shows the outcome
-                self._learn(job.uid, partial(replace, confirmed=None))
+                self._store.record(job.uid, confirmed=None)
             return refusal
         self._store.put_pod(pod, from_watch=False)
-        self._record_seat(job, action, None)
+        self._record_seat(job, action)
         if dropped := scheduling.dropped_of(pod, action.body):
-            self._learn_no_group(job, action.attempt, dropped)
+            self._record_no_group(job, action.attempt, dropped)
         return None
 
-    def _record_seat(self, job: observe.Job, action: CreatePod, refusal: Refusal | None) -> None:
+    def _record_seat(
+        self, job: observe.Job, action: CreatePod, refusal: Refusal | None = None
+    ) -> None:
         """Keep the newest refusal of each seat in the attempt; None: its pod exists."""
         known = self._store.feedback(job.uid).refusals
-        kept = {r: old for r, old in known.items() if r != action.replica}
-        if refusal is not None:
-            kept = {r: old for r, old in kept.items() if old.attempt == action.attempt}
-            kept[action.replica] = refusal
-        self._learn(job.uid, partial(replace, refusals=kept))
-
-    async def _do_workload(self, job: observe.Job, action: actions.Queue) -> bool:
-        match action:
-            case actions.EnsureWorkload():
-                return await self._ensure_workload(job, action)
-            case actions.WriteWorkload():
-                return await scheduling.write_workload(
-                    self._api, self._store, job, action, self._now()
-                )
-            case actions.DeleteWorkload():
-                await scheduling.delete_workload(self._api, self._store, job, action)
-        return True
+        kept = {seat: one for seat, one in known.items() if one.attempt == action.attempt}
+        kept.pop(action.replica, None)
+        self._store.record(job.uid, refusals=kept | ({action.replica: refusal} if refusal else {}))
 
     async def _ensure_workload(self, job: observe.Job, action: actions.EnsureWorkload) -> bool:
-        refused, refusal = (
-            await scheduling.ensure_workload(self._api, self._store, job, action),
-            None,
-        )
-        if refused is not None:
-            refusal = self._refusal(job, job.status.get("attempt", 0), *refused)
-        self._learn(job.uid, partial(replace, workload_refusal=refusal))
-        if refusal is None:
-            self._learn(job.uid, ApiFeedback.with_created)
-        else:
-            self._record_refused(job, refusal)
-        return refusal is None
+        refused = await scheduling.ensure_workload(self._api, self._store, job, action)
+        if refused is None:
+            self._store.record(job.uid, workload_refusal=None)
+            self._record_created(job)
+            return True
+        refusal = self._refusal(job, job.status.get("attempt", 0), *refused)
+        self._store.record(job.uid, workload_refusal=refusal)
+        self._record_refused(job, refusal)
+        return False
 
     async def _ensure_network(self, job: observe.Job, action: actions.EnsureNetwork) -> bool:
+        ensurers = {"Secret": self._ensure_secret, "PodGroup": self._ensure_group}
         for body in action.bodies:
-            refusal = await self._ensurers[body["kind"]](job, action.attempt, body)
+            ensure = ensurers.get(body["kind"], self._ensure)
+            refusal = await ensure(job, action.attempt, body)
             if refusal is not None:
                 before = self._store.feedback(job.uid).network_refusal
-                self._learn(job.uid, partial(replace, network_refusal=refusal))
+                self._store.record(job.uid, network_refusal=refusal)
                 looks = body["kind"] == "PodGroup" and bool(self._store.pods_of(job.uid))
                 if refusal.code != 409 and not looks:  # a look creates nothing
                     self._record_refused(job, refusal)
@@ -396,19 +387,20 @@ class Executor:
                     self._log_refusal(job, refusal, before)
                 return False
         at = self._now()
-        made = partial(replace, network_attempt=action.attempt, network_at=at, network_refusal=None)
-        self._learn(job.uid, made)
+        self._store.record(
+            job.uid, network_attempt=action.attempt, network_at=at, network_refusal=None
+        )
         return True
 
     async def _ensure_group(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
-        """Make the attempt's PodGroup; learn why if the API cannot give a whole one."""
+        """Make the attempt's PodGroup; record why if the API cannot give a whole one."""
         try:
             found = await scheduling.ensure_group(self._api, job, body)
         except ApiError as error:
             # With pods there is a group: a right that is gone, or a blink of it, is no loss of it.
             if not scheduling.no_groups(error) or self._store.pods_of(job.uid):
-                return self._refusal(job, attempt, error, None)
-            self._learn_no_group(job, attempt, observe.clean(error.message))
+                return self._refusal(job, attempt, error)
+            self._record_no_group(job, attempt, observe.clean(error.message))
             return None
         existing = ownership.existing(body["kind"], found)
         # Its protection keeps one that a stranger deletes as long as it has pods.
@@ -417,12 +409,12 @@ class Executor:
             taken = Conflict(409, "AlreadyExists", f"PodGroup {existing.name} exists")
             return self._refusal(job, attempt, taken, existing)
         if dropped := scheduling.dropped(found, body):
-            self._learn_no_group(job, attempt, dropped)
+            self._record_no_group(job, attempt, dropped)
         return None
 
-    def _learn_no_group(self, job: observe.Job, attempt: int, why: str) -> None:
+    def _record_no_group(self, job: observe.Job, attempt: int, why: str) -> None:
         log.warning("%s/%s: no PodGroup: %s (uid %s)", *job.key, why, job.uid)
-        self._learn(job.uid, partial(replace, no_gang=(attempt, why)))
+        self._store.record(job.uid, no_gang=(attempt, why))
 
     async def _ensure_secret(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         """Make the job's Secret unless it is there; the operator may read none."""
@@ -431,14 +423,14 @@ class Executor:
             await self._api.create(OF_KIND["Secret"], job.namespace, drawn, strict=True)
         except ApiError as error:
             if error.reason != "AlreadyExists":  # a quota that is written at the time is a 409 too
-                return self._refusal(job, attempt, error, None)
+                return self._refusal(job, attempt, error)
         return None
 
     async def _ensure(self, job: observe.Job, attempt: int, body: Body) -> Refusal | None:
         kind, name = body["kind"], body["metadata"]["name"]
         resource = OF_KIND[kind]
         error = ApiError(409, "AlreadyExists", f"{kind} {name} already exists")
-        found = await self._read_back(resource, job, name)
+        found = await find(self._api, resource, job.namespace, name)
         if found is None:
             try:
                 await self._api.create(resource, job.namespace, body, strict=True)
@@ -446,8 +438,8 @@ class Executor:
             except ApiError as refused:
                 error = refused
             if error.code != 409:
-                return self._refusal(job, attempt, error, None)
-            found = await self._read_back(resource, job, name)
+                return self._refusal(job, attempt, error)
+            found = await find(self._api, resource, job.namespace, name)
         existing = ownership.existing(kind, found) if found else None
         if found and existing and existing.owner_uid == job.uid and not existing.deleting:
             await self._repair(job, found, body)
@@ -456,60 +448,38 @@ class Executor:
 
     async def _repair(self, job: observe.Job, found: Object, body: Body) -> None:
         """Put right what somebody has changed: one write, and no other before the next attempt."""
-        mended = ownership.repaired(found, body)
-        if mended is None:
+        if (repaired := ownership.repaired(found, body)) is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
         try:
-            await self._api.replace(OF_KIND[kind], job.namespace, name, mended)
+            await self._api.replace(OF_KIND[kind], job.namespace, name, repaired)
         except ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
         self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
 
-    async def _read_back(self, resource: Resource, job: observe.Job, name: str) -> Object | None:
-        try:
-            return await self._api.get(resource, job.namespace, name)
-        except NotFound:
-            return None
-
     def _refusal(
-        self, job: observe.Job, attempt: int, error: ApiError, existing: Existing | None
+        self, job: observe.Job, attempt: int, error: ApiError, existing: Existing | None = None
     ) -> Refusal:
         self._metrics.count_refusal(job.namespace, error.code)
-        message = observe.clean(error.message)
-        phase = str(job.status.get("phase", ""))
-        return Refusal(
-            attempt, error.code, error.reason, message, self._now(), existing, job.generation, phase
-        )
+        words, phase = observe.clean(error.message), str(job.status.get("phase", ""))
+        answer = (error.code, error.reason, words, self._now())
+        return Refusal(attempt, *answer, existing, job.generation, phase)
 
     def _record_refused(self, job: observe.Job, refusal: Refusal) -> None:
-        """Record it in the row of refusals; refusals.py decides what that delays."""
+        """Record it in the row of refusals; capacity/refusals.py decides what that delays."""
         before = self._store.feedback(job.uid).refused
-        self._learn(job.uid, lambda known: known.with_refused(refusal))
+        self._store.record(job.uid, refused=(*before, refusal)[-_NEWEST:])
         self._log_refusal(job, refusal, before[-1] if before else None)
+
+    def _record_created(self, job: observe.Job) -> None:
+        """End the row of refusals: only a taken name still holds a seat up."""
+        known = self._store.feedback(job.uid)
+        if known.refused:
+            taken = {seat: one for seat, one in known.refusals.items() if one.existing is not None}
+            self._store.record(job.uid, refused=(), refusals=taken)
 
     def _log_refusal(self, job: observe.Job, refusal: Refusal, before: Refusal | None) -> None:
         """Log one line for each row of refusals, however long it grows."""
         if before is None or before.words != refusal.words:
             what = f"{refusal.code} {refusal.reason}: {refusal.message}"
             log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)
-
-    def _learn(
-        self, uid: str, change: Callable[[actions.ApiFeedback], actions.ApiFeedback]
-    ) -> None:
-        self._store.set_feedback(uid, change(self._store.feedback(uid)))
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Let every call end before the first error is raised: none is cut off half-way."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-
-
-async def hidden_pods(api: Api, job: observe.Job) -> tuple[Existing, ...]:
-    """Find pods of the job that lost the label of its uid. Raises ApiError."""
-    named = f"{crd.LABEL_JOB_NAME}={job.name}"
-    keep = partial(ownership.hidden, job_uid=job.uid)
-    listing = await api.list_all(PODS, job.namespace, named, keep=keep)
-    return tuple(filter(None, listing.items))

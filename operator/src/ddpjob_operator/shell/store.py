@@ -261,6 +261,10 @@ class Store:
         """Return what the API's answers showed about that job."""
         return self._outcomes.get(uid, ApiFeedback())
 
+    def record(self, uid: str, **changes: Any) -> None:
+        """Replace fields of the feedback, unless the job is gone."""
+        self.set_feedback(uid, replace(self.feedback(uid), **changes))
+
     def set_feedback(self, uid: str, feedback: ApiFeedback) -> None:
         """Remember the feedback, unless the job is gone."""
         if uid in self._keys:
