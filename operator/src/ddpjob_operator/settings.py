@@ -1,8 +1,8 @@
-"""Read every flag and environment variable of the operator, in this one file.
+"""Read every flag, environment variable and credential of the operator, in this one file.
 
 __main__.py parses them, app.py hands them out. Flags win over the environment. Only what a pod
 learns about itself (POD_NAME, POD_NAMESPACE) and KUBECONFIG come from the environment, as in every
-Kubernetes tool.
+Kubernetes tool. Credentials are found as `kubernetes.config` does.
 """
 
 from __future__ import annotations
@@ -193,7 +193,11 @@ class NoCredentialsError(Exception):
 
 
 class Credentials:
-    """Credentials, loaded once; ``authorization()`` stays fresh. Safe for several threads."""
+    """Credentials, loaded once; ``authorization()`` stays fresh. Safe for several threads.
+
+    In a pod the ServiceAccount's token file, which the kubelet rotates, is read again every minute;
+    exec plugins of a kubeconfig run again when their token is about to expire.
+    """
 
     def __init__(self, configuration: Any, namespace: str) -> None:
         self._configuration = configuration

@@ -20,7 +20,6 @@ import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -105,6 +104,9 @@ def error_from_status(
 
 
 Object = dict[str, Any]
+Body = Mapping[str, Any] | None
+Params = Mapping[str, str] | None
+Read = Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None
 
 _TIMEOUT = 20.0  # seconds for one call, or of silence in a list
 _THROTTLE_PATIENCE = 5.0  # a longer Retry-After goes to the caller
@@ -280,9 +282,8 @@ class Api:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=silence)
         what = f"watch {resource.plural}"
         try:
-            async with self._send(
-                "GET", resource.path(namespace), None, params, timeout
-            ) as response:
+            path = resource.path(namespace)
+            async with self._send("watch", path, None, params, timeout) as response:
                 self._count("watch", resource.plural, response.status)
                 if response.status != 200:
                     raise await _error(response, what)
@@ -294,83 +295,63 @@ class Api:
         except TimeoutError:
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise error_from_status(0, {"message": _describe(error)}, what=what) from error
+            raise _no_answer(error, what) from error
 
     async def _call(
         self,
         verb: str,
         resource: Resource,
         path: str,
-        body: Mapping[str, Any] | None = None,
-        params: Mapping[str, str] | None = None,
-        read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None = None,
+        body: Body = None,
+        params: Params = None,
+        read: Read = None,
     ) -> Object:
         """Make one call; repeat a 429, which changed nothing, if the server's delay is short."""
-        call = partial(self._call_once, verb, resource, path, body, params, read)
-        for _ in range(_THROTTLE_RETRIES):
+        tries = 0
+        while True:
             try:
-                return await call()
+                return await self._call_once(verb, resource, path, body, params, read)
             except Throttled as error:
                 wait = error.retry_after if error.retry_after is not None else 1.0
-                if wait > _THROTTLE_PATIENCE:
+                tries += 1
+                if wait > _THROTTLE_PATIENCE or tries > _THROTTLE_RETRIES:
                     raise
                 await asyncio.sleep(wait)
-        return await call()
 
     async def _call_once(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        body: Mapping[str, Any] | None,
-        params: Mapping[str, str] | None,
-        read: Callable[[aiohttp.ClientResponse], Awaitable[Object]] | None,
+        self, verb: str, resource: Resource, path: str, body: Body, params: Params, read: Read
     ) -> Object:
-        what = f"{verb} {path}"
-        code = 0
+        what, code = f"{verb} {path}", 0
+        # For a list only the server's silence counts; our decoding takes its time.
+        limits = aiohttp.ClientTimeout(
+            total=None if read else _TIMEOUT, connect=_TIMEOUT, sock_connect=10, sock_read=_TIMEOUT
+        )
         try:
-            # For a list only the server's silence counts; our decoding takes its time.
-            total = None if read else _TIMEOUT
-            limits = aiohttp.ClientTimeout(
-                total=total, connect=_TIMEOUT, sock_connect=10, sock_read=_TIMEOUT
-            )
-            async with self._send(_METHODS[verb], path, body, params, limits) as response:
+            async with self._send(verb, path, body, params, limits) as response:
                 if response.status >= 300:
                     code = response.status
                     raise await _error(response, what)
-                found = await (read or _object)(response)
+                found: Object = await (read(response) if read else _object(response))
                 code = response.status
                 return found
-        except TimeoutError as error:
-            message = f"no answer within {_TIMEOUT:g} s"
-            raise error_from_status(0, {"message": message}, what=what) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise error_from_status(0, {"message": _describe(error)}, what=what) from error
+            raise _no_answer(error, what) from error
         finally:
             self._count(verb, resource.plural, code)
 
     def _send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        params: Mapping[str, str] | None,
-        timeout: aiohttp.ClientTimeout,
+        self, verb: str, path: str, body: Body, params: Params, timeout: aiohttp.ClientTimeout
     ) -> aiohttp.client._RequestContextManager:
         assert self._session is not None, "the Api is used outside its context"
-        headers = {}
         authorization = self._credentials.authorization()
-        if authorization:
-            headers["Authorization"] = authorization
-        data = None
+        headers = {"Authorization": authorization} if authorization else {}
         if body is not None:
-            data = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
         return self._session.request(
-            method,
+            _METHODS.get(verb, "GET"),
             self._server + path,
             params=params,
-            data=data,
+            data=None if body is None else json.dumps(body).encode(),
             headers=headers,
             timeout=timeout,
             allow_redirects=False,
@@ -378,11 +359,13 @@ class Api:
         )
 
 
-_METHODS = {"get": "GET", "list": "GET", "create": "POST", "update": "PUT", "delete": "DELETE"}
+_METHODS = {"create": "POST", "update": "PUT", "delete": "DELETE"}
 
 
-def _describe(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _no_answer(error: Exception, what: str) -> ApiError:
+    late = isinstance(error, TimeoutError)
+    message = f"no answer within {_TIMEOUT:g} s" if late else str(error) or type(error).__name__
+    return Unavailable(0, "", message, what=what)
 
 
 async def _object(response: aiohttp.ClientResponse) -> Object:
@@ -413,18 +396,15 @@ async def _error(response: aiohttp.ClientResponse, what: str) -> ApiError:
             body += chunk
             if len(body) >= _ERROR_BYTES:
                 break
-    text = body.decode(errors="replace")
-    try:
+    text, status = body.decode(errors="replace"), None
+    with contextlib.suppress(ValueError, RecursionError):
         status = json.loads(text)
-    except (ValueError, RecursionError):
-        status = None
     if not isinstance(status, dict) or status.get("kind") != "Status":
         # From a proxy or a filter in front. HTTP's own phrase ("Bad Gateway") is no reason.
         status = {"message": text[:500].strip()}
-    try:
-        retry_after: float | None = float(response.headers.get("Retry-After", ""))
-    except ValueError:
-        retry_after = None
+    retry_after = None
+    with contextlib.suppress(ValueError):
+        retry_after = float(response.headers.get("Retry-After", ""))
     return error_from_status(response.status, status, retry_after=retry_after, what=what)
 
 

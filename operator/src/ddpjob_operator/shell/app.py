@@ -14,7 +14,6 @@ import gc
 import logging
 import signal
 import time
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from ddpjob_operator.settings import Credentials, Settings
 from ddpjob_operator.shell.api import Api
 from ddpjob_operator.shell.elector import Elector
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.informer import NodeInformer, PodInformer, WorkloadInformer
+from ddpjob_operator.shell.informer import Informer, NodeInformer, PodInformer, WorkloadInformer
 from ddpjob_operator.shell.jobs import JobWatcher, Resync, wait_for_crd
 from ddpjob_operator.shell.nodes import NodeCache
 from ddpjob_operator.shell.progress import ProgressReader
@@ -40,6 +39,7 @@ log = logging.getLogger(__name__)
 _LAST_WORK = 4.0  # for work under way
 _LAST_TASKS = 1.0  # for cancelled tasks
 _RELEASED = 7.0  # after the signal: the lease is released by then, or left to expire
+_JOBS = crd.PLURAL
 _AWAY = 30.0  # a list of jobs late by so many seconds means that the API server is away
 _RELIST_FACTOR = 20  # pods are listed again once for so many resyncs of jobs
 
@@ -50,7 +50,8 @@ class App:
     def __init__(self, settings: Settings, credentials: Credentials) -> None:
         self._settings = settings
         self._metrics = Metrics()
-        self._store = Store(self._now, NodeCache(signals=settings.node_signals))
+        nodes = NodeCache(signals=settings.node_signals)
+        self._store = Store(lambda: self._clock.now(), nodes)  # noqa: PLW0108 - made below
         self._clock = Clock(
             settings.resync_seconds + _AWAY,
             stepped=self._store.forget_times,
@@ -92,19 +93,15 @@ class App:
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR
         # A list and a watch per namespace: one without rights holds up no other's jobs.
-        self._resyncs: dict[str | None, Resync] = {}
-        self._informers: dict[str | None, PodInformer] = {}
-        self._workloads: dict[str | None, WorkloadInformer] = {}
+        self._parts: dict[tuple[str, str | None], Resync | Informer] = {
+            ("nodes", None): NodeInformer(self._api, store, None, add, relist)
+        }
         for namespace in settings.namespaces or (None,):
-            seen = partial(clock.received, namespace)
-            self._resyncs[namespace] = Resync(
-                self._api, store, namespace, add, settings.resync_seconds, seen
-            )
-            self._informers[namespace] = PodInformer(self._api, store, namespace, add, relist)
+            common, seen = (self._api, store, namespace, add), partial(clock.received, namespace)
+            self._parts[_JOBS, namespace] = Resync(*common, settings.resync_seconds, seen)
+            self._parts["pods", namespace] = PodInformer(*common, relist)
             if settings.kueue:
-                watch = WorkloadInformer(self._api, store, namespace, add, relist)
-                self._workloads[namespace] = watch
-        self._node_informer = NodeInformer(self._api, store, None, add, relist)
+                self._parts["workloads", namespace] = WorkloadInformer(*common, relist)
         self._progress = ProgressReader(store, add, leads, settings.progress_seconds)
         host, port = settings.probe_host, settings.probe_port
         self._probes = Probes(host, port, metrics.registry, self._idle_times, self._unready)
@@ -132,11 +129,8 @@ class App:
             "recorder": self._recorder.run(),
             "progress": self._progress.run(),
             "work": self._work(),
-            "nodes": self._node_informer.run(),
             "gang API": self._gang_api.run(),
-            **{f"resync {where or ''}": part.run() for where, part in self._resyncs.items()},
-            **{f"pods {where or ''}": part.run() for where, part in self._informers.items()},
-            **{f"workloads {w or ''}": part.run() for w, part in self._workloads.items()},
+            **{f"{what} {where or ''}": part.run() for (what, where), part in self._parts.items()},
         }
         tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
         lease = asyncio.create_task(self._elector.run(), name="lease")
@@ -175,26 +169,22 @@ class App:
 
     async def _fill(self) -> None:
         """Return once every namespace has answered, and one has been listed."""
-        for where in self._resyncs:
-            await self._resyncs[where].answered.wait()
-            await self._informers[where].answered.wait()
-        for part in self._workloads.values():
+        for part in (*self._parts.values(), self._gang_api):
             await part.answered.wait()
-        await self._node_informer.synced.wait()
-        await self._gang_api.answered.wait()
-        listed = [asyncio.create_task(self._listed(where)) for where in self._resyncs]
-        try:
-            await asyncio.wait(listed, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(listed)
 
-    async def _listed(self, where: str | None) -> None:
-        await self._resyncs[where].synced.wait()
-        await self._informers[where].synced.wait()
+        async def listed(where: str | None) -> None:
+            await self._parts[_JOBS, where].synced.wait()
+            await self._parts["pods", where].synced.wait()
+
+        tries = [asyncio.create_task(listed(where)) for what, where in self._parts if what == _JOBS]
+        try:
+            await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(tries)
 
     def _known(self, namespace: str | None) -> bool:
-        where = namespace if namespace in self._resyncs else None
-        return self._resyncs[where].synced.is_set() and self._informers[where].synced.is_set()
+        where = namespace if (_JOBS, namespace) in self._parts else None
+        return all(self._parts[what, where].synced.is_set() for what in (_JOBS, "pods"))
 
     async def _finish_work(self) -> None:
         self._queue.close()
@@ -221,42 +211,33 @@ class App:
         for key in self._store.keys_in(None):
             self._queue.add(key)
 
-    def _now(self) -> datetime:
-        return self._clock.now()
-
     def _idle_times(self) -> dict[str, float]:
         now = time.monotonic()
-        pods = max(now - informer.alive_at for informer in self._informers.values())
-        nodes = now - self._node_informer.alive_at
-        jobs = max(now - resync.alive_at for resync in self._resyncs.values())
-        told = {"pods": pods, "nodes": nodes, crd.PLURAL: jobs}
-        if self._workloads:
-            told["workloads"] = max(now - part.alive_at for part in self._workloads.values())
-        return told
+        whats = {what for what, _ in self._parts}
+        return {what: now - min(part.alive_at for part in self._all(what)) for what in whats}
 
-    def _age_of_pods(self) -> float:
-        return time.monotonic() - min(pods.received_at for pods in self._informers.values())
-
-    def _age_of_jobs(self) -> float:
-        listed = min(resync.received_at for resync in self._resyncs.values())
-        return time.monotonic() - max(self._watcher.received_at, listed)
+    def _all(self, wanted: str) -> list[Resync | Informer]:
+        """Return the parts for one kind of object, of all namespaces."""
+        return [part for (what, _), part in self._parts.items() if what == wanted]
 
     def _unready(self) -> list[str]:
         """List the parts without an answer yet; one namespace without rights is only logged."""
-        lists: dict[str, list[Resync | PodInformer]] = {
-            f"list of {crd.PLURAL}": [*self._resyncs.values()],
-            "list of pods": [*self._informers.values()],
-        }
         return [
-            name
-            for name, parts in lists.items()
-            if not all(part.answered.is_set() for part in parts)
-            or not any(part.synced.is_set() for part in parts)
+            f"list of {what}"
+            for what in (_JOBS, "pods")
+            if not all(part.answered.is_set() for part in self._all(what))
+            or not any(part.synced.is_set() for part in self._all(what))
         ]
 
     def _expose(self) -> None:
+        def age(what: str) -> float:
+            received = min(part.received_at for part in self._all(what))
+            watched = self._watcher.received_at if what == _JOBS else received
+            return time.monotonic() - max(received, watched)
+
         self._metrics.expose_jobs(lambda: self._store.jobs() if self._elector.leads() else [])
-        self._metrics.expose_watch_ages({"pods": self._age_of_pods, crd.PLURAL: self._age_of_jobs})
+        ages = {what: partial(age, what) for what in ("pods", _JOBS)}
+        self._metrics.expose_watch_ages(ages)
         self._metrics.queue_depth.set_function(lambda: len(self._queue))
 
 

@@ -17,15 +17,7 @@ from typing import Any
 
 from ddpjob_contract import TOKEN_KEY, crd
 from ddpjob_operator.core import actions, ownership
-from ddpjob_operator.core.actions import (
-    Body,
-    CreatePod,
-    DeletePod,
-    Event,
-    Existing,
-    Refusal,
-    WriteStatus,
-)
+from ddpjob_operator.core.actions import Body, CreatePod, DeletePod, Existing, Refusal, WriteStatus
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
 from ddpjob_operator.core.view import belongs
@@ -277,7 +269,7 @@ class Executor:
         self._store.record(job.uid, undeleted=known)
         if job.status.get("phase") in crd.TERMINAL_PHASES:
             what = f"pod {action.name} cannot be deleted: {words}"
-            self._recorder.send(job, [Event("Warning", "DeletionRefused", what)])
+            self._recorder.send(job, [actions.Event("Warning", "DeletionRefused", what)])
 
     async def _confirm_gone(self, job: observe.Job, action: actions.ConfirmGone) -> bool:
         at, seen = self._now(), self._store.seen(job.uid, action.attempt)

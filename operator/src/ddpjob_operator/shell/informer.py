@@ -221,7 +221,10 @@ class NodeInformer(Informer):
 
 
 class WorkloadInformer(Informer):
-    """Informer of the jobs' Workloads; without the API, or the right, none are known."""
+    """Informer of the jobs' Workloads; without the API, or the right, none are known.
+
+    Jobs with a queue's label wait for it, no other job does.
+    """
 
     resource = WORKLOADS
     selector = crd.LABEL_JOB_UID

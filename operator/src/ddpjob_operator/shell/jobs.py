@@ -248,6 +248,7 @@ class Resync:
     ) -> None:
         self._api, self._store = api, store
         self._namespace = namespace
+        self._where = f" of namespace {namespace}" if namespace else ""
         self._changed, self._seconds = changed, seconds
         self._received = received
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
@@ -283,7 +284,7 @@ class Resync:
         self._store.check_list(JOBS.plural, version, newest)
         gone = self._store.drop_vanished_jobs(self._namespace, uids, version)
         for key in gone:
-            log.info("%s/%s: vanished without a word from the watch", *key)
+            log.info("%s/%s: deleted, and the watch did not report it", *key)
         for key in (*gone, *self._store.keys_in(self._namespace)):
             self._changed(key)
 
@@ -301,23 +302,15 @@ class Resync:
             log.info("the API server serves DDPJobs%s now", self._where)
         self._told = trouble
 
-    @property
-    def _where(self) -> str:
-        return f" of namespace {self._namespace}" if self._namespace else ""
-
     def _explain(self, error: ApiError) -> str:
-        match error:
-            case NotFound():
-                return (
-                    f"the cluster does not know {crd.KIND}s ({crd.PLURAL}.{crd.GROUP}):"
-                    " kubectl apply -f manifests/crd.yaml"
-                )
-            case Forbidden():
-                return f"not allowed to list {crd.PLURAL}{self._where}: {error.message}"
-            case _ if error.code == 0:
-                return f"no answer from the API server: {error.message}"
-            case _:
-                return f"cannot list {crd.PLURAL}{self._where}: {error}"
+        if isinstance(error, NotFound):
+            name = f"{crd.KIND}s ({crd.PLURAL}.{crd.GROUP})"
+            return f"the cluster does not know {name}: kubectl apply -f manifests/crd.yaml"
+        if isinstance(error, Forbidden):
+            return f"not allowed to list {crd.PLURAL}{self._where}: {error.message}"
+        if error.code == 0:
+            return f"no answer from the API server: {error.message}"
+        return f"cannot list {crd.PLURAL}{self._where}: {error}"
 
 
 async def wait_for_crd(api: Api) -> None:

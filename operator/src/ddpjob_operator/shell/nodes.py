@@ -47,6 +47,10 @@ class _Lease:
     since: float
     behind: float = math.inf
 
+    def seen(self, at: float) -> nodes.Lease:
+        """Return how long it was unrenewed, and behind others, when a list was asked for."""
+        return nodes.Lease(max(0.0, at - self.since), max(0.0, at - self.behind))
+
 
 class NodeCache:
     """The known nodes; ``clock`` is monotonic, ``signals`` say that one is about to go."""
@@ -86,7 +90,8 @@ class NodeCache:
         """Take a node; return True if it is news. A quorum read is always the newest."""
         found, version = slim
         old = self._nodes.get(found.name)
-        if not quorum and old and old.record and _older(version, old.version):
+        known = old.version if old and old.record else None
+        if not quorum and version is not None and known is not None and version < known:
             return False
         read = old.read_at if old and old.record == found else None
         read_at = self._clock() if quorum else read
@@ -108,9 +113,8 @@ class NodeCache:
     def replace_all(self, items: Iterable[Slim]) -> list[str]:
         """Take a full list from a quorum; return the names of the nodes with news."""
         listed = {slim[0].name: slim for slim in items}
-        told = {n for n, seen in self._nodes.items() if seen.record or seen.guessed}
-        gone = [name for name in told if name not in listed]
-        changed = [name for name in gone if self.remove(name)]
+        known = {n for n, seen in self._nodes.items() if seen.record or seen.guessed}
+        changed = [name for name in known if name not in listed and self.remove(name)]
         changed += [name for name, slim in listed.items() if self.put(slim, quorum=True)]
         self._known, self._forbidden = True, False
         self._mind_calm()
@@ -143,6 +147,7 @@ class NodeCache:
         # A pod may be reported before its new node: the node counts as missing from now.
         seen = self._nodes.setdefault(name, _Seen(None, None, self._clock(), guessed=True))
         now, found = self._clock(), seen.record
+        lease = self._leases.get(name)
         return nodes.Node(
             name=name,
             exists=found is not None,
@@ -152,15 +157,9 @@ class NodeCache:
             read_seconds=None if seen.read_at is None else now - seen.read_at,
             guessed=seen.guessed,
             signal=found.signal if found is not None else "",
-            lease=self._lease(name),
+            lease=lease.seen(self._leases_at) if lease else nodes.Lease(),
             since=found.since if found is not None else None,
         )
-
-    def _lease(self, name: str) -> nodes.Lease:
-        known, at = self._leases.get(name), self._leases_at
-        if known is None:
-            return nodes.Lease()
-        return nodes.Lease(max(0.0, at - known.since), max(0.0, at - known.behind))
 
     def _keep(self, name: str, seen: _Seen) -> None:
         self._nodes[name] = seen
@@ -181,8 +180,8 @@ class NodeCache:
     def _silent_since(self, found: nodes.NodeRecord, old: _Seen | None) -> float:
         """Go on counting only if the node itself was not ready all the time."""
         same = old is not None and old.record is not None and old.record.since == found.since
-        goes_on = old.down_since if old and same else None
-        return self._clock() if goes_on is None else goes_on
+        since = old.down_since if old and same else None
+        return self._clock() if since is None else since
 
 
 async def read(api: Api, cache: NodeCache, names: Iterable[str]) -> None:
@@ -200,7 +199,3 @@ def _renewal(obj: Mapping[str, Any]) -> tuple[str, object]:
 
 def _shown(found: nodes.NodeRecord | None) -> nodes.NodeRecord | None:
     return None if found is None else replace(found, since=None)
-
-
-def _older(version: int | None, known: int | None) -> bool:
-    return version is not None and known is not None and version < known

@@ -78,13 +78,12 @@ class ProgressReader:
             if self._due.get(job.uid, 0.0) <= now and job.uid not in self._asking
         ]
         self._due = {job.uid: self._due.get(job.uid, 0.0) for job in running}
-        self._due.update({job.uid: now + self._pause(job) for job in due})
+        for job in due:
+            fences = mapping(job.spec.get("nodeLost")).get("policy") == "Fence"
+            pause = min(self._seconds, _FENCING) if fences else self._seconds
+            self._due[job.uid] = now + pause
         self._silent &= self._due.keys()
         return due
-
-    def _pause(self, job: observe.Job) -> float:
-        fences = mapping(job.spec.get("nodeLost")).get("policy") == "Fence"
-        return min(self._seconds, _FENCING) if fences else self._seconds
 
     async def _ask(self, job: observe.Job) -> None:
         """Read one job's progress when it is its turn; never raise an Exception."""
@@ -121,10 +120,10 @@ class ProgressReader:
         spent = ledger.read_account(mapping(raw).get("spent"), ours[1], now)
         # Who is away is asked about until that is decided.
         if _same(found, known.progress) and rounds == known.rounds and not away | known.away:
-            self._store.set_feedback(job.uid, replace(known, spent=spent))
+            self._store.record(job.uid, spent=spent)
             return
-        news = replace(known, progress=found, rounds=rounds, spent=spent, away=away, away_at=now)
-        self._store.set_feedback(job.uid, news)
+        news = {"progress": found, "rounds": rounds, "spent": spent, "away": away}
+        self._store.record(job.uid, **news, away_at=now)
         self._changed(job.key)
 
     def _away(self, job: observe.Job, raw: object) -> frozenset[str]:

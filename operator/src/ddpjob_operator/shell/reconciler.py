@@ -1,7 +1,7 @@
 """Handle one key at a time: snapshot, plan, actions, the next look.
 
-The work queue's workers call it. Trouble with one job stays with it: it is logged with its key and
-uid and tried again later.
+Watches and timers add keys to the WorkQueue; its workers call the Reconciler, which plans by the
+Clock. Trouble with one job stays with it: it is logged with its key and uid and tried again later.
 """
 
 from __future__ import annotations
@@ -157,9 +157,18 @@ _MAX_DELAY = 30.0
 
 
 class WorkQueue(Generic[K]):
-    """The queue; calls ``observe_latency(seconds)`` with the time each key spent in line.
+    """Keys that want work: each once, each with one worker at a time.
 
-    ``group(key)``: keys of one group share a line; without it each key is a group.
+    The rules are those of client-go's work queue: a key that comes back while it is being worked on
+    is worked on once more afterwards; a key that fails comes back after a growing delay. Beyond
+    them a key may be given a rest: requests meanwhile are answered at its end.
+
+    Keys of one ``group(key)`` share a line, and lines take turns: a hundred keys of one group that
+    come back and back make no key of another wait for more than one of them. A worker goes to the
+    group that has fewest, and the last free one only to a group that has none: though all work of
+    one group hangs, a key of another finds a worker at once.
+
+    ``observe_latency(seconds)`` is called with the time each key spent in line.
     """
 
     def __init__(
@@ -310,11 +319,12 @@ _SET: Final = timedelta(seconds=5)
 
 
 class Clock:
-    """``received(namespace)`` is called at each sign of life of the API server about a namespace.
+    """The operator's time, and since when it has seen and acted without a gap.
 
-    Within ``tolerance`` seconds; ``namespaces`` are those with a sight of their own, None all that
-    have none. ``stepped()``: the time has been set; what was remembered with its time is of another
-    one.
+    Deadlines are stored as UTC, so the clock is the machine's. The start of a gang counts no time
+    from before that was set (then ``stepped()`` is called), and none in which the operator saw
+    nothing, not even in ``tolerance`` seconds, or led nothing. Each of ``namespaces`` has its own
+    lists and watches; None: one for all.
     """
 
     def __init__(
@@ -345,12 +355,12 @@ class Clock:
         return wall
 
     def received(self, namespace: str | None = None) -> None:
-        """Note what the API server has just said of its time."""
+        """Record a sign of life of the API server about that namespace."""
         self.seen_since(namespace)
         self._received_at[self._served(namespace)] = self._monotonic()
 
     def interrupted(self) -> None:
-        """Note that somebody else, or nobody, has acted until this moment."""
+        """Record that another operator, or none, has acted until this moment."""
         self.now()
         self._count_from_now()
 

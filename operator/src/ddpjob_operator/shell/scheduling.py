@@ -41,6 +41,7 @@ from ddpjob_operator.shell.api import (
     NotFound,
     Object,
     Resource,
+    find,
 )
 from ddpjob_operator.shell.store import Store
 
@@ -55,10 +56,8 @@ _OF_THIS_GROUP: Final = ("exceeded quota", "no PriorityClass", "admission webhoo
 async def ensure_group(api: Api, job: observe.Job, body: Body) -> Object:
     """Return the PodGroup as the API server has it, made if it was missing. Raises ApiError."""
     resource = Resource(GROUP, body["apiVersion"].rpartition("/")[2], PODGROUPS)
-    try:
-        return await api.get(resource, job.namespace, body["metadata"]["name"])
-    except NotFound:
-        return await api.create(resource, job.namespace, body, strict=True)
+    found = await find(api, resource, job.namespace, body["metadata"]["name"])
+    return found or await api.create(resource, job.namespace, body, strict=True)
 
 
 async def remove_groups(api: Api, job: observe.Job, action: RemoveGroups) -> None:
@@ -76,20 +75,15 @@ async def remove_groups(api: Api, job: observe.Job, action: RemoveGroups) -> Non
         for found in (ownership.existing("PodGroup", one) for one in listing.items):
             newer = newest.isdecimal() and (found.attempt or 0) > int(newest)
             if found.owner_uid == job.uid and not (found.deleting or newer):
-                await _delete(api, resource, job, found.name, found.uid)
+                # Gone meanwhile, or another of that name: the next look shows which.
+                with contextlib.suppress(NotFound, Conflict):
+                    await api.delete(resource, job.namespace, found.name, uid=found.uid)
     except (NotFound, Forbidden):
         return
     except ApiError as error:  # seen: a 429, for ever
         if "is registered for version" not in error.message:
             raise
         # Left in etcd by an older Kubernetes, in a version that this one cannot read.
-
-
-async def _delete(api: Api, resource: Resource, job: observe.Job, name: str, uid: str) -> None:
-    try:
-        await api.delete(resource, job.namespace, name, uid=uid)
-    except (NotFound, Conflict):
-        return  # gone, or another of that name: the next look tells
 
 
 def no_groups(error: ApiError) -> bool:
@@ -102,20 +96,16 @@ def no_groups(error: ApiError) -> bool:
 def dropped(found: Object, sent: Body) -> str:
     """Name the fields of a PodGroup that the API server has not kept; "" if it has all."""
     kept: Mapping[str, Any] = found.get("spec") or {}
-    lost = [field for field, value in sent["spec"].items() if kept.get(field) != value]
-    return f"the API server drops {_listed(lost)} of PodGroups: a feature gate is off" * bool(lost)
+    lost = [f"spec.{field}" for field, value in sent["spec"].items() if kept.get(field) != value]
+    what = f"the API server drops {', '.join(lost)} of PodGroups: a feature gate is off"
+    return what if lost else ""
 
 
 def dropped_of(pod: Object, sent: Body) -> str:
     """Say that the API server has not kept a pod's group; "" if it has."""
     asked, kept = ((one.get("spec") or {}).get(_FIELD) for one in (sent, pod))
-    if kept == asked:
-        return ""
-    return f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
-
-
-def _listed(fields: list[str]) -> str:
-    return ", ".join(f"spec.{field}" for field in fields)
+    what = f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
+    return "" if kept == asked else what
 
 
 _FLAVORS = Resource(KUEUE, "v1beta2", "resourceflavors")
@@ -200,7 +190,11 @@ _RETRY = 2.0
 
 
 class GangApi:
-    """``version``: of scheduling.k8s.io, "" without PodGroups; ``answered`` once that is known."""
+    """Finds out which ``version`` of scheduling.k8s.io serves PodGroups; "": none.
+
+    An administrator may switch the API on or off while the operator runs: then ``changed()`` is
+    called, and all jobs are looked at. ``answered`` is set once the version is known.
+    """
 
     def __init__(self, api: Api, changed: Callable[[], None], seconds: float = _EVERY) -> None:
         self._api, self._changed, self._seconds = api, changed, seconds

@@ -88,7 +88,7 @@ class _Gang:
 
 
 class WorkloadCache:
-    """Workloads by namespace and name."""
+    """Kueue's Workloads by namespace and name; one that we deleted stays away."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Workload] = {}

@@ -183,7 +183,7 @@ class Metrics(Collector):
             reason = job.status.get("reason")
             if reason and isinstance(reason, str) and phase not in crd.TERMINAL_PHASES:
                 stalled[job.namespace, reason] += 1
-        self._mind(namespaces)
+        self._begin_at_zero(namespaces)
         jobs, reasons = self.describe()
         for namespace in sorted(self._seen):
             for phase in status.PHASES:  # zeros too: a series that goes away says nothing
@@ -193,7 +193,7 @@ class Metrics(Collector):
         yield jobs
         yield reasons
 
-    def _mind(self, namespaces: set[str]) -> None:
+    def _begin_at_zero(self, namespaces: set[str]) -> None:
         """Begin new namespaces' counters at 0: Prometheus sees no increase from nothing to 1."""
         now = self._clock()
         # Counted namespaces may have lost their jobs before the first scrape.
@@ -218,7 +218,10 @@ _MESSAGE_MAX = 1024
 
 
 class Recorder:
-    """The sender of Events: ``send`` only puts them in line; ``run`` sends them."""
+    """The sender of Events: ``send`` only puts them in line; ``run`` sends them.
+
+    A job with too many events is cut short. Sending delays and fails nothing else.
+    """
 
     def __init__(
         self, api: Api, instance: str, clock: Callable[[], float] = time.monotonic
@@ -300,7 +303,15 @@ _BACKLOG = 8
 
 
 class Probes:
-    """The server; ``idle`` gives each loop's idle time, ``unready`` the missing parts."""
+    """Serves /healthz, /readyz and /metrics on one port, for the kubelet and Prometheus.
+
+    /healthz fails when a loop of ours is stuck, by ``idle``, but stays well while the API server is
+    away: a restart cures only the former. The event loop that does the work answers it, so a
+    blocked loop fails it by silence. ``unready`` names parts without an answer yet.
+
+    Strangers may ask without end: the text of /metrics is made at most once a second, a connection
+    has one answer, and there are only so many connections.
+    """
 
     def __init__(
         self,
@@ -338,20 +349,22 @@ class Probes:
         return response
 
     def _healthz(self) -> web.Response:
-        stuck = {name: age for name, age in self._idle().items() if age > STUCK_AFTER}
-        text = "".join(f"{name} has done nothing for {age:.0f} s\n" for name, age in stuck.items())
-        return web.Response(text=text or "ok\n", status=503 if stuck else 200)
+        idle = self._idle().items()
+        return _health(f"{n} has done nothing for {s:.0f} s" for n, s in idle if s > STUCK_AFTER)
 
     def _readyz(self) -> web.Response:
-        missing = self._unready()
-        text = "".join(f"not yet: {what}\n" for what in missing)
-        return web.Response(text=text or "ok\n", status=503 if missing else 200)
+        return _health(f"not yet: {what}" for what in self._unready())
 
     def _metrics(self) -> web.Response:
         if self._now() >= self._text_until:
             self._text = generate_latest(self._registry)
             self._text_until = self._now() + _KEPT
         return web.Response(body=self._text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _health(faults: Iterable[str]) -> web.Response:
+    text = "".join(f"{fault}\n" for fault in faults)
+    return web.Response(text=text or "ok\n", status=503 if text else 200)
 
 
 class _Server(web.Server):
