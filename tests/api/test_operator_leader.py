@@ -51,7 +51,7 @@ def test_the_second_stands_by_and_takes_over(arena: Arena) -> None:
     first = arena.start_operator()
     second = arena.operator(*BRISK, name="op-b").start()
     second.wait_ready()
-    eventually("the second stands by", lambda: "standing by" in second.log())
+    eventually("the second stands by", lambda: "standby: " in second.log())
     gang = f"gang-{secrets.token_hex(2)}"
     arena.apply(gang)
     arena.wait_phase(gang, "Running")

@@ -77,10 +77,10 @@ def _without_empty(value: Any) -> Any:
         return [_without_empty(one) for one in value]
     if not isinstance(value, dict):
         return value
-    told = {name: _without_empty(member) for name, member in value.items()}
+    full = {name: _without_empty(member) for name, member in value.items()}
     return {
         name: member
-        for name, member in told.items()
+        for name, member in full.items()
         if member not in (None, [], {}) or (member == {} and name.endswith("Selector"))
     }
 
@@ -172,20 +172,13 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
             flag = "--" + one.name.replace("_", "-")
             parser.add_argument(flag, default=one.default, **one.metadata)
     parser.set_defaults(
-        identity=_identity(environ),
+        # A pod's name is enough: the kubelet never runs two incarnations of one container at once,
+        # so a restarted one takes its own lease back without waiting for it to expire.
+        identity=environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}",
         lease_namespace=environ.get("POD_NAMESPACE", ""),
         kubeconfig=environ.get("KUBECONFIG", ""),
     )
     return Settings(**vars(parser.parse_args(argv)))
-
-
-def _identity(environ: Mapping[str, str]) -> str:
-    """Choose the holder name in the Lease.
-
-    A pod's name is enough, because the kubelet never runs two incarnations of one container at
-    once; so a restarted container takes its own lease back without waiting for it to expire.
-    """
-    return environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 class NoCredentialsError(Exception):

@@ -331,7 +331,7 @@ class Api:
                 if response.status >= 300:
                     code = response.status
                     raise await _error(response, what)
-                found: Object = await (read(response) if read else _object(response))
+                found: Object = await read(response) if read else loads(await response.read())
                 code = response.status
                 return found
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -366,11 +366,6 @@ def _no_answer(error: Exception, what: str) -> ApiError:
     late = isinstance(error, TimeoutError)
     message = f"no answer within {_TIMEOUT:g} s" if late else str(error) or type(error).__name__
     return Unavailable(0, "", message, what=what)
-
-
-async def _object(response: aiohttp.ClientResponse) -> Object:
-    found: Object = loads(await response.read())
-    return found
 
 
 def _version(obj: Object) -> str:

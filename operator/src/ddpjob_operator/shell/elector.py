@@ -43,7 +43,7 @@ class Elector:
         on_change: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._api, self._namespace, self._name = api, namespace, name
-        self.identity = identity
+        self.where, self.identity = f"{namespace}/{name}", identity
         self._seconds = seconds
         self._renew_deadline = seconds * 2 / 3
         self._period = seconds / 5
@@ -63,7 +63,7 @@ class Elector:
         waiting = False
         while not (ours := await self._try_once()):
             if ours is False and not waiting:
-                log.info("standing by: somebody holds the lease %s", self.where)
+                log.info("standby: another operator holds the lease %s", self.where)
                 waiting = True
             await self._pause()
         self._leading = True
@@ -117,11 +117,6 @@ class Elector:
     async def _pause(self) -> None:
         """Wait a period from the *beginning* of the last try, which may have hung."""
         await asyncio.sleep(max(0.0, self._tried_at + self._period - time.monotonic()))
-
-    @property
-    def where(self) -> str:
-        """Return namespace and name of the lease."""
-        return f"{self._namespace}/{self._name}"
 
     async def _try_once(self) -> bool | None:
         """Take or renew the lease: True if ours now, False if another's, None if unknown."""

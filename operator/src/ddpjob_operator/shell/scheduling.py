@@ -16,16 +16,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import ownership
-from ddpjob_operator.core.actions import (
-    Body,
-    DeleteWorkload,
-    EnsureWorkload,
-    Existing,
-    RemoveGroups,
-    WriteWorkload,
-)
-from ddpjob_operator.core.objects import observe, workload
+from ddpjob_operator.core import actions, ownership
+from ddpjob_operator.core.objects import workload
 from ddpjob_operator.core.objects.json_read import mapping
 from ddpjob_operator.core.objects.observe import KUEUE, Job
 from ddpjob_operator.core.objects.workload import Placement
@@ -53,14 +45,14 @@ _FIELD: Final = "schedulingGroup"
 _OF_THIS_GROUP: Final = ("exceeded quota", "no PriorityClass", "admission webhook")
 
 
-async def ensure_group(api: Api, job: observe.Job, body: Body) -> Object:
+async def ensure_group(api: Api, job: Job, body: actions.Body) -> Object:
     """Return the PodGroup as the API server has it, made if it was missing. Raises ApiError."""
     resource = Resource(GROUP, body["apiVersion"].rpartition("/")[2], PODGROUPS)
     found = await find(api, resource, job.namespace, body["metadata"]["name"])
     return found or await api.create(resource, job.namespace, body, strict=True)
 
 
-async def remove_groups(api: Api, job: observe.Job, action: RemoveGroups) -> None:
+async def remove_groups(api: Api, job: Job, action: actions.RemoveGroups) -> None:
     """Delete the job's PodGroups up to this one; without API or right there is none.
 
     The protection of a PodGroup keeps it until its pods have ended. Newer ones stay: this operator
@@ -93,7 +85,7 @@ def no_groups(error: ApiError) -> bool:
     return not any(words in error.message for words in _OF_THIS_GROUP)
 
 
-def dropped(found: Object, sent: Body) -> str:
+def dropped(found: Object, sent: actions.Body) -> str:
     """Name the fields of a PodGroup that the API server has not kept; "" if it has all."""
     kept: Mapping[str, Any] = found.get("spec") or {}
     lost = [f"spec.{field}" for field, value in sent["spec"].items() if kept.get(field) != value]
@@ -101,7 +93,7 @@ def dropped(found: Object, sent: Body) -> str:
     return what if lost else ""
 
 
-def dropped_of(pod: Object, sent: Body) -> str:
+def dropped_of(pod: Object, sent: actions.Body) -> str:
     """Say that the API server has not kept a pod's group; "" if it has."""
     asked, kept = ((one.get("spec") or {}).get(_FIELD) for one in (sent, pod))
     what = f"the API server drops spec.{_FIELD} of pods: a feature gate is off"
@@ -114,8 +106,8 @@ _POD_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses")
 
 
 async def ensure_workload(
-    api: Api, store: Store, job: Job, action: EnsureWorkload
-) -> tuple[ApiError, Existing | None] | None:
+    api: Api, store: Store, job: Job, action: actions.EnsureWorkload
+) -> tuple[ApiError, actions.Existing | None] | None:
     """Create the Workload; return the refusal, if any."""
     name, wanted = action.body["metadata"]["name"], action.body["spec"]
     try:
@@ -135,7 +127,7 @@ async def ensure_workload(
 
 
 async def write_workload(
-    api: Api, store: Store, job: Job, action: WriteWorkload, now: datetime
+    api: Api, store: Store, job: Job, action: actions.WriteWorkload, now: datetime
 ) -> bool:
     """Write conditions, or give the quota back; return False if it has changed meanwhile."""
     found = await api.get(WORKLOADS, job.namespace, action.name)
@@ -152,7 +144,7 @@ async def write_workload(
     return fresh
 
 
-async def delete_workload(api: Api, store: Store, job: Job, action: DeleteWorkload) -> None:
+async def delete_workload(api: Api, store: Store, job: Job, action: actions.DeleteWorkload) -> None:
     """Delete the Workload; one that is gone, or another one of that name, is left alone."""
     try:
         left = await api.delete(WORKLOADS, job.namespace, action.name, uid=action.uid)
@@ -170,7 +162,7 @@ async def read_flavors(api: Api, names: tuple[str, ...]) -> Mapping[str, Placeme
     return {name: workload.placement(mapping(one.get("spec"))) for name, one in found.items()}
 
 
-async def _priority(api: Api, action: EnsureWorkload) -> dict[str, Any]:
+async def _priority(api: Api, action: actions.EnsureWorkload) -> dict[str, Any]:
     """Look up the priority: Kueue leaves that to who makes the Workload."""
     (pods,) = action.body["spec"]["podSets"]
     of_pods = pods["template"]["spec"].get("priorityClassName") or ""

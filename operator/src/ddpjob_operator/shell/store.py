@@ -181,7 +181,11 @@ class Store:
 
     def put_job(self, offered: Object | observe.Job) -> bool:
         """Take a job from a watch or a list; return False without news."""
-        job = offered if isinstance(offered, observe.Job) else self._read_job(offered)
+        if isinstance(offered, observe.Job):
+            job = offered
+        else:
+            meta = offered["metadata"]
+            job = observe.job(offered, self._jobs.get((meta["namespace"], meta["name"])))
         self._saw(crd.PLURAL, version_number(job.resource_version))
         known = self._jobs.get(job.key)
         if known is not None and not _newer(known.resource_version, job.resource_version):
@@ -377,10 +381,6 @@ class Store:
     def pod_count(self) -> int:
         """Count the cached pods."""
         return len(self._owners)
-
-    def _read_job(self, obj: Object) -> observe.Job:
-        meta = obj["metadata"]
-        return observe.job(obj, self._jobs.get((meta["namespace"], meta["name"])))
 
     def _keys_of(self, owners: Iterable[Owner]) -> set[Key]:
         keys = {(one, self._keys.get(one[1])) for one in owners}

@@ -233,8 +233,12 @@ class Recorder:
 
     def send(self, job: observe.Job, events: Iterable[Event]) -> None:
         """Put the events in line; drop what exceeds the job's rate or a full line."""
+        if self._clock() - self._begun > _PERIOD:
+            self._begun = self._clock()
+            self._sent.clear()
         for event in events:
-            if not self._allows(job.uid):
+            self._sent[job.uid] += 1
+            if self._sent[job.uid] > _MOST:
                 log.debug("%s/%s: too many events, dropped %s", *job.key, event.reason)
                 continue
             try:
@@ -258,13 +262,6 @@ class Recorder:
     async def flush(self) -> None:
         """Wait until every event in line has been tried, for an orderly end."""
         await self._line.join()
-
-    def _allows(self, uid: str) -> bool:
-        if self._clock() - self._begun > _PERIOD:
-            self._begun = self._clock()
-            self._sent.clear()
-        self._sent[uid] += 1
-        return self._sent[uid] <= _MOST
 
 
 def _body(job: observe.Job, event: Event, instance: str) -> dict[str, Any]:
