@@ -43,10 +43,10 @@ def _positive(text: str) -> float:
     return value
 
 
-def _boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return text == "true"
+def _boolean(given: str) -> bool:
+    if given not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{given} is neither true nor false")
+    return given == "true"
 
 
 def _peers(text: str) -> tuple[dict[str, Any], ...]:

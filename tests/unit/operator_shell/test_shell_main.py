@@ -1,13 +1,18 @@
-"""The command itself: how it ends before it has begun, and while a thread waits for ever."""
+"""The command itself: how it ends before it has begun or while a thread waits, and how it logs."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kopf._cogs.clients.errors import APIError
+from kopf._cogs.clients.watching import WatchingError
 
+from ddpjob_operator.__main__ import configure_logs
 from support.operator import PATHS, write_kubeconfig
 from support.patience import PATIENCE
 
@@ -62,3 +67,35 @@ def test_a_resolver_that_never_answers_does_not_keep_it(tmp_path: Path) -> None:
             assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logging.captureWarnings(capture=False)
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("error", [WatchingError("429"), APIError({}, status=500, headers={})])
+def test_a_watch_that_the_api_server_ended_is_no_traceback(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("info", "text")
+    log = logging.getLogger("kopf._core.reactor.orchestration")
+    log.error("Watcher has failed", exc_info=error)
+    assert capsys.readouterr().err == ""
+    log.error("Watcher has failed", exc_info=KeyError("a bug"))
+    assert "KeyError: 'a bug'" in capsys.readouterr().err
+    configure_logs("debug", "text")
+    log.error("Watcher has failed", exc_info=error)
+    assert type(error).__name__ in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("as_before")
+def test_a_quoted_line_end_makes_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", "text")
+    logging.getLogger("ddpjob_operator").warning("refused: %s", "a\n2026 ERROR b\x1b[31m")
+    assert capsys.readouterr().err.count("\n") == 1

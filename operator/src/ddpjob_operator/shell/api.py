@@ -521,21 +521,21 @@ def _value(text: str) -> tuple[Any, int] | None:
     return None if goes_on or not end else (found, end)
 
 
-def _cut(text: str) -> tuple[str, int]:
+def _cut(raw: str) -> tuple[str, int]:
     """Cut what is nested too deep in the first value; return it and its end, 0 if not whole."""
     pieces, depth, start = [], 0, 0
-    for token in _TOKEN.finditer(text):
-        character = text[token.start()]
+    for token in _TOKEN.finditer(raw):
+        character = raw[token.start()]
         if character in "[{":
             depth += 1
             if depth == _DEEPEST:
-                pieces += [text[start : token.start()], "NaN"]
+                pieces += [raw[start : token.start()], "NaN"]
         elif character in "]}":
             if depth == _DEEPEST:
                 start = token.end()
             depth -= 1
             if not depth:
-                return "".join([*pieces, text[start : token.end()]]), token.end()
+                return "".join([*pieces, raw[start : token.end()]]), token.end()
         elif token.group() == '"':
             break
     return "", 0

@@ -61,7 +61,7 @@ class Informer(ABC):
         self._changed = changed
         self._relist_seconds = relist_seconds
         self._gone = 0  # times in a row that the server called our version too old
-        self._told = ""  # the trouble that was logged last
+        self._logged: tuple[object, ...] = ()  # what was said of the last trouble
         self.synced = asyncio.Event()
         self.answered = asyncio.Event()  # it was read once, or refused
         self.received_at = time.monotonic()  # the server's last sign of life
@@ -84,10 +84,10 @@ class Informer(ABC):
         self.alive_at = time.monotonic()
         self.answered.set()
 
-    def _tell(self, error: ApiError) -> None:
-        if str(error) != self._told:
+    def _log_trouble(self, error: ApiError) -> None:
+        if error.args != self._logged:
             log.warning("%s: %s; trying again", self.resource.plural, error)
-        self._told = str(error)
+        self._logged = error.args
 
     async def run(self) -> None:
         """List and watch until cancelled; wait out trouble with the API server.
@@ -106,12 +106,12 @@ class Informer(ABC):
                 self._refused(error)
                 log.info("%s: the watch is too old, listing again", self.resource.plural)
                 if not version:
-                    self._tell(error)
+                    self._log_trouble(error)
                 if self._gone > 1:  # listing did not help: no storm of lists
                     await asyncio.sleep(_backoff(self._gone - 1))
             except ApiError as error:
                 failures += 1
-                self._tell(error)
+                self._log_trouble(error)
                 self._refused(error)
                 await asyncio.sleep(_delay(failures, error))
 
@@ -122,7 +122,7 @@ class Informer(ABC):
         )
         self._store.check_list(self.resource.plural, listing.resource_version, newest)
         self._mark_received()
-        self._told = ""
+        self._logged = ()
         keys = self._replace(listing)
         self.synced.set()
         self.answered.set()

@@ -254,7 +254,7 @@ class Resync:
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.received_at = time.monotonic()
         self.alive_at = time.monotonic()
-        self._told = ""
+        self._logged = ""
 
     async def run(self) -> None:
         """List until cancelled; wait out trouble with the API server.
@@ -267,9 +267,9 @@ class Resync:
                 await self._list_all()
                 self.received_at = time.monotonic()
                 self.synced.set()
-                self._tell("")
+                self._log_trouble("")
             except ApiError as error:
-                self._tell(self._explain(error))
+                self._log_trouble(self._explain(error))
                 delay = min(max(_RETRY, error.retry_after or 0.0), self._seconds)
             self.answered.set()
             self.alive_at = time.monotonic()
@@ -294,13 +294,13 @@ class Resync:
         self._store.put_read_job(obj, before)
         return str(obj["metadata"]["uid"])
 
-    def _tell(self, trouble: str) -> None:
+    def _log_trouble(self, trouble: str) -> None:
         """Log each kind of trouble once, and its end once."""
-        if trouble and trouble != self._told:
+        if trouble and trouble != self._logged:
             log.error("%s; trying again until it works", trouble)
-        elif self._told and not trouble:
+        elif self._logged and not trouble:
             log.info("the API server serves DDPJobs%s now", self._where)
-        self._told = trouble
+        self._logged = trouble
 
     def _explain(self, error: ApiError) -> str:
         if isinstance(error, NotFound):

@@ -1,12 +1,16 @@
-"""The cache of Workloads: the newest wins, what is gone stays gone, and unread is not none."""
+"""Workloads: the newest wins, what is gone stays gone, unread is not none; the API of PodGroups."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 from ddpjob_operator.core.objects import observe, workload
+from ddpjob_operator.shell.api import Forbidden
+from ddpjob_operator.shell.scheduling import GangApi
 from ddpjob_operator.shell.store import WorkloadCache
 from support.world import job_object
 
@@ -84,3 +88,23 @@ def test_one_that_lost_its_owner_is_no_second_one_as_it_was(cache: WorkloadCache
     orphan["metadata"]["ownerReferences"] = []
     cache.put(orphan)
     assert [one.owner_uid for one in cache.of(JOB) or ()] in ([], [""])
+
+
+class Closed:
+    """An API server whose discovery only some may read (no binding of system:discovery)."""
+
+    async def discover(self, path: str) -> Any:
+        raise Forbidden(403, "Forbidden", f"cannot get path {path}")
+
+
+async def test_discovery_that_is_forbidden_is_an_answer() -> None:
+    """The operator does no job's work before it has one."""
+    found = GangApi(Closed(), lambda: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(found.run())
+    try:
+        await asyncio.wait_for(found.answered.wait(), 1)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert found.version == ""
