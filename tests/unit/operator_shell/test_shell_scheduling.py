@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
@@ -101,10 +100,6 @@ async def test_discovery_that_is_forbidden_is_an_answer() -> None:
     """The operator does no job's work before it has one."""
     found = GangApi(Closed(), lambda: None)  # type: ignore[arg-type]
     task = asyncio.create_task(found.run())
-    try:
-        await asyncio.wait_for(found.answered.wait(), 1)
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    await asyncio.wait_for(found.answered.wait(), 1)
+    task.cancel()
     assert found.version == ""
