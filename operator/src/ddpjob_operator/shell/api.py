@@ -50,7 +50,7 @@ class ApiError(Exception):
 
     @property
     def maybe_done(self) -> bool:
-        """Tell whether the write may have been carried out in spite of the error."""
+        """Return True if the write may have been carried out in spite of the error."""
         return self.code == 0 or self.code >= 500
 
 

@@ -55,7 +55,7 @@ class Elector:
         self._seen_at = 0.0
 
     def leads(self) -> bool:
-        """Tell whether this process may act now. Ask again right before each write."""
+        """Return True if this process may act now. Ask again right before each write."""
         return self._leading and time.monotonic() - self._renewed_at < self._renew_deadline
 
     async def run(self) -> None:
@@ -103,7 +103,7 @@ class Elector:
                 lease["spec"] = spec | {"holderIdentity": "", "leaseDurationSeconds": 1}
                 await self._call(self._api.replace(LEASES, self._namespace, self._name, lease))
         except NotFound:
-            return ""  # somebody deleted it: nobody holds it
+            return ""  # it was deleted: no operator holds it
         # A conflict: a renewal of ours, cancelled on its way there, was stored meanwhile.
         except (ApiError, TimeoutError) as error:
             return str(error) or "no answer"

@@ -395,7 +395,7 @@ class Executor:
             self._record_no_group(job, attempt, observe.clean(error.message))
             return None
         existing = ownership.existing(body["kind"], found)
-        # Its protection keeps one that a stranger deletes as long as it has pods.
+        # Its protection keeps one that another client deletes as long as it has pods.
         going = existing.deleting and not self._store.pods_of(job.uid)
         if existing.owner_uid != job.uid or going:
             taken = Conflict(409, "AlreadyExists", f"PodGroup {existing.name} exists")
@@ -439,7 +439,7 @@ class Executor:
         return self._refusal(job, attempt, error, existing)
 
     async def _repair(self, job: observe.Job, found: Object, body: Body) -> None:
-        """Put right what somebody has changed: one write, and no other before the next attempt."""
+        """Undo changes of other clients: one write, and no other before the next attempt."""
         if (repaired := ownership.repaired(found, body)) is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""

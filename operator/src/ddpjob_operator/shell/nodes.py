@@ -117,7 +117,7 @@ class NodeCache:
         changed = [name for name in known if name not in listed and self.remove(name)]
         changed += [name for name, slim in listed.items() if self.put(slim, quorum=True)]
         self._known, self._forbidden = True, False
-        self._mind_calm()
+        self._restart_calm()
         return changed
 
     async def read_leases(self, api: Api) -> None:
@@ -168,9 +168,9 @@ class NodeCache:
         if found is not None and not found.control_plane:
             self._workers[name] = found.ready
             self._unready += not found.ready
-        self._mind_calm()
+        self._restart_calm()
 
-    def _mind_calm(self) -> None:
+    def _restart_calm(self) -> None:
         """Start the calm again: the first of a group to return have only been faster."""
         before, now = self._disrupted, nodes.disrupted(len(self._workers), self._unready)
         self._disrupted = self._known and now

@@ -1,7 +1,7 @@
 """Ask replica 0 of each running job for its progress: GET /state on its metrics port.
 
 app.py runs the reader; answers go into the store's ApiFeedback, and the planner decides whether
-they become a status write. It also learns of rounds (restarts in place) there; they are over when
+they become a status write. It also receives rounds (restarts in place) there; they are over when
 they show and decide nothing, so they are no reason to ask more often.
 
 The answer is a stranger's: bounded in time and size, whatever it is, with no redirects and no
@@ -145,14 +145,14 @@ class ProgressReader:
 
 
 def _has_hub(job: observe.Job) -> bool:
-    """Tell whether the hub may answer: it runs, and lives on while another pod is replaced."""
+    """Return True if the hub may answer: it also runs while another pod is replaced."""
     known = job.status
     kept = known.get("phase") in ("Starting", "Restarting") and "births" in known
     return known.get("phase") == "Running" or kept
 
 
 def _is_of_a_pod(ip: str) -> bool:
-    """Tell forged addresses apart, so that they get no request."""
+    """Return False for forged addresses, which get no request."""
     try:
         address = ipaddress.ip_address(ip)
     except ValueError:
@@ -187,5 +187,5 @@ async def _fetch(ip: str, port: int, uid: str) -> object:
 
 
 def _same(found: Progress, known: Progress | None) -> bool:
-    """Tell whether only the time of reading differs."""
+    """Return True if only the time of reading differs."""
     return known is not None and replace(found, updated_at=known.updated_at) == known

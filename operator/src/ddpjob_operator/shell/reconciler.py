@@ -231,7 +231,7 @@ class WorkQueue(Generic[K]):
         return delay
 
     def rest(self, key: K, seconds: float) -> None:
-        """Let nobody work on the key for so long from now."""
+        """Hand the key to no worker for so long from now."""
         self._rests[key] = _now() + seconds
 
     def forgive(self, key: K) -> None:

@@ -79,7 +79,7 @@ async def remove_groups(api: Api, job: Job, action: actions.RemoveGroups) -> Non
 
 
 def no_groups(error: ApiError) -> bool:
-    """Tell a missing API or right from a refusal of this group, such as a quota's."""
+    """Return True if the API or the right is missing; False if this group alone is refused."""
     if not isinstance(error, NotFound | Forbidden | Invalid):
         return False
     return not any(words in error.message for words in _OF_THIS_GROUP)

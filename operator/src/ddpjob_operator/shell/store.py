@@ -393,7 +393,7 @@ class Store:
     def _outdated(
         self, owner: Owner, pod: observe.Pod, version: int | None, from_watch: bool
     ) -> bool:
-        """Tell whether that job's pods include a version of the pod as new or newer."""
+        """Return True if that job's pods include a version of the pod as new or newer."""
         gang = self._gangs.get(owner)
         if gang is None or version is None:
             return False
@@ -412,7 +412,7 @@ class Store:
         return owner
 
     def _retain(self, gang: _Gang, listed: set[str], version: str) -> bool:
-        """Remove pods absent from a list read at ``version``; tell whether there were any.
+        """Remove pods absent from a list read at ``version``; return True if there were any.
 
         A pod that we created after the list was read is not missing from it.
         """
@@ -428,6 +428,6 @@ class Store:
 
 
 def _newer(known: str, offered: str) -> bool:
-    """Tell whether ``offered`` replaces ``known``, as it does when they cannot be compared."""
+    """Return True if ``offered`` replaces ``known``, also when they cannot be compared."""
     a, b = version_number(known), version_number(offered)
     return True if a is None or b is None else b > a
