@@ -18,14 +18,7 @@ from devcluster import binaries, cluster, host, lifecycle, network, process, vol
 from devcluster.cli import main
 from devcluster.cluster import Cluster, Wanted
 from devcluster.failure import Failure
-from devcluster.layout import (
-    MAX_INDEX,
-    MAX_NODES,
-    SERVICE_NETWORK,
-    Layout,
-    check_name,
-    free_index,
-)
+from devcluster.layout import MAX_INDEX, MAX_NODES, SERVICE_NETWORK, Layout, check_name, free_index
 from devcluster.process import Register
 from support.cluster import wait_for
 from support.patience import PATIENCE

@@ -30,15 +30,15 @@ ALLOWED_LARGE = {"devcluster/src/devcluster"}
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 790,
-    "operator/src": 11_920,
+    "operator/src": 11_886,
     "trainer/src": 26_800,
     "tools/src": 6_140,
-    "plugin/src": 4_395,
+    "plugin/src": 4_378,
     "bench": 7_100,
     "devcluster": 4_120,
-    "tests": 63_870,
+    "tests": 63_911,
 }
-MOST_WORDS = 82_930  # of all pages in docs
+MOST_WORDS = 82_532  # of all pages in docs
 #: Words that make a reader stop.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -25,7 +25,7 @@ STRANGERS = {
     "older launchers": "ddpjob_contract/exits hub/messages",
     "anybody, for passwords in URLs": "ddpjob_contract/text",
     "the API server and its policies, the scheduler, kubelets, runtimes": "core/evidence"
-    " core/failure_text core/actions capacity/refusals shell/executor shell/scheduling",
+    " core/failure_text core/actions capacity/refusals shell/scheduling",
     "kubectl, kubelets, commands in a pod": "kubectl_ddp/kubectl kubectl_ddp/evidence"
     " kubectl_ddp/reader",
 }

@@ -53,6 +53,8 @@ CLASSES: Final[Mapping[int, str]] = {
     ExitCode.HANG: "Hang",
     ExitCode.SIGTERM: "Collateral",  # it was asked to end; who asked is the cause
 }
+#: Kinds of a report whose cause is known, whatever the process says.
+_CERTAIN: Final = ("lost", "oom", "hardware", "drill")
 
 
 def class_of(code: int | None, number: int | None, other: str = "User", kind: str = "") -> str:
@@ -73,15 +75,9 @@ def final_class(code: int | None, number: int | None, kind: str = "") -> str:
 
 
 def kind_of(kind: str, exception: str) -> str:
-    """Return leftEarly or unresolved where a report's exception says so, else ``kind``.
-
-    Only this function reads those words: older launchers, and processes, report only text. A kind
-    of another cause stays.
-    """
-    open_ = kind in ("", "exit", "exception", "peerLost")
-    if UNRESOLVED in exception and (open_ or kind == "hang"):  # a rank waits for an address
-        return "unresolved"
-    return "leftEarly" if LEFT_EARLY in exception and open_ else kind
+    """Return leftEarly or unresolved if an exception says so: here alone its words are read."""
+    named = {UNRESOLVED: "unresolved", LEFT_EARLY: "leftEarly"} if kind not in _CERTAIN else {}
+    return next((name for words, name in named.items() if words in exception), kind)
 
 
 def alike(one: str, other: str, most: int | None = None) -> bool:

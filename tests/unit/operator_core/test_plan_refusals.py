@@ -70,7 +70,7 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
     live(world, 100)
     assert refusals.row(world.feedback).count > before.count
     said[0] = 'serviceaccount "trainer" not found'
-    while "trainer" not in refusals.row(world.feedback).last.words:
+    while "trainer" not in refusals.row(world.feedback).last.pattern:
         live(world, 1)
     assert refusals.row(world.feedback).count == 1
 

@@ -11,16 +11,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import (
-    Machines,
-    World,
-    env_of,
-    intent,
-    job_object,
-    refusal,
-    running,
-    started,
-)
+from support.world import Machines, World, env_of, intent, job_object, refusal, running, started
 
 LOST = {"round": 0, "replica": 1, "kind": "lost", "step": 30, "snapshotStep": 20}
 

@@ -16,12 +16,7 @@ from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import Clip, Unit, Updater, check_parameters, match_schedulers
 from ddpjob_trainer.training.models.compiled import keep_bits
-from ddpjob_trainer.training.models.prepare import (
-    named,
-    place,
-    place_state,
-    shaped_like,
-)
+from ddpjob_trainer.training.models.prepare import named, place, place_state, shaped_like
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
 

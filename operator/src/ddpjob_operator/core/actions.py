@@ -218,7 +218,7 @@ class Refusal:
     phase: str = ""
 
     @property
-    def words(self) -> str:
+    def pattern(self) -> str:
         """Return code and message without figures."""
         return f"{self.code} {_FIGURES.sub('#', self.message)}"
 

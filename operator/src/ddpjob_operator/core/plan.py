@@ -16,12 +16,7 @@ from datetime import datetime
 from typing import Final
 
 from ddpjob_operator.core import actions, operators
-from ddpjob_operator.core.actions import (
-    ApiFeedback,
-    ConfirmGone,
-    DeletePod,
-    Plan,
-)
+from ddpjob_operator.core.actions import ApiFeedback, ConfirmGone, DeletePod, Plan
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
 from ddpjob_operator.core.gang import barrier, finish, handover, replacement, restart, start
 from ddpjob_operator.core.loss import cause, rounds, verdict
@@ -29,9 +24,7 @@ from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
-from ddpjob_operator.core.objects.status import (
-    Status,
-)
+from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.report import conditions, stalls
 from ddpjob_operator.core.view import Change, Stall, View, build_view
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Final
 
-from ddpjob_operator.core.objects.status import (
-    Progress,
-)
+from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.view import Change, View
 
 #: Fields of Progress that no later one fills in.

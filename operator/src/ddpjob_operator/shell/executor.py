@@ -472,6 +472,6 @@ class Executor:
 
     def _log_refusal(self, job: observe.Job, refusal: Refusal, before: Refusal | None) -> None:
         """Log one line for each row of refusals, however long it grows."""
-        if before is None or before.words != refusal.words:
+        if before is None or before.pattern != refusal.pattern:
             what = f"{refusal.code} {refusal.reason}: {refusal.message}"
             log.warning("%s/%s: a creation was refused: %s (uid %s)", *job.key, what, job.uid)

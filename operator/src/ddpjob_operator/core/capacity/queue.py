@@ -16,12 +16,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ddpjob_operator.core import actions, render
-from ddpjob_operator.core.actions import (
-    Action,
-    ConfirmGone,
-    ReadFlavors,
-    WriteWorkload,
-)
+from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
 from ddpjob_operator.core.capacity import refusals, template_guard
 from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload

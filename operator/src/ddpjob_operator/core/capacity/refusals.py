@@ -86,7 +86,7 @@ def row(known: ApiFeedback) -> Row | None:
     alike = [refusal for refusal in known.refused if _meets_all(refusal)]
     if not alike:
         return None
-    said = [(refusal.words, refusal.generation) for refusal in reversed(alike)]
+    said = [(refusal.pattern, refusal.generation) for refusal in reversed(alike)]
     return Row(alike[-1], sum(1 for _ in takewhile(said[0].__eq__, said)))
 
 
@@ -143,7 +143,7 @@ def stalls(view: View) -> Iterator[Stall]:
     if at is None or found is None or view.reached(at) or not waits:
         return  # of_attempt() reports this attempt's refusals first
     if not view.fresh():
-        what = f"{found.last.words}: so the attempt before was refused"
+        what = f"{found.last.pattern}: so the attempt before was refused"
         what += f", tried again at {at:%H:%M:%S} UTC"
         yield Stall("CreationFailed", what)
 

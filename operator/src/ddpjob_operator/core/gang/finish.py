@@ -10,19 +10,11 @@ from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, evidence
-from ddpjob_operator.core.actions import (
-    ConfirmGone,
-    DeleteJob,
-    DeletePod,
-    Measurement,
-    Plan,
-)
+from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.ranges import every
-from ddpjob_operator.core.objects.status import (
-    Progress,
-)
+from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.view import Change, View
 

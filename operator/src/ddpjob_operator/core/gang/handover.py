@@ -17,9 +17,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core import evidence
-from ddpjob_operator.core.actions import (
-    ReadNodes,
-)
+from ddpjob_operator.core.actions import ReadNodes
 from ddpjob_operator.core.capacity import template_guard
 from ddpjob_operator.core.failure_text import replicas, shorten
 from ddpjob_operator.core.gang import replacement, restart
@@ -27,11 +25,7 @@ from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.nodes import Node
 from ddpjob_operator.core.objects.observe import Pod
-from ddpjob_operator.core.objects.status import (
-    MAX_AVOIDED,
-    MAX_HANDED_OVER,
-    Failure,
-)
+from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure
 from ddpjob_operator.core.view import Change, View
 
 HANDED_OVER: Final = "HandedOver"

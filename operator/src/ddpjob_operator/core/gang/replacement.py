@@ -23,10 +23,7 @@ from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.failure_text import replicas
 from ddpjob_operator.core.loss import cause
 from ddpjob_operator.core.nodes import fence
-from ddpjob_operator.core.objects.status import (
-    MAX_MIN_ATTEMPTS,
-    Failure,
-)
+from ddpjob_operator.core.objects.status import MAX_MIN_ATTEMPTS, Failure
 from ddpjob_operator.core.view import Change, Stall, View
 
 _NAMED: Final = 10  # takeovers in one Event

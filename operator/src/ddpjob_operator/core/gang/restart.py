@@ -17,11 +17,7 @@ from ddpjob_operator.core.failure_text import describe, replicas
 from ddpjob_operator.core.gang import finish, replacement
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
-from ddpjob_operator.core.objects.status import (
-    MAX_FAILURES,
-    Failure,
-    Timings,
-)
+from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Timings
 from ddpjob_operator.core.view import Change, View
 
 

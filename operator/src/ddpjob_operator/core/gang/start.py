@@ -23,9 +23,7 @@ from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects.ranges import counted, every
-from ddpjob_operator.core.objects.status import (
-    Failure,
-)
+from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.

@@ -19,10 +19,7 @@ from ddpjob_operator.core.failure_text import describe, left_early, shorten
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.observe import Pod, clean
-from ddpjob_operator.core.objects.status import (
-    Failure,
-    Status,
-)
+from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.view import Change, Stall, View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)

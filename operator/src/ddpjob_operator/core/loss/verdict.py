@@ -21,11 +21,7 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import (
-    Failure,
-    Restarts,
-    Status,
-)
+from ddpjob_operator.core.objects.status import Failure, Restarts, Status
 from ddpjob_operator.core.view import Change, Stall, View
 
 CRASH_LOOPING: Final = "CrashLooping"

@@ -18,10 +18,7 @@ from ddpjob_operator.core.failure_text import describe, shorten
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
-from ddpjob_operator.core.objects.status import (
-    Failure,
-    Status,
-)
+from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.report import ledger
 from ddpjob_operator.core.view import Change, View, recovers_from
