@@ -157,9 +157,10 @@ class Bench:
         while asked != (asked := self._counters(OURS)[3]):  # noqa: ASYNC110 - theirs
             await asyncio.sleep(5)  # it tells of those that are suspended
         found: dict[str, Any] = {"at rest": fleet.memory(self._operator)}
-        for way in (SCRIPT, OURS):
+        for way in (OURS, SCRIPT):
             jobs = [self._job(2) for _ in range(size // 10)]
             found[way] = await self._lives(way, jobs, seconds)
+            print(json.dumps(found), flush=True)
         return found
 
     async def _post_idle(self, kind: int, status: Object) -> None:
@@ -451,14 +452,12 @@ def tell_fleet(found: dict[str, Any]) -> None:
     for stage, one in found[OURS]["delays"].items():
         script = found[SCRIPT]["delays"][stage]  # empty: it writes nothing then
         both = [
-            (f"{of[what]:.3f}" if of else "-") for of in (one, script) for what in ("median", "p95")
+            f"{of[what]:.3f}" if of else "-" for of in (one, script) for what in ("median", "p95")
         ]
         ratio = f"{one['p95'] / script['p95']:.2f}" if script else "-"
         rows.append([stage, one["n"], *both, ratio])
     header = "stage | n | s: ours | p95 | s: script | p95 | ratio of p95"
     print("\n" + report.table(header, rows))
-    for way in (OURS, SCRIPT):
-        print(f"{way}: {json.dumps({k: v for k, v in found[way].items() if k != 'delays'})}")
 
 
 def tell_losses(facts: dict[str, Any], found: dict[str, list[Loss]]) -> None:
