@@ -83,7 +83,7 @@ class Template:
 def pack(raw: Mapping[str, Any], field: str, limit: int) -> Packed:
     """Pack an object of at most ``limit`` bytes of JSON; longer is a flaw."""
     try:
-        # shell/api/decode.py puts NaN for what is nested too deep to read.
+        # shell/api.py puts NaN for what is nested too deep to read.
         text = json.dumps(
             raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         ).encode()

@@ -1,6 +1,6 @@
 """Define records of a job's nodes: ready, silent and since when, gone, or about to go.
 
-shell/cache/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
+shell/nodes.py fills these records, since a Node object is 10 KiB and more; plan() reads them.
 """
 
 from __future__ import annotations
