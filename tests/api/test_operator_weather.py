@@ -62,6 +62,8 @@ def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str
     eventually(
         "the resync notices",
         # The list tells, or a status write that meets 404: the collector removes the pods too.
-        lambda: re.search(rf"{stage.namespace}/{gang}: (vanished|gone)", stage.operators[0].log()),
+        lambda: re.search(
+            rf"{stage.namespace}/{gang}: (deleted, and the watch|gone)", stage.operators[0].log()
+        ),
     )
     assert gang not in [call.target for call in stage.proxy.writes()]

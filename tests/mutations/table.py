@@ -38,7 +38,7 @@ MUTATIONS = (
              "_confirmed(view) and not view.others and _due(view)", "_due(view)",
              CORE_TESTS + "test_plan_restart.py"),
     Mutation("quota is given back while a pod has not ended", CAPACITY + "queue.py",
-             "return any(not pod.ended for pod in view.pods)", "return False",
+             "return any(not pod.ended for pod in pods)", "return False",
              "tests/model/test_queue.py"),
     Mutation("one restart fewer than maxRestarts", LOSS + "verdict.py",
              "counted.charged > limits.max_restarts", "counted.charged >= limits.max_restarts",

@@ -30,7 +30,7 @@ ALLOWED_LARGE = {"devcluster/src/devcluster"}
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 790,
-    "operator/src": 11_886,
+    "operator/src": 11_894,
     "trainer/src": 26_800,
     "tools/src": 6_140,
     "plugin/src": 4_378,

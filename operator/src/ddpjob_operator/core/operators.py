@@ -15,8 +15,9 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core.actions import Plan, WriteStatus
+from ddpjob_operator.core.actions import ApiFeedback, Plan, WriteStatus
 from ddpjob_operator.core.objects.json_read import format_time
+from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.view import Change, Stall, View
 
 OTHER: Final = "OtherOperator"
@@ -54,30 +55,30 @@ def answer(view: View, change: Change) -> Change:
         return change
     if not found.answered:
         return change.with_status(operator=replace(found, answered=view.now))
-    if view.reached(due(view)):
+    if view.reached(due(view.status)):
         return change.with_status(operator=replace(found, other="", asked=None, answered=None))
     return change
 
 
-def sign(view: View, change: Change) -> Change:
+def sign(feedback: ApiFeedback, change: Change) -> Change:
     """Put this operator's name into a status that is written anyway."""
-    if not view.feedback.lease:
+    if not feedback.lease:
         return change
-    ours = view.feedback
+    ours = feedback
     named = replace(change.status.operator, lease=ours.lease, version=ours.version)
     return change.with_status(operator=named)
 
 
-def due(view: View) -> datetime | None:
+def due(status: Status) -> datetime | None:
     """Return when an operator that asks no more is forgotten."""
-    at = view.status.operator.answered
+    at = status.operator.answered
     return None if at is None else at + FORGOTTEN
 
 
 def stalls(view: View) -> Iterator[Stall]:
     """Report that operators of two Leases serve the job."""
     found = view.status.operator
-    if found.other and not view.reached(due(view)):
+    if found.other and not view.reached(due(view.status)):
         what = f"operators of two Leases serve this namespace: that of {found.lease} acts, that of"
         cure = "give each release its own value namespaces, or uninstall one"
         yield Stall(OTHER, f"{what} {found.other} waits; {cure}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Final
 
-from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.objects.status import Progress, Status
+from ddpjob_operator.core.view import Change
 
 #: Fields of Progress that no later one fills in.
 _NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")
@@ -30,9 +30,9 @@ def received(old: Progress, new: Progress | None) -> Progress:
     return replace(merged, updated_at=new.updated_at) if news else old
 
 
-def began_from(view: View, change: Change, resumed: str, *, other_job: bool) -> Change:
+def began_from(status: Status, change: Change, resumed: str, *, other_job: bool) -> Change:
     """Report once that a snapshot is another job's, or was made by another program."""
-    if resumed in ("", view.status.progress.resumed):
+    if resumed in ("", status.progress.resumed):
         return change
     if not other_job:
         return change.event("Normal", "ProgramChanged", f"training goes on from a state {resumed}")

@@ -8,7 +8,7 @@ runs: a scheduler that places single pods after all is treated as without a grou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -18,6 +18,7 @@ from ddpjob_operator.core import pod_groups
 from ddpjob_operator.core.actions import Action, Body, RemoveGroups
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure
 from ddpjob_operator.core.view import Change, Stall, View
 
@@ -45,14 +46,14 @@ def chosen(view: View) -> str:
     if wanted.gang == "None" or not view.feedback.gang_api:
         return ""
     foreign = view.spec.template.placed or view.spec.template.scheduler != crd.SCHEDULER
-    if not _demanded(view) and (foreign or view.spec.replicas == 1):
+    if not _demanded(view.spec) and (foreign or view.spec.replicas == 1):
         return ""
     return pod_groups.name(view.job, view.status.attempt)
 
 
 def ready(view: View) -> bool:
     """Tell whether an attempt may begin: no group of an earlier one is left, the API is there."""
-    return not _left(view) and not (_demanded(view) and not view.feedback.gang_api)
+    return not _left(view) and not (_demanded(view.spec) and not view.feedback.gang_api)
 
 
 def of(view: View) -> str:
@@ -68,7 +69,7 @@ def update(view: View, change: Change) -> Change:
         return change.with_status(pod_group="")
     goes_on = view.status.phase == "Starting" == status.phase and not view.replacing
     first = goes_on and status.attempt == view.status.attempt and status.pod_group
-    if first and status.timings.placed_at is None and _on_nodes(view):
+    if first and status.timings.placed_at is None and _on_nodes(view.members):
         return change.with_status(timings=replace(status.timings, placed_at=view.now))
     return change
 
@@ -86,7 +87,7 @@ def refused(view: View) -> str:
 
 def without(view: View, change: Change) -> Change | None:
     """Go on without a group that was refused; None: spec.scheduling asks for one."""
-    if _demanded(view):
+    if _demanded(view.spec):
         return None
     if _left(view):
         return change  # its pods are not made before it is gone
@@ -101,7 +102,7 @@ def waits(view: View) -> bool:
     """
     grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
     whole = grouped and not view.replacing and not view.missing
-    return whole and not _on_nodes(view) and not avoid.of_attempt(view)
+    return whole and not _on_nodes(view.members) and not avoid.of_attempt(view)
 
 
 def looks_again(view: View) -> datetime | None:
@@ -161,7 +162,7 @@ def just_placed(view: View, patience: timedelta) -> bool:
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why an attempt that needs a group does not begin."""
     begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
-    if begins and _demanded(view) and not view.feedback.gang_api:
+    if begins and _demanded(view.spec) and not view.feedback.gang_api:
         yield Stall(UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}")
 
 
@@ -170,9 +171,9 @@ def explained(view: View) -> str:
     return f"{refused(view)}: {_CURE}"
 
 
-def _demanded(view: View) -> bool:
+def _demanded(spec: Spec) -> bool:
     """Tell whether pods without a group will not do: only a group keeps a topology."""
-    return view.spec.scheduling.gang == "Native" or bool(view.spec.scheduling.topology_key)
+    return spec.scheduling.gang == "Native" or bool(spec.scheduling.topology_key)
 
 
 def _current(view: View) -> bool:
@@ -189,5 +190,5 @@ def _left(view: View) -> bool:
     return over not in ("", view.feedback.groups_removed)
 
 
-def _on_nodes(view: View) -> bool:
-    return any(pod.node for pod in view.members.values())
+def _on_nodes(members: Mapping[int, Pod]) -> bool:
+    return any(pod.node for pod in members.values())

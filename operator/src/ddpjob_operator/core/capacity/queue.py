@@ -19,6 +19,8 @@ from ddpjob_operator.core import actions, render
 from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
 from ddpjob_operator.core.capacity import refusals, template_guard
 from ddpjob_operator.core.objects import workload as workloads
+from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
 from ddpjob_operator.core.view import Stall, View
 
@@ -116,7 +118,7 @@ def unproven(view: View) -> bool:
     found, status = own(view), view.status
     holds = found is not None and not found.true("Finished")
     over = status.queued or (found and status.phase == "Suspended") or (holds and status.terminal)
-    if not over or status.attempt == 0 or _on(view):
+    if not over or status.attempt == 0 or _on(view.pods):
         return False
     read = view.confirmed
     asked = read is not None and read.over and read.hidden is not None
@@ -126,7 +128,7 @@ def unproven(view: View) -> bool:
 def parked(view: View) -> tuple[Action, ...]:
     """Ask for quota while the job waits, and give it back, once no pod is left."""
     found, waits = own(view), view.status.queued
-    if view.feedback.workloads is None or _on(view) or not _proven(view):
+    if view.feedback.workloads is None or _on(view.pods) or not _proven(view):
         return ()
     if found is None:
         able = waits and view.job.queue and not template_guard.why(view)
@@ -153,7 +155,7 @@ def running(view: View) -> tuple[Action, ...]:
         return () if gone else (actions.DeleteWorkload(found.name, found.uid),)
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
-    reported = dict(_pods_ready(view, found))
+    reported = dict(_pods_ready(view.status, found))
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
     done = len(view.status.succeeded - on) if view.reached(view.lingering_at) else 0
     reclaimed = done if done > found.reclaimed else None
@@ -169,7 +171,7 @@ def finish(view: View) -> tuple[Action, ...]:
         return ()
     if unproven(view):
         return (ConfirmGone(status.attempt, by_name=True),)
-    if _on(view) or not _proven(view):
+    if _on(view.pods) or not _proven(view):
         return ()
     end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
     reported = Condition(True, str(status.phase), end.message if end else "", "")
@@ -182,9 +184,9 @@ def _proven(view: View) -> bool:
     return view.status.attempt == 0 or (read is not None and read.over and read.hidden == ())
 
 
-def _on(view: View) -> bool:
+def _on(pods: tuple[Pod, ...]) -> bool:
     """Tell whether the cache shows a pod that has not ended."""
-    return any(not pod.ended for pod in view.pods)
+    return any(not pod.ended for pod in pods)
 
 
 def _made_of(view: View) -> str:
@@ -246,9 +248,9 @@ def _give_back(found: Workload) -> Action:
 _UNREADY: Final = "Not all pods are ready or succeeded"
 
 
-def _pods_ready(view: View, found: Workload) -> Iterator[tuple[str, Condition]]:
+def _pods_ready(status: Status, found: Workload) -> Iterator[tuple[str, Condition]]:
     """Tell Kueue when the gang runs, and when it does not any more."""
-    said, runs = found.said("PodsReady"), view.status.phase == "Running"
+    said, runs = found.said("PodsReady"), status.phase == "Running"
     if runs and not said.true:
         reason = "Recovered" if said.reason in ("WaitForRecovery", "Recovered") else "Started"
         yield "PodsReady", Condition(True, reason, "All pods run", "")

@@ -20,7 +20,7 @@ from ddpjob_operator.core.actions import ApiFeedback, Refusal
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects import status as st
-from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.view import PATIENCE, Stall, View
 
 #: For a taken name: its object is ours and about to go, or another's.
@@ -158,7 +158,7 @@ def rests_until(view: View, refusal: Refusal) -> datetime:
 def of_attempt(view: View) -> Iterator[Stall]:
     """Report what the API refuses of this attempt."""
     for refusal in (view.network_refusal, *view.refusals.values()):
-        if refusal and not (is_ours(view, refusal) and view.fresh()):
+        if refusal and not (is_ours(view.job, refusal) and view.fresh()):
             yield stall(view, refusal)
 
 
@@ -189,16 +189,16 @@ def explained(refusal: Refusal) -> str:
     return said
 
 
-def is_ours(view: View, refusal: Refusal) -> bool:
+def is_ours(job: Job, refusal: Refusal) -> bool:
     """Tell whether an object of this very job, about to go, has the name."""
-    return refusal.existing is not None and refusal.existing.owner_uid == view.job.uid
+    return refusal.existing is not None and refusal.existing.owner_uid == job.uid
 
 
 def is_passing(view: View, refusal: Refusal) -> bool:
     """Tell whether the name frees by itself: ours, or of a deleted job's object."""
     namesake = f"{KIND} {view.job.name}"
     left = refusal.existing is not None and refusal.existing.owner == namesake
-    return left or is_ours(view, refusal)
+    return left or is_ours(view.job, refusal)
 
 
 def no_room(pod: Pod, more: str = "") -> Stall:

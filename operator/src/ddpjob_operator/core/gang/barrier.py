@@ -16,6 +16,7 @@ from ddpjob_operator.core.actions import Action, ConfirmGone, DeletePod
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
 from ddpjob_operator.core.gang import handover, replacement, restart
 from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.view import PATIENCE, Stall, View
 
 #: Missing seats whose pods alone are asked for: a label selector names each.
@@ -40,7 +41,7 @@ def deletions(view: View) -> tuple[Action, ...]:
             -1 if pod.replica is None else pod.replica, 0
         )
         late = (pod.attempt or 0) < max(dead + 1, replaced)
-        grace = DEAD_GANG_SECONDS if late and not handover.saves(view, pod) else None
+        grace = DEAD_GANG_SECONDS if late and not handover.saves(view.status, pod) else None
         if fence.lost(view, pod) or (pod.stopped and not pod.deleting):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
@@ -75,11 +76,11 @@ def creations(view: View) -> tuple[Action, ...]:
         bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
         return (actions.EnsureNetwork(attempt, (*bodies, *pod_group.bodies(view))),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
-    due_now = refusals.ready(view)[: 1 if refusals.row(feedback) else _batch(view)]
+    due_now = refusals.ready(view)[: 1 if refusals.row(feedback) else _batch(view.spec)]
     make = partial(
         render.pod,
         avoided=avoid.at_once(view),
-        suspected=avoid.suspected(view),
+        suspected=avoid.suspected(view.status),
         since=view.status.members_since,
         hub=view.status.hub,
         reached=view.reached_step,
@@ -119,9 +120,9 @@ def read(view: View) -> ConfirmGone:
     return ConfirmGone(view.status.attempt, seats=frozenset(few))
 
 
-def _batch(view: View) -> int:
-    volume = view.spec.snapshot.volume.size if view.spec.snapshot else 0
-    size = view.spec.template.packed.size + volume
+def _batch(spec: Spec) -> int:
+    volume = spec.snapshot.volume.size if spec.snapshot else 0
+    size = spec.template.packed.size + volume
     return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
 
 

@@ -39,7 +39,7 @@ def succeed(view: View, change: Change) -> Change:
     first = view.members.get(0)
     reported = (view.feedback.progress, first.trainer.report if first else None)
     other = any(one.other_job for one in reported if one)
-    change = began_from(view, change, progress.resumed, other_job=other)
+    change = began_from(view.status, change, progress.resumed, other_job=other)
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.event("Normal", "Succeeded", message)

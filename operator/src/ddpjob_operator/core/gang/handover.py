@@ -25,7 +25,7 @@ from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.nodes import Node
 from ddpjob_operator.core.objects.observe import Pod
-from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure
+from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure, Status
 from ddpjob_operator.core.view import Change, View
 
 HANDED_OVER: Final = "HandedOver"
@@ -65,9 +65,9 @@ def due(view: View) -> datetime | None:
     return since + _PATIENCE if since and waits else None
 
 
-def saves(view: View, pod: Pod) -> bool:
+def saves(status: Status, pod: Pod) -> bool:
     """Tell whether a pod that is no member any more hands over, and needs its grace period."""
-    last = view.status.last_loss
+    last = status.last_loss
     return last is not None and last.reason == HANDED_OVER and evidence.running(pod)
 
 

@@ -56,7 +56,7 @@ def after(
         restarts = replace(restarts, replaced=restarts.replaced + 1)
         loss = replace(loss, replaced=True)
     change = record(view, change, loss).with_status(restarts=restarts)
-    change = avoid.node_of(view, change, loss)
+    change = avoid.node_of(view.spec, change, loss)
     change = change.measure(Measurement("restarts_total", 1, loss.cls))
     if gone:
         what = f"{describe(loss)}; replacing {replicas(gone, 40)}{wait} ({count})"

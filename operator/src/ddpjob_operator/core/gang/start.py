@@ -23,7 +23,7 @@ from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects.ranges import counted, every
-from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.view import Change, Stall, View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
@@ -122,7 +122,7 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     if waiting:
         change = avoid.nothing(change, "no room elsewhere")
         first = pod_group.in_order(waiting)[0]
-        return _release(view, change, refusals.no_room(first, avoid.words(view)))
+        return _release(view, change, refusals.no_room(first, avoid.words(view.status)))
     silent = fence.suspect(view, late=True)
     slow = fence.failure(view, silent) if silent else _too_slow(view, stalls)
     return restart.after(view, change, slow)
@@ -130,7 +130,7 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
 
 def _run(view: View, change: Change) -> Change:
     timings, loss = view.status.timings, recovers_from(view.status)
-    since = _last_sign(view, loss) if loss else timings.started_at or view.now
+    since = _last_sign(view.status, loss) if loss else timings.started_at or view.now
     seconds = max(0.0, (view.now - since).total_seconds())
     change = change.with_status(
         phase="Running",
@@ -153,7 +153,7 @@ def _run(view: View, change: Change) -> Change:
     return change.measure(measured)
 
 
-def _last_sign(view: View, loss: Failure) -> datetime:
+def _last_sign(status: Status, loss: Failure) -> datetime:
     """Return the last sign of progress, which may be long before the loss was decided.
 
     An exit code is seen at once, and a hand-over is no end. A step from before the previous loss
@@ -161,11 +161,11 @@ def _last_sign(view: View, loss: Failure) -> datetime:
     """
     at_once = loss.exit_code is not None and loss.cls != "Hang"
     at_once = at_once or loss.reason == handover.HANDED_OVER
-    reported = view.status.progress
+    reported = status.progress
     if at_once or reported.step is None or reported.updated_at is None:
         return loss.detected_at
-    ends = [f.detected_at for f in view.status.failures if not f.in_place and f is not loss]
-    old = max([*ends, view.status.timings.started_at or loss.detected_at])
+    ends = [f.detected_at for f in status.failures if not f.in_place and f is not loss]
+    old = max([*ends, status.timings.started_at or loss.detected_at])
     return (
         min(reported.updated_at, loss.detected_at)
         if reported.updated_at > old

@@ -191,7 +191,7 @@ def is_same_incident(view: View, loss: Failure) -> bool:
 
     A launcher waited no longer, or ended with the first, as its kubelet reports only now.
     """
-    if not has_waited(view, loss) or not _incident(view):
+    if not has_waited(view, loss) or not _incident(view.status):
         return False
     told_late = (view.now - view.replacing_since).total_seconds() <= CAUSE_SECONDS
     return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
@@ -207,13 +207,13 @@ def ended_attempt(view: View) -> int:
     attempt = view.status.attempt
     if not view.replacing:
         return attempt
-    return min((loss.attempt for loss in _incident(view)), default=attempt - 1)
+    return min((loss.attempt for loss in _incident(view.status)), default=attempt - 1)
 
 
-def _incident(view: View) -> list[Failure]:
+def _incident(status: Status) -> list[Failure]:
     """List the losses that are being made good; retry_uncertain() begins without one."""
-    since = view.status.timings.replacing_since
-    return [f for f in view.status.failures if f.replaced and since and f.detected_at >= since]
+    since = status.timings.replacing_since
+    return [f for f in status.failures if f.replaced and since and f.detected_at >= since]
 
 
 def _kind(loss: Failure | None) -> tuple[object, ...]:

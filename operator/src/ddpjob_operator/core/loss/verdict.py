@@ -64,7 +64,7 @@ def ends(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
 def action(view: View, old: Restarts, loss: Failure) -> str:
     """Return Restart, RestartFree or Fail: the user's rule counts before the class."""
     default: str = exits.action_of(loss.cls)
-    if avoid.repeats(loss) and not avoid.is_free(view, in_a_row(view, old)):
+    if avoid.repeats(loss) and not avoid.is_free(view.status, in_a_row(view, old)):
         default = "Restart"
     return _ruled(view, loss) or default
 

@@ -14,7 +14,8 @@ from typing import Final
 
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
-from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure, Status
 from ddpjob_operator.core.view import Change, View
 
 #: Up to so many of these failures in a row, without progress in between, are free.
@@ -36,17 +37,17 @@ def repeats(loss: Failure) -> bool:
     return loss.cls == "Hardware" or exits.recurs(loss.cls, loss.reason, loss.exit_code)
 
 
-def is_free(view: View, consecutive: int) -> bool:
+def is_free(status: Status, consecutive: int) -> bool:
     """Tell whether one more of these failures, after ``consecutive`` restarts, is free.
 
     So does a program that breaks one GPU after another, or a pod that fits on none of its nodes.
     """
-    losses = [failure for failure in view.status.failures if not failure.in_place]
+    losses = [failure for failure in status.failures if not failure.in_place]
     row = losses[max(0, len(losses) - consecutive) :]
     return sum(map(repeats, row)) < _FREE
 
 
-def node_of(view: View, change: Change, loss: Failure) -> Change:
+def node_of(spec: Spec, change: Change, loss: Failure) -> Change:
     """Keep the next attempts off the node to blame."""
     old = change.status.avoided_nodes
     if not blames(loss) or not loss.node or loss.node in old:
@@ -54,19 +55,19 @@ def node_of(view: View, change: Change, loss: Failure) -> Change:
     what = "a GPU of {} failed" if loss.reason != "StartError" else "{} could not start a container"
     message = (
         f"{what.format(loss.node)}: new pods go to other nodes; when they find no room there "
-        f"within {view.spec.startup_deadline:.10g} s, to any"
+        f"within {spec.startup_deadline:.10g} s, to any"
     )
     change = change.with_status(avoided_nodes=(*old, loss.node)[-MAX_AVOIDED:])
     return change.event("Warning", "NodeAvoided", message)
 
 
-def suspected(view: View) -> tuple[str, ...]:
+def suspected(status: Status) -> tuple[str, ...]:
     """Return the nodes that pods should rather not go to: failures began there again and again.
 
     The removal of a pod says nothing of its node; a resume may have cured what was before.
     """
-    since = view.status.timings.started_at
-    losses = [one for one in view.status.failures if since is None or one.detected_at >= since]
+    since = status.timings.started_at
+    losses = [one for one in status.failures if since is None or one.detected_at >= since]
     firsts = [one.node for one in losses[-_OF_LAST:] if one.node and one.cls != "Disruption"]
     return tuple(sorted(node for node, times in Counter(firsts).items() if times >= _SUSPECT))
 
@@ -76,21 +77,21 @@ def at_once(view: View) -> tuple[str, ...]:
 
     By then Kubernetes itself has noticed, if they are lost.
     """
-    return _avoided(view, view.now)
+    return _avoided(view.status, view.now)
 
 
 def of_attempt(view: View) -> tuple[str, ...]:
     """Return the nodes that pods of this attempt may have been kept off as they were made."""
-    return _avoided(view, view.begun_at or view.now)
+    return _avoided(view.status, view.begun_at or view.now)
 
 
-def _avoided(view: View, at: datetime) -> tuple[str, ...]:
+def _avoided(status: Status, at: datetime) -> tuple[str, ...]:
     silent = [
         loss.node
-        for loss in view.status.failures
+        for loss in status.failures
         if loss.reason == evidence.NODE_SILENT and at - loss.detected_at < _NOTICED
     ]
-    return tuple(dict.fromkeys((*view.status.avoided_nodes, *silent)))
+    return tuple(dict.fromkeys((*status.avoided_nodes, *silent)))
 
 
 def nothing(change: Change, why: str) -> Change:
@@ -102,7 +103,7 @@ def nothing(change: Change, why: str) -> Change:
     return change.with_status(avoided_nodes=()).event("Normal", "NodesTriedAgain", message)
 
 
-def words(view: View) -> str:
+def words(status: Status) -> str:
     """Name the avoided nodes in the message of a pod that finds no room."""
-    avoided = view.status.avoided_nodes
+    avoided = status.avoided_nodes
     return f" (kept off {', '.join(avoided)}: status.avoidedNodes)" if avoided else ""

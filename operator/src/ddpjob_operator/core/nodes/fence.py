@@ -12,7 +12,7 @@ quorum read of the Node or the Leases, since a watch may be behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -20,6 +20,7 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import ReadLeases, ReadNodes
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Known
 from ddpjob_operator.core.view import Stall, View
 
@@ -42,7 +43,7 @@ _CURE: Final[Known] = "Cure"
 
 def losses(view: View) -> list[Failure]:
     """List the members that are lost with their node."""
-    return [failure(view, pod) for pod in _needed(view) if lost(view, pod)]
+    return [failure(view, pod) for pod in _needed(view.needed) if lost(view, pod)]
 
 
 def lost(view: View, pod: Pod) -> bool:
@@ -54,7 +55,7 @@ def lost(view: View, pod: Pod) -> bool:
 
 def suspect(view: View, *, late: bool = False) -> Pod | None:
     """Find a member on a silent node, a cause of its peers' end. ``late``: not running yet."""
-    found = [pod for pod in _needed(view) if not (late and evidence.running(pod))]
+    found = [pod for pod in _needed(view.needed) if not (late and evidence.running(pod))]
     nodes = ((pod, _node(view, pod)) for pod in found)
     # A new node may be reported later than its pod.
     return next((pod for pod, node in nodes if node and not node.guessed), None)
@@ -62,7 +63,7 @@ def suspect(view: View, *, late: bool = False) -> Pod | None:
 
 def guessed(view: View) -> bool:
     """Tell whether a first read of a member's node, due at once, is still open."""
-    found = (_node(view, pod) for pod in _needed(view))
+    found = (_node(view, pod) for pod in _needed(view.needed))
     return any(node and node.guessed and not _just_read(node) for node in found)
 
 
@@ -134,9 +135,9 @@ def cure(node: str) -> str:
     return f"if it is off for good: kubectl delete node {node}, or: {taint}"
 
 
-def _needed(view: View) -> list[Pod]:
+def _needed(needed: Mapping[int, Pod]) -> list[Pod]:
     """List the members whose trainer has not ended: the others have nothing to lose."""
-    return [pod for pod in view.needed.values() if pod.trainer.state != "terminated"]
+    return [pod for pod in needed.values() if pod.trainer.state != "terminated"]
 
 
 def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
@@ -191,7 +192,7 @@ def _promised(node: Node) -> bool:
 
 
 def _left(view: View, node: Node) -> float:
-    patience = _patience(view, node)
+    patience = _patience(view.spec, node)
     if _promised(node):
         return patience - node.down_seconds
     watched = view.nodes.calm_seconds if view.nodes else 0.0
@@ -200,8 +201,8 @@ def _left(view: View, node: Node) -> float:
     return max(patience - min(node.down_seconds, watched), CONFIRMATION - watched)
 
 
-def _patience(view: View, node: Node) -> float:
-    after = view.spec.fence_after
+def _patience(spec: Spec, node: Node) -> float:
+    after = spec.fence_after
     if node.exists and node.out_of_service:
         return 0.0
     if node.exists:

@@ -46,7 +46,7 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"progress": received(status.progress, view.feedback.progress)}
         polled = view.feedback.progress
         other = polled is not None and polled.other_job
-        change = began_from(view, change, parts["progress"].resumed, other_job=other)
+        change = began_from(view.status, change, parts["progress"].resumed, other_job=other)
     if status.terminal:
         parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
         parts |= {"succeeded": view.succeeded}
@@ -193,7 +193,7 @@ def write(view: View, change: Change) -> Plan | None:
         if last is not None and not view.reached(last + interval):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
-    change = operators.sign(view, ledger.book(view, change))  # with what is written anyway
+    change = operators.sign(view.feedback, ledger.book(view, change))  # with what is written anyway
     new = st.to_dict(change.status)
     return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
 

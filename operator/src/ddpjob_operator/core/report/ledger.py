@@ -282,7 +282,7 @@ def _eta(view: View, status: Status) -> Eta | None:
     if stalled and stalled.status == "True":
         return None
     ran = sum(sums.get(name, 0.0) for name in ("productive", "data", "snapshot"))
-    if not _is_steady(view, status) and ran > 0 and step > 0:
+    if not _is_steady(view.now, status) and ran > 0 and step > 0:
         rate = step * view.spec.replicas / ran  # the mean of the whole run
     left = (total - step) / rate
     lost = sum(sums.get(name, 0.0) for name in ("recovering", "repeated", "held"))
@@ -294,11 +294,11 @@ def _eta(view: View, status: Status) -> Eta | None:
     return Eta(at.replace(microsecond=0), _words(left))
 
 
-def _is_steady(view: View, status: Status) -> bool:
+def _is_steady(now: datetime, status: Status) -> bool:
     """Tell whether the rate of the last minute is of a minute without a restart."""
     times = (status.timings.running_at, status.timings.last_round_at)
-    since = max((at for at in times if at is not None), default=view.now)
-    return view.now - since >= _RATED
+    since = max((at for at in times if at is not None), default=now)
+    return now - since >= _RATED
 
 
 def _words(seconds: float) -> str:

@@ -19,6 +19,7 @@ from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
+from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.view import PATIENCE, Change, Stall, View
 
 #: A claim may be bound, or a node join, moments after the first scheduling attempt.
@@ -60,7 +61,7 @@ def of_pods(view: View) -> Iterator[Stall]:
             yield Stall(pod.waiting_reason, f"pod {pod.name}: {said}", brief=said)
     for pod in pod_group.in_order(pods):
         if pod.unschedulable and not pod.node and not view.fresh(SCHEDULING_PATIENCE):
-            yield refusals.no_room(pod, avoid.words(view) + pod_group.words(view))
+            yield refusals.no_room(pod, avoid.words(view.status) + pod_group.words(view))
     for pod in pods:
         started = evidence.running(pod) or pod.trainer.state == "terminated"
         if pod.node and not started and not (view.fresh() or pod_group.just_placed(view, PATIENCE)):
@@ -76,7 +77,7 @@ def of_pods(view: View) -> Iterator[Stall]:
         unseen = not pod.node and not pod.unschedulable and pod.phase == "Pending"
         if unseen and pod.created_at and view.reached(pod.created_at + PATIENCE):
             yield refusals.no_room(pod)
-    yield from _unresolved(view)
+    yield from _unresolved(view.status)
     yield from _lingering(view)
 
 
@@ -86,10 +87,10 @@ def _awaited(view: View) -> list[Pod]:
     return [pod for pod in view.members.values() if evidence.running(pod) or not whole]
 
 
-def _unresolved(view: View) -> Iterator[Stall]:
+def _unresolved(status: Status) -> Iterator[Stall]:
     """Report rounds whose processes do not find one another, until one of them progresses."""
-    last, reported = view.status.last_failure, view.status.progress.updated_at
-    if last is None or not last.in_place or last.attempt != view.status.hub:
+    last, reported = status.last_failure, status.progress.updated_at
+    if last is None or not last.in_place or last.attempt != status.hub:
         return
     quiet = reported is None or reported <= last.detected_at
     if last.reason == exits.UNRESOLVED_NAMES and quiet:
