@@ -73,7 +73,7 @@ MUTATIONS = (
              LOSS + "cause.py", "if found is None or view.unread:",
              "if found is None:", CORE_TESTS + "test_plan_replace.py"),
     Mutation("who holds no longer is counted again (O2)", LOSS + "cause.py",
-             "    if not has_waited(view, loss) or not _incident(view):\n", "    if True:\n",
+             "    if not has_waited(view, loss) or not _incident(view.status):\n", "    if True:\n",
              CORE_TESTS + "test_plan_replace.py"),
     Mutation("each further loss lets the others hold longer (O4)", CORE + "view.py",
              "since = self.status.timings.replacing_since if self.replacing else None",
