@@ -120,8 +120,15 @@ def due(view: View) -> datetime | None:
 
 def resting(view: View, refusal: Refusal | None) -> bool:
     """Tell whether it is too early to try again after this refusal, if any."""
-    if (at := due(view)) is not None and not view.reached(at):
-        return True
+    return _all_rest(view) or _rests(view, refusal)
+
+
+def _all_rest(view: View) -> bool:
+    at = due(view)
+    return at is not None and not view.reached(at)
+
+
+def _rests(view: View, refusal: Refusal | None) -> bool:
     return refusal is not None and not view.reached(rests_until(view, refusal))
 
 
@@ -131,9 +138,11 @@ def ready(view: View) -> list[int]:
     While a name is taken only that one is tried: the gang cannot be whole without it, and if a pod
     of ours has it the barrier was not passed.
     """
+    if _all_rest(view):  # once: there may be 10,000 seats
+        return []
     refusals = view.refusals
     taken = [r for r, refusal in refusals.items() if refusal.existing]
-    return [r for r in taken or view.not_created if not resting(view, refusals.get(r))]
+    return [r for r in taken or view.not_created if not _rests(view, refusals.get(r))]
 
 
 def stalls(view: View) -> Iterator[Stall]:
