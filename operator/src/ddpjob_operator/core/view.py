@@ -268,9 +268,7 @@ class View:
     @property
     def file_at(self) -> datetime | None:
         """Return the newest mtime at the progress path that any source reports."""
-        return max(
-            (reported.file_at for reported in self._reports if reported.file_at), default=None
-        )
+        return max((one.file_at for one in self._reports if one.file_at), default=None)
 
     @property
     def _reports(self) -> list[Progress | Restarts | Report]:
@@ -301,11 +299,10 @@ def build_view(
 def belongs(status: Status, pod: Pod) -> bool:
     """Tell whether a pod is its seat's member (rule O1).
 
-    A floor only rises, so an old view never takes a member for a stranger.
+    A seat's least attempt only rises, so an old view never takes a member for a stranger.
     """
-    return (
-        pod.attempt is not None and status.min_attempt(pod.replica) <= pod.attempt <= status.attempt
-    )
+    least = status.min_attempt(pod.replica)
+    return pod.attempt is not None and least <= pod.attempt <= status.attempt
 
 
 def recovers_from(status: Status) -> Failure | None:

@@ -43,7 +43,13 @@ from ddpjob_operator.shell.store import Key, Store
 
 log = logging.getLogger(__name__)
 
+Deliver = Callable[[str | None, observe.Job], None]
+
 _PAUSE = 2.0  # seconds between two runs
+_LOGIN_LIFETIME = timedelta(minutes=5)  # tokens are rotated; kopf itself reads one only once
+_SLIM = "ddpjob"  # the field that holds a job's slim record
+#: More than one request waits for: kopf starts over for each, and JobWatcher if it gives up.
+_BACKOFFS = (1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 1000)
 
 
 class JobWatcher:
@@ -56,7 +62,7 @@ class JobWatcher:
         self,
         credentials: Credentials,
         namespaces: tuple[str, ...],
-        deliver: Callable[[str | None, observe.Job], None],
+        deliver: Deliver,
     ) -> None:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
@@ -97,14 +103,6 @@ class JobWatcher:
     def _on_event(self, kind: str | None, job: observe.Job) -> None:
         self.received_at = time.monotonic()
         self._deliver(kind, job)
-
-
-Deliver = Callable[[str | None, observe.Job], None]
-
-_LOGIN_LIFETIME = timedelta(minutes=5)  # tokens are rotated; kopf itself reads one only once
-_SLIM = "ddpjob"  # the field that holds a job's slim record
-#: More than one request waits for: kopf starts over for each, and JobWatcher if it gives up.
-_BACKOFFS = (1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 1000)
 
 
 def run_kopf(

@@ -2,7 +2,7 @@
 
 plan() calls begin() in each planning round without a loss. What says that a node is about to go
 (a condition, a taint, a cordon) is listed in the chart and looked for in objects/nodes.py. The pods
-there are replaced as lost ones are (replacement.py): one intent raises their floor and counts one
+there are replaced as lost ones are (replacement.py): one intent raises their least attempt: one
 disruption. Only their deletion differs, as it leaves them their grace period: all ranks save at one
 step, their launchers leave, and the others hold, so no step is lost. A node and a signal bring that
 about once (status.handedOver, until a resume), so that a pod which finds no other node stays in

@@ -34,11 +34,8 @@ def record_hub_report(view: View, change: Change) -> Change:
     reported = view.feedback.rounds
     if view.status.phase != "Running" or reported is None or reported.attempt != view.status.hub:
         return change
-    change = change.with_status(
-        waiting_for_replacement=view.status.waiting_for_replacement
-        or reported.waiting_for_replacement,
-        serving=reported.serving,
-    )
+    waits = view.status.waiting_for_replacement or reported.waiting_for_replacement
+    change = change.with_status(waiting_for_replacement=waits, serving=reported.serving)
     took = sorted(reported.serving.items() - view.status.serving.items())
     names = ", ".join(f"{view.job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
     return change.event("Normal", "TookOver", f"pods that stood by: {names}") if took else change

@@ -37,7 +37,9 @@ def loss(view: View, status: Status) -> Failure | None:
     """Return the failure that ends this attempt, or None; one per attempt."""
     found = _seen(view)
     if found is None or view.unread:
-        return None  # the intent raises the floor of each missing seat (gang/replacement.py)
+        return (
+            None  # the intent raises the least attempt of each missing seat (gang/replacement.py)
+        )
     if found.cls not in _PERHAPS_PEERS:
         return found
     guessed = found.cls == "Collateral" or found.reason == evidence.PROBE_FAILED

@@ -16,7 +16,6 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import exits
-from ddpjob_contract.exits import FREE
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.nodes import avoid
@@ -78,8 +77,9 @@ def _in_same_way(view: View, status: Status, loss: Failure) -> int:
 
     Without a step since the newest snapshot it may be the start that fails, which can pass.
     """
-    exception = "" if loss.reason == evidence.PROBE_FAILED else loss.exception  # words of ours
-    if loss.cls != "User" or not exception or (loss.step or 0) <= view.snapshot_step:
+    guessed = loss.reason == evidence.PROBE_FAILED  # its words are ours: always the same
+    trained = (loss.step or 0) > view.snapshot_step
+    if loss.cls != "User" or guessed or not (loss.exception and trained):
         return 0
     since, count = status.timings.started_at, 1
     for old in reversed(status.failures):
@@ -164,7 +164,8 @@ def of_program(status: Status) -> list[Failure]:
     charged = [
         one
         for one in status.failures
-        if one.cls not in FREE or (not runs and exits.recurs(one.cls, one.reason, one.exit_code))
+        if one.cls not in exits.FREE
+        or (not runs and exits.recurs(one.cls, one.reason, one.exit_code))
     ]
     return [one for one in charged if since is None or one.detected_at >= since]
 

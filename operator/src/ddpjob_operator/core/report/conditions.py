@@ -23,6 +23,10 @@ from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.report import ledger
 from ddpjob_operator.core.view import Change, View, recovers_from
 
+#: Status writes that only report are held back until this long after the last write.
+REPORT_INTERVAL: Final = timedelta(seconds=2)
+#: The same for a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
+PROGRESS_INTERVAL: Final = timedelta(seconds=60)
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
 #: The only phase in which each of these conditions is true.
@@ -174,12 +178,6 @@ def _unsupported(view: View, change: Change) -> Change:
     return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)
 
 
-#: Status writes that only report are held back until this long after the last write.
-REPORT_INTERVAL: Final = timedelta(seconds=2)
-#: The same for a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
-PROGRESS_INTERVAL: Final = timedelta(seconds=60)
-
-
 def write(view: View, change: Change) -> Plan | None:
     """Plan to store the status; None if there is nothing to store right now."""
     new, old = st.to_dict(change.status), st.to_dict(view.status)
@@ -213,10 +211,8 @@ def _reports_only(new: Status, old: Status) -> bool:
     """
 
     def decided(status: Status) -> Status:
-        rest = replace(
-            status, replicas=st.Replicas(), progress=st.Progress(), waiting_for_replacement=False
-        )
-        rest = replace(rest, serving={})
+        rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), serving={})
+        rest = replace(rest, waiting_for_replacement=False)
         if old.condition("Stalled") is None:
             return rest
         reported = tuple(c for c in status.conditions if c.type != "Stalled")
