@@ -81,6 +81,7 @@ class Chronicle:
         self._kept: list[Told] = []
         self._unreadable: set[str] = set()  # uids of what is nested too deep for Python
         self._judged = 0  # up to this version
+        self._begun = False  # what all lists have shown was taken
         self.listeners: list[Listener] = []
         self.state = State()
         self.gaps = 0
@@ -142,9 +143,9 @@ class Chronicle:
                 if era == self.gaps:
                     told = sorted(self._pending, key=lambda one: one.version)
                     self._pending = [one for one in told if one.version > until]
-                    known = max(self._judged, *(one.listed for one in self._streams.values()))
-                    self._judged = until
-        return list(self._judge([one for one in told if one.version <= until], known))
+                    listed = max(one.listed for one in self._streams.values())
+                    known, self._judged = max(self._judged, listed), until
+        return list(self._judge([one for one in told if one.version <= until], listed, known))
 
     def verify(self, settled: Callable[[], object] = lambda: None) -> State:
         """Do the same; raises the first Violation."""
@@ -162,20 +163,29 @@ class Chronicle:
         with self._lock:
             self.gaps += 1
             self._pending.clear()
-            self._judged = 0
+            self._judged, self._begun = 0, False
             self.state = State(deposed=self.state.deposed)
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _judge(self, told: list[Told], known: int) -> Iterator[Violation]:
-        """``known``: the newest list, or what was judged before.
+    def _judge(self, told: list[Told], listed: int, known: int) -> Iterator[Violation]:
+        """``listed``: the newest list; ``known``: that, or what was judged before.
 
-        Who asked for what is not newer no watch tells: it comes too late, out of order.
+        No rule is held against what came before the newest list: another list, read earlier, may
+        know of a loss of which this one shows nothing. No watch tells who asked for what is not
+        newer than ``known``: it comes too late, out of order.
         """
         calls = self._made() if self._made else ()
         ours = {mark for call in list(calls) if call.found for mark in _marks(call)}
         for one in told:
             write = one.write
+            if one.version <= listed:
+                self.state.take(replace(write, by=""))
+                self.writes += 1
+                continue
+            if not self._begun:
+                self._begun = True
+                self.state.begin()
             by = _mark(write) in ours if self._made else write.by and one.version > known
             write = replace(write, by=OPERATOR if by else "")
             for rule in ALWAYS:

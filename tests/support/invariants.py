@@ -116,6 +116,14 @@ class State:
         outside = self.late | self.tampered
         return [p for uid, p in self.pods.get(job, {}).items() if uid not in outside]
 
+    def begin(self) -> None:
+        """Take the members that running gangs lack for lost before the history began."""
+        for uid, job in self.jobs.items():
+            now, there = status(job), {replica(pod) for pod in self.gang(uid)}
+            if now.get("phase") == "Running":
+                seats = set(range(job["spec"].get("replicas", 1))) - there
+                self.hurt.setdefault(uid, set()).update((_floor(seat, now), seat) for seat in seats)
+
     def take(self, write: Write) -> None:
         """Let the write happen."""
         if write.plural == JOBS:
