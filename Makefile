@@ -87,7 +87,6 @@ SHARE ?= $(shell expr $$(date +%j) % 160 + 1)/160
 soak: setup programs ## models and plans whole, of which others play a sample (hours; SOAK=1/8: a share)
 	@DDPJOB_SOAK=$(SOAK) $(PYTEST) tests/model tests/api/test_plans.py $(SIDE_BY_SIDE) $(ARGS)
 
-# ARGS='--minutes 30 --seed 7 --json docs/internals/soak.json --page docs/internals/soak.md'
 .PHONY: soak-cluster
 soak-cluster: setup programs images ## jobs on a real cluster under random faults (ARGS='--minutes 30 --seed 7')
 	@PYTHONPATH=$$PYTHONPATH:$(ROOT)/tests $(BIN)/python -m soak.run $(ARGS)
@@ -171,6 +170,21 @@ down: ## remove the clusters of the demo and of the tests
 bench: setup ## measure; each benchmark prints a table and writes JSON
 	@for script in bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
 
+# On a machine that does nothing else; scaling comes first, claims reads it.
+.PHONY: studies
+studies: setup ## what the literature says of DDP, settled with figures (studies/README.md, 15 minutes)
+	@$(PYTEST) tests/trainer/test_claims.py tests/trainer/test_mechanics.py
+	@$(BIN)/python studies/scaling.py --json studies/scaling.json --page studies/scaling.md
+	@$(BIN)/python studies/claims.py --json studies/claims.json --page studies/claims.md
+	@$(BIN)/python studies/recordings.py --into studies
+	@$(BIN)/python studies/pictures.py
+
+SOAK_PAGE := --minutes 30 --seed 7 --json docs/internals/soak.json --page docs/internals/soak.md
+.PHONY: evidence
+evidence: studies mutations programs ## write the pages of evidence, which make check does not compare
+	@DDPJOB_WRITE_PAGES=1 $(PYTEST) tests/api/test_odd_manifests.py
+	@echo "docs/internals/soak.md takes as long as you like: make soak-cluster ARGS='$(SOAK_PAGE)'"
+
 .PHONY: manifests
 manifests: setup ## what is made from other files: manifests/, docs/reference/api.md, diagrams, pictures, diffs
 	@$(BIN)/python charts/render.py
@@ -178,7 +192,7 @@ manifests: setup ## what is made from other files: manifests/, docs/reference/ap
 	@$(BIN)/python docs/reference/run.py
 	@$(BIN)/python docs/guides/ladder.py
 	@$(BIN)/python docs/guides/planning.py
-	@$(BIN)/python docs/pictures.py
+	@$(BIN)/python studies/pictures.py
 	@PYTHONPATH=tests $(BIN)/python -m support.faults
 
 .PHONY: lock

@@ -1,7 +1,7 @@
 """DataParallel against DDP, and verdicts on what is said of both.
 
 On the CPU DataParallel's steps are done by hand over threads, with as many threads per replica as a
-process of DDP has (bench/programs/replicas.py says why); with --gpus it is nn.DataParallel itself.
+process of DDP has (programs/replicas.py says why); with --gpus it is nn.DataParallel itself.
 Every repeat runs each way once, in an order that turns; ratios are taken within a repeat.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import claims_page, programs, report
+from findings import claims_page, gangs
+from harness import report
 
 WAYS = ("one", "dp", "ddp")
 REPLICAS = 2
@@ -40,7 +41,7 @@ class Ways:
             (self.replicas if way == "ddp" else 1, "parallel.py", ["--way", way, *self.words])
             for way in order
         ]
-        for way, one in zip(order, programs.one_after_another(gangs), strict=True):
+        for way, one in zip(order, gangs.one_after_another(gangs), strict=True):
             self.found[way].append(one)
 
     def result(self) -> Found:
@@ -71,7 +72,7 @@ class Ways:
 def facts(ranks: int, worlds: Sequence[int], levels: Sequence[str]) -> Found:
     """What is counted, not timed; and the weights of one training at several world sizes."""
     cells = [(level, world) for level in levels for world in worlds]
-    found, *hashes = programs.one_after_another(
+    found, *hashes = gangs.one_after_another(
         [
             (ranks, "facts.py", []),
             *((world, "worlds.py", ["--level", level]) for level, world in cells),
@@ -126,8 +127,8 @@ def main() -> None:
         "--scaling",
         type=Path,
         metavar="FILE",
-        default=report.ROOT / "docs/internals/scaling.json",
-        help="bench/scaling.py's result, which the page needs",
+        default=report.ROOT / "studies/scaling.json",
+        help="studies/scaling.py's result, which the page needs",
     )
     args = parser.parse_args()
     if args.gpus:

@@ -1,8 +1,7 @@
 """Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
 
-buckets.json and ring.json are recorded by bench/pictures.py, internals/scaling.json by
-bench/scaling.py; planning.json is reckoned by guides/planning.py.
-A test holds each picture equal to what is drawn here.
+buckets.json and ring.json are recorded by recordings.py, scaling.json by scaling.py;
+docs/pictures/planning.json is reckoned by docs/guides/planning.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
-PICTURES = HERE / "pictures"
+PICTURES = HERE.parent / "docs/pictures"
 INK, PALE, RED = "#222222", "#bbbbbb", "#c0392b"
 COLOURS = ("#3b6fb6", "#d98c2b", "#4f9d69", "#8e6bb0", "#b65a5a", "#5aa7b6")
 
@@ -428,7 +427,6 @@ DRAWN = {
     "buckets": buckets, "ring": ring, "scaling": scaling, "goodput": goodput, "interval": interval,
 }  # fmt: skip
 RECORDS = {
-    "scaling": HERE / "internals/scaling.json",
     "goodput": PICTURES / "planning.json",
     "interval": PICTURES / "planning.json",
 }
@@ -436,7 +434,7 @@ RECORDS = {
 
 def recorded(name: str) -> Found:
     """Return the record that a picture is drawn from."""
-    path = RECORDS.get(name, PICTURES / f"{name}.json")
+    path = RECORDS.get(name, HERE / f"{name}.json")
     found: Found = json.loads(path.read_text())
     return found
 

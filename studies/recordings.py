@@ -1,8 +1,8 @@
-"""Records what docs/pictures.py draws: one step's buckets, and one ring all-reduce.
+"""Records what pictures.py draws: one step's buckets, and one ring all-reduce.
 
 buckets.json: the middle step of a GPT of two ranks, a core each, on the clock of rank 0. ring.json:
 which chunk went from whom to whom at which step, of four ranks. Once recorded they are drawn by
-`make manifests`; the picture of scaling is drawn from docs/internals/scaling.json.
+`make manifests`; the picture of scaling is drawn from studies/scaling.json.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness import programs, report
+from findings import gangs
+from harness import report
 
 
 def rounded(found: Any) -> Any:
@@ -27,12 +28,12 @@ def main() -> None:
         type=Path,
         metavar="DIR",
         default=report.RESULTS,
-        help="docs/pictures for the docs",
+        help="studies for the pages",
     )
     args = parser.parse_args()
     machine = report.machine()
     seconds = "0.1" if args.quick else str(args.seconds)
-    [step, *_], ring = programs.one_after_another(
+    [step, *_], ring = gangs.one_after_another(
         [
             (2, "phases.py", ["--record", "--workloads", "gpt", "--seconds", seconds]),
             (4, "ring.py", []),

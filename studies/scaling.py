@@ -14,9 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import programs, report, ring_model, scaling_page
-from harness.ring_model import Measured, Ring
-from harness.scaling_page import PHASES
+from findings import gangs, ring_model, scaling_page
+from findings.ring_model import Measured, Ring
+from findings.scaling_page import PHASES
+from harness import report
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 STRONG = 4  # batches of the workload's size, divided among the processes
@@ -65,7 +66,7 @@ class Bench:
         common = ["--workloads", ",".join(self.workloads), "--seconds", str(self.seconds)]
         common += ["--strong", str(STRONG)]
         reduce = ["--sizes", ",".join(map(str, sizes)), "--seconds", str(self.seconds / 8)]
-        found = programs.one_after_another(
+        found = gangs.one_after_another(
             [
                 *((world, "phases.py", common) for world in self.worlds),
                 (1, "phases.py", [*common, "--alone"]),

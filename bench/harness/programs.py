@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from harness.report import ROOT
 
@@ -36,20 +33,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def torchrun(nproc: int, *options: str) -> list[str]:
     where = ("--standalone", "--nproc-per-node", str(nproc))
     return [sys.executable, "-m", "torch.distributed.run", *where, *options]
-
-
-def one_after_another(gangs: Sequence[tuple[int, str, Sequence[str]]]) -> list[Any]:
-    """Run (ranks, program, arguments) one after the other; the JSON that each wrote to --out.
-
-    All share one import of torch: for what does not depend on how ranks were started.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        outs = [Path(directory) / f"{number}.json" for number in range(len(gangs))]
-        words: list[str] = []
-        for (ranks, name, arguments), out in zip(gangs, outs, strict=True):
-            words += ["--", str(ranks), program(name), "--out", str(out), *arguments]
-        complete([sys.executable, program("forked.py"), *words[1:]])
-        return [json.loads(out.read_text()) for out in outs]
 
 
 def launcher(nproc: int, *options: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Writes what planning.md shows: outputs of `kubectl ddp plan`, and the data of its pictures.
 
 `make manifests` after a change of the planner. Between `<!-- plan OPTIONS -->` and `<!-- end -->`
-stands what the command prints; docs/pictures/planning.json is drawn by docs/pictures.py.
+stands what the command prints; docs/pictures/planning.json is drawn by studies/pictures.py.
 """
 
 from __future__ import annotations

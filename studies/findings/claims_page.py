@@ -1,4 +1,4 @@
-"""docs/internals/claims.md from docs/internals/claims.json and docs/internals/scaling.json."""
+"""Make studies/claims.md of claims.json and scaling.json beside it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness import claims_verdicts, counted, report
+from harness import report
+
+from findings import claims_verdicts, counted
 
 HEAD = """# What is said of DataParallel and DDP
 
-True, false, when, or not shown: each claim with its figure. `bench/claims.py` counts and
-measures, computes the verdicts and writes this page; all figures are in docs/internals/claims.json,
-those of scaling in docs/internals/scaling.json. {machine}
+True, false, when, or not shown: each claim with its figure. `studies/claims.py` counts and
+measures, computes the verdicts and writes this page; all figures are in studies/claims.json,
+those of scaling in studies/scaling.json. {machine}
 
 **What stands for what.** Without GPUs nn.DataParallel only calls its module. So *DP* here is its
-steps done by hand (`bench/programs/replicas.py`): the batch scattered, the module replicated,
+steps done by hand (`studies/programs/replicas.py`): the batch scattered, the module replicated,
 forward and backward in one thread per replica under one GIL, outputs gathered, gradients added up
 on the first replica, replicas thrown away. DDP is torch's own, over gloo. Both have {replicas}
 replicas, one intra-op thread for each, the same whole batch, float32 and AdamW. Copies between
@@ -60,17 +62,17 @@ over NCCL on all of them, the same three models with larger batches, and tells t
 device:
 
 ```
-.venv/bin/python bench/claims.py --gpus
+.venv/bin/python studies/claims.py --gpus
 ```
 
 ## Again
 
 ```
-.venv/bin/python bench/claims.py --json docs/internals/claims.json --page docs/internals/claims.md
+.venv/bin/python studies/claims.py --json studies/claims.json --page studies/claims.md
 ```
 
 It takes about {minutes} minutes on 2 cores that do nothing else, and reads
-docs/internals/scaling.json for row 30: run `bench/scaling.py` first.
+studies/scaling.json for row 30: run `studies/scaling.py` first.
 """
 MINUTES = 4
 KINDS = ("parameters", "gradients", "buckets", "optimizer state")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from harness.counted import (
+from findings.counted import (
     even,
     held,
     partitioned,
@@ -61,7 +61,7 @@ def kilobytes(nbytes: float) -> str:
 
 
 def claims(found: Found, scaling: Found) -> list[Claim]:
-    """In the order of the rows. ``scaling``: the result of bench/scaling.py."""
+    """In the order of the rows. ``scaling``: the result of studies/scaling.py."""
     return [
         *_three_differences(found),
         _small_layers(found),
@@ -233,7 +233,7 @@ def _promises(found: Found, scaling: Found) -> list[Claim]:
             "Every rank receives the same bits from the all-reduce and runs the same optimizer on"
             " them."
             " Buffers, random numbers and non-deterministic code of yours are not covered by that"
-            " ([determinism](../guides/determinism.md)).",
+            " ([determinism](../docs/guides/determinism.md)).",
         ),
         Claim(
             30,
@@ -332,7 +332,7 @@ def _first_node(found: Found) -> Claim:
         + f". DataParallel does gather: its first replica received {whole:.2f} times the gradients,"
         " the others none.",
         "In a ring every rank sends to one neighbour and receives from the other, 2 N (W - 1) / W"
-        " bytes each ([picture](../pictures/ring.svg)); rank 0 is special only when DDP is"
+        " bytes each ([picture](../docs/pictures/ring.svg)); rank 0 is special only when DDP is"
         " constructed, where its parameters are broadcast. gloo, as PyTorch uses it and as counted"
         " here, takes a ring; NCCL also takes trees, or lets the switch add up.",
     )

@@ -1,4 +1,4 @@
-"""What bench/programs/facts.py counted, read as facts that pages tell and tests hold."""
+"""What studies/programs/facts.py counted, read as facts that pages tell and tests hold."""
 
 from __future__ import annotations
 

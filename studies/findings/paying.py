@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.ring_model import Ring
+from findings.ring_model import Ring
 
 RANKS = 8
 

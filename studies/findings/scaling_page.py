@@ -1,18 +1,20 @@
-"""Make docs/internals/scaling.md of scaling.json: `bench/scaling.py` writes it, tests hold it."""
+"""Make studies/scaling.md of scaling.json: `studies/scaling.py` writes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness import paying, report
+from harness import report
+
+from findings import paying
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer")
 
 HEAD = """# How DDP scales, and when it stops paying
 
-`bench/scaling.py` trains the same models with 1, 2 and 4 processes and writes this page with its
-tables; every figure is in docs/internals/scaling.json. {machine}
+`studies/scaling.py` trains the same models with 1, 2 and 4 processes and writes this page with its
+tables; every figure is in studies/scaling.json. {machine}
 
 **What is measured.** A process is bound to one core: 1 and 2 processes have a core each, 4 share
 the {cores} cores of this machine, two on each. So 4 processes cannot be faster than 2 here; they
@@ -23,7 +25,7 @@ Gradients go over gloo and the loopback interface, one thread per process, float
 repeat runs every number of processes once, and ratios are taken within a repeat; medians, with the
 range.
 
-![Throughput against the number of processes](../pictures/scaling.svg)
+![Throughput against the number of processes](../docs/pictures/scaling.svg)
 
 ## Measured
 
@@ -42,7 +44,7 @@ handed back as they are: what the phases take without any communication. gloo's 
 on the same core that computes: what overlaps costs *backward* here, where a GPU's network card and
 copy engines would take it. Medians of each phase, which need not add up to the median step.
 
-![One backward, bucket by bucket](../pictures/buckets.svg)
+![One backward, bucket by bucket](../docs/pictures/buckets.svg)
 
 """
 
@@ -57,7 +59,7 @@ other. A message takes a start-up time α and its bytes at a bandwidth β:
 For large N this tends to 2 N / β whatever W is: that is why all-reduce scales. For small N it is 2
 (W - 1) α, which grows with W: that is why gradients are put together in buckets.
 
-![A ring all-reduce of four ranks](../pictures/ring.svg)
+![A ring all-reduce of four ranks](../docs/pictures/ring.svg)
 
 α and β are fitted to gloo's all-reduces of {smallest} to {largest} on this machine, by least
 squares of the relative error.
@@ -115,12 +117,12 @@ END = """
 ## Again
 
 ```
-at=docs/internals/scaling
-.venv/bin/python bench/scaling.py --json $at.json --page $at.md && make manifests
+at=studies/scaling
+.venv/bin/python studies/scaling.py --json $at.json --page $at.md && make manifests
 ```
 
 It takes about {minutes} minutes on 2 cores that do nothing else. `make manifests` draws the picture
-from docs/internals/scaling.json. On GPUs: [gpus.md](../guides/gpus.md) and `bench/gpu.py` measure
+from studies/scaling.json. On GPUs: [gpus.md](../docs/guides/gpus.md) and `bench/gpu.py` measure
 our loop; a sweep over numbers of GPUs has not been run.
 """
 MINUTES = 5

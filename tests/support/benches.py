@@ -1,4 +1,4 @@
-"""Runs the programs of bench/ at their shortest, and lets tests import what they are made of."""
+"""Runs the programs of studies/ at their shortest; tests import parts of theirs and of bench/."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from support.patience import WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
-for _part in ("bench", "bench/programs"):
+for _part in ("bench", "studies", "studies/programs"):
     if str(ROOT / _part) not in sys.path:
         sys.path.append(str(ROOT / _part))
 
 
 def quick(name: str, directory: Path, *words: str) -> dict[str, Any]:
-    """What `bench/NAME.py --quick` wrote."""
+    """What `studies/NAME.py --quick` wrote."""
     out = directory / f"{name}.json"
-    command = [sys.executable, str(ROOT / f"bench/{name}.py"), "--quick", "--json", str(out)]
+    command = [sys.executable, str(ROOT / f"studies/{name}.py"), "--quick", "--json", str(out)]
     done = subprocess.run(
         [*command, *words], capture_output=True, text=True, check=False, timeout=WHOLE
     )

@@ -1,6 +1,6 @@
 """The verdicts of claims.md that are facts: who holds, sends and calls what. No timings.
 
-The benchmarks of scaling and of the pictures run, too, at their shortest.
+Scaling and the recordings for the pictures run, too, at their shortest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from support import benches
 from support.loaded import load
 
-from harness import counted  # isort: skip
+from findings import counted  # isort: skip
 from replicas import ByHand  # isort: skip
 
 pytestmark = pytest.mark.tier("all")
@@ -138,8 +138,8 @@ def test_scaling(tmp_path: Path) -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    benches.quick("pictures", tmp_path, "--into", str(tmp_path))
-    pictures = load(benches.ROOT / "docs/pictures.py")
+    benches.quick("recordings", tmp_path, "--into", str(tmp_path))
+    pictures = load(benches.ROOT / "studies/pictures.py")
     ring = json.loads((tmp_path / "ring.json").read_text())
     assert ring["equal to torch's all_reduce"]
     assert all(len(of) == ring["ranks"] for of in pictures.states(ring)[-1].values())

@@ -1,4 +1,4 @@
-"""examples/mechanics: each file as its reader starts it, and what it is there to show."""
+"""studies/mechanics: each file as its reader starts it, and what it is there to show."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.tier("all")
 
 
 def test_spawn_does_what_a_launcher_does() -> None:
-    out = show("mechanics/spawn.py", "--nproc", "3", nproc=0)
+    out = show("../studies/mechanics/spawn.py", "--nproc", "3", nproc=0)
     found = [numbers(rf"rank {rank} is process", out) for rank in range(3)]
     assert len({pid for pid, *_ in found}) == 3
     assert numbers("all_reduce over 3 processes:", out) == [6]
 
 
 def test_send_and_recv() -> None:
-    out = show("mechanics/send_recv.py", nproc=3, launcher=TORCHRUN[:-1])
+    out = show("../studies/mechanics/send_recv.py", nproc=3, launcher=TORCHRUN[:-1])
     assert numbers("blocking: the sum that came round is", out) == [3]
     assert numbers("immediate: my left neighbour sent", out) == [2, 2, 2, 2]
     assert "changed before wait(): 1000 of 1000 numbers arrived as -1, sent as 1" in out
@@ -27,7 +27,7 @@ def test_send_and_recv() -> None:
 
 
 def test_collectives() -> None:
-    out = show("mechanics/collectives.py", nproc=3)
+    out = show("../studies/mechanics/collectives.py", nproc=3)
     expected = {
         "all_reduce SUM": [6, 60],
         "all_reduce PRODUCT": [6, 6000],
@@ -48,7 +48,7 @@ def test_collectives() -> None:
 
 def test_a_ring_by_hand_sends_what_the_library_sends() -> None:
     count = 100_003  # no multiple of 3
-    out = show("mechanics/ring.py", "--numbers", str(count), nproc=3)
+    out = show("../studies/mechanics/ring.py", "--numbers", str(count), nproc=3)
     assert "sums of integers equal, number by number" in out
     formula = 2 * 4 * count * 2 / 3
     assert numbers(r"2 N \(W-1\) / W", out) == [round(formula)]
@@ -62,7 +62,7 @@ def test_a_ring_by_hand_sends_what_the_library_sends() -> None:
 
 
 def test_hand_averaged_sgd_has_one_loss_for_1_2_and_4_processes() -> None:
-    out = show("mechanics/sgd.py", "--epochs", "5", nproc=4)
+    out = show("../studies/mechanics/sgd.py", "--epochs", "5", nproc=4)
     found = [numbers(f"{processes} processes: loss", out) for processes in (1, 2, 4)]
     losses, off = zip(*found, strict=True)
     assert losses[0] < 0.5 * 2.303, "ln 10 is what knowing nothing costs"
@@ -71,7 +71,7 @@ def test_hand_averaged_sgd_has_one_loss_for_1_2_and_4_processes() -> None:
 
 
 def test_the_miniature_reducer_has_ddps_map_and_gradients() -> None:
-    out = show("mechanics/reducer.py", nproc=3)
+    out = show("../studies/mechanics/reducer.py", nproc=3)
 
     def after(name: str) -> str:
         return re.findall(rf"^{name} *: (.*)$", out, re.MULTILINE)[0]
@@ -113,13 +113,13 @@ LIBRARY = ("run.evaluate()", "step 0", "so they would wait for each other", "exi
 def test_calls_that_differ_end_soon_and_with_words(
     kinds: str, detail: str, seconds: int, code: int, words: tuple[str, ...]
 ) -> None:
-    command = ("mechanics/mismatch.py", *kinds.split(), "--timeout", str(seconds))
+    command = ("../studies/mechanics/mismatch.py", *kinds.split(), "--timeout", str(seconds))
     out = show(*command, nproc=2, code=code, env={"TORCH_DISTRIBUTED_DEBUG": detail})
     assert [word for word in words if word not in out] == [], out[-3000:]
 
 
 def test_data_parallel_step_by_step() -> None:
-    out = show("mechanics/data_parallel.py", nproc=0)
+    out = show("../studies/mechanics/data_parallel.py", nproc=0)
     assert max(numbers("output and gradients are those of one call, within", out)) < 1e-6
     for name in ("DataParallel", "DistributedDataParallel"):
         assert f"{name}.classes: '{name}' object has no attribute 'classes'" in out

@@ -34,11 +34,12 @@ MOST_LINES = {
     "trainer/src": 26_800,
     "tools/src": 6_140,
     "plugin/src": 4_378,
-    "bench": 7_098,
+    "bench": 4_556,
     "devcluster": 4_120,
-    "tests": 63_913,
+    "studies": 3_814,
+    "tests": 63_904,
 }
-MOST_WORDS = 82_536  # of all pages in docs
+MOST_WORDS = 76_986  # of all pages in docs
 #: Words that make a reader stop.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

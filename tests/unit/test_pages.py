@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -12,13 +11,11 @@ from pathlib import Path
 
 import yaml
 
-from support import benches, faults
+from support import faults
+from support.cluster import ROOT
 from support.loaded import load
 from support.manifest import blocks, documented, pages
 
-from harness import claims_page, scaling_page  # isort: skip
-
-ROOT = benches.ROOT  # it has put bench/ on the path
 DOCS = ROOT / "docs"
 INTERNALS = DOCS / "internals"
 LINK = re.compile(r"\]\(([^)#\s\[]*)(?:#([^)\s]*))?\)")
@@ -29,7 +26,7 @@ SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MU
 #: Of the threat model: a file of tests and one of it.
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 #: Of the ladder's table: a file of the repository, a test of it perhaps.
-NAMED = re.compile(r"\b((?:bench|docs|examples|manifests|tests)/[\w./-]+\.\w+)(?:::(\w+))?")
+NAMED = re.compile(r"\b((?:docs|examples|manifests|studies|tests)/[\w./-]+\.\w+)(?:::(\w+))?")
 #: Examples beside a script of the same folder, which imports them.
 PARTS = {f"examples/ladder/5_gpt/{name}.py" for name in ("corpus", "gpt", "mfu")}
 
@@ -45,19 +42,12 @@ def generated() -> Iterator[tuple[Path, str]]:
     planning = load(DOCS / "guides/planning.py")
     yield planning.PAGE, planning.written(planning.PAGE.read_text())
     yield planning.DATA, planning.data()
-    pictures = load(DOCS / "pictures.py")
-    for name, draw in pictures.DRAWN.items():
-        yield DOCS / f"pictures/{name}.svg", draw(pictures.recorded(name))
-    scaling = json.loads((INTERNALS / "scaling.json").read_text())
-    yield INTERNALS / "scaling.md", scaling_page.page(scaling)
-    claims = json.loads((INTERNALS / "claims.json").read_text())
-    yield INTERNALS / "claims.md", claims_page.page(claims, scaling)
     yield faults.PAGE, faults.page()
 
 
 def test_generated_pages_are_what_their_scripts_write_now() -> None:
     old = [str(file.relative_to(ROOT)) for file, text in generated() if file.read_text() != text]
-    assert old == [], "run `make manifests`; of bench's pages the command at their end"
+    assert old == [], "run `make manifests`"
 
 
 def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out() -> None:
