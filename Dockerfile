@@ -16,10 +16,10 @@ ENV PATH=/opt/ddpjob/bin:${PATH} PYTHONUNBUFFERED=1
 
 # --- Our own code becomes a tree that is copied over the environment --------------------------
 FROM base AS builder
-COPY requirements/install.sh requirements/uv.txt requirements/build.txt /opt/requirements/
+COPY dev/requirements/install.sh dev/requirements/uv.txt dev/requirements/build.txt /opt/requirements/
 RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh build.txt && mv /opt/ddpjob /opt/builder
-COPY requirements/package.sh /opt/requirements/
+COPY dev/requirements/package.sh /opt/requirements/
 # Each wheel holds the contract.
 COPY contract /src/contract
 
@@ -35,7 +35,7 @@ RUN sh /opt/requirements/package.sh /src/trainer
 
 # --- Operator --------------------------------------------------------------------------------
 FROM base AS operator
-COPY requirements/install.sh requirements/uv.txt requirements/operator.txt /opt/requirements/
+COPY dev/requirements/install.sh dev/requirements/uv.txt dev/requirements/operator.txt /opt/requirements/
 RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh operator.txt
 COPY --from=operator-code /opt/ddpjob /opt/ddpjob
@@ -49,12 +49,12 @@ ENTRYPOINT ["ddpjob-operator"]
 # torch brings the CUDA libraries, gigabytes of them. Its layer depends on the base, the installer
 # and torch.txt and on nothing else, so it is built, pushed and pulled once.
 FROM base AS torch
-COPY requirements/install.sh requirements/uv.txt requirements/torch.txt /opt/requirements/
+COPY dev/requirements/install.sh dev/requirements/uv.txt dev/requirements/torch.txt /opt/requirements/
 RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh torch.txt
 
 FROM torch AS trainer
-COPY requirements/trainer.txt /opt/requirements/
+COPY dev/requirements/trainer.txt /opt/requirements/
 RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh trainer.txt
 COPY --from=trainer-code /opt/ddpjob /opt/ddpjob

@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 ROOT := $(CURDIR)
-export PYTHONPATH := $(ROOT)/contract/src:$(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/tools/src:$(ROOT)/plugin/src:$(ROOT)/devcluster/src
+export PYTHONPATH := $(ROOT)/contract/src:$(ROOT)/operator/src:$(ROOT)/trainer/src:$(ROOT)/tools/src:$(ROOT)/plugin/src:$(ROOT)/dev/devcluster/src
 export PYTHONUNBUFFERED := 1
 
 # The first Python that starts and is new enough; 3.11 is what the image and the tests use.
@@ -19,7 +19,7 @@ BIN := .venv/bin
 FOREIGN := .venv-foreign/bin
 FOREIGN_TESTS := $(addprefix tests/,trainer/test_foreign.py trainer/test_audit_foreign.py \
 	unit/trainer/test_trainer_snapshot_remote.py)
-DEVCLUSTER = $(PYTHON) devcluster/devcluster
+DEVCLUSTER = $(PYTHON) dev/devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
 # Beside the environments: a fresh checkout need not look at all of it again.
 export MYPY_CACHE_DIR := $(or $(DDPJOB_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/ddpjob)/mypy
@@ -31,7 +31,7 @@ TORCH_TESTS := tests/unit/trainer $(addprefix tests/trainer/test_,bitwise_resume
 ARGS ?=
 # Several files at a time (tests/support/sharing.py). ARGS=-n0: one after the other
 SIDE_BY_SIDE := -n auto --max-worker-restart=0
-TYPED := contract/src operator/src trainer/src tools/src plugin/src devcluster/src
+TYPED := contract/src operator/src trainer/src tools/src plugin/src dev/devcluster/src
 
 .PHONY: help
 help: ## list the targets
@@ -57,7 +57,7 @@ setup: ## make the virtual environment (once per set of pins, kept in the cache)
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "setup: Python 3.11 or newer is needed; install it or run make PYTHON=/path/to/python" >&2; \
 		exit 1; fi
-	@$(PYTHON) -m devcluster.venv --requirements requirements --link .venv
+	@$(PYTHON) -m devcluster.venv --link .venv
 
 .PHONY: lint
 lint: setup ## ruff, mypy --strict, import-linter
@@ -105,8 +105,8 @@ trainer: setup ## training processes on this machine
 
 .PHONY: foreign
 foreign: setup ## scripts of Lightning, accelerate and transformers, and S3
-	@$(PYTHON) -m devcluster.venv --requirements requirements --also foreign --link .venv-foreign
-	@$(PYTHON) -m devcluster.venv --requirements requirements --only foreign-broken \
+	@$(PYTHON) -m devcluster.venv --also foreign --link .venv-foreign
+	@$(PYTHON) -m devcluster.venv --only foreign-broken \
 		--link .venv-foreign-broken
 	@$(FOREIGN)/python -m pytest $(FOREIGN_TESTS) $(ARGS)
 
@@ -131,35 +131,35 @@ images: setup ## build the operator's and the trainer's image
 # The same bytes from the same source: timestamps are those of the newest commit.
 .PHONY: wheel
 wheel: ## build dist/*.whl of operator and trainer, for images of your own
-	@$(PYTHON) release/release.py wheels; ls dist/*.whl
+	@$(PYTHON) dev/release/release.py wheels; ls dist/*.whl
 
 # Python's own modules only, so it runs on any machine with Python 3.11 or newer and kubectl.
 DIST ?= dist
 .PHONY: plugin
 plugin: ## make dist/kubectl-ddp, the kubectl plugin in a single file
-	@$(PYTHON) release/release.py plugin --out $(DIST)
+	@$(PYTHON) dev/release/release.py plugin --out $(DIST)
 	@echo "$(DIST)/kubectl-ddp: copy it to a directory on PATH, then: kubectl ddp --help"
 
 .PHONY: release
 release: ## chart, wheels, plugin, images, bills of materials, notes, checksums (docs/internals/releasing.md)
-	@$(PYTHON) release/release.py $(ARGS)
+	@$(PYTHON) dev/release/release.py $(ARGS)
 
 .PHONY: base-image
 base-image: ## pin the Dockerfile's base by the digest that its registry has today (needs that registry)
-	@$(PYTHON) release/release.py base-image
+	@$(PYTHON) dev/release/release.py base-image
 
 .PHONY: site
 site: ## dist/site: README and docs/ as a site, every link checked
-	@$(PYTHON) -m devcluster.venv --requirements requirements --only site --link .venv-site
+	@$(PYTHON) -m devcluster.venv --only site --link .venv-site
 	@.venv-site/bin/mkdocs build --strict && echo dist/site/index.html
 
 .PHONY: try
 try: setup ## train on this machine alone, kill a process, compare the weights: no root, Go or cluster
-	@$(BIN)/python demo/local.py $(ARGS)
+	@$(BIN)/python dev/demo/local.py $(ARGS)
 
 .PHONY: demo
 demo: setup ## train a job on a local cluster, kill a process, delete a pod, compare the weights
-	@$(BIN)/python demo/run.py $(ARGS)
+	@$(BIN)/python dev/demo/run.py $(ARGS)
 
 .PHONY: down
 down: ## remove the clusters of the demo and of the tests
@@ -168,7 +168,7 @@ down: ## remove the clusters of the demo and of the tests
 
 .PHONY: bench
 bench: setup ## measure; each benchmark prints a table and writes JSON
-	@for script in bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
+	@for script in dev/bench/*.py; do [ -e "$$script" ] || continue; $(BIN)/python $$script $(ARGS); done
 
 # On a machine that does nothing else; scaling comes first, claims reads it.
 .PHONY: studies
@@ -196,7 +196,7 @@ manifests: setup ## what is made from other files: manifests/, docs/reference/ap
 	@PYTHONPATH=tests $(BIN)/python -m support.faults
 
 .PHONY: lock
-lock: ## pin requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)
+lock: ## pin dev/requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)
 	@$(PYTHON) -m devcluster.venv --lock $(ARGS)
 
 .PHONY: clean

@@ -38,7 +38,7 @@ def find_helm() -> str:
     """Return the path of helm, building it when no suitable one is installed."""
     if given := os.environ.get("HELM"):
         return given
-    sys.path.insert(0, str(ROOT / "devcluster" / "src"))
+    sys.path.insert(0, str(ROOT / "dev/devcluster/src"))
     from devcluster import binaries
 
     return str(binaries.ensure(["helm"], lambda line: print(line, file=sys.stderr))["helm"])

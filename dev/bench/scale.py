@@ -420,7 +420,7 @@ def main() -> int:
 def stand_in(kubeconfig: Path, address: str | None, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "harness.kubelets", "--kubeconfig", str(kubeconfig)]
     command += ["--namespaces", f"{OURS},{SCRIPT}", "--state", address or "", *more]
-    paths = [str(report.ROOT / part) for part in ("bench", "tests", "devcluster/src")]
+    paths = [str(report.ROOT / part) for part in ("dev/bench", "tests", "dev/devcluster/src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=environment)
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
 #: The rank that is killed once half of the steps are done.
 KILLED = 1

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-DEVCLUSTER = ROOT / "devcluster" / "devcluster"
+ROOT = Path(__file__).resolve().parents[2]
+DEVCLUSTER = ROOT / "dev/devcluster/devcluster"
 MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
 CLUSTER = "demo"
 NAMESPACE = "ddpjob-demo"

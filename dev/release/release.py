@@ -34,7 +34,7 @@ from urllib.parse import quote
 from devcluster import baseimage, binaries, images, imagestore, venv
 from devcluster.failure import Failure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {
     "operator": "ddpjob_operator",
     "trainer": "ddpjob_trainer",
@@ -76,7 +76,7 @@ def versions(root: Path = ROOT) -> dict[str, str]:
         read(f"{folder}/src/{package}/__init__.py", r'^__version__ = "(.+)"$')
     read("charts/ddpjob/Chart.yaml", r'^(?:version|appVersion): "?([^"\s]+)"?$')
     read("Dockerfile", r'org\.opencontainers\.image\.version="(.+?)"')
-    read("devcluster/src/devcluster/images.py", r'^VERSION = "(.+)"$')
+    read("dev/devcluster/src/devcluster/images.py", r'^VERSION = "(.+)"$')
     found["CHANGELOG.md"] = newest_section(root)[0]
     return found
 
@@ -163,8 +163,8 @@ def pin_base(root: Path) -> str:
 
 
 def wheels(root: Path, out: Path, when: int) -> None:
-    """Build the wheels, with build tools whose hashes requirements/build.txt knows."""
-    uv = venv.ensure_uv(root / "requirements", say)
+    """Build the wheels, with build tools whose hashes dev/requirements/build.txt knows."""
+    uv = venv.ensure_uv(root / "dev/requirements", say)
     variables = {**venv.uv_variables(uv), "SOURCE_DATE_EPOCH": str(when)}
     for folder in WHEELS:
         command: list[str | Path] = [
@@ -175,7 +175,7 @@ def wheels(root: Path, out: Path, when: int) -> None:
             "--no-create-gitignore",
         ]
         command += ["--python", sys.executable, "--require-hashes", "--no-build"]
-        command += ["--build-constraints", root / "requirements/build.txt"]
+        command += ["--build-constraints", root / "dev/requirements/build.txt"]
         run([*command, "--out-dir", out, root / folder], f"the wheel of {folder}/", **variables)
 
 
@@ -222,10 +222,10 @@ def chart(root: Path, out: Path, when: int) -> None:
 
 def bills(root: Path, out: Path, when: int) -> None:
     """Write what Python packages each image has, as CycloneDX, out of the lock files."""
-    home = venv.ensure_environment(root / "requirements", say, ["release"])
+    home = venv.ensure_environment(root / "dev/requirements", say, ["release"])
     for image, locks in BILLS.items():
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
-            lock.writelines((root / f"requirements/{name}.txt").read_text() for name in locks)
+            lock.writelines((root / f"dev/requirements/{name}.txt").read_text() for name in locks)
             lock.flush()
             command: list[str | Path] = [
                 home / "bin/cyclonedx-py",
@@ -304,7 +304,7 @@ def provenance(
         subjects.append({"name": name, "digest": {"sha256": digest}})
     made_of: list[dict[str, Any]] = [
         {"name": str(path.relative_to(root)), "digest": {"sha256": sha256(path)}}
-        for path in [root / "Dockerfile", *sorted((root / "requirements").glob("*.txt"))]
+        for path in [root / "Dockerfile", *sorted((root / "dev/requirements").glob("*.txt"))]
     ]
     commit = git(root, "rev-parse", "HEAD")
     if commit:

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # when make did not
+sys.path.append(str(Path(__file__).parents[2] / "dev/bench"))  # when make did not

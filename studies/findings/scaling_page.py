@@ -122,7 +122,7 @@ at=studies/scaling
 ```
 
 It takes about {minutes} minutes on 2 cores that do nothing else. `make manifests` draws the picture
-from studies/scaling.json. On GPUs: [gpus.md](../docs/guides/gpus.md) and `bench/gpu.py` measure
+from studies/scaling.json. On GPUs: [gpus.md](../docs/guides/gpus.md) and `dev/bench/gpu.py` measure
 our loop; a sweep over numbers of GPUs has not been run.
 """
 MINUTES = 5

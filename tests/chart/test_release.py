@@ -23,8 +23,8 @@ pytestmark = pytest.mark.tier("gate")  # it builds everything twice
 
 def build(root: Path, out: Path) -> Path:
     """Make a draft out of the checkout at ``root``."""
-    command = [sys.executable, root / "release/release.py", "--draft", "--without-images"]
-    source = {"PYTHONPATH": str(ROOT / "devcluster/src"), "SOURCE_DATE_EPOCH": "1790000000"}
+    command = [sys.executable, root / "dev/release/release.py", "--draft", "--without-images"]
+    source = {"PYTHONPATH": str(ROOT / "dev/devcluster/src"), "SOURCE_DATE_EPOCH": "1790000000"}
     done = subprocess.run(
         [*command, "--out", out], env={**os.environ, **source},
         capture_output=True, text=True, check=False,
@@ -68,7 +68,7 @@ def test_is_whole_and_the_chart_is_the_chart(made: Path, helm: Helm) -> None:
     ("image", "locks"), [("operator", ["operator"]), ("trainer", ["torch", "trainer"])]
 )
 def test_bills_name_every_pin_with_its_hashes(made: Path, image: str, locks: list[str]) -> None:
-    text = "".join((ROOT / f"requirements/{lock}.txt").read_text() for lock in locks)
+    text = "".join((ROOT / f"dev/requirements/{lock}.txt").read_text() for lock in locks)
     bill = json.loads((made / f"{image}.cdx.json").read_text())
     assert bill["bomFormat"] == "CycloneDX"
     assert bill["metadata"]["component"]["name"] == f"ddpjob-{image}"

@@ -74,7 +74,7 @@ def export(target: str, archive: Path, _: object) -> str:
 def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
     """A draft with tiny images, signed."""
     folder = tmp_path_factory.mktemp("signed")
-    release = load(ROOT / "release/release.py")
+    release = load(ROOT / "dev/release/release.py")
     status = "Package: libc6\nStatus: install ok installed\nVersion: 2\nArchitecture: amd64\n"
     base = {"usr/lib/os-release": "ID=debian\nVERSION_ID=12\n", "var/lib/dpkg/status": status}
     image = support.image_of(folder / "image", base)

@@ -1,4 +1,4 @@
-"""Runs the programs of studies/ at their shortest; tests import parts of theirs and of bench/."""
+"""Runs studies/ at their shortest, and lets tests import parts of them and of dev/bench/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from support.patience import WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
-for _part in ("bench", "studies", "studies/programs"):
+for _part in ("dev/bench", "studies", "studies/programs"):
     if str(ROOT / _part) not in sys.path:
         sys.path.append(str(ROOT / _part))
 

@@ -26,7 +26,7 @@ from support.sharing import Shared
 ROOT = Path(__file__).resolve().parents[2]
 #: In the names of clusters that outlive a process: two checkouts may be tested side by side.
 CHECKOUT = hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
-DEVCLUSTER = ROOT / "devcluster" / "devcluster"
+DEVCLUSTER = ROOT / "dev/devcluster/devcluster"
 CRD = ROOT / "manifests" / "crd.yaml"
 
 #: kubectl's words where the API server, or a kubelet behind it, gave no answer of its own.

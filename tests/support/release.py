@@ -13,8 +13,8 @@ from support.cluster import ROOT
 
 #: What a release is made of.
 SOURCES = (
-    "CHANGELOG.md", "Dockerfile", "charts", "contract", "devcluster/src", "manifests", "operator",
-    "plugin", "release", "requirements", "tools", "trainer",
+    "CHANGELOG.md", "Dockerfile", "charts", "contract", "dev/devcluster/src", "dev/release",
+    "dev/requirements", "manifests", "operator", "plugin", "tools", "trainer",
 )  # fmt: skip
 METADATA = "Metadata-Version: 2.1\nName: evil\nVersion: 1\n"
 

@@ -67,10 +67,10 @@ time.sleep(3600)
 
 
 def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
-    """bench/gpu.py with a tiny model: whoever rents a GPU for it is not to find a mistake in it."""
+    """dev/bench/gpu.py with a tiny model: who rents a GPU for it is to find no mistake in it."""
     report = tmp_path / "report.json"
     words = ("--quick", "--nproc", 2, "--kills", 1, "--json", report)
-    code, out = finished(ROOT / "bench/gpu.py", *words, CUDA_VISIBLE_DEVICES="")
+    code, out = finished(ROOT / "dev/bench/gpu.py", *words, CUDA_VISIBLE_DEVICES="")
     assert code == 0, out
     found = json.loads(report.read_text())
     for level in ("off", "resume"):

@@ -151,7 +151,7 @@ def test_restarts_are_the_manifests(tmp_path: Path) -> None:
 
 @pytest.mark.tier("all")
 def test_make_try_kills_a_process_changes_no_bit_and_shows_it() -> None:
-    code, out = finished(ROOT / "demo/local.py")
+    code, out = finished(ROOT / "dev/demo/local.py")
     assert code == 0, out
     assert "--- kill -9 " in out
     assert "restart proven: " in out
@@ -163,4 +163,4 @@ def test_make_try_needs_the_environment_only() -> None:
     """Neither root nor Go: what `programs` and `images` of other targets build."""
     text = (ROOT / "Makefile").read_text()
     assert "\ntry: setup ##" in text
-    assert "\n\t@$(BIN)/python demo/local.py" in text
+    assert "\n\t@$(BIN)/python dev/demo/local.py" in text

@@ -1,4 +1,4 @@
-"""bench/gangs.py tells an order that has a reason from one that has none."""
+"""dev/bench/gangs.py tells an order that has a reason from one that has none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support import benches
 
 from harness.gang_order import Gang, Look, Order, Pod, halves, placed  # isort: skip
 
-assert benches  # it has put bench/ on the path
+assert benches  # it has put dev/bench/ on the path
 NODES = {"one": 4, "two": 4}
 
 

@@ -36,10 +36,10 @@ def test_a_change_of_an_input_makes_other_images_of_those_made_of_it(
         "trainer/src/ddpjob_trainer/__pycache__/cli.cpython-311.pyc": set(),
         "contract/src/ddpjob_contract/__init__.py": {"operator", "trainer"},
         "examples/digits.py": {"trainer"},
-        "requirements/torch.txt": {"trainer"},
+        "dev/requirements/torch.txt": {"trainer"},
         "operator/src/ddpjob_operator/__init__.py": {"operator"},
-        "requirements/operator.txt": {"operator"},
-        "requirements/install.sh": {"operator", "trainer"},
+        "dev/requirements/operator.txt": {"operator"},
+        "dev/requirements/install.sh": {"operator", "trainer"},
         "Dockerfile": {"operator", "trainer"},
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -50,8 +50,8 @@ def test_a_change_of_an_input_makes_other_images_of_those_made_of_it(
         before = after
     monkeypatch.setenv("DDPJOB_BASE_IMAGE", "python:3.12-slim")
     assert all(before[target] != key for target, key in keys(tmp_path).items())
-    (tmp_path / "requirements/torch.txt").unlink()
-    with pytest.raises(Failure, match=r"requirements/torch\.txt is missing"):
+    (tmp_path / "dev/requirements/torch.txt").unlink()
+    with pytest.raises(Failure, match=r"dev/requirements/torch\.txt is missing"):
         keys(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_a_source_archive_is_never_built(
     monkeypatch.setattr(venv, "_LOCKS", ("dev",))
     requirements = tmp_path / "requirements"
     requirements.mkdir()
-    shutil.copy(images.CHECKOUT / "requirements/uv.txt", requirements)
+    shutil.copy(images.CHECKOUT / "dev/requirements/uv.txt", requirements)
     uv = venv.ensure_uv(requirements, print)
     monkeypatch.setenv("DDPJOB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
@@ -130,7 +130,7 @@ def test_a_source_archive_is_never_built(
 
 
 def test_an_image_is_made_of_wheels() -> None:
-    script = (images.CHECKOUT / "requirements/install.sh").read_text().replace("\\\n", "")
+    script = (images.CHECKOUT / "dev/requirements/install.sh").read_text().replace("\\\n", "")
     installs = [line for line in script.splitlines() if "pip install" in line]
     assert len(installs) == 2
     assert all("--require-hashes --only-binary=:all:" in line for line in installs)

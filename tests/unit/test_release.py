@@ -23,7 +23,7 @@ DIGEST = f"@sha256:{'a' * 64}"
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
-    return load(ROOT / "release/release.py")
+    return load(ROOT / "dev/release/release.py")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_version_that_disagrees_is_named(release: ModuleType, checkout: Path) 
         ("Dockerfile", 'image.version="0'),
         ("trainer/pyproject.toml", '\nversion = "0'),
         ("operator/src/ddpjob_operator/__init__.py", '__version__ = "0'),
-        ("devcluster/src/devcluster/images.py", 'VERSION = "0'),
+        ("dev/devcluster/src/devcluster/images.py", 'VERSION = "0'),
         ("CHANGELOG.md", "## 0"),
     ):
         text = (checkout / path).read_text()
@@ -132,9 +132,9 @@ def test_notes_are_the_changelogs_section(release: ModuleType, checkout: Path) -
 def test_a_wheel_is_built_with_wheels_alone(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements/uv.txt").symlink_to(ROOT / "requirements/uv.txt")
-    (tmp_path / "requirements/build.txt").write_text(support.source_archive(tmp_path))
+    (tmp_path / "dev/requirements").mkdir(parents=True)
+    (tmp_path / "dev/requirements/uv.txt").symlink_to(ROOT / "dev/requirements/uv.txt")
+    (tmp_path / "dev/requirements/build.txt").write_text(support.source_archive(tmp_path))
     (tmp_path / "operator").mkdir()
     (tmp_path / "operator/pyproject.toml").write_text(
         '[build-system]\nrequires = ["evil"]\nbuild-backend = "evil"\n'
@@ -222,10 +222,10 @@ def test_the_provenance_names_what_was_made_and_of_what(
     commit, *others, base, helm = built["resolvedDependencies"]
     head = release.git(checkout, "rev-parse", "HEAD")
     assert commit == {"name": "commit", "digest": {"gitCommit": head}}
-    locks = {path.name: path for path in (checkout / "requirements").glob("*.txt")}
+    locks = {path.name: path for path in (checkout / "dev/requirements").glob("*.txt")}
     assert {each["name"] for each in others} == {
         "Dockerfile",
-        *(f"requirements/{x}" for x in locks),
+        *(f"dev/requirements/{x}" for x in locks),
     }
     for each in others:
         there = hashlib.sha256((checkout / each["name"]).read_bytes()).hexdigest()

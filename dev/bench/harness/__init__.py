@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 for _part in (
     "tests",
-    "devcluster/src",
+    "dev/devcluster/src",
     "contract/src",
     "operator/src",
     "trainer/src",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.report import ROOT
 
-PROGRAMS = ROOT / "bench/programs"
+PROGRAMS = ROOT / "dev/bench/programs"
 SOURCES = (ROOT / "contract/src", ROOT / "trainer/src", ROOT / "tools/src")
 #: The repository's one GPT; its modules are imported by name, here and in what is started.
 GPT = ROOT / "examples/ladder/5_gpt"

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench/results"
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "dev/bench/results"
 
 
 def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a short run that only shows it works")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result to FILE, not to bench/results"
+        "--json", type=Path, metavar="FILE", help="write to FILE, not to dev/bench/results"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""One rank of bench/snapshot.py: steps of a given length, a snapshot every few, ways to save.
+"""One rank of dev/bench/snapshot.py: steps of a given length, a snapshot every few, ways to save.
 
 ``--real`` trains on the CPU; otherwise a step is a sleep, as the CPU's part of a GPU's step is,
 and an exchange between the ranks. A GPU's copy engine takes no core from anybody: the thread that

@@ -212,7 +212,7 @@ def test_what_the_stock_image_has_is_what_its_pins_bring() -> None:
         "typing-extensions": "typing_extensions", "cuda-bindings": "cuda",
         "cuda-pathfinder": "cuda",
     }  # fmt: skip
-    pins = "".join((root / f"requirements/{name}.txt").read_text() for name in ("torch", "trainer"))
+    pins = "".join((root / f"dev/requirements/{x}.txt").read_text() for x in ("torch", "trainer"))
     names = set(re.findall(r"^([a-z0-9-]+)==", pins, re.MULTILINE))
     names = {one for one in names if not one.startswith("nvidia-")} - {"cuda-toolkit"}
     ours = {"ddpjob_contract", "ddpjob_tools", "ddpjob_trainer", "functorch", "torchgen"}
@@ -357,6 +357,6 @@ def test_an_unknown_option_is_the_scripts(capsys: Any) -> None:
 
 def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:
     root = Path(__file__).parents[3]
-    assert f"torch=={stock.TORCH}" in (root / "requirements/torch.in").read_text().splitlines()
+    assert f"torch=={stock.TORCH}" in (root / "dev/requirements/torch.in").read_text().splitlines()
     page = (root / "docs/start/your-script.md").read_text()
     assert set(re.findall(r"torch==([0-9.]*[0-9])", page)) == {stock.TORCH}

@@ -8,7 +8,7 @@ from typing import Final
 from ddpjob_trainer.errors import ConfigError
 
 IMAGE: Final = "ddpjob/trainer:0.1.0"
-#: As in requirements/torch.in; tests/unit/trainer/test_init.py holds them equal.
+#: As in dev/requirements/torch.in; tests/unit/trainer/test_init.py holds them equal.
 TORCH: Final = "2.13.0"
 #: What Python can import there beside its own library; held to the pins by the same file.
 MODULES: Final = frozenset({

@@ -1,6 +1,6 @@
 """The programs: found when the machine has them in the right version, else built and cached.
 
-Every Kubernetes component, etcd and kubectl are one binary built from devcluster/kube, and CoreDNS
+Every Kubernetes component, etcd and kubectl are one binary built from its folder kube, and CoreDNS
 is another, with only the plugins that are used; Helm, KWOK and Kueue come by `go install` at pinned
 versions. Each build is kept in the cache under a hash of all that it was made from.
 """

@@ -24,7 +24,7 @@ from devcluster.failure import Failure
 from devcluster.imageload import Containerd, load_archive, load_image
 from devcluster.imagestore import BuiltImage, Store, step_shower
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).resolve().parents[4]
 VERSION = "0.1.0"
 TARGETS = ("operator", "trainer")
 _FORMAT = "1"
@@ -34,17 +34,17 @@ _KEPT = 4
 _COMMON = (
     "Dockerfile",
     ".dockerignore",
-    "requirements/install.sh",
-    "requirements/package.sh",
-    "requirements/uv.txt",
-    "requirements/build.txt",
+    "dev/requirements/install.sh",
+    "dev/requirements/package.sh",
+    "dev/requirements/uv.txt",
+    "dev/requirements/build.txt",
     "contract/src",
 )
 _INPUTS = {
-    "operator": ("requirements/operator.txt", "operator/pyproject.toml", "operator/src"),
+    "operator": ("dev/requirements/operator.txt", "operator/pyproject.toml", "operator/src"),
     "trainer": (
-        "requirements/torch.txt",
-        "requirements/trainer.txt",
+        "dev/requirements/torch.txt",
+        "dev/requirements/trainer.txt",
         "trainer/pyproject.toml",
         "trainer/src",
         "tools/src",

@@ -1,10 +1,10 @@
 """The checkout's virtual environment: made once per set of pins, shared by checkouts.
 
-`python -m devcluster.venv --link .venv` installs requirements/dev.txt (every hash checked)
+`python -m devcluster.venv --link .venv` installs dev/requirements/dev.txt (every hash checked)
 into the cache and points a symlink at it. Nothing of the checkout itself is installed;
 sources are found through PYTHONPATH, so that two checkouts may share one environment.
-`--also foreign` makes another environment, with requirements/foreign.txt on top; `--only release`
-one of requirements/release.txt alone.
+`--also foreign` makes another environment, with foreign.txt on top; `--only release` one of
+release.txt alone.
 `--lock` writes the lock files from the *.in files instead; `--torch VERSION` takes another torch
 than the pinned one, for `make torch-versions`.
 """
@@ -184,7 +184,7 @@ def _run(
 def main(words: Sequence[str] | None = None) -> int:
     """Make the environment and point the link at it, or write the lock files."""
     parser = argparse.ArgumentParser(prog="python -m devcluster.venv", description=__doc__)
-    parser.add_argument("--requirements", type=Path, default=Path("requirements"))
+    parser.add_argument("--requirements", type=Path, default=Path("dev/requirements"))
     parser.add_argument("--link", type=Path, help="symlink to point at the environment")
     parser.add_argument("--also", action="append", default=[], help="a lock file beside dev.txt")
     parser.add_argument("--only", metavar="NAME", help="a lock file instead of dev.txt")
