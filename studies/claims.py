@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from findings import claims_page, gangs
+from findings import claims_page, launches
 from harness import report
 
 WAYS = ("one", "dp", "ddp")
@@ -41,7 +41,7 @@ class Ways:
             (self.replicas if way == "ddp" else 1, "parallel.py", ["--way", way, *self.words])
             for way in order
         ]
-        for way, one in zip(order, gangs.one_after_another(gangs), strict=True):
+        for way, one in zip(order, launches.one_after_another(gangs), strict=True):
             self.found[way].append(one)
 
     def result(self) -> Found:
@@ -72,7 +72,7 @@ class Ways:
 def facts(ranks: int, worlds: Sequence[int], levels: Sequence[str]) -> Found:
     """What is counted, not timed; and the weights of one training at several world sizes."""
     cells = [(level, world) for level in levels for world in worlds]
-    found, *hashes = gangs.one_after_another(
+    found, *hashes = launches.one_after_another(
         [
             (ranks, "facts.py", []),
             *((world, "worlds.py", ["--level", level]) for level, world in cells),

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from findings import gangs
+from findings import launches
 from harness import report
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     machine = report.machine()
     seconds = "0.1" if args.quick else str(args.seconds)
-    [step, *_], ring = gangs.one_after_another(
+    [step, *_], ring = launches.one_after_another(
         [
             (2, "phases.py", ["--record", "--workloads", "gpt", "--seconds", seconds]),
             (4, "ring.py", []),

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from findings import gangs, ring_model, scaling_page
+from findings import launches, ring_model, scaling_page
 from findings.ring_model import Measured, Ring
 from findings.scaling_page import PHASES
 from harness import report
@@ -66,7 +66,7 @@ class Bench:
         common = ["--workloads", ",".join(self.workloads), "--seconds", str(self.seconds)]
         common += ["--strong", str(STRONG)]
         reduce = ["--sizes", ",".join(map(str, sizes)), "--seconds", str(self.seconds / 8)]
-        found = gangs.one_after_another(
+        found = launches.one_after_another(
             [
                 *((world, "phases.py", common) for world in self.worlds),
                 (1, "phases.py", [*common, "--alone"]),
