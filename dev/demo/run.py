@@ -8,6 +8,7 @@ nodes pull the two images from, as REGISTRY/operator:0.1.0 and REGISTRY/trainer:
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -302,4 +303,5 @@ def indent(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(main())
