@@ -191,7 +191,6 @@ manifests: setup ## what is made from other files: manifests/, docs/reference/ap
 	@$(BIN)/python docs/internals/architecture.py
 	@$(BIN)/python docs/reference/run.py
 	@$(BIN)/python docs/guides/ladder.py
-	@$(BIN)/python docs/guides/planning.py
 	@$(BIN)/python studies/pictures.py
 	@PYTHONPATH=tests $(BIN)/python -m support.faults
 

@@ -1,7 +1,6 @@
 """Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
 
-buckets.json and ring.json are recorded by recordings.py, scaling.json by scaling.py;
-docs/pictures/planning.json is reckoned by docs/guides/planning.py.
+buckets.json and ring.json are recorded by recordings.py, scaling.json by scaling.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -339,97 +337,8 @@ def speed(first: float, seconds: float, mode: str, world: int) -> float:
     return (world if mode == "weak" else 1) * first / seconds
 
 
-# -- what a planner says of goodput -------------------------------------------------------------
-
-
-def goodput(found: Found) -> str:
-    """Draw a line for each way to recover, over GPUs."""
-    picture = Picture(820, 470, "Goodput against the size of the gang")
-    picture.text(
-        16,
-        42,
-        "Lines: the closed formula. Dots: runs of 10 days, simulated; bars hold 8 of 10 runs.",
-        colour="#555555",
-    )
-    axes = Axes(picture, (64, 100_000), (70, 100), "GPUs")
-    for gpus in (64, 512, 4096, 32768, 100_000):
-        axes.tick(gpus, f"{gpus:,}")
-    axes.curves(found["sizes"])
-    return picture.svg()
-
-
-def interval(found: Found) -> str:
-    """Draw a line for each way to save, over the seconds between snapshots."""
-    picture = Picture(820, 470, "Goodput against the seconds between snapshots")
-    picture.text(
-        16,
-        42,
-        f"{found['gpus']:,} GPUs, 1.49 GB of state, times as measured. Dashed: Daly's optimum.",
-        colour="#555555",
-    )
-    axes = Axes(picture, (5, 3600), (50, 100), "seconds between snapshots")
-    for seconds, words in ((5, "5 s"), (30, "30 s"), (180, "3 min"), (900, "15 min")):
-        axes.tick(seconds, words)
-    axes.tick(3600, "1 h")
-    for number, one in enumerate(found["intervals"].values()):
-        x = axes.x(max(5, one["daly"]))
-        picture.line(x, 60, x, 360, COLOURS[number], dashes="4 3")
-    axes.curves(found["intervals"])
-    return picture.svg()
-
-
-class Axes:
-    """A panel whose horizontal axis is logarithmic and whose other one is goodput in percent."""
-
-    def __init__(
-        self, picture: Picture, across: tuple[float, float], up: tuple[int, int], words: str
-    ) -> None:
-        self._picture, self._across, self._up = picture, across, up
-        picture.rect(64, 60, 730, 300, "none", PALE)
-        picture.text(429, 394, words, at="middle", size=11)
-        for percent in range(up[0], up[1] + 1, 10):
-            y = self.y(percent / 100)
-            picture.line(60, y, 794, y, PALE)
-            picture.text(56, y + 4, f"{percent} %", at="end", size=11)
-
-    def x(self, value: float) -> float:
-        """Return the pixel of a value."""
-        low, high = self._across
-        return 64 + 730 * math.log(value / low) / math.log(high / low)
-
-    def y(self, share: float) -> float:
-        """Return the pixel of a share, of one below the axis its end."""
-        low, high = self._up
-        return 360 - 300 * max(0.0, 100 * share - low) / (high - low)
-
-    def tick(self, value: float, words: str) -> None:
-        """Name a value."""
-        self._picture.line(self.x(value), 360, self.x(value), 365)
-        self._picture.text(self.x(value), 379, words, at="middle", size=11)
-
-    def curves(self, found: Mapping[str, Found]) -> None:
-        """Draw the lines and dots of each, and name them below."""
-        for number, (name, one) in enumerate(found.items()):
-            colour = COLOURS[number]
-            points = [(self.x(x), self.y(y)) for x, y in one["line"]]
-            for (x1, y1), (x2, y2) in pairwise(points):
-                self._picture.line(x1, y1, x2, y2, colour, width=2)
-            for x, mean, low, high in one["dots"]:
-                at = self.x(x)
-                self._picture.line(at, self.y(low), at, self.y(high), colour, width=2)
-                self._picture.dot(at, self.y(mean), colour)
-            y = 414 + 16 * number
-            self._picture.line(64, y - 4, 90, y - 4, colour, width=2)
-            self._picture.text(98, y, name)
-
-
-DRAWN = {
-    "buckets": buckets, "ring": ring, "scaling": scaling, "goodput": goodput, "interval": interval,
-}  # fmt: skip
-RECORDS = {
-    "goodput": PICTURES / "planning.json",
-    "interval": PICTURES / "planning.json",
-}
+DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling}
+RECORDS = {"scaling": HERE / "internals/scaling.json"}
 
 
 def recorded(name: str) -> Found:

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -25,8 +24,6 @@ import restart
 from harness import report
 
 from ddpjob_operator.core.objects.json_read import parse_time
-from kubectl_ddp.planning.parts import Case, Parts
-from kubectl_ddp.planning.story import Fault, expected
 from support.cluster import wait_for
 from support.patience import WITHIN
 from support.rest import Object
@@ -48,14 +45,6 @@ FAULTS = {
 }
 #: Nothing is lost by them.
 QUIET = ("operators killed",)
-#: The planner's words.
-KINDS = {
-    "process killed": "process",
-    "hang": "hang",
-    "pod deleted": "pod",
-    "pod of the hub deleted by force": "pod",
-    "node cut off": "node",
-}
 
 
 def body(name: str, steps: int) -> Object:
@@ -166,74 +155,10 @@ def truth(found: list[Object], lost: list[dict[str, Any]]) -> dict[str, float]:
     return dict(sums)
 
 
-def parts(booked: dict[str, float], steps: int, lost: list[dict[str, Any]]) -> dict[str, Any]:
-    """The planner's parts, as this run has measured them."""
-    took = {fault: [o["seconds"] for o in lost if o["fault"] == fault] for fault in FAULTS}
-    mean = {fault: statistics.mean(seconds) for fault, seconds in took.items() if seconds}
-    pod = mean["pod deleted"]
-    again = mean["process killed"]
-    each = PODS * steps
-    return {
-        "pods": PODS,
-        "gpus_per_pod": 1,
-        "detection": {
-            "process": 0.0,
-            "hang": mean["hang"] - again,
-            "pod": 0.0,
-            "node": mean["node cut off"] - pod,
-            "hub": 0.0,
-            "gpu": 0.0,
-        },
-        "teardown": 0.0,
-        "start": booked["starting"] / PODS,
-        "start_per_pod": 0.0,
-        "warmup": pod - booked["starting"] / PODS,
-        "warmup_spare": again,
-        "step": (booked["productive"] + booked["data"]) / each,
-        "data": booked["data"] / each,
-        "every_steps": EVERY_STEPS,
-        "stall": booked["snapshot"] / PODS / (steps / EVERY_STEPS),
-        "write": 0.1,
-    }
-
-
-def planned(given: dict[str, Any], lost: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """Where the time of such a gang goes through these faults, as the planner has it."""
-    faults = [
-        Fault(Case(KINDS[one["fault"]], hub="hub" in one["fault"]), step=one["step"])
-        for one in lost
-    ]
-    book = expected(Parts(**given), faults, steps=steps).book
-    sums: dict[str, float] = defaultdict(float)
-    for (state, kind), seconds in book.items():
-        recovers = kind and state in ("starting", "warmup", "waiting")
-        sums["recovering" if recovers else state] += seconds
-    return dict(sums)
-
-
-def compare(
-    given: dict[str, Any], booked: dict[str, float], lost: list[dict[str, Any]], steps: int
-) -> None:
-    """Print what the planner says of this run, beside its ledger."""
-    said = planned(given, lost, steps)
-    mine = {state: booked.get(state, 0.0) for state in ("productive", "data", "repeated")}
-    mine["lost to failures"] = booked.get("recovering", 0.0) + booked.get("held", 0.0)
-    said["lost to failures"] = said.get("recovering", 0.0) + said.get("held", 0.0)
-    had = sum(booked.values()) - sum(booked.get(s, 0.0) for s in ("waiting", "idle"))
-    rows = [[s, f"{mine[s]:.1f}", f"{said.get(s, 0.0):.1f}", f"{said.get(s, 0.0) / mine[s]:.3f}"]
-            for s in mine if mine[s]]  # fmt: skip
-    whole = sum(one for state, one in said.items() if state != "lost to failures")
-    goodput = mine["productive"] / had, said["productive"] / whole
-    rows += [["all but waiting", f"{had:.1f}", f"{whole:.1f}", f"{whole / had:.3f}"]]
-    rows += [["goodput", *(f"{one:.4f}" for one in goodput), f"{goodput[1] / goodput[0]:.3f}"]]
-    print("\n" + report.table(("what", "ledger", "planner", "ratio"), rows))
-
-
 def main() -> int:
     parser = report.options((__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--faults", default=";".join(FAULTS), help="in their order, ; between")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="the result of another run")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster must go all the same
     facts = report.machine()
@@ -264,12 +189,7 @@ def main() -> int:
     print("\n" + report.table(("what", "ledger, pod-s", "truth, pod-s", "ratio"), rows))
     print(f"\nledger: {json.dumps(booked)}\nrecovering: {json.dumps(causes)}")
     print(f"fetches of {fetches} in all; goodput {status['goodput']}")
-    all_there = set(FAULTS) <= set(args.faults.split(";"))
-    given = parts(booked, steps, lost_by) if all_there else None
-    if args.plan:
-        compare(json.loads(args.plan.read_text())["parts"], booked, lost_by, steps)
     result = {
-        "parts": given,
         "lost": lost_by,
         "booked": booked,
         "causes": causes,

@@ -39,9 +39,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield reference.PAGE, reference.page()
     ladder = load(DOCS / "guides/ladder.py")
     yield ladder.PAGE, ladder.written(ladder.PAGE.read_text())
-    planning = load(DOCS / "guides/planning.py")
-    yield planning.PAGE, planning.written(planning.PAGE.read_text())
-    yield planning.DATA, planning.data()
     yield faults.PAGE, faults.page()
 
 

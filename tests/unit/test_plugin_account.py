@@ -20,16 +20,13 @@ LEDGER = {
 }
 
 
-def job(
-    phase: str = "Running", limits: dict[str, str] | None = None, every: int = 50, **status: Any
-) -> Job:
+def job(phase: str = "Running", limits: dict[str, str] | None = None, **status: Any) -> Job:
     containers = [{"name": "side"}, {"name": "trainer", "resources": {"limits": limits or {}}}]
     return Job(
         {
             "metadata": {"name": "j", "namespace": "n", "uid": "u"},
             "spec": {
                 "replicas": 3,
-                "snapshot": {"everySteps": every},
                 "template": {"spec": {"containers": containers}},
             },
             "status": {"phase": phase, **status},
@@ -54,28 +51,6 @@ def test_the_table_has_states_by_kind_and_causes_by_size() -> None:
         ["User", "8m20s", "1.5%"],
         ["waiting", "6m40s", "1.2%"],
     ], "what is next to nothing has no line"
-
-
-def test_what_failures_have_cost_is_what_could_be_saved() -> None:
-    sums = {
-        "productive": 30_000,
-        "recovering": 3000,
-        "repeated": 6000,
-        "warmup": 60,
-        "snapshot": 30,
-    }
-    ledger = {**LEDGER, "podSeconds": sums, "recovering": {"User": 3000}}
-    done = {"restarts": {"total": 4, "inPlace": 6}, "progress": {"step": 10_000}}
-    failures = [{"class": "User", "inPlace": True}, {"class": "Disruption"}, {"class": "Hang"}]
-    text = "\n".join(account.lines(job(every=900, ledger=ledger, failures=failures, **done), NOW))
-    rows = text.partition("IF THERE WERE")[2].splitlines()[1:]
-    found = {line.partition("  ")[0]: float(line.split("   ")[-2]) for line in rows}
-    (oftener,) = (gain for name, gain in found.items() if name.startswith("snapshots every"))
-    assert oftener > 5, "each failure costs hundreds of steps"
-    assert found["standby: 1"] < 0, "a fourth pod that idles costs more than it saves here"
-    assert found["every failure noticed in 20s"] > 0
-    never = account.lines(job(ledger=ledger, progress={"step": 10_000}), NOW)
-    assert "IF THERE WERE" not in "\n".join(never), "nothing failed, so nobody knows how often"
 
 
 def test_what_nobody_knows_is_said_with_its_cure() -> None:

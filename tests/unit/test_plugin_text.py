@@ -246,7 +246,7 @@ def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("status", "logs", "events", "stacks", "suspend", "resume", "snapshots", "plan"):
+    for command in ("status", "logs", "events", "stacks", "suspend", "resume", "snapshots"):
         with pytest.raises(SystemExit) as ended:
             cli.run([command, "--help"])
         assert ended.value.code == 0

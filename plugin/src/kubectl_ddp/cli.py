@@ -14,7 +14,6 @@ from kubectl_ddp.commands import (
     account,
     events,
     logs,
-    plan,
     snapshots,
     stacks,
     status,
@@ -99,7 +98,6 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument("verb", nargs="?", choices=["ls"], metavar="ls", help="what it does anyway")
     _job(one)
-    plan.arguments(add("plan", "the useful share of a gang's time, from numbers", plan.run))
     return top
 
 

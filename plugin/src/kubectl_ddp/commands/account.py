@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,13 +14,9 @@ from kubectl_ddp import gang
 from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Kubectl
-from kubectl_ddp.planning import compare, formulas, measured
 from kubectl_ddp.text import clean, duration, table
 
 _BAR = 30
-#: Of compare.changes(): what the fields of a DDPJob can change.
-_OF_SNAPSHOTS = frozenset({"oftener", "rarer", "best"})
-_OPTIONS = _OF_SNAPSHOTS | {"standby", "faster"}
 _PLAIN = re.compile("[0-9]{1,9}")  # as the operator reads a number of GPUs
 _LEAST = 0.0005  # of all: less is no line
 _OF_STATES: Mapping[str, str] = {
@@ -81,32 +76,7 @@ def lines(job: Job, now: datetime) -> list[str]:
         if state == "recovering":
             ordered = sorted(causes.items(), key=lambda cause: -cause[1])
             rows += [_row(f"  {name}", each, total, "") for name, each in ordered]
-    found = [*head, "", *table(["WHERE", "POD-TIME", "SHARE", "", ""], rows)]
-    return [*found, *_saved(job, sums, total)]
-
-
-def _saved(job: Job, sums: Mapping[str, float], total: float) -> list[str]:
-    """Reckon what the job's own failures would have cost if something had been otherwise."""
-    parts = measured.parts(job.spec, job.status, _gpu_count(job))
-    if parts is None:
-        return []
-    now, best = formulas.goodput(parts), formulas.best_every_steps(parts)
-    gains: list[tuple[float, str]] = []
-    for key, (name, change) in compare.changes(parts, best, compare.What()).items():
-        if key in _OPTIONS and (key not in _OF_SNAPSHOTS or "snapshot" in job.spec):
-            costs = ("repeated", "snapshot") if key in _OF_SNAPSHOTS else ("recovering", "held")
-            most = sum(sums.get(state, 0.0) for state in costs)  # no more can be saved
-            gain = formulas.goodput(replace(parts, **change)) - now
-            gains.append((min(gain, most / total), name))
-    rows = [
-        [name, f"{100 * gain:+.1f}", _signed(gain * total)] for gain, name in sorted(gains)[::-1]
-    ]
-    words = "With failures as often as so far, by the planner's formula (docs/guides/planning.md):"
-    return ["", words, *table(["IF THERE WERE", "POINTS", "POD-TIME SAVED"], rows)]
-
-
-def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "") + _hours(abs(seconds))
+    return [*head, "", *table(["WHERE", "POD-TIME", "SHARE", "", ""], rows)]
 
 
 def _row(name: str, seconds: float, total: float, words: str) -> list[str]:
@@ -121,15 +91,10 @@ def _hours(seconds: float) -> str:
 
 def _gpus(job: Job, total: float) -> str:
     """Word the GPU time, where GPUs are asked for."""
-    count = _gpu_count(job)
-    return f", {_hours(total * count)} of GPUs" if count else ""
-
-
-def _gpu_count(job: Job) -> int:
-    """Return how many GPUs each pod asks for."""
     limits = _mapping(_mapping(job.trainer.get("resources")).get("limits"))
     found = (str(limits.get(name, "")) for name in GPUS)
-    return next((int(value) for value in found if _PLAIN.fullmatch(value)), 0)
+    count = next((int(value) for value in found if _PLAIN.fullmatch(value)), 0)
+    return f", {_hours(total * count)} of GPUs" if count else ""
 
 
 def _open(job: Job, until: datetime, now: datetime) -> str:
