@@ -20,17 +20,12 @@ def threads():
     return set(os.listdir("/proc/self/task"))
 
 kind = sys.argv[1]
-if kind == "zero":
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 before = threads()
 run = ddp.start(total_steps=2, global_batch=8, level="elastic" if kind == "elastic" else "resume")
 gloos = threads() - before  # by number: old ones of torch have no names
 assert gloos, "the test looks for threads that do not exist"
 model = torch.nn.Linear(4, 2)
-if kind == "zero":
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-else:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 hook = {"comm_hook": kind} if kind == "bf16" else {}
 model, optimizer = run.prepare(model, optimizer, **hook)
 for step in run.steps(torch.randn(8, 4)):
@@ -46,7 +41,7 @@ sys.exit(f"still there: {gloos & threads()}" if gloos & threads() else 0)
 """
 
 
-@pytest.mark.parametrize("kind", some_in_gate(["plain", "elastic", "zero", "bf16"], "plain"))
+@pytest.mark.parametrize("kind", some_in_gate(["plain", "elastic", "bf16"], "plain"))
 def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
     code, out = finished("-c", PROGRAM, kind)
     assert code == 0, out

@@ -181,7 +181,7 @@ def test_a_stranger_at_the_store_forges_all_it_can_and_changes_nothing(training,
     (training.directory / "hold-1-0-import-2").unlink()
     training.at("1-0-step-9")
     for place, step, rank in itertools.product(places, (12, 16), range(3)):
-        report = {"rank": rank, "bytes": 1, "crc32": 1, "own": [], "fingerprint": 0, "parts": {}}
+        report = {"rank": rank, "bytes": 1, "crc32": 1, "own": [], "fingerprint": 0}
         store.set(f"{place}/snapshot/{step}/{rank}", json.dumps({**report, "text": "no space"}))
         store.add(f"{place}/snapshot/{step}", 3)
     for name in store.list_keys():

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
@@ -80,10 +79,6 @@ def counting() -> nn.Module:
 def wide() -> nn.Module:
     """More than one bucket of 1 MB, the least that goes with compile."""
     return linears(640)
-
-
-def zero(model: nn.Module) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
 
 
 def noise(named: Mapping[str, nn.Parameter]) -> None:
@@ -213,7 +208,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sampler that learns, workers": {"learned": 2},
     "fp16 hook": {"prepare": {"comm_hook": "fp16"}, "start": {"micro_batches": 2}},
-    "zero": {"optimizer": zero, "prepare": {"clip_grad_norm": 0.5}},
     "tail pad, scheduler_every": {
         "start": {"tail": "pad"}, "prepare": {"scheduler_every": "epoch"},
     },
@@ -222,8 +216,8 @@ CASES: dict[str, dict[str, Any]] = {
         "start": {"level": "elastic", "shards": 6, "precision": "fp16", "tail": "pad"},
         "prepare": {"grad_scaler": scaler, "ema": 0.9},
     },
-    "elastic, zero, compile": {
-        "start": {"level": "elastic", "shards": 6, "micro_batches": 2}, "optimizer": zero,
+    "elastic, compile": {
+        "start": {"level": "elastic", "shards": 6, "micro_batches": 2},
         "prepare": {"compile": "aot_eager"},
     },
     "compile": {
@@ -241,7 +235,7 @@ CASES: dict[str, dict[str, Any]] = {
 DIE = {"micro_batches": (2, 4, 1)}
 IN_GATE = (
     "micro_batches", "extra state, frozen on the way", "bf16, ema", "fp16 with overflows",
-    "sampler that learns, workers", "zero", "elastic, fp16, ema, tail pad",
+    "sampler that learns, workers", "elastic, fp16, ema, tail pad",
 )  # fmt: skip
 
 
@@ -270,11 +264,3 @@ def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):  # type: ignore[no
     undisturbed, disturbed = both(gang, tmp_path, CASES[case], die=DIE.get(case))
     assert disturbed.outcome() == undisturbed.outcome()
     assert len({result.split()[0] for result, _ in undisturbed.outcome()}) == 1
-
-
-@pytest.mark.tier("all")
-def test_elastic_zero_goes_on_at_another_number_of_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Its parts lie elsewhere then; a snapshot holds the whole."""
-    options: dict[str, Any] = {"start": {"level": "elastic", "shards": 6}, "optimizer": zero}
-    results = [made.outcome(2)[0][0] for made in both(gang, tmp_path, options, world=2)]
-    assert results[0] == results[1]

@@ -34,13 +34,12 @@ def slip(**changed: str) -> str:
 GUARD = 'put what trains below `if __name__ == "__main__":`'
 SLIPS = {
     "group": ("dist.init_process_group('gloo')" + slip(), "leave dist.init_process_group() out"),
-    "subgroup": (
+    "ZeRO": (
         slip().replace(
             "torch.optim.SGD(model.parameters()",
-            "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD,"
-            " process_group=dist.new_subgroups(1)[0]",
+            "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD",
         ),
-        "leave process_group out",
+        "use the optimizer that it was given",
     ),
     "DataLoader": (slip(data=SPAWN), GUARD),
     "spawn": (

@@ -29,9 +29,7 @@ from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from support.sealed import OWN, board, seal
 
-WRONG = json.dumps(
-    {"rank": 1, "bytes": 9, "crc32": 1, "own": [], "fingerprint": 0, "text": "", "parts": {}}
-)
+WRONG = json.dumps({"rank": 1, "bytes": 9, "crc32": 1, "own": [], "fingerprint": 0, "text": ""})
 REAL = [Report(0, 9, 9), Report(1, 9, 9)]
 
 

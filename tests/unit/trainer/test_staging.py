@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
@@ -154,3 +155,17 @@ def test_it_is_said_again_each_time_that_the_wait_has_doubled(
     reports.post(8, Report(2))
     assert reports.complete(8)  # rank 0 is writing the manifest
     assert "by rank 0." in at(140)
+
+
+def test_more_than_the_store_takes_is_a_failed_snapshot() -> None:
+    """torch's own would cut the rank off, at this snapshot and after each restart at the next."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    other = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
+    mine, theirs = (PartReports(board(one), (0, 1)) for one in (store, other))
+    own = tuple((f"rank/1/tensor/objects/history/{n:08}", "F32", (1,)) for n in range(150_000))
+    theirs.post(4, Report(1, 9, 9, own=own))
+    mine.post(4, Report(0, 9, 9))
+    found = mine.complete(4)
+    assert found is not None
+    assert found[0].text == ""
+    assert "takes 8 MiB, more than 7: register fewer tensors with per_rank" in found[1].text

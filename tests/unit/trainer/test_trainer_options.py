@@ -56,8 +56,6 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
     ("several models", "static_graph",
      facts({}, {"static_graph": True}, "cpu", several_models=True),
      facts({}, {"static_graph": True}, "cpu")),
-    ("overlap_with_ddp=True", "step.commit()", facts({}, {}, "cpu", overlapped_zero=True),
-     facts({}, {}, "cpu")),
 ]  # fmt: skip
 
 

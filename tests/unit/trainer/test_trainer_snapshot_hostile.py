@@ -253,7 +253,7 @@ def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers
     monkeypatch.setattr(layout, "MAX_PIECE_BYTES", 1 << 10)
     tensors = {"a": ("F32", 1001), "b": ("BF16", 3), "c": ("F64", 0), "d": ("I64", 777)}
     shapes = tuple((name, (dtype, (count,))) for name, (dtype, count) in tensors.items())
-    structure = layout.Structure((*shapes, ("m", ("F64", (500,)))), frozenset("abcd"), (), ())
+    structure = layout.Structure((*shapes, ("m", ("F64", (500,)))), frozenset("abcd"), ())
     divided = layout.divide(structure, writers)
     for name, (_, count) in tensors.items():
         spans = sorted((s.start, s.count) for share in divided for s in share if s.tensor == name)

@@ -158,8 +158,7 @@ class DivergenceCheck:
             raise ConfigError(
                 f"the state of an optimizer is not the same on all ranks: {found}. A snapshot holds"
                 " one state for all of them, so a restart would give each rank parts of the others."
-                " Let every rank update the state of all parameters. To divide it use torch's"
-                " ZeroRedundancyOptimizer, of which each rank's part is kept"
+                " Let every rank update the state of all parameters"
             )
         plain = {n: o for n, o in objects.items() if not isinstance(o, torch.nn.Module)}
         found = self._compare({name: _text(_storable(obj)) for name, obj in plain.items()})
@@ -195,9 +194,8 @@ def _tensors_of(name: str, obj: Stateful, *, with_buffers: bool) -> dict[str, to
     """Return the tensors of a registered object that must be equal on all ranks.
 
     Not an optimizer's state: a fault in it reaches the parameters a step later (check_states() is
-    about another kind), and reading ZeRO's would gather it. Nor a module's buffers where each
-    rank's model has its own: a teacher's BatchNorm has seen this rank's samples only, and an
-    average takes over its model's.
+    about another kind). Nor a module's buffers where each rank's model has its own: a teacher's
+    BatchNorm has seen this rank's samples only, and an average takes over its model's.
     """
     module = obj.module if isinstance(obj, AveragedModel) else obj
     if not isinstance(module, torch.nn.Module):

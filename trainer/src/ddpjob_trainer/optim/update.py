@@ -319,6 +319,12 @@ def check_parameters(
                 " takes one gradient per update, such as AdamW or SGD; of SAM the base optimizer,"
                 " as in Recipes of docs/guides/training.md"
             )
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise ConfigError(
+                "ZeroRedundancyOptimizer keeps a part of its state on each rank, and a snapshot"
+                " holds one state for all ranks: use the optimizer that it was given, such as"
+                " torch.optim.AdamW; it makes the same weights and takes more memory"
+            )
         if any(parameter not in known for parameter in held_by([optimizer])):
             raise ConfigError(
                 "the optimizer holds parameters that are not the model's: give prepare() all models"

@@ -197,10 +197,8 @@ class Snapshots:
 
         What else goes wrong in user code ends the process: the others may wait for it there.
         """
-        # Where not every rank writes, what one alone holds must go to another.
-        gathered = len(self._writers) < self._world.size
         with _refusing(UnstorableError):
-            return state.capture(self._world.rank, gathered=gathered)
+            return state.capture(self._world.rank)
 
     def _agree(self) -> None:
         self._progress.at("agreement")

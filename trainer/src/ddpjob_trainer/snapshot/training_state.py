@@ -21,12 +21,10 @@ from ddpjob_trainer.state.codec import (
     Flat,
     flatten,
     has_memory,
-    member,
     raw,
-    tensor_names,
     unflatten,
 )
-from ddpjob_trainer.state.stateful import DictState, Divided, Keepable, Stateful, give, stateful
+from ddpjob_trainer.state.stateful import DictState, Keepable, Stateful, give, stateful
 
 #: The text of a rank's own state is filled up to a multiple of this: numbers differ in length,
 #: and what keeps its structure need not be divided and laid out again.
@@ -108,17 +106,6 @@ def _flat_of(own: Mapping[str, torch.Tensor], rank: int) -> Flat | None:
     return Flat(node, tensors, aliases)
 
 
-def _part(states: Mapping[str, Mapping[int, Any]]) -> Flat:
-    """Return this rank's entries of divided optimizers, named as in the whole."""
-    exact = {name: {"state": Exact(state, tensors_only=True)} for name, state in states.items()}
-    flat = flatten({"registered": exact})
-    registered = member(flat.tree, "registered")
-    entries = {name: member(member(registered, name), "state").get("$dict", []) for name in states}
-    # What lies in the same memory is stored twice: only rank 0's aliases get into a manifest.
-    tensors = {n: flat.tensors[flat.aliases.get(n, n)] for n in tensor_names(flat.tree)}
-    return Flat(entries, tensors)
-
-
 class TrainingState:
     """The model and everything registered with it."""
 
@@ -147,24 +134,15 @@ class TrainingState:
             raise ConfigError(f"register({name!r}): the name is taken; choose another")
         (self.per_rank if per_rank else self.registered)[name] = kept
 
-    def capture(self, rank: int, *, gathered: bool = False) -> Captured:
+    def capture(self, rank: int) -> Captured:
         """Return the whole state; its tensors are the live ones, not copies.
 
         Parameters, their averages and the optimizers' tensors are equal on all ranks, as DDP keeps
-        them so. ``gathered``: also what is divided among the ranks is there as a whole; that is
-        collective. Raises UnstorableError, and ConfigError for a model that a resume would not know
+        them so. Raises UnstorableError, and ConfigError for a model that a resume would not know
         again.
         """
         model = _Inventory(self.module)
         self._check_begun(model)
-        registered: dict[str, Any] = {}
-        divided: dict[str, Any] = {}
-        for name, obj in self.registered.items():
-            if gathered or not isinstance(obj, Divided):
-                registered[name] = _state_of(obj)
-            else:
-                found = obj.part()
-                divided[name], registered[name] = found["state"], {**found, "state": {}}
         state = {
             "model": model.tensors,
             "transient": sorted(model.transient),
@@ -172,12 +150,12 @@ class TrainingState:
                 n: Exact(part.get_extra_state(), tensors_only=True)
                 for n, part in model.extra.items()
             },
-            "registered": registered,
+            "registered": {name: _state_of(obj) for name, obj in self.registered.items()},
         }
         objects = {name: _state_of(obj) for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
-        flat, own, part = flatten(state), flatten({"objects": objects}), _part(divided)
-        return Captured(flat, self._shared(flat, model), _own(rank, own), part)
+        flat, own = flatten(state), flatten({"objects": objects})
+        return Captured(flat, self._shared(flat, model), _own(rank, own))
 
     def begin(self) -> None:
         """Note the model as the script has made it: a resume begins with this one."""
@@ -229,7 +207,7 @@ class TrainingState:
 
     def sha256(self, rank: int) -> str:
         """Hash all that a snapshot would hold of this rank. Collective."""
-        captured = self.capture(rank, gathered=True)
+        captured = self.capture(rank)
         own = _flat_of(captured.own, rank) or Flat()
         return hashlib.sha256((flat_sha256(captured.flat) + flat_sha256(own)).encode()).hexdigest()
 
@@ -265,11 +243,7 @@ class TrainingState:
             obj = self.registered[name]
             # Never a second copy of it all on the host: there are as many ranks as GPUs.
             value = loader.read_object(
-                "registered",
-                name,
-                into=self._live(name),
-                device=_device_of(obj),
-                entries=obj.held() if isinstance(obj, Divided) else None,
+                "registered", name, into=self._live(name), device=_device_of(obj)
             )
             with fitting(repr(name)):
                 give(obj, value)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -25,22 +23,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Take back what state_dict() returned."""
         ...
-
-
-class Divided(Stateful):
-    """Something Stateful of whose "state", by parameter, each rank holds a part.
-
-    state_dict() is of the whole, and collective; load_state_dict() takes what has at least this
-    rank's part.
-    """
-
-    @abstractmethod
-    def part(self) -> dict[str, Any]:
-        """Return state_dict(), but of "state" this rank's part only. No other rank is asked."""
-
-    @abstractmethod
-    def held(self) -> Collection[int]:
-        """Return this rank's entries of "state", if they are there at all."""
 
 
 #: numpy's and Python's, which have a state, but no state_dict().
@@ -170,7 +152,7 @@ def _give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
             optimizer.state = states
             states.clear()
             states.update(fresh)
-    lay_out_like_parameters(optimizer)
+    _lay_out_like_parameters(optimizer)
 
 
 def _within(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -190,7 +172,7 @@ def _filled(own: Any, value: Any) -> Any:
         return own.copy_(value)
 
 
-def lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer's tensors their parameters' strides again.
 
     Snapshots hold elements in C order. Fused kernels walk through memory and expect an average

@@ -375,7 +375,7 @@ class Run:
     def state_sha256(self) -> str:
         """Hash all else that a snapshot holds: optimizer, scheduler, this rank's generators.
 
-        Every rank must call it: a ZeroRedundancyOptimizer's state lies on all of them.
+        Every rank must call it: the state_dict() of what is registered may ask all of them.
         """
         with self._together("run.state_sha256()"):
             return self._ready("state_sha256()").state.sha256(self.rank)

@@ -8,7 +8,7 @@ it does so again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,21 +76,17 @@ class Loader:
         *path: str,
         into: Mapping[str, torch.Tensor] | None = None,
         device: torch.device | None = None,
-        entries: Collection[int] | None = None,
     ) -> Any:
         """Return the state below a path, in memory that no tensor of the model has.
 
         ``into``: tensors that may be overwritten at once, by their names below the path, where they
         have the stored shape. ``device``: where all others are to be that are more than a number.
-        ``entries``: of an optimizer's "state" only these.
         """
         prefix = "/".join(path) + "/"
         manifest = self._source.manifest
         node = manifest.tree
         for name in path:
             node = member(node, name)
-        if entries is not None:
-            node = _only(node, entries)
         wanted = {manifest.aliases.get(name, name) for name in tensor_names(node)}
         tensors = self._source.empty(wanted.__contains__, device)
         for name, tensor in (into or {}).items():
@@ -105,15 +101,6 @@ class Loader:
         tensors = self._source.empty(lambda name: name.startswith(wanted))
         self._source.read(lambda name: name.startswith(prefix), tensors)
         return tensors
-
-
-def _only(node: Any, entries: Collection[int]) -> Any:
-    """Keep these entries of an encoded optimizer's state. Anything else stays as it is."""
-    state = node.get("state") if isinstance(node, dict) else None
-    if not isinstance(state, dict) or "$dict" not in state:
-        return node
-    found = [[n, one] for n, one in state["$dict"] if isinstance(n, int) and n in entries]
-    return {**node, "state": {"$dict": found}}
 
 
 def check_tensors(

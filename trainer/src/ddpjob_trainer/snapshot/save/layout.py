@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
@@ -26,7 +26,7 @@ from ddpjob_trainer.snapshot.ondisk.files import data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import ITEM_BYTES, Chunk, DataFile, Manifest
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Copy
-from ddpjob_trainer.state.codec import DTYPES, Flat, member
+from ddpjob_trainer.state.codec import DTYPES, Flat
 
 #: Pieces are no larger, so that no reader needs much memory at once.
 MAX_PIECE_BYTES = 16 << 20
@@ -53,7 +53,6 @@ class Structure:
     shapes: tuple[tuple[str, Shape], ...]  # their order counts
     shared: frozenset[str]
     own: tuple[tuple[str, Shape], ...]
-    part: tuple[tuple[str, Shape], ...]
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,17 @@ class Captured:
     """The whole state at one step; tensors are the live ones.
 
     ``shared``: names of those tensors that all ranks hold in equal bits. ``own``: what only this
-    rank has. Rank 0's count for all others. ``part``: this rank's part of optimizers whose state is
-    divided among the ranks; its tree holds the entries that belong into "state" of each.
+    rank has. Rank 0's count for all others.
     """
 
     flat: Flat
     shared: frozenset[str]
     own: Mapping[str, torch.Tensor]
-    part: Flat = field(default_factory=lambda: Flat({}))
 
     @cached_property
     def structure(self) -> Structure:
         """Return what it consists of."""
-        return Structure(
-            _shapes(self.flat.tensors), self.shared, _shapes(self.own), _shapes(self.part.tensors)
-        )
+        return Structure(_shapes(self.flat.tensors), self.shared, _shapes(self.own))
 
     def check(self) -> None:
         """Raise ValueError for more names and numbers than a manifest can hold."""
@@ -130,7 +125,7 @@ class Layout:
 
     def copies(self, captured: Captured) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Return what must be copied before training goes on, and what may be copied later."""
-        tensors = {**captured.flat.tensors, **captured.own, **captured.part.tensors}
+        tensors = {**captured.flat.tensors, **captured.own}
         now: list[Copy] = []
         later: list[Copy] = []
         flat: dict[str, torch.Tensor] = {}  # a copy of what is not, once for all its spans
@@ -148,11 +143,10 @@ def lay_out(structure: Structure, writers: int, writer: int) -> Layout:
 
     Raises ValueError when its header is too large to be read again.
     """
-    shapes = dict((*structure.shapes, *structure.own, *structure.part))
+    shapes = dict((*structure.shapes, *structure.own))
     sole = [name for name, _ in structure.own]
     sole += [n for n, _ in structure.shapes if writer == 0 and n not in structure.shared]
     spans = [(span, False) for name in sole for span in _whole(name, shapes[name])]
-    spans += [(span, True) for name, shape in structure.part for span in _whole(name, shape)]
     spans += [(span, True) for span in divide(structure, writers)[writer]]
     known = {key_of(span): (span, late) for span, late in spans}
     pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
@@ -209,22 +203,12 @@ class Draft:
                 else [(n, shape) for n, shape in shapes.items() if n not in structure.shared]
             )
             for own, dtype, dimensions in report.own:
-                if own in tensors:
-                    raise ValueError(f"rank {report.rank} has {own!r}, as another rank has")
                 tensors[own] = (dtype, dimensions)
                 sole.append((own, (dtype, dimensions)))
             spans = [span for alone, shape in sole for span in _whole(alone, shape)]
             chunks += [
                 Chunk(s.tensor, s.start, s.count, name, key_of(s)) for s in (*spans, *shared)
             ]
-        _join(self.tree, [report.parts for report in reports])
         return Manifest(
             self.step, self.config, tuple(files), tensors, tuple(chunks), self.aliases, self.tree
         )
-
-
-def _join(tree: Any, parts: Sequence[Mapping[str, list[Any]]]) -> None:
-    """Put each rank's entries into rank 0's optimizers' state, in a plain one's order."""
-    for name in parts[0]:
-        entries = sorted((e for part in parts for e in part[name]), key=lambda entry: entry[0])
-        member(member(tree, "registered"), name)["state"] = {"$dict": entries} if entries else {}

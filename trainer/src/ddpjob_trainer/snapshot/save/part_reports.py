@@ -7,14 +7,14 @@ one rank 0 would commit a snapshot that nobody can load, and retention would rem
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.sealed import MOST_BYTES, Board
 
-_CURE = "keep series of numbers in tensors, or have fewer parameters in each rank's part"
+_CURE = "register fewer tensors with per_rank=True"
 _KIND = "snapshot"
 
 
@@ -22,7 +22,6 @@ _KIND = "snapshot"
 class Report:
     """What became of a rank's part. ``own``: (name, dtype, shape) of what only it has.
 
-    ``parts``: its entries of each optimizer that is divided among the ranks, as JSON.
     ``fingerprint``: see layout.Structure. ``text`` says why it failed; empty: it is durable.
     """
 
@@ -32,7 +31,6 @@ class Report:
     own: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     fingerprint: int = 0
     text: str = ""
-    parts: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 class PartReports:

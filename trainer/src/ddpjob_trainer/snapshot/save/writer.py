@@ -192,9 +192,8 @@ class SnapshotWriter:
         report = Report(
             rank,
             layout.bytes,
-            own=tuple((name, *shape) for name, shape in (*structure.own, *structure.part)),
+            own=tuple((name, *shape) for name, shape in structure.own),
             fingerprint=fingerprint(structure),
-            parts=captured.part.tree,
         )
         draft = Draft(step, dict(config), structure, nonce, flat.tree, dict(flat.aliases))
         return StagedPart(

@@ -17,7 +17,6 @@ class Facts:
     model: ModelOptions
     device: str  # cpu, cuda
     has_sync_batchnorm: bool = False
-    overlapped_zero: bool = False
     several_models: bool = False
 
 
@@ -99,13 +98,6 @@ REFUSALS = (
         lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",
         "only fp16's small range needs one",
         "Use grad_scaler=None, or precision='fp16'",
-    ),
-    Refusal(
-        "ZeroRedundancyOptimizer(overlap_with_ddp=True)",
-        "step.commit()",
-        lambda f: f.overlapped_zero,
-        "it would update the parameters during backward, before the ranks have agreed to",
-        "Use overlap_with_ddp=False",
     ),
 )
 

@@ -11,11 +11,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from ddpjob_trainer.comm.world import World, holds_group
+from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Wrapped
 from ddpjob_trainer.gradients.elastic import Averaging
-from ddpjob_trainer.optim import zero
 from ddpjob_trainer.optim.amp import autocast_forward
 from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import (
@@ -118,7 +117,7 @@ class PreparedModels:
         return [t for m in self.models if m.wrapped.steady for t in m.wrapped.steady.tensors()]
 
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Return those of which all ranks hold the whole state, by their names in a snapshot."""
+        """Return them by their names in a snapshot."""
         return {
             name: obj
             for name, obj in self.state.registered.items()
@@ -165,13 +164,8 @@ class PreparedModels:
         return wrapped
 
     def _add_optimizer(self, name: str, unit: Unit) -> None:
-        optimizer = unit.optimizer
-        is_zero = zero.is_zero(optimizer)
-        place_state(zero.inner(optimizer))
-        if is_zero:
-            holds_group(optimizer, "process_group")
-        state = zero.ZeroState(optimizer, self._world) if is_zero else optimizer
-        self._register(_name("optimizer", name, "optimizer"), state)
+        place_state(unit.optimizer)
+        self._register(_name("optimizer", name, "optimizer"), unit.optimizer)
         if unit.scheduler is not None:
             self._register(_name("scheduler", name, "optimizer"), unit.scheduler)
         self.updater.units.append(unit)
@@ -213,11 +207,6 @@ class PreparedModels:
         for name, module in models.items():
             self._check_model(name, module)
         for optimizer in optimizers.values():
-            if zero.is_zero(optimizer) and getattr(optimizer, "world_size", 0) != self._world.size:
-                raise ConfigError(
-                    "ZeroRedundancyOptimizer(process_group=...) divides its state among some of"
-                    f" {self._world.size} ranks only: leave process_group out"
-                )
             if any(optimizer is unit.optimizer for unit in self.updater.units):
                 raise ConfigError("prepare() was given the same optimizer twice")
         named = {
@@ -239,7 +228,6 @@ class PreparedModels:
                     model,
                     self._world.device.type,
                     has_sync_batchnorm=has_sync_batchnorm,
-                    overlapped_zero=any(map(zero.is_overlapped, optimizers.values())),
                     several_models=len(known) > 1,
                 )
             )
