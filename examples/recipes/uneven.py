@@ -8,7 +8,8 @@ drop it        the default of ours; over many epochs no sample is lost, if they 
 Join           PyTorch's context manager for plain DDP: a rank that has run out answers the others'
                collectives with zeros. Their sum is divided by the number of all ranks, or of those
                that still have a batch; either way a rank's batch of 1 weighs as much as one of 2
-tail="join"    ours: the mean over the samples that there are, as one process would compute it
+weight 0       ours: the dataset is filled up, and what fills it up counts for nothing, so that the
+               mean is over the samples that there are, as one process would compute it
 
 All train the same model on 29 samples, 12 per step: the third step has 5, and where each rank takes
 4 in a row, as plain scripts do, rank 0 has 4 of them, rank 1 has 1, rank 2 none. What one process
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 
@@ -26,7 +28,7 @@ GLOBAL_BATCH, SAMPLES, LR = 12, 29, 0.1
 generator = torch.Generator().manual_seed(7)
 x = torch.randn(SAMPLES, 4, generator=generator)
 y = torch.randn(SAMPLES, 1, generator=generator)
-run = ddp.start(total_steps=3, global_batch=GLOBAL_BATCH, tail="join", log_every=3, seed=7)
+run = ddp.start(total_steps=3, global_batch=GLOBAL_BATCH, log_every=3, seed=7)
 
 
 def make() -> nn.Linear:
@@ -71,12 +73,16 @@ for divide in (True, False):
             optimizer.step()
     tell(f"Join, divided by {'all' if divide else 'present'} ranks", model)
 
-# --- Ours: one word in start(), and the loop is that of every other script ---------------------
+# --- Ours: samples of weight 0 fill the last batch up ------------------------------------------
 module = make()
 model, optimizer = run.prepare(module, torch.optim.SGD(module.parameters(), lr=LR))
-for step in run.steps(list(zip(x, y, strict=True)), shuffle=False):
-    for batch in step.batches:
-        step.backward(loss(model, *batch))
+missing = -SAMPLES % GLOBAL_BATCH
+real = torch.cat([torch.ones(SAMPLES), torch.zeros(missing)])
+filled = TensorDataset(torch.cat([x, x[:missing]]), torch.cat([y, y[:missing]]), real)
+for step in run.steps(filled, shuffle=False):
+    for inputs, targets, counts in step.batches:
+        each = nn.functional.mse_loss(model(inputs), targets, reduction="none").mean(1)
+        step.backward((each * counts).sum() / counts.sum(), weight=counts.sum())
     step.commit()
-tell("tail='join'", model)
+tell("weight 0", model)
 run.finish()

@@ -57,8 +57,8 @@ def train(directory: Path, *, world: int = 3, **start: Any) -> Callable[[int], N
         )
         seen, told = [], []
         for step in run.steps(DATA):
-            for part, (x, tokens) in zip(step.parts, step.batches, strict=True):
-                seen.append([step.index, part.samples, x.tolist(), tokens.tolist()])
+            for x, tokens in step.batches:
+                seen.append([step.index, x.tolist(), tokens.tolist()])
                 step.backward(per_token(wrapped, x, tokens), weight=tokens.sum())
             with pytest.raises(ddp.ConfigError, match=r"is known after step\.commit"):
                 _ = step.loss
@@ -80,9 +80,9 @@ def one_big_batch(directory: Path, world: int, clip: float | None) -> tuple[list
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for index in range(STEPS):
-        parts = [part for seen in found for part in seen if part[0] == index and part[1]]
-        x = torch.cat([torch.tensor(part[2]) for part in parts])
-        tokens = torch.cat([torch.tensor(part[3]) for part in parts])
+        parts = [part for seen in found for part in seen if part[0] == index]
+        x = torch.cat([torch.tensor(part[1]) for part in parts])
+        tokens = torch.cat([torch.tensor(part[2]) for part in parts])
         optimizer.zero_grad()
         loss = per_token(model, x, tokens)
         loss.backward()
@@ -94,8 +94,7 @@ def one_big_batch(directory: Path, world: int, clip: float | None) -> tuple[list
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "resume": {"micro_batches": 2, "clip": 0.1},
-    "join": {"tail": "join", "micro_batches": 2},  # a rank has no sample, some parts no token
+    "resume": {"micro_batches": 4, "clip": 0.1},  # some parts have no token
     "fp16": {"precision": "fp16", "clip": 0.1},
     "elastic": {"level": "elastic", "shards": 6, "micro_batches": 2, "clip": 0.1},
 }

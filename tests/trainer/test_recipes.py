@@ -53,10 +53,10 @@ def test_whose_batchnorm_buffers_count() -> None:
     assert "ours, sync_batchnorm=True  : SyncBatchNorm and training on the CPU do not go" in out
 
 
-def test_uneven_inputs_are_exact_with_our_tail_and_not_with_join() -> None:
+def test_uneven_inputs_are_exact_with_weights_and_not_with_join() -> None:
     out = show("recipes/uneven.py", nproc=3)
     words = ": off the one process's weights by"
-    assert numbers(f"tail='join'{words}", out)[0] < 1e-6
+    assert numbers(f"weight 0{words}", out)[0] < 1e-6
     for ranks in ("all", "present"):
         assert numbers(f"Join, divided by {ranks} ranks{words}", out)[0] > 1e-3
 

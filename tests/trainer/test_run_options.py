@@ -211,7 +211,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tail pad, scheduler_every": {
         "start": {"tail": "pad"}, "prepare": {"scheduler_every": "epoch"},
     },
-    "tail join": {"start": {"tail": "join", "micro_batches": 2}},
     "elastic, fp16, ema, tail pad": {
         "start": {"level": "elastic", "shards": 6, "precision": "fp16", "tail": "pad"},
         "prepare": {"grad_scaler": scaler, "ema": 0.9},

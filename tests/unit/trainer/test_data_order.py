@@ -120,15 +120,15 @@ def test_shards_partition_each_batch_and_batches_an_epoch(shards):
 
 
 def test_positions_count_the_samples_of_the_run_in_the_datasets_order_or_another():
-    order = DataOrder(Shuffled(3, 10), 4, "join")
-    assert [order.batch(step).tolist() for step in (2, 3)] == [[8, 9], [12, 13, 14, 15]]
+    order = DataOrder(Shuffled(3, 10), 4)
+    assert [order.batch(step).tolist() for step in (2, 3)] == [[8, 9, 10, 11], [12, 13, 14, 15]]
     found = [batch(DataOrder(Sequential(10), 4), step) for step in range(3)]
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_steps_per_epoch_takes_a_dataset_or_its_length():
     assert steps_per_epoch(range(10), 4) == steps_per_epoch(10, 4) == 2
-    assert steps_per_epoch(np.int64(10), 4, "join") == 3
+    assert steps_per_epoch(np.int64(10), 4, "pad") == 3
     loader = DataLoader(list(range(10)), batch_size=4)  # its length is of batches
     for samples, size, words in (
         (5, 6, "fewer than global_batch=6"),

@@ -31,20 +31,15 @@ def test_pad_fills_up_from_the_start_of_the_same_epoch():  # type: ignore[no-unt
     assert samples(few, 0) == (epoch_of(0, 3) * 3)[:8]
 
 
-def test_join_leaves_the_last_batch_small_and_sees_every_sample_once():  # type: ignore[no-untyped-def]
-    order = shuffled(10, 4, "join")
-    sizes = [len(order.batch(step)) for step in range(6)]
-    assert sizes == [4, 4, 2, 4, 4, 2]
-    assert sorted(samples(order, 0) + samples(order, 1) + samples(order, 2)) == list(range(10))
-    assert len(shuffled(3, 8, "join").batch(5)) == 3
-    for step in range(7):  # an exact epoch has no tail
-        first, *others = [samples(shuffled(12, 4, tail), step) for tail in ("drop", "pad", "join")]
-        assert others == [first, first]
+def test_an_exact_epoch_has_no_tail():  # type: ignore[no-untyped-def]
+    for step in range(7):
+        drop, pad = (samples(shuffled(12, 4, tail), step) for tail in ("drop", "pad"))
+        assert drop == pad
 
 
 @pytest.mark.parametrize(
     ("length", "tail", "words"),
-    [(0, "join", "the dataset is empty"), (3, "drop", "use tail='pad' or tail='join'")],
+    [(0, "pad", "the dataset is empty"), (3, "drop", "lower global_batch, or use tail='pad'")],
 )
 def test_what_no_tail_can_help(length, tail, words):  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=words):

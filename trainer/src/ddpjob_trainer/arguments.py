@@ -113,12 +113,12 @@ def checked(one: Field[Any], value: Any) -> Any:
     kind = str(one.type)
     if value is None and kind.endswith(" | None"):
         return None
-    bounds = {name: bound for name, bound in one.metadata.items() if name != "choices"}
+    bounds = {n: bound for n, bound in one.metadata.items() if n not in ("choices", "cure")}
     found = _KINDS[kind.removesuffix(" | None")](one.name, value, **bounds)
     allowed = one.metadata.get("choices")
     if allowed and found not in allowed:
         names = ", ".join(map(repr, (None, *allowed) if kind.endswith(" | None") else allowed))
-        raise _odd(one.name, value, f"must be one of {names}")
+        raise _odd(one.name, value, f"must be one of {names}{one.metadata.get('cure', '')}")
     return found
 
 

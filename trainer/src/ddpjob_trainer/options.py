@@ -26,8 +26,15 @@ Several = str | Sequence[Any]  # names with commas between them, or one by one
 Log = Callable[[int, Mapping[str, float]], None]  # step, values by name
 
 
+#: For who gives tail="join", which is no more.
+_COUNT_ONCE = (
+    "; to count each sample of an epoch once, fill the dataset up with samples of weight 0, as"
+    " examples/recipes/uneven.py does"
+)
+
+
 def _option(default: Any = MISSING, **bounds: Any) -> Any:
-    """Declare an option with its ``bounds``: choices, least, most."""
+    """Declare an option with its ``bounds``: choices, the cure for another one, least, most."""
     return field(default=default, metadata=bounds)
 
 
@@ -43,7 +50,7 @@ class Options(Arguments):
     device: str = _option("auto", choices=("auto", "cuda", "cpu"))
     shards: int = _option(8, least=1)
     micro_batches: int = _option(1, least=1)
-    tail: str = _option("drop", choices=("drop", "pad", "join"))
+    tail: str = _option("drop", choices=("drop", "pad"), cure=_COUNT_ONCE)
     precision: str = _option("fp32", choices=("fp32", "bf16", "fp16"))
     nan_policy: str = _option("stop", choices=("stop", "skip", "ignore"))
     check_every: int = 100

@@ -187,7 +187,7 @@ class DataOrder:
     """Cut epochs into global batches; ``tail``: what becomes of an incomplete last one.
 
     ``drop``: nothing; its samples are not lost, the next epoch's order is another one. ``pad``:
-    it is filled up from the start of the same epoch. ``join``: it is smaller.
+    it is filled up from the start of the same epoch.
     """
 
     epochs: Epochs
@@ -204,16 +204,10 @@ class DataOrder:
 
     def batch(self, step: int) -> Indices:
         """Return the positions of the global batch of ``step`` (from 0)."""
-        start = step % self.steps_per_epoch * self.global_batch
-        size = self.global_batch
-        if self.tail == "join":
-            size = min(size, self.epochs.length - start)
-        return np.arange(size, dtype=np.int64) + step * self.global_batch
+        return np.arange(self.global_batch, dtype=np.int64) + step * self.global_batch
 
     def samples(self, positions: Indices) -> Indices:
         """Return the samples at positions of one step."""
-        if not len(positions):
-            return positions
         step = int(positions[0]) // self.global_batch
         epoch, number = divmod(step, self.steps_per_epoch)
         places = positions - (step - number) * self.global_batch
@@ -235,6 +229,6 @@ def steps_per_epoch(samples: int | Sized, global_batch: int, tail: str = "drop")
     if length < global_batch and tail == "drop":
         raise ConfigError(
             f"the dataset has {length} samples, fewer than global_batch="
-            f"{global_batch}: lower global_batch, or use tail='pad' or tail='join'"
+            f"{global_batch}: lower global_batch, or use tail='pad'"
         )
     return length // global_batch if tail == "drop" else -(-length // global_batch)

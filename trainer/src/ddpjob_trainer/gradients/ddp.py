@@ -40,15 +40,12 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 class Part:
     """One forward and backward of a step on this rank.
 
-    ``positions``: of its samples in the run, see DataOrder. ``samples`` count in the step's mean,
-    out of ``of`` over all parts of all ranks; 0 when no sample is left for this part, which then
-    only takes part in the collectives. ``shard``: seeds its random numbers, besides seed and step;
-    ``reseed``: they start over at this part, not only at the step.
+    ``positions``: of its samples in the run, see DataOrder; all parts of all ranks have as many.
+    ``shard``: seeds its random numbers, besides seed and step; ``reseed``: they start over at this
+    part, not only at the step.
     """
 
     positions: Indices
-    samples: int
-    of: int
     shard: int
     reseed: bool = False
 
@@ -158,19 +155,10 @@ class DdpAveraging:
         return model
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
-        """Cut this rank's contiguous share into parts that differ by at most one sample.
-
-        Also called ahead of time.
-        """
+        """Cut this rank's contiguous share into micro-batches. Also called ahead of time."""
         rank, count = self._world.rank, self._options.micro_batches
-        batch = order.batch(step)
-        mine = share(batch, rank, self._world.size)
-        parts = []
-        for number in range(count):
-            part = share(mine, number, count)
-            positions = part if len(part) else batch[:1]
-            parts.append(Part(positions, len(part), len(batch), rank))
-        return parts
+        mine = share(order.batch(step), rank, self._world.size)
+        return [Part(share(mine, number, count), rank) for number in range(count)]
 
     def parts(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Begin a step; return its plan."""
@@ -204,16 +192,14 @@ class DdpAveraging:
 
         With a ``weight``, which all parts of a step have or none, they lack factor() until then.
         """
-        part = self._parts[number]
-        factor = part.samples * self._world.size / part.of if weight is None else weight
+        factor = 1 / self._options.micro_batches if weight is None else weight
         if factor != 1.0:
             loss = loss * factor
         awake, self.waits = self.waits, False
-        counts = part.samples and weight != 0
         everything = (p for model in self._models for p in model.parameters())
         if not (awake or self._several) and number == len(self._parts) - 1:
             determinism.check_marks(self._models[0])
-        effect = contextlib.nullcontext() if counts else without_effect(everything)
+        effect = without_effect(everything) if weight == 0 else contextlib.nullcontext()
         first = awake and not self._warm
         self._warm |= awake
         warm = determinism.warmed_up(self._models[0], loss) if first else contextlib.nullcontext()
@@ -286,21 +272,17 @@ class DdpAveraging:
         ``weights``: empty where samples weigh equally.
         """
         slots: list[Number] = [0.0] * self._world.size
-        each = self._counted(weights) if weights else [part.samples for part in self._parts]
-        # A part without samples may have any loss: NaN times 0 is NaN.
+        each = weights or [len(part.positions) for part in self._parts]
+        # A part of weight 0 may have any loss: NaN times 0 is NaN.
         total = sum(n * value for n, value in zip(each, values, strict=True) if n)
-        slots[self._world.rank] = total if weights else total / self._parts[0].of
+        slots[self._world.rank] = total if weights else total / self._options.global_batch
         return slots
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         """Return one number per rank, as many with weights as without."""
         slots = [0.0] * self._world.size
-        slots[self._world.rank] = float(sum(self._counted(weights))) if weights else 0.0
+        slots[self._world.rank] = float(sum(weights))
         return slots
-
-    def _counted(self, weights: Sequence[float]) -> list[float]:
-        """Return the parts' weights; a part without samples has none."""
-        return [w if p.samples else 0.0 for p, w in zip(self._parts, weights, strict=True)]
 
     def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """Return the step's loss from those sums, in the order of the ranks."""

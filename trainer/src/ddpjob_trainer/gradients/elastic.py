@@ -73,9 +73,8 @@ class ElasticAveraging:
         for shard in tree_reduce.owned(self._count, self._world.size, self._world.rank):
             mine = share(order.batch(step), shard, self._count)
             size = len(mine) // self._options.micro_batches
-            whole = self._options.global_batch
             parts += [
-                Part(mine[start : start + size], size, whole, shard, reseed=start == 0)
+                Part(mine[start : start + size], shard, reseed=start == 0)
                 for start in range(0, len(mine), size)
             ]
         return parts

@@ -96,7 +96,7 @@ def start(
     ``micro_batches``: batches per step and process (level elastic: per step and shard); their
     gradients are accumulated.
     ``tail``: what becomes of an epoch's incomplete last batch: ``drop``; ``pad``: filled up from
-    the epoch's start; ``join``: smaller, and the mean is over the samples that there are.
+    the epoch's start.
     ``precision``: of the model's forward: ``fp32``, ``bf16``, or ``fp16`` with a GradScaler.
     ``nan_policy``: what a loss or gradient that is NaN or infinite does: ``stop`` the run with
     exit code 70, ``skip`` the update on all ranks, or ``ignore``.

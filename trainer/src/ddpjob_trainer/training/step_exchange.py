@@ -55,11 +55,7 @@ class StepExchange:
         process, averaging = self._process, self._process.averaging
         losses = [process.world.accelerator.number(loss) for loss in step.losses]
         weights = step.weights or [1.0] * len(losses)
-        counted = [
-            loss
-            for loss, part, weight in zip(losses, step.parts, weights, strict=True)
-            if part.samples and weight
-        ]
+        counted = [loss for loss, weight in zip(losses, weights, strict=True) if weight]
         step.sent = self._sent = send(
             process.world,
             {

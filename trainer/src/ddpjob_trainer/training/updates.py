@@ -78,8 +78,7 @@ class Updates:
         self._touched.before_backward(number, first=not step.consumed)
         step.add(number, loss.detach(), weight)
         progress.at("backward")
-        counts = step.parts[number].samples and weight != 0
-        marked = self._nan.mark(loss) if counts else loss
+        marked = loss if weight == 0 else self._nan.mark(loss)
         shutdown = self._process.shutdown
         self._device_watch.queued("forward")
         # Where nobody waits for another ranks may have more calls than others.

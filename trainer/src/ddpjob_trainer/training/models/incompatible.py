@@ -58,13 +58,6 @@ REFUSALS = (
         "Use static_graph=False, or micro_batches=1",
     ),
     Refusal(
-        "tail='join'",
-        "level='elastic'",
-        lambda f: _elastic(f) and f.options.tail == "join",
-        "the shards of an epoch's last batch would have other sizes, hence other arithmetic",
-        "Use tail='drop' or tail='pad', or level='resume'",
-    ),
-    Refusal(
         "SyncBatchNorm",
         "level='elastic'",
         lambda f: _elastic(f) and (f.model.sync_batchnorm or f.has_sync_batchnorm),
