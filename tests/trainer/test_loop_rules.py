@@ -411,52 +411,43 @@ def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
         run._look(board(store, run=number))  # refuses by what SimpleNamespace lacks
 
 
-# --- Logged means -----------------------------------------------------------------------------
+# --- What is logged ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("odd", [False, True])
-def test_all_draw_alike_after_start_and_a_logged_mean_is_over_all_ranks(gang, tmp_path, odd):  # type: ignore[no-untyped-def]
+def test_all_draw_alike_after_start_and_a_sum_over_the_ranks_is_logged(gang, tmp_path):  # type: ignore[no-untyped-def]
+    """As docs/reference/metrics.md has it."""
+
     def logs(rank: int) -> None:
         random.seed(rank)
         np.random.seed(rank)
-        run = ddp.start(total_steps=3, global_batch=6, micro_batches=2, events=tmp_path / "events")
+        run = ddp.start(total_steps=4, global_batch=6, micro_batches=2, events=tmp_path / "events")
         drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
         assert run.sum(drawn) == pytest.approx(3 * drawn), "start() seeds all ranks alike"
         wrapped = prepared(run)
-        for wrong, words in (("mean", "in the loop's body"), ("sum", "must be None or 'mean'")):
-            with pytest.raises(ddp.ConfigError, match=words):
-                run.log({"a": 1.0}, reduce=wrong)
+        with pytest.raises(ddp.ConfigError, match=r"add up over the ranks with run\.sum\(value\)"):
+            run.log({"a": 1.0}, reduce="mean")
+        seen = run.state("seen", right=0.0, count=0.0)
         for step in run.steps(DATA):
-            run.log({"rank": torch.tensor(float(rank)), "b": 2 * step.index}, reduce="mean")
-            run.log({"mine": rank})
+            right, count = 0.0, 0
             for number, (x,) in enumerate(step.batches):
-                run.log({"micro": 10.0 * number + rank}, reduce="mean")
+                right, count = right + 10.0 * number + rank, count + 1
                 step.backward(wrapped(x).sum())
-            if step.index != 1:  # names may differ from step to step
-                run.log({"square": rank**2}, reduce="mean")
-            elif odd and rank == 1:  # but not from rank to rank
-                run.log({"another": 1.0}, reduce="mean")
             step.commit()
+            run.log({"mine": rank})
+            seen.right, seen.count = seen.right + run.sum(right), seen.count + run.sum(count)
+            if step.index % 2:
+                run.log({"micro": seen.right / seen.count})
+                seen.right = seen.count = 0.0
         run.finish()
 
-    if odd:
-        assert gang.run(logs) == dict.fromkeys(range(3), 64)
-        words = "ConfigError: step 1: run.log(reduce='mean') was given "
-        names = "'b', 'micro', 'rank' here, and other names on another rank"
-        assert words + names in gang.log(0)
-        assert f"{words}'another', {names}" in gang.log(1)
-        return
     assert gang.run(logs) == dict.fromkeys(range(3), 0), gang.log(0)
-    told: dict[int, dict[str, float]] = {1: {}, 2: {}, 3: {}}
+    told: dict[int, dict[str, float]] = {step: {} for step in range(1, 5)}
     for line in (tmp_path / "events").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "log":
             told[event["step"]] |= event["values"]
-    assert told == {
-        index + 1: {"rank": 1.0, "b": 2.0 * index, "mine": 0.0, "micro": 6.0}
-        | ({"square": 5 / 3} if index != 1 else {})
-        for index in range(3)
-    }
+    both = {"mine": 0.0, "micro": 6.0}
+    assert told == {1: {"mine": 0.0}, 2: both, 3: {"mine": 0.0}, 4: both}
 
 
 # --- What is trained, changed after prepare() ----------------------------------------------------

@@ -96,7 +96,6 @@ class Training:
                 loss = loss * math.nan
             step.backward(loss, weight=len(x) if self.weighted else None)
         run.log({"doubled": loss.detach() * 2})
-        run.log({"mean": loss.detach()}, reduce="mean")
         step.commit()
         if self.ask and rank == 0:
             assert math.isfinite(step.loss)

@@ -297,21 +297,15 @@ class Run:
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
         ``step.index + 1`` within the loop. Rank 0's values count, so it may be called on all
-        ranks or on rank 0 only. ``reduce``: "mean" tells the mean over all ranks and all calls of
-        the step; then every rank calls it, with the same names, before step.commit(). Raises
-        ConfigError.
+        ranks or on rank 0 only. ``reduce`` is refused, with its cure. Raises ConfigError.
         """
+        if reduce is not None:
+            raise ConfigError(
+                f"run.log(reduce={reduce!r}) is no more: add up over the ranks with run.sum(value)"
+                " and log that by run.world_size; docs/reference/metrics.md has a mean over steps"
+            )
         found = checked(values, self._process.world.accelerator.number)
         at = None if step is None else whole("step", step)
-        if reduce is not None:
-            if reduce != "mean":
-                raise ConfigError(f"run.log(reduce={reduce!r}) must be None or 'mean'")
-            if self._loop is None or not self._loop.within_step or at is not None:
-                raise ConfigError(
-                    "run.log(reduce='mean') is of a step: call it in the loop's body, without"
-                    " step=; elsewhere run.sum() adds up over the ranks"
-                )
-            found = self._loop.exchange.logged.add(found)
         if self.is_main and found:
             found = self._process.world.accelerator.soon(found)
             self._process.progress.log(self._step_to_log() if at is None else at, found)

@@ -10,28 +10,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import SupportsFloat
-from zlib import crc32
-
-import torch
 
 from ddpjob_trainer.comm.exchange import Sent, send
-from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
-from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.telemetry.run_log import Values
 from ddpjob_trainer.telemetry.stragglers import Stragglers
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
 
 #: Of what is exchanged, that which a GPU computes.
-_MEASURED = frozenset({"not finite", "losses", "logged"})
-
-#: Names of logged means in a step.
-MOST = 16
+_MEASURED = frozenset({"not finite", "losses"})
 
 
 class StepExchange:
@@ -43,7 +32,6 @@ class StepExchange:
         self._ahead = 1 if process.world.accelerator.queues else 0
         self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
-        self.logged = LoggedMeans(process.world)
         world = process.world
         self._stragglers = Stragglers(world.rank, world.size, process.progress.spent)
         self.stop = False  # a rank has been asked to stop
@@ -69,7 +57,6 @@ class StepExchange:
                 "losses": averaging.losses(losses, step.weights),
                 "weights": averaging.weights(step.weights),
                 "weighted": [float(bool(step.weights))],
-                "logged": self.logged.report(),
             },
             measured=_MEASURED,
         )
@@ -91,7 +78,6 @@ class StepExchange:
             if slow is not None:
                 process.progress.held_up(slow)
         self._check_weighted(step, heard["weighted"][0])
-        self.logged.step_ended()
         process.progress.body_ended()
         process.replay.step_ended(step)
         self._ended.append(step)
@@ -104,7 +90,6 @@ class StepExchange:
         ahead = 0 if all_steps else self._ahead
         while len(self._ended) > ahead:
             step = self._ended.popleft()
-            self.logged.learn(step.index, _sent(step).device.sums["logged"])
             self._check_finite(step)
             self._process.replay.known()
             self._process.recorder.stepped(step.index + 1, step.losses)
@@ -174,95 +159,6 @@ class StepExchange:
                 f"step {step.index}: {count:.0f} of {size} ranks have given"
                 " step.backward(weight=...): give it on every rank, or on none"
             )
-
-
-@dataclass(slots=True)
-class Mean:
-    """A number that is known when the step has ended. ``mine``: what this rank has logged."""
-
-    mine: list[SupportsFloat] = field(default_factory=list)
-    value: float = math.nan
-
-    def __float__(self) -> float:
-        return self.value
-
-
-class LoggedMeans:
-    """run.log(..., reduce="mean"): means over all ranks and calls, in the step's one exchange.
-
-    Every rank sends as many numbers in every step, since it cannot know what the others log: a
-    hash of the names, and places for sums and counts.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._means: dict[str, Mean] = {}
-        self._told = False
-        self._reported: deque[dict[str, Mean]] = deque()  # of steps that are not yet known
-
-    def add(self, values: Values) -> Values:
-        """Take values of a step; return the future means of names new in it.
-
-        Raises ConfigError.
-        """
-        if self._told:
-            raise ConfigError(
-                "run.log(reduce='mean') came after step.commit(), with which the ranks tell one"
-                " another their values: call it before"
-            )
-        found = {name: Mean() for name in values if name not in self._means}
-        count = len(self._means) + len(found)
-        if count > MOST:
-            raise ConfigError(
-                f"run.log(reduce='mean') was given {count} names; {MOST} at most fit into a step"
-            )
-        self._means |= found
-        for name, value in values.items():
-            self._means[name].mine.append(value)
-        return found
-
-    def report(self) -> list[Number]:
-        """Return this step's numbers, to be added up over all ranks."""
-        self._told = True
-        self._reported.append(self._means)
-        if not self._means:  # as in nearly every step of most runs
-            return [0.0] * (1 + 2 * MOST)
-        names = sorted(self._means)
-        logged = [self._means[name].mine for name in names]
-        free = [0.0] * (MOST - len(names))
-        sums = [sum(map(self._number, values)) for values in logged]
-        counts = [float(len(values)) for values in logged]
-        return [_hash(names), *sums, *free, *counts, *free]
-
-    def learn(self, step: int, sums: Sequence[float]) -> None:
-        """Hear the others of the oldest step that is not known yet.
-
-        Raises ConfigError when not all gave the same names.
-        """
-        means = self._reported.popleft()
-        names = sorted(means)
-        if sums[0] != self._world.size * _hash(names):
-            raise ConfigError(
-                f"step {step}: run.log(reduce='mean') was given"
-                f" {', '.join(map(repr, names)) or 'nothing'} here, and other names on another"
-                " rank: give the same names on every rank, in every step"
-            )
-        for place, name in enumerate(names, 1):
-            means[name].value = sums[place] / sums[place + MOST]
-
-    def step_ended(self) -> None:
-        """Begin the next step's means."""
-        self._means, self._told = {}, False
-
-    def _number(self, value: SupportsFloat) -> Number:
-        if isinstance(value, torch.Tensor):
-            return self._world.accelerator.number(value)
-        return float(value)
-
-
-def _hash(names: Sequence[str]) -> float:
-    """Hash names to 32 bits: their sum is exact for two million ranks."""
-    return float(crc32("\0".join(names).encode()))
 
 
 def _sent(step: Step) -> Sent:
