@@ -2,9 +2,8 @@
 
 Batches, streams and samplers call this before each sample, batch or epoch: torch's, numpy's and
 random's own generators, and those that a dataset, its transforms, a collate function or a sampler
-keep for themselves. found_in() looks at attributes, classes, closures and the globals that
-functions name, not into lists of samples; run.steps(generators=...) names others, and the check of
-each restart finds the rest.
+keep for themselves. found_in() looks at attributes and classes, not into functions or lists of
+samples; run.steps(generators=...) names others, and the check of each restart finds the rest.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def found_in(obj: Any, named: Sequence[Any] = ()) -> list[Any]:
 
 
 class _Search:
-    """Follow an object to what it holds and uses, nearest first, each once.
+    """Follow an object to what it holds, nearest first, each once.
 
     Seeds go by that order, so it is the same in every process. No code of the script's is run.
     """
@@ -137,7 +136,6 @@ class _Search:
     def __init__(self, root: Any) -> None:
         self.found: list[Any] = []
         self._met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
-        self._attributes: set[str] = set()  # names, of the script's objects
         near = deque([root])
         while near and len(self._met) < _LOOKS:
             obj = near.popleft()
@@ -154,10 +152,10 @@ class _Search:
         if _OURS.match(str(kind.__module__)):
             return
         if issubclass(kind, type):
-            if is_the_scripts(str(obj.__module__)):
+            if _is_the_scripts(str(obj.__module__)):
                 yield from (*vars(obj).values(), *obj.__mro__[1:])
         elif kind is FunctionType:
-            yield from self._used_by(obj)
+            yield from list(vars(obj).values())  # not what its code names
         elif kind is BuiltinFunctionType:
             yield obj.__self__  # of a method, as ``rng.random``
         else:
@@ -165,33 +163,8 @@ class _Search:
                 if issubclass(kind, container) and container.__len__(obj) <= _ENTRIES:
                     yield from list(entries(obj))  # at once: a thread may fill it
             if kind not in _CONTAINERS:
-                attributes = _attributes_of(obj)
-                if is_the_scripts(str(kind.__module__)):
-                    self._attributes |= attributes.keys()
-                yield from attributes.values()
+                yield from _attributes_of(obj).values()
                 yield kind
-
-    def _used_by(self, function: FunctionType) -> Iterator[Any]:
-        """Yield what a function reaches: by its closure, what it wraps, and what it names.
-
-        A name that is an attribute's as well, as in ``self.rng``, is taken for that.
-        """
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # nothing yet
-                yield cell.cell_contents
-        yield from list(vars(function).values())
-        if is_library(function.__code__.co_filename):
-            return
-        yield from function.__defaults__ or ()
-        yield from (function.__kwdefaults__ or {}).values()
-        codes = [function.__code__]
-        for code in codes:  # which grows by those of lambdas and comprehensions within
-            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-            for name in code.co_names:
-                found = None if name in self._attributes else function.__globals__.get(name)
-                if type(found) is ModuleType and is_the_scripts(found.__name__):
-                    yield from (vars(found)[n] for n in code.co_names if n in vars(found))
-                yield found
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
@@ -207,14 +180,11 @@ def _attributes_of(obj: Any) -> dict[str, Any]:
     return found
 
 
-def is_library(file: str) -> bool:
-    """Tell whether code of this file is Python's own, installed, or ours."""
-    return file.startswith((*_LIBRARIES, "<frozen ")) or any(part in file for part in _INSTALLED)
-
-
-def is_the_scripts(module: str) -> bool:
-    """Tell whether the module of this name is no library's."""
+def _is_the_scripts(module: str) -> bool:
+    """Tell whether the module of this name is neither Python's own, nor installed, nor ours."""
     if module == "__main__" or module not in sys.modules:
         return True
     file = getattr(sys.modules[module], "__file__", None)
-    return file is not None and not is_library(file)
+    return not (
+        file is None or file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
+    )

@@ -193,7 +193,7 @@ class Run:
         the epoch to one. ``weights``: one per sample; an epoch draws as many samples as there are,
         with replacement. ``batched``: whether a stream of unknown type yields batches, not samples.
         ``generators``: of torch, numpy or random, or objects with reseed(seed), that samples draw
-        from and that the dataset, its transforms, their classes and modules do not lead to.
+        from and that are no attributes of the dataset, its transforms, their parts and classes.
 
         Raises ConfigError for what cannot be read in this way.
         """
