@@ -127,48 +127,6 @@ def test_a_sampler_is_a_function_of_seed_and_epoch():
         assert first != second
 
 
-def test_an_order_that_depends_on_more_than_the_epoch_is_refused_when_it_comes_back():
-    learned = [0]
-
-    def sampler(epoch: int) -> list[int]:
-        return np.roll(np.arange(9), learned[0] + epoch).tolist()
-
-    before = Sampled(5, sampler, 9)
-    learned[0] += 1
-    for epoch in range(70):
-        before.samples(epoch, np.arange(9))
-    kept = before.orders_since(69)
-    assert kept.keys() == {"69"}
-    after = Sampled(5, sampler, 9)
-    after.expect(kept)
-    after.samples(69, np.arange(9))
-    learned[0] += 1
-    after.samples(70, np.arange(9))  # which had not begun
-    with pytest.raises(ConfigError, match=r"another order of epoch 69 now.*a dict that run"):
-        after.samples(69, np.arange(9))
-
-
-class Curriculum(WeightedRandomSampler):
-    def set_epoch(self, epoch: int) -> None:
-        self.weights = torch.arange(1.0, 10.0) ** epoch
-
-
-def test_weights_are_changed_by_the_epoch_only():
-    sampler = Curriculum([1.0] * 9, 9)
-    order = Sampled(5, sampler, 9)
-    for epoch in (1, 2, 1):
-        order.samples(epoch, np.arange(9))
-    sampler.weights = sampler.weights * 2
-    with pytest.raises(ConfigError, match=r"weights were changed before epoch 2, .*a dict"):
-        order.samples(2, np.arange(9))
-    of_numpy: Any = Epochs()
-    of_numpy.weights = np.ones(2)
-    order = Sampled(5, of_numpy, 9)
-    of_numpy.weights *= 2
-    with pytest.raises(ConfigError, match="weights were changed before epoch 1"):
-        order.samples(1, np.arange(2))
-
-
 class Epochs:
     def __init__(self) -> None:
         self.epoch = -1

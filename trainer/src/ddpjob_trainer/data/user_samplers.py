@@ -24,16 +24,8 @@ from torch.utils.data import (
 
 from ddpjob_trainer.data import generators
 from ddpjob_trainer.data.generators import kept, seed_generators
-from ddpjob_trainer.data.order import DataOrder, Indices, digest, key64
+from ddpjob_trainer.data.order import Indices, digest, key64
 from ddpjob_trainer.errors import ConfigError
-
-#: Hashes by epoch, in what JSON holds.
-Orders = dict[str, str]
-_LEARNED = (
-    " Let it depend on the epoch only, or give a function of the epoch that keeps what it has"
-    " learned, and each order it has given, in a dict that run.register() is given, and gives that"
-    " again"
-)
 
 
 class Sampled:
@@ -59,9 +51,6 @@ class Sampled:
         self._samples = samples
         self._named = named
         self._epoch = 0
-        self._orders: Orders = {}
-        self._before: Orders = {}
-        self._weights = ""  # their hash after the last order was read
         self._order = self._read(0)
         self.length = len(self._order)
         self.name = f"sampler:{digest(self._order)}"
@@ -78,42 +67,7 @@ class Sampled:
             self._epoch, self._order = epoch, order
         return np.take(self._order, places)
 
-    def orders_since(self, epoch: int) -> Orders:
-        """Return the orders read of this epoch and of later ones, for a snapshot."""
-        return {number: order for number, order in self._orders.items() if int(number) >= epoch}
-
-    def expect(self, orders: Orders) -> None:
-        """Learn the orders of a snapshot: an epoch that is read otherwise later is refused.
-
-        Samples of its begin would come again, and others never.
-        """
-        self._before = orders
-
     def _read(self, epoch: int) -> Indices:
-        if self._orders and self._hash_of_weights() != self._weights:
-            raise ConfigError(
-                f"sampler.weights were changed before epoch {epoch}, not by its set_epoch(): after"
-                f" a restart within an epoch other samples would come.{_LEARNED}"
-            )
-        found = self._read_once(epoch)
-        self._weights = self._hash_of_weights()
-        order = self._orders[str(epoch)] = digest(found)
-        if self._before.get(str(epoch), order) != order:
-            raise ConfigError(
-                f"sampler gives another order of epoch {epoch} now than when that began, before"
-                f" the snapshot: some of its samples would come twice, others not at all.{_LEARNED}"
-            )
-        return found
-
-    def _hash_of_weights(self) -> str:
-        """Hash those of a WeightedRandomSampler or the like; a function keeps its own orders."""
-        sampler, of = self._sampler, torch.Tensor | np.ndarray
-        found = getattr(sampler, "weights", None)
-        if not isinstance(found, of) or not hasattr(sampler, "__iter__"):
-            return ""
-        return digest(torch.as_tensor(found).numpy(force=True))
-
-    def _read_once(self, epoch: int) -> Indices:
         sampler = self._sampler
         with kept():
             key = key64("sampler", self._seed, epoch)
@@ -147,12 +101,6 @@ class Sampled:
                 f" the dataset has 0 to {self._samples - 1}"
             )
         return found.astype(np.int64)
-
-
-def orders_since(order: DataOrder, step: int) -> Orders:
-    """Return the orders, as far as read, that a sampler needs from this step on."""
-    epoch = step // order.steps_per_epoch
-    return order.epochs.orders_since(epoch) if isinstance(order.epochs, Sampled) else {}
 
 
 class SeededSampler:

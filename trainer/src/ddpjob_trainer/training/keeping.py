@@ -12,7 +12,6 @@ from typing import Any
 
 from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data.inputs import Indexed, Input
-from ddpjob_trainer.data.user_samplers import Sampled, orders_since
 from ddpjob_trainer.errors import ConfigError, DivergedError
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
 from ddpjob_trainer.optim.ema import begin_ema
@@ -50,13 +49,12 @@ class Keeping:
         self._options = options
         self._trained = trained
         self._input = source
-        self._order = source.order
         self._exchange = exchange
         self._divergence = DivergenceCheck(
             process.world, every=options.check_every, buffers=options.level == "elastic"
         )
         self._config = run_config.fingerprint(
-            options, process.world, self._order.epochs, source.fingerprint
+            options, process.world, source.order.epochs, source.fingerprint
         )
         units = trained.updater.units
         self._config["scheduler_every"] = [
@@ -86,8 +84,6 @@ class Keeping:
             weights.load(self._options.resume, state.module)
             self._tell(f"beginning with the weights of {self._options.resume}")
         self.other_data = stored.get("order") != config["order"]
-        if isinstance(self._order.epochs, Sampled) and not self.other_data:
-            self._order.epochs.expect(stored.get("orders", {}))
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
         self.best = dict(stored.get("best", {}))
@@ -161,7 +157,6 @@ class Keeping:
         self._config |= {
             "best": dict(self.best),  # as of now: it is written later
             "modes": self._trained.modes.changed(),
-            "orders": orders_since(self._order, done),
             "finished": self._options.total_steps if finished else 0,
             "unproven": self._process.replay.mark(),
         }
