@@ -20,7 +20,7 @@ from ddpjob_trainer.gradients.ddp import DdpAveraging, without_effect
 def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models):  # type: ignore[no-untyped-def]
     """DDP's own flag depends on what the forward before was, and hence on a resume."""
     world: Any = SimpleNamespace(rank=1, size=2)
-    options: Any = SimpleNamespace(micro_batches=2)
+    options: Any = SimpleNamespace(micro_batches=2, global_batch=8)
     averaging = DdpAveraging(options, world)
     several: list[Any] = [
         SimpleNamespace(require_forward_param_sync=True, require_backward_grad_sync=True)

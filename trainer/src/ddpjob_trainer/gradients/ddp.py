@@ -117,9 +117,14 @@ class DdpAveraging:
     the reducer would wait for, or leave on its rank, is sent in finish(): all gradients of several
     models, whose losses may run through one another, and those of a second backward.
     ``outside`` seeds the random numbers that user code draws outside of the parts, besides seed
-    and step; ``waits``: the reducer waits for a backward; ``local``: this rank has gradients that
-    are not the mean.
+    and step; ``kept``: the rank whose generators a resume takes; ``samples`` of a step are this
+    rank's. ``waits``: the reducer waits for a backward; ``local``: this rank has gradients that are
+    not the mean.
     """
+
+    shards: int | None = None  # parts of a step whose number is no matter of the ranks
+    in_turn = False  # a batch's forward comes before the next batch is taken
+    equal_buffers = False  # on all ranks, at any time
 
     def __init__(self, options: Options, world: World) -> None:
         self._options = options
@@ -128,7 +133,8 @@ class DdpAveraging:
         self._parameters: list[torch.nn.Parameter] = []  # known to the reducer
         self._frozen: list[torch.nn.Parameter] = []  # unknown to it
         self._parts: Sequence[Part] = []
-        self.outside = world.rank
+        self.outside = self.kept = world.rank
+        self.samples = options.global_batch // world.size
         self._warm = False
         self.waits = False
         self.local = False
@@ -211,6 +217,9 @@ class DdpAveraging:
             self._check_frozen()
             raise determinism.unreached(self._models[0])
         self.local = not awake  # else earlier local gradients have been sent, too
+
+    def check_update(self) -> None:
+        """Allow updates within a step."""
 
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Average the gradients that the reducer left local, which are rare.

@@ -33,15 +33,21 @@ N = TypeVar("N", float, Number)
 class ElasticAveraging:
     """One rank's side of the averaging protocol."""
 
+    in_turn = True  # each batch has random numbers of its own
+    equal_buffers = True  # no forward may change them
+    kept = 0  # all ranks' generators are equal, and there may have been fewer of them
+
     def __init__(self, options: Options, world: World) -> None:
         self._options = options
         self._world = world
-        self._count = options.shards
+        self.shards = options.shards
+        owned = tree_reduce.owned(self.shards, world.size, world.rank)
+        self.samples = len(owned) * options.global_batch // self.shards
         #: Random numbers outside of the shards depend on this: equal on all ranks.
-        self.outside = self._count
+        self.outside = self.shards
         self.waits = False  # no rank waits before finish()
         self.local = True  # until then
-        self._partial: Partial[Gradients] = Partial(self._count, add_gradients)
+        self._partial: Partial[Gradients] = Partial(self.shards, add_gradients)
         self._shard: int | None = None  # the shard whose gradients the parameters hold now
         self._parameters: list[torch.nn.Parameter] = []
         self._frozen: list[torch.nn.Parameter] = []
@@ -64,14 +70,14 @@ class ElasticAveraging:
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._buffers = BufferWatch(module)
         ranks, rank = self._world.size, self._world.rank
-        self._means = Means(self._parameters, count=self._count, ranks=ranks, rank=rank)
+        self._means = Means(self._parameters, count=self.shards, ranks=ranks, rank=rank)
         return model
 
     def plan(self, order: DataOrder, step: int) -> Sequence[Part]:
         """Return this rank's shards, each cut into micro-batches."""
         parts: list[Part] = []
-        for shard in tree_reduce.owned(self._count, self._world.size, self._world.rank):
-            mine = share(order.batch(step), shard, self._count)
+        for shard in tree_reduce.owned(self.shards, self._world.size, self._world.rank):
+            mine = share(order.batch(step), shard, self.shards)
             size = len(mine) // self._options.micro_batches
             parts += [
                 Part(mine[start : start + size], shard, reseed=start == 0)
@@ -127,6 +133,13 @@ class ElasticAveraging:
             parameter.grad = None
         return gradients
 
+    def check_update(self) -> None:
+        """Refuse updates within a step. Raises ConfigError."""
+        raise ConfigError(
+            "level='elastic' adds the shards' gradients up once per step: update with"
+            " step.commit() only, or use level='resume'"
+        )
+
     def finish(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Average over all shards, whatever the groups."""
         self._end_shard()
@@ -141,7 +154,7 @@ class ElasticAveraging:
             if mean is not None and mean.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
         # Later random numbers must not depend on which shard this rank computed last.
-        rng.reseed(self._options.seed, self._step, self._count + 1)
+        rng.reseed(self._options.seed, self._step, self.shards + 1)
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
         """Return one number per shard: adding zeros to it is exact in any order."""
@@ -155,7 +168,7 @@ class ElasticAveraging:
         return self._by_shard(weights)
 
     def _by_shard(self, values: Sequence[N]) -> list[N]:
-        slots: list[Any] = [0.0] * self._count
+        slots: list[Any] = [0.0] * self.shards
         for part, value in zip(self._parts, values, strict=False):  # there may be no values
             slots[part.shard] += value
         return slots
@@ -163,12 +176,12 @@ class ElasticAveraging:
     def mean_loss(self, losses: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """Add up in the order of the tree."""
         if weights is None:
-            return tree_reduce.total(losses) / self._count
+            return tree_reduce.total(losses) / self.shards
         return tree_reduce.total(losses) / (tree_reduce.total(weights) or math.nan)
 
     def factor(self, weights: Sequence[float]) -> float:
         """Return the factor that undoes the mean over the shards."""
-        return self._count / (tree_reduce.total(weights) or math.nan)
+        return self.shards / (tree_reduce.total(weights) or math.nan)
 
     def layout(self) -> str | None:
         """Return None: the number of shards alone decides the order of additions."""

@@ -69,8 +69,11 @@ class Snapshots:
 
     # --- Restore -------------------------------------------------------------------------
 
-    def restore(self, state: TrainingState, config: Config) -> tuple[int, Config]:
-        """Load the newest snapshot; return its step and configuration, or 0 and {}."""
+    def restore(self, state: TrainingState, config: Config, rank: int) -> tuple[int, Config]:
+        """Load the newest snapshot; return its step and configuration, or 0 and {}.
+
+        ``rank``: whose generators this process takes.
+        """
         if self._settings.directory is None:
             return 0, {}
         if self._settings.upload and self._world.rank == 0:
@@ -84,8 +87,6 @@ class Snapshots:
             return 0, {}
         allowed = self._settings.allow_changes
         compare(source.manifest.config, config, self._world.rank, allowed)
-        # Level elastic: all ranks' generators are equal, and there may have been fewer of them.
-        rank = 0 if config["level"] == "elastic" else self._world.rank
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._open(resumed)
         self.made = source.step

@@ -50,11 +50,12 @@ class Keeping:
         self._trained = trained
         self._input = source
         self._exchange = exchange
+        self._averaging = process.averaging
         self._divergence = DivergenceCheck(
-            process.world, every=options.check_every, buffers=options.level == "elastic"
+            process.world, every=options.check_every, buffers=self._averaging.equal_buffers
         )
         self._config = run_config.fingerprint(
-            options, process.world, source.order.epochs, source.fingerprint
+            process, options, source.order.epochs, source.fingerprint
         )
         units = trained.updater.units
         self._config["scheduler_every"] = [
@@ -74,7 +75,8 @@ class Keeping:
         self._input.compare(agree(self._process.world, facts, self._input.own))
         self._snapshots.check(state)
         built = run_config.Hyperparameters(self._trained)
-        self.resumed_after, stored = self._snapshots.restore(state, config)
+        kept = self._averaging.kept
+        self.resumed_after, stored = self._snapshots.restore(state, config, kept)
         script = self._options.resume_hyperparameters == "script"
         self._tell(built.compare(stored.get("hyperparameters"), script=script))
         config["hyperparameters"] = built.kept
@@ -115,7 +117,7 @@ class Keeping:
             self._process.replay.snapshot_due(self._trained.module)
         first = done == self.resumed_after + 1
         if first:  # by now it is known in which buckets gradients travel
-            self._tell(run_config.take_layout(self._config, self._process.averaging.layout()))
+            self._tell(run_config.take_layout(self._config, self._averaging.layout()))
         # Before a snapshot can hold this step: a resume after it does not report the step again.
         self._exchange.learn(all_steps=last or due or compare or first)
         if compare:

@@ -50,7 +50,7 @@ class Loop:
         self.step: Step | None = None  # the newest
         self._process = process
         self._trained = trained
-        place = run_config.place(options, process.world, process.progress.alive)
+        place = run_config.place(process, options)
         self._input = open_input(dataset, given, place)
         self._options = options = run_config.with_steps(options, self._input.order)
         self._total = options.total_steps or 0
@@ -133,7 +133,7 @@ class Loop:
             assert self.step is not None
             self.step.received += 1
             yield batch
-            if self._options.level == "elastic" and self._trained.forwards == forwards:
+            if process.averaging.in_turn and self._trained.forwards == forwards:
                 self.step.check_forward()
 
     def _forward_begins(self, model: Wrapped) -> None:

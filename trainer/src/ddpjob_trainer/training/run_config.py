@@ -6,7 +6,7 @@ training has changed since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data.dataset_fingerprint import Fingerprint, difference
 from ddpjob_trainer.data.fetch import BatchSettings
 from ddpjob_trainer.data.order import DataOrder, Epochs
@@ -24,6 +23,7 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot import origin
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training.models.prepare import PreparedModels
+from ddpjob_trainer.training.run_context import RunContext
 
 _OPTIONS = (
     "seed", "global_batch", "micro_batches", "tail", "precision", "total_steps", "level",
@@ -33,21 +33,21 @@ _OPTIONS = (
 OF_ALL = (*_OPTIONS[:-1], "samples", "order", "shards", "resume")
 
 
-def place(options: Options, world: World, alive: Callable[[], None]) -> BatchSettings:
+def place(process: RunContext, options: Options) -> BatchSettings:
     """Return the run's settings that shape one rank's batches."""
-    shares = options.shards if options.level == "elastic" else world.size
+    world = process.world
     return BatchSettings(
         seed=options.seed,
         rank=world.rank,
         ranks=world.size,
         global_batch=options.global_batch,
-        parts=shares * options.micro_batches,
+        parts=(process.averaging.shards or world.size) * options.micro_batches,
         level=options.level,
         tail=options.tail,
         collate=options.collate,
         accelerator=world.accelerator,
         say=lambda text: say(0, text) if world.rank == 0 else None,
-        alive=alive,
+        alive=process.progress.alive,
     )
 
 
@@ -64,15 +64,16 @@ def with_steps(options: Options, order: DataOrder) -> Options:
 
 
 def fingerprint(
-    options: Options, world: World, epochs: Epochs, data: Fingerprint | None
+    process: RunContext, options: Options, epochs: Epochs, data: Fingerprint | None
 ) -> dict[str, Any]:
     """Return plain values only: a snapshot's JSON holds them."""
+    world = process.world
     return {
         **{name: getattr(options, name) for name in _OPTIONS},
         "samples": epochs.length,
         "order": epochs.name,
         "data": data,
-        "shards": options.shards if options.level == "elastic" else None,
+        "shards": process.averaging.shards,
         "resume": None if options.resume is None else str(options.resume),
         "world_size": world.size,
         "device": world.device.type,

@@ -26,7 +26,7 @@ from ddpjob_trainer.environment import (
 )
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.gradients import determinism, tree_reduce
+from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging
 from ddpjob_trainer.gradients.elastic import Averaging, ElasticAveraging
 from ddpjob_trainer.liveness import stacks
@@ -180,13 +180,13 @@ def start(
     trace.mark("joined")
     shutdown.watch_exceptions()
     _seed_all(options.seed)
-    progress = _make_progress(
-        env, writer, options, reporting, rendezvous_seconds=time.monotonic() - joining
-    )
-    snapshots = Snapshots(settings, world, progress)
     averaging: Averaging = DdpAveraging(options, world)
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
+    progress = _make_progress(
+        env, writer, options, reporting, averaging.samples, time.monotonic() - joining
+    )
+    snapshots = Snapshots(settings, world, progress)
     mismatch = CallMismatch(world, shutdown)
     record = None
     if env.replay_dir is not None and settings.directory is not None and options.level != "off":
@@ -268,7 +268,7 @@ def _make_progress(
     writer: RankStateWriter,
     options: Options,
     given: Reporting,
-    *,
+    samples: int,
     rendezvous_seconds: float,
 ) -> Progress:
     """Make the Progress; only rank 0's opens files. Raises ConfigError."""
@@ -279,18 +279,10 @@ def _make_progress(
         writer,
         total_steps=options.total_steps or 0,
         global_batch=options.global_batch,
-        samples_per_step=_samples_per_step(options, env),
+        samples_per_step=samples,
         log_every=given.log_every or 0,
         rendezvous_seconds=rendezvous_seconds,
         reached=env.reached,
         events=EventLog(events) if main and events is not None else None,
         sinks=_sinks(given, env) if main else (),
     )
-
-
-def _samples_per_step(options: Options, env: WorkerEnvironment) -> int:
-    """Count the samples of a global batch that this rank computes."""
-    if options.level != "elastic":
-        return options.global_batch // env.world_size
-    mine = tree_reduce.owned(options.shards, env.world_size, env.rank)
-    return len(mine) * options.global_batch // options.shards

@@ -95,11 +95,7 @@ class Updates:
 
     def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See Step.update."""
-        if self._options.level == "elastic":
-            raise ConfigError(
-                "level='elastic' adds the shards' gradients up once per step: update with"
-                " step.commit() only, or use level='resume'"
-            )
+        self._process.averaging.check_update()
         step.check_update("update()")
         step.check_weightless()
         given = self._trained.updater.find(optimizers)
