@@ -29,17 +29,17 @@ ALLOWED_LARGE = {"dev/devcluster/src/devcluster"}
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 790,
+    "contract/src": 789,
     "operator/src": 11_894,
-    "trainer/src": 26_800,
+    "trainer/src": 26_385,
     "tools/src": 6_140,
-    "plugin/src": 4_378,
-    "dev/bench": 4_556,
-    "dev/devcluster": 4_120,
-    "studies": 3_814,
-    "tests": 63_904,
+    "plugin/src": 3_104,
+    "dev/bench": 4_476,
+    "dev/devcluster": 4_116,
+    "studies": 3_723,
+    "tests": 63_100,
 }
-MOST_WORDS = 76_986  # of all pages in docs
+MOST_WORDS = 74_849  # of all pages in docs
 #: Words that make a reader stop.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -33,7 +33,7 @@ N = TypeVar("N", float, Number)
 class ElasticAveraging:
     """One rank's side of the averaging protocol."""
 
-    in_turn = True  # each batch has random numbers of its own
+    in_turn = True  # each batch draws its random numbers apart
     equal_buffers = True  # no forward may change them
     kept = 0  # all ranks' generators are equal, and there may have been fewer of them
 
