@@ -16,9 +16,10 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, Plan, WriteStatus
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.objects.json_read import format_time
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.view import Change, Stall, View
+from ddpjob_operator.core.view import View
 
 OTHER: Final = "OtherOperator"
 #: A dead leader has a successor by then: its Lease lasts 15 s, and a container starts.
@@ -55,7 +56,7 @@ def answer(view: View, change: Change) -> Change:
         return change
     if not found.answered:
         return change.with_status(operator=replace(found, answered=view.now))
-    if view.reached(due(view.status)):
+    if view.clock.reached(due(view.status)):
         return change.with_status(operator=replace(found, other="", asked=None, answered=None))
     return change
 
@@ -78,7 +79,7 @@ def due(status: Status) -> datetime | None:
 def stalls(view: View) -> Iterator[Stall]:
     """Report that operators of two Leases serve the job."""
     found = view.status.operator
-    if found.other and not view.reached(due(view.status)):
+    if found.other and not view.clock.reached(due(view.status)):
         what = f"operators of two Leases serve this namespace: that of {found.lease} acts, that of"
         cure = "give each release its own value namespaces, or uninstall one"
         yield Stall(OTHER, f"{what} {found.other} waits; {cure}")

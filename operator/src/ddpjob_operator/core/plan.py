@@ -18,6 +18,7 @@ from typing import Final
 from ddpjob_operator.core import actions, operators
 from ddpjob_operator.core.actions import ApiFeedback, ConfirmGone, DeletePod, Plan
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.gang import barrier, finish, handover, replacement, restart, start
 from ddpjob_operator.core.loss import cause, rounds, verdict
 from ddpjob_operator.core.nodes import avoid, fence
@@ -26,7 +27,7 @@ from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.report import conditions, stalls
-from ddpjob_operator.core.view import Change, Stall, View, build_view
+from ddpjob_operator.core.view import View, build_view
 
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
 
@@ -45,7 +46,7 @@ def plan(
     """
     view = build_view(job, pods, feedback, now, nodes)
     todo = _leave(view) if job.deleting else _plan(view)
-    todo = replace(todo, requeue_after=min(view.wakes, default=None))
+    todo = replace(todo, requeue_after=min(view.clock.wakes, default=None))
     return todo if job.deleting else operators.give_way(view, todo)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Final
 
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.objects.status import Progress, Status
-from ddpjob_operator.core.view import Change
 
 #: Fields of Progress that no later one fills in.
 _NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")

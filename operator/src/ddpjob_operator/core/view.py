@@ -1,24 +1,23 @@
 """Build a planning round's input: the job parsed, its pods sorted, the clock.
 
-plan() builds a View with build_view() and hands it to each policy, which returns a Change: the next
-status with the events and measurements about it.
+plan() builds a View with build_view() and hands it, or a part of it, to each policy.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal
+from typing import Final
 
 from ddpjob_operator.core import actions, evidence
-from ddpjob_operator.core.actions import ApiFeedback, Event, Measurement, QuorumRead, Refusal
+from ddpjob_operator.core.actions import ApiFeedback, QuorumRead, Refusal
+from ddpjob_operator.core.change import Clock
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
-from ddpjob_operator.core.objects.observe import Job, Pod, Report, clean
+from ddpjob_operator.core.objects.observe import Job, Pod, Report
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Progress, Restarts, Status
 
@@ -44,23 +43,13 @@ class View:
     members: Mapping[int, Pod]
     others: tuple[Pod, ...]
     feedback: ApiFeedback
-    now: datetime
+    clock: Clock
     nodes: Nodes | None = None  # None: they could not be read yet
-    #: Seconds to the times that policies have asked for: plan() runs again at the first.
-    wakes: list[float] = field(default_factory=list, compare=False)
 
-    def reached(self, at: datetime | None) -> bool:
-        """Return True from that time on, and have plan() run again then. None: never.
-
-        Every decision by time asks here, so that none is forgotten when the next is due.
-        """
-        return at is not None and self.waited((at - self.now).total_seconds())
-
-    def waited(self, seconds: float) -> bool:
-        """Return True if no seconds are left, and have plan() run again once none are."""
-        if 0 < seconds < math.inf:
-            self.wakes.append(seconds)
-        return seconds <= 0
+    @property
+    def now(self) -> datetime:
+        """Return the time of this planning round."""
+        return self.clock.now
 
     @property
     def pods(self) -> tuple[Pod, ...]:
@@ -151,7 +140,7 @@ class View:
     def fresh(self, patience: timedelta = PATIENCE) -> bool:
         """Tell whether the attempt is too young for a wait to be news."""
         since = self.begun_at
-        return since is None or not self.reached(since + patience)
+        return since is None or not self.clock.reached(since + patience)
 
     @property
     def replacing_since(self) -> datetime:
@@ -293,7 +282,7 @@ def build_view(
             members[pod.replica] = pod
         else:
             others.append(pod)
-    return View(job, spec, status, members, tuple(others), feedback, now, nodes)
+    return View(job, spec, status, members, tuple(others), feedback, Clock(now), nodes)
 
 
 def belongs(status: Status, pod: Pod) -> bool:
@@ -316,70 +305,3 @@ def recovers_from(status: Status) -> Failure | None:
     # Two operators' clocks may disagree; they matter only with a start in between.
     at_once = loss.attempt == status.attempt - 1 and status.restarts.consecutive > 0
     return loss if at_once or (since and loss.detected_at >= since) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """Why a wanted gang does not run: its fields are read on, its message is for people.
-
-    ``known``, ``until``: see status.Stalled. ``brief``: for the column of `kubectl get`, where the
-    message begins with what matters less.
-    """
-
-    reason: str
-    message: str
-    known: st.Known = "Cause"
-    until: datetime | None = None
-    brief: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The status to be stored, and the events and measurements to send once it is.
-
-    ``briefs``: what conditions set now say in few words, by their type.
-    """
-
-    status: Status
-    events: tuple[Event, ...] = ()
-    measurements: tuple[Measurement, ...] = ()
-    briefs: Mapping[str, str] = field(default_factory=dict)
-
-    def event(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> Change:
-        """Add an Event."""
-        event = Event(type_, reason, message)
-        return replace(self, events=(*self.events, event))
-
-    def measure(self, *measurements: Measurement) -> Change:
-        """Add observations for /metrics."""
-        return replace(self, measurements=(*self.measurements, *measurements))
-
-    def with_status(self, **fields: Any) -> Change:
-        """Replace fields of the status."""
-        return replace(self, status=replace(self.status, **fields))
-
-    def condition(
-        self, type_: str, value: bool, reason: str, message: str, now: datetime
-    ) -> Change:
-        """Set a condition; leave out a false one that never was true.
-
-        Its message is bounded: the CRD would refuse a longer one for ever.
-        """
-        if not value and self.status.condition(type_) is None:
-            return self
-        message = clean(message)
-        found = st.with_condition(self.status.conditions, type_, value, reason, message, now)
-        data = {"stalled": st.Stalled()} if type_ == "Stalled" else {}
-        return self.with_status(conditions=found, **data)
-
-    def stall(self, found: Stall, now: datetime, condition: str = "Stalled") -> Change:
-        """Set Stalled, or another condition, and what it says as data."""
-        words = found.message
-        if found.until is not None:
-            words += f"; the other pods wait until {found.until:%H:%M:%S} UTC, then all restart"
-        change = self.condition(condition, True, found.reason, words, now)
-        change = replace(change, briefs={**self.briefs, condition: found.brief})
-        change = change.event("Warning", found.reason, words)
-        if condition != "Stalled":
-            return change
-        return change.with_status(stalled=st.Stalled(found.known, found.until))

@@ -16,11 +16,12 @@ from typing import Final
 from ddpjob_contract import crd
 from ddpjob_operator.core import pod_groups
 from ddpjob_operator.core.actions import Action, Body, RemoveGroups
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure
-from ddpjob_operator.core.view import Change, Stall, View
+from ddpjob_operator.core.view import View
 
 UNAVAILABLE: Final = "GangUnavailable"
 #: Freed room is not reserved: preempted pods that came back at once would take it again.
@@ -156,7 +157,7 @@ def just_placed(view: View, patience: timedelta) -> bool:
     if not status.pod_group or status.phase != "Starting" or view.replacing:
         return False
     placed = status.timings.placed_at
-    return placed is None or not view.reached(placed + patience)
+    return placed is None or not view.clock.reached(placed + patience)
 
 
 def stalls(view: View) -> Iterator[Stall]:

@@ -18,11 +18,12 @@ from typing import Final
 from ddpjob_operator.core import actions, render
 from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
 from ddpjob_operator.core.capacity import refusals, template_guard
+from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
-from ddpjob_operator.core.view import Stall, View
+from ddpjob_operator.core.view import View
 
 QUEUED: Final = "Queued"
 UNAVAILABLE: Final = "QueueUnavailable"
@@ -122,7 +123,7 @@ def unproven(view: View) -> bool:
         return False
     read = view.confirmed
     asked = read is not None and read.over and read.hidden is not None
-    return not asked or view.reached(template_guard.looks_again(view))
+    return not asked or view.clock.reached(template_guard.looks_again(view))
 
 
 def parked(view: View) -> tuple[Action, ...]:
@@ -157,7 +158,7 @@ def running(view: View) -> tuple[Action, ...]:
         return ()
     reported = dict(_pods_ready(view.status, found))
     on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
-    done = len(view.status.succeeded - on) if view.reached(view.lingering_at) else 0
+    done = len(view.status.succeeded - on) if view.clock.reached(view.lingering_at) else 0
     reclaimed = done if done > found.reclaimed else None
     if not reported and reclaimed is None:
         return ()

@@ -18,10 +18,11 @@ from typing import Final
 from ddpjob_contract.crd import KIND
 from ddpjob_operator.core.actions import ApiFeedback, Refusal
 from ddpjob_operator.core.capacity import pod_group
+from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Job, Pod
-from ddpjob_operator.core.view import PATIENCE, Stall, View
+from ddpjob_operator.core.view import PATIENCE, View
 
 #: For a taken name: its object is ours and about to go, or another's.
 _OURS: Final = timedelta(seconds=2)
@@ -125,11 +126,11 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 def _all_rest(view: View) -> bool:
     at = due(view)
-    return at is not None and not view.reached(at)
+    return at is not None and not view.clock.reached(at)
 
 
 def _rests(view: View, refusal: Refusal | None) -> bool:
-    return refusal is not None and not view.reached(rests_until(view, refusal))
+    return refusal is not None and not view.clock.reached(rests_until(view, refusal))
 
 
 def ready(view: View) -> list[int]:
@@ -149,7 +150,7 @@ def stalls(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
     at, found = due(view), row(view.feedback)
     waits = view.status.phase in ("Restarting", "Starting")  # start.py tells it in Pending
-    if at is None or found is None or view.reached(at) or not waits:
+    if at is None or found is None or view.clock.reached(at) or not waits:
         return  # of_attempt() reports this attempt's refusals first
     if not view.fresh():
         what = f"{found.last.pattern}: so the attempt before was refused"
@@ -176,7 +177,7 @@ def stall(view: View, refusal: Refusal) -> Stall:
     found = refusal.existing
     if found and is_passing(view, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
-        stuck = found.deletion_at and view.reached(found.deletion_at + PATIENCE)
+        stuck = found.deletion_at and view.clock.reached(found.deletion_at + PATIENCE)
         cure = f" on node {found.node}" if found.node else ""
         cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
         known: st.Known = "Cure" if found.node and stuck else "Cause"

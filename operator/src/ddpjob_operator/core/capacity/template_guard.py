@@ -11,10 +11,11 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract.crd import TERMINAL_PHASES
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.status import with_condition
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import View
 
 SUSPENDING: Final = "Suspending"
 #: A pod without our label ends within its grace period, unseen by any watch.
@@ -95,7 +96,7 @@ def unsure(view: View) -> bool:
     reported = view.status.phase != "Suspended" or (old is not None and old.status == "True")
     if reported or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
         return False
-    return view.hidden is None or view.reached(looks_again(view))
+    return view.hidden is None or view.clock.reached(looks_again(view))
 
 
 def looks_again(view: View) -> datetime | None:

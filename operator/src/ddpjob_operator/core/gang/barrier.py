@@ -14,10 +14,11 @@ from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, render
 from ddpjob_operator.core.actions import Action, ConfirmGone, DeletePod
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.gang import handover, replacement, restart
 from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.view import PATIENCE, Stall, View
+from ddpjob_operator.core.view import PATIENCE, View
 
 #: Missing seats whose pods alone are asked for: a label selector names each.
 _FEW_SEATS: Final = 20
@@ -58,7 +59,7 @@ def creations(view: View) -> tuple[Action, ...]:
         return ()
     if not _confirmed(view) and (waiting or view.missing):
         return (read(view),) if _due(view) else ()
-    again = view.reached(pod_group.looks_again(view))
+    again = view.clock.reached(pod_group.looks_again(view))
     if waiting or not (view.not_created or again) or replacement.uncertain(view):
         return ()
     if (asked := queue.reads(view)) is not None:
@@ -110,7 +111,9 @@ def _confirmed(view: View) -> bool:
 
 
 def _due(view: View) -> bool:
-    return all(at is None or view.reached(at) for at in (restart.due(view), refusals.due(view)))
+    return all(
+        at is None or view.clock.reached(at) for at in (restart.due(view), refusals.due(view))
+    )
 
 
 def read(view: View) -> ConfirmGone:
@@ -140,10 +143,10 @@ def undeleted(view: View) -> Iterator[Stall]:
     """Report pods that cannot be deleted, and those that outlive their grace period."""
     for pod in view.pods:
         refusal = view.feedback.undeleted.get(pod.uid)
-        if refusal and not pod.deleting and view.reached(refusal.at + PATIENCE):
+        if refusal and not pod.deleting and view.clock.reached(refusal.at + PATIENCE):
             what = f"pod {pod.name} cannot be deleted: {refusals.explained(refusal)}"
             yield Stall("DeletionRefused", what)
-        if pod.deletion_at and view.reached(pod.deletion_at + PATIENCE):
+        if pod.deletion_at and view.clock.reached(pod.deletion_at + PATIENCE):
             if not pod.node or pod.ended:
                 cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
                 yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {cure}")

@@ -12,11 +12,12 @@ from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.progress import began_from, received
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
 _JUST_ENDED = timedelta(minutes=10)
@@ -60,7 +61,7 @@ def past_active_deadline(view: View) -> bool:
     """Tell whether activeDeadlineSeconds ends the job now."""
     if view.spec.suspend or view.status.parked:
         return False  # the resume, or the admission, restarts the clock
-    return view.reached(active_deadline(view))
+    return view.clock.reached(active_deadline(view))
 
 
 def active_deadline(view: View) -> datetime | None:
@@ -83,11 +84,11 @@ def clean_up(view: View) -> Plan:
             todo.append(DeletePod(pod.name, pod.uid, grace))
     todo += hidden(view, grace)
     since = view.status.timings.completed_at
-    if view.hidden is None and since is not None and not view.reached(since + _JUST_ENDED):
+    if view.hidden is None and since is not None and not view.clock.reached(since + _JUST_ENDED):
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
     todo += [*pod_group.removals(view), *fence.reads(view)]
     ttl = view.spec.ttl
-    if ttl is not None and since is not None and view.reached(since + timedelta(seconds=ttl)):
+    if ttl is not None and since is not None and view.clock.reached(since + timedelta(seconds=ttl)):
         todo.append(DeleteJob(view.job.uid))
     return Plan(tuple(todo))
 

@@ -19,6 +19,7 @@ from typing import Final
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import ReadNodes
 from ddpjob_operator.core.capacity import template_guard
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import replicas, shorten
 from ddpjob_operator.core.gang import replacement, restart
 from ddpjob_operator.core.loss import verdict
@@ -26,7 +27,7 @@ from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.nodes import Node
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure, Status
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import View
 
 HANDED_OVER: Final = "HandedOver"
 #: Launchers that can hold have said so by then: /state is read every 15 s.
@@ -84,7 +85,7 @@ def _going(view: View) -> Mapping[int, Node]:
     news = [node for node in signalled if _entry(node) not in status.handed_over]
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     patient = due(view)
-    early = (patient and not view.reached(patient)) or verdict.in_a_row(view, status.restarts)
+    early = (patient and not view.clock.reached(patient)) or verdict.in_a_row(view, status.restarts)
     sent, stored = view.feedback.pruned or ({}, {})
     # An older CRD would have it done again and again.
     forgets = any(name in sent and name not in stored for name in ("births", "holds", "handedOver"))

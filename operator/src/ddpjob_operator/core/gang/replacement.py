@@ -20,11 +20,12 @@ from typing import Final
 from ddpjob_contract import ExitCode
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.capacity import pod_group
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import replicas
 from ddpjob_operator.core.loss import cause
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.status import MAX_MIN_ATTEMPTS, Failure
-from ddpjob_operator.core.view import Change, Stall, View
+from ddpjob_operator.core.view import View
 
 _NAMED: Final = 10  # takeovers in one Event
 
@@ -131,7 +132,7 @@ def deadline(view: View) -> datetime:
 
 def runs_past_deadline(view: View) -> bool:
     """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
-    return view.replacing and view.all_running and view.reached(deadline(view))
+    return view.replacing and view.all_running and view.clock.reached(deadline(view))
 
 
 def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
@@ -145,7 +146,7 @@ def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     if view.succeeded and not (view.spec.standby and view.all_running):
         done = replicas(view.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
-    if view.all_running or not view.reached(until) or not view.read_since(until):
+    if view.all_running or not view.clock.reached(until) or not view.read_since(until):
         return None
     on = {r for r, pod in view.members.items() if evidence.running(pod)}
     left = replicas(frozenset(range(view.spec.replicas)) - on, 40)

@@ -13,12 +13,13 @@ from datetime import datetime, timedelta
 
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.capacity import pod_group, template_guard
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe, replicas
 from ddpjob_operator.core.gang import finish, replacement
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Timings
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import View
 
 
 def after(

@@ -18,13 +18,14 @@ from typing import Final
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, initializing, shorten
 from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid, fence
 from ddpjob_operator.core.objects.ranges import counted, every
 from ddpjob_operator.core.objects.status import Failure, Status
-from ddpjob_operator.core.view import Change, Stall, View, recovers_from
+from ddpjob_operator.core.view import View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
 _CURE: Final = (
@@ -76,7 +77,7 @@ def deadline(view: View) -> datetime | None:
 def late(view: View) -> bool:
     """Tell whether the deadline has passed before the whole gang runs."""
     starting = view.status.phase == "Starting" or view.replacing
-    return starting and view.reached(deadline(view)) and not view.all_running
+    return starting and view.clock.reached(deadline(view)) and not view.all_running
 
 
 def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:

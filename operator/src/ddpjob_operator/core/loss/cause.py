@@ -15,12 +15,13 @@ from typing import Final
 from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import CAUSE_SECONDS
 from ddpjob_operator.core import evidence
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, left_early, shorten
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
-from ddpjob_operator.core.view import Change, Stall, View
+from ddpjob_operator.core.view import View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
 #: Kubernetes calls a node not ready 40 to 55 s after the last sign of life of its kubelet.
@@ -76,7 +77,7 @@ def unread(view: View) -> bool:
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why the job has not failed yet, once the wait is news."""
     left = _left(view, NODE_WAIT)
-    if not (left > 0 and view.waited(left - (NODE_WAIT - CAUSE_WAIT).total_seconds())):
+    if not (left > 0 and view.clock.waited(left - (NODE_WAIT - CAUSE_WAIT).total_seconds())):
         return
     first = _first(view)
     silent = first and _doubted(view, view.status, first)
@@ -180,7 +181,7 @@ def _left(view: View, wait: timedelta) -> float:
     if first is None or first > view.now:
         return 0.0
     left = (first + wait - view.now).total_seconds()
-    return 0.0 if view.waited(left) else left
+    return 0.0 if view.clock.waited(left) else left
 
 
 def _ended(view: View, pod: Pod) -> bool:

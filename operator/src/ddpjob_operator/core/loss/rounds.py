@@ -13,11 +13,12 @@ from dataclasses import replace
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects import ranges
 from ddpjob_operator.core.objects.observe import Round, Rounds
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import View
 
 _INT32_MAX = 2**31 - 1
 _UNKNOWN = "Unknown"

@@ -17,11 +17,12 @@ from typing import Final
 
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Restarts, Status
-from ddpjob_operator.core.view import Change, Stall, View
+from ddpjob_operator.core.view import View
 
 CRASH_LOOPING: Final = "CrashLooping"
 #: A loop is so many failures within so short a time, and ends after so long without one. Both
@@ -134,7 +135,7 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 def crash_loop(view: View, status: Status) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
     until, counted = quiet_at(status), of_program(status)
-    if until is None or view.reached(until):
+    if until is None or view.clock.reached(until):
         return
     newest = counted[-1]
     counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
@@ -216,7 +217,7 @@ def _reason(view: View, status: Status) -> str | None:
         return f"a newer snapshot, of step {view.snapshot_step}"
     if file_at and (marks.file_at is None or file_at > marks.file_at):
         return "spec.restart.progressPath was written"
-    if view.reached(heals_at(view, status)):
+    if view.clock.reached(heals_at(view, status)):
         return f"{view.spec.restart.heal_after} s without a failure"
     return None
 

@@ -14,9 +14,10 @@ from typing import Final
 
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure, Status
-from ddpjob_operator.core.view import Change, View
+from ddpjob_operator.core.view import View
 
 #: Up to so many of these failures in a row, without progress in between, are free.
 _FREE: Final = 3

@@ -18,11 +18,12 @@ from typing import Final
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import ReadLeases, ReadNodes
+from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.objects.nodes import OUT_OF_SERVICE, Node
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Known
-from ddpjob_operator.core.view import Stall, View
+from ddpjob_operator.core.view import View
 
 #: A read of a Node serves the decision and its deletions, but none much later.
 READ_HOLDS: Final = 10.0
@@ -183,7 +184,7 @@ def _deserted(view: View, pod: Pod) -> bool:
 def _given_up(view: View, node: Node) -> bool:
     # Most nodes silent at once: the control plane or its network failed, and comes back.
     alone = view.nodes is not None and not view.nodes.disrupted
-    return view.waited(_left(view, node)) and (alone or _promised(node))
+    return view.clock.waited(_left(view, node)) and (alone or _promised(node))
 
 
 def _promised(node: Node) -> bool:

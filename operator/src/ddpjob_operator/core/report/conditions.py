@@ -14,6 +14,7 @@ from typing import Any, Final
 from ddpjob_operator.core import actions, evidence, operators
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import template_guard
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe, shorten
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.objects import status as st
@@ -21,7 +22,7 @@ from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.report import ledger
-from ddpjob_operator.core.view import Change, View, recovers_from
+from ddpjob_operator.core.view import View, recovers_from
 
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
@@ -188,7 +189,7 @@ def write(view: View, change: Change) -> Plan | None:
         last = view.feedback.status_written_at
         progress = replace(view.status, progress=change.status.progress) == change.status
         interval = _seldom(view) if progress else REPORT_INTERVAL
-        if last is not None and not view.reached(last + interval):
+        if last is not None and not view.clock.reached(last + interval):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
     change = operators.sign(view.feedback, ledger.book(view, change))  # with what is written anyway

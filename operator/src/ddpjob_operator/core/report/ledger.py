@@ -16,10 +16,11 @@ from typing import Final
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, LauncherAccount, Ledger
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.status import Eta, Failure, Status
-from ddpjob_operator.core.view import Change, View, recovers_from
+from ddpjob_operator.core.view import View, recovers_from
 
 #: What went on at the last answer is believed to have gone on for so long after it.
 _BELIEVED: Final = 20.0

@@ -13,6 +13,7 @@ from typing import Final, get_args
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.capacity import pod_group, refusals
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import after_step, initializing, replicas
 from ddpjob_operator.core.gang import barrier
 from ddpjob_operator.core.nodes import avoid, fence
@@ -20,7 +21,7 @@ from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.view import PATIENCE, Change, Stall, View
+from ddpjob_operator.core.view import PATIENCE, View
 
 #: A claim may be bound, or a node join, moments after the first scheduling attempt.
 SCHEDULING_PATIENCE = timedelta(seconds=5)
@@ -75,7 +76,7 @@ def of_pods(view: View) -> Iterator[Stall]:
     for pod in pods:
         # Two clocks: good for a message, never for a decision.
         unseen = not pod.node and not pod.unschedulable and pod.phase == "Pending"
-        if unseen and pod.created_at and view.reached(pod.created_at + PATIENCE):
+        if unseen and pod.created_at and view.clock.reached(pod.created_at + PATIENCE):
             yield refusals.no_room(pod)
     yield from _unresolved(view.status)
     yield from _lingering(view)
@@ -99,7 +100,7 @@ def _unresolved(status: Status) -> Iterator[Stall]:
 
 
 def _lingering(view: View) -> Iterator[Stall]:
-    if view.reached(view.lingering_at):
+    if view.clock.reached(view.lingering_at):
         # With thousands of replicas each list must leave room for the other.
         left = frozenset(range(view.spec.replicas)) - view.succeeded
         done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
