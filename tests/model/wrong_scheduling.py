@@ -50,11 +50,11 @@ def _least(more: Callable[[Spec], int]) -> Planner:
 
 
 def _in_place_of_nobody(view: View, right: Callable[[View], str] = pod_group.of) -> str:
-    return "" if view.replacing else right(view)
+    return "" if view.status.replacing else right(view)
 
 
 def _whole_or_not(view: View) -> bool:
-    begins = view.status.phase == "Starting" and not view.replacing
+    begins = view.status.phase == "Starting" and not view.status.replacing
     return begins and bool(view.status.pod_group)
 
 

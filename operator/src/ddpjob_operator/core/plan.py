@@ -67,7 +67,7 @@ def _plan(view: View) -> Plan:
 
 def _decide(view: View) -> Change:
     status, change = view.status, Change(view.status)
-    if view.next_attempt > status.attempt + 1:
+    if view.seats.next_attempt > status.attempt + 1:
         # Either our view of the job is old, and this write is refused, or etcd was restored.
         if status.phase == "Suspended" and not (
             template_guard.suspends(view) or template_guard.why(view)
@@ -75,9 +75,9 @@ def _decide(view: View) -> Change:
             return start.begin_job(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     change = replacement.record_hub_report(view, rounds.count(view, change))
-    if len(view.succeeded) == view.spec.replicas:
+    if len(view.seats.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
-    if finish.past_active_deadline(view) and view.read_since(finish.active_deadline(view)):
+    if finish.past_active_deadline(view) and view.seats.read_since(finish.active_deadline(view)):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
         change, what = start.broken(view, change, what)
         return finish.fail(view, change, "DeadlineExceeded", what)
@@ -121,8 +121,8 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
 def _restart(view: View, change: Change) -> Change | None:
     """Answer a loss, a node about to go, or a replacement that gets nowhere; None: all is well."""
     why = _stalls(view, change.status)
-    if view.replacing and (over := replacement.failed(view, why)):
-        if any(not pod.node for pod in view.members.values()):
+    if view.status.replacing and (over := replacement.failed(view, why)):
+        if any(not pod.node for pod in view.seats.members.values()):
             change = avoid.nothing(change, "no room elsewhere")
         return restart.restart_all(view, change, *over)
     loss = cause.loss(view, change.status)
@@ -132,7 +132,7 @@ def _restart(view: View, change: Change) -> Change | None:
             return restart.restart_all(view, change, "Restarting", late)
         return restart.after(view, change, loss)
     if unmade := replacement.uncertain(view):
-        if view.replacing or view.status.phase == "Running":
+        if view.status.replacing or view.status.phase == "Running":
             return replacement.retry_uncertain(view, change, unmade)
         what = "cannot tell whether the pod of replica 0 was created"
         return restart.restart_all(view, change, "Restarting", what)
@@ -157,7 +157,7 @@ def _stop(view: View, change: Change) -> Change | None:
 
 def _may_be_done(view: View) -> bool:
     """Tell whether pods to be suspended, or to wait, may have succeeded, unseen by a watch."""
-    read = view.confirmed
+    read = view.seats.read
     asked = read and read.generation == view.job.generation and not read.seats
     if not template_guard.suspends(view):
         asked = read and read.hidden is not None  # no other reason while it runs
@@ -166,13 +166,15 @@ def _may_be_done(view: View) -> bool:
 
 def _needs_all(view: View) -> bool:
     """Tell whether a final decision is due that needs a quorum read of all pods first."""
-    if finish.past_active_deadline(view) and not view.read_since(finish.active_deadline(view)):
+    if finish.past_active_deadline(view) and not view.seats.read_since(
+        finish.active_deadline(view)
+    ):
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
         return True
     if _queue_asks(view):
         return True
-    return start.late(view) and not view.read_since(start.deadline(view))
+    return start.late(view) and not view.seats.read_since(start.deadline(view))
 
 
 def _queue_asks(view: View) -> bool:
@@ -193,12 +195,12 @@ def _act(view: View) -> Plan:
         return Plan((ConfirmGone(view.status.attempt, by_name=by_name),))
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo)
-    if view.in_doubt or cause.unread(view):
+    if view.seats.in_doubt or cause.unread(view):
         return Plan((barrier.read(view),))
     if view.status.parked or view.status.phase not in _WANTED:
         return Plan(fence.reads(view))
-    todo = () if view.others else barrier.creations(view)
-    todo = todo or fence.reads(view) or (() if view.others else handover.reads(view))
+    todo = () if view.seats.others else barrier.creations(view)
+    todo = todo or fence.reads(view) or (() if view.seats.others else handover.reads(view))
     return Plan(todo or queue.running(view))
 
 
@@ -217,9 +219,9 @@ def _leave(view: View) -> Plan:
     if view.status.terminal:
         todo = finish.clean_up(view).actions
         return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)))
-    if view.in_doubt:
+    if view.seats.in_doubt:
         return Plan((ConfirmGone(view.status.attempt),))
     over = template_guard.suspends(view) or finish.past_active_deadline(view) or cause.find(view)
-    going = view.pods if over else view.others
+    going = view.seats.pods if over else view.seats.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
     return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left))

@@ -68,9 +68,9 @@ def update(view: View, change: Change) -> Change:
     over = status.pod_group == view.status.pod_group and not (_current(view) or _left(view))
     if status.pod_group and over:
         return change.with_status(pod_group="")
-    goes_on = view.status.phase == "Starting" == status.phase and not view.replacing
+    goes_on = view.status.phase == "Starting" == status.phase and not view.status.replacing
     first = goes_on and status.attempt == view.status.attempt and status.pod_group
-    if first and status.timings.placed_at is None and _on_nodes(view.members):
+    if first and status.timings.placed_at is None and _on_nodes(view.seats.members):
         return change.with_status(timings=replace(status.timings, placed_at=view.now))
     return change
 
@@ -78,9 +78,9 @@ def update(view: View, change: Change) -> Change:
 def refused(view: View) -> str:
     """Say why this attempt can have no group after all; "" if it can, or is placed."""
     found = view.feedback.no_gang
-    if not view.status.pod_group or view.status.phase != "Starting" or view.replacing:
+    if not view.status.pod_group or view.status.phase != "Starting" or view.status.replacing:
         return ""
-    placed = view.members and all(pod.node for pod in view.members.values())
+    placed = view.seats.members and all(pod.node for pod in view.seats.members.values())
     if not view.feedback.gang_api and not placed:
         return _NOT_SERVED  # single pods of it may be placed from now on
     return found[1] if found is not None and found[0] == view.status.attempt else ""
@@ -102,8 +102,8 @@ def waits(view: View) -> bool:
     Nodes that it avoids may be those that it needs: then start.py's deadline ends that.
     """
     grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
-    whole = grouped and not view.replacing and not view.missing
-    return whole and not _on_nodes(view.members) and not avoid.of_attempt(view)
+    whole = grouped and not view.status.replacing and not view.seats.missing
+    return whole and not _on_nodes(view.seats.members) and not avoid.of_attempt(view)
 
 
 def looks_again(view: View) -> datetime | None:
@@ -114,7 +114,7 @@ def looks_again(view: View) -> datetime | None:
 
 def bodies(view: View) -> tuple[Body, ...]:
     """Render the group before an attempt's first pod; a replacement has it."""
-    if not of(view) or view.replacing or not view.feedback.gang_api:
+    if not of(view) or view.status.replacing or not view.feedback.gang_api:
         return ()
     attempt, version = view.status.members_since, view.feedback.gang_api
     return (pod_groups.body(view.job, view.spec, attempt, version),)
@@ -130,7 +130,7 @@ def preempted(view: View, loss: Failure) -> bool:
 
     The first member may be gone before its condition was seen; the others still have theirs.
     """
-    needed = [pod for seat, pod in view.members.items() if seat < view.spec.replicas]
+    needed = [pod for seat, pod in view.seats.members.items() if seat < view.spec.replicas]
     taken = loss.reason == PREEMPTED and loss.replica < view.spec.replicas
     return taken or any(pod.disruption == PREEMPTED for pod in needed)
 
@@ -154,7 +154,7 @@ def only_waits(pod: Pod) -> bool:
 def just_placed(view: View, patience: timedelta) -> bool:
     """Tell whether a group that has waited got its nodes too lately for a container to run."""
     status = view.status
-    if not status.pod_group or status.phase != "Starting" or view.replacing:
+    if not status.pod_group or status.phase != "Starting" or view.status.replacing:
         return False
     placed = status.timings.placed_at
     return placed is None or not view.clock.reached(placed + patience)
@@ -162,7 +162,7 @@ def just_placed(view: View, patience: timedelta) -> bool:
 
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why an attempt that needs a group does not begin."""
-    begins = view.status.phase in ("Pending", "Restarting") and not view.replacing
+    begins = view.status.phase in ("Pending", "Restarting") and not view.status.replacing
     if begins and _demanded(view.spec) and not view.feedback.gang_api:
         yield Stall(UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}")
 
@@ -181,7 +181,7 @@ def _current(view: View) -> bool:
     """Tell whether status.podGroup is that of an attempt that is not over."""
     status = view.status
     live = not status.terminal and status.phase != "Suspended" and not refused(view)
-    begun = view.replacing or status.phase in ("Starting", "Running")
+    begun = view.status.replacing or status.phase in ("Starting", "Running")
     return live and begun and status.pod_group == pod_groups.name(view.job, status.members_since)
 
 

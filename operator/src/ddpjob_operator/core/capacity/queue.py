@@ -66,7 +66,7 @@ def wait(view: View) -> str:
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
         return _words(found)
-    if found.reclaimed > len(view.succeeded):
+    if found.reclaimed > len(view.seats.succeeded):
         return "finished replicas released part of the quota; the next attempt needs all of it"
     if not view.status.parked:
         return ""
@@ -107,7 +107,7 @@ def _trouble(view: View) -> str:
 
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why a gang that lost pods gets no new ones."""
-    if managed(view) and view.missing:
+    if managed(view) and view.seats.missing:
         if view.feedback.workloads is None:
             yield Stall(UNAVAILABLE, _UNKNOWN)
         elif what := _trouble(view):
@@ -119,9 +119,9 @@ def unproven(view: View) -> bool:
     found, status = own(view), view.status
     holds = found is not None and not found.true("Finished")
     over = status.queued or (found and status.phase == "Suspended") or (holds and status.terminal)
-    if not over or status.attempt == 0 or _on(view.pods):
+    if not over or status.attempt == 0 or _on(view.seats.pods):
         return False
-    read = view.confirmed
+    read = view.seats.read
     asked = read is not None and read.over and read.hidden is not None
     return not asked or view.clock.reached(template_guard.looks_again(view))
 
@@ -129,7 +129,7 @@ def unproven(view: View) -> bool:
 def parked(view: View) -> tuple[Action, ...]:
     """Ask for quota while the job waits, and give it back, once no pod is left."""
     found, waits = own(view), view.status.queued
-    if view.feedback.workloads is None or _on(view.pods) or not _proven(view):
+    if view.feedback.workloads is None or _on(view.seats.pods) or not _proven(view):
         return ()
     if found is None:
         able = waits and view.job.queue and not template_guard.why(view)
@@ -157,8 +157,10 @@ def running(view: View) -> tuple[Action, ...]:
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
     reported = dict(_pods_ready(view.status, found))
-    on = {view.served(pod) for pod in view.members.values() if not pod.ended}  # a sidecar runs
-    done = len(view.status.succeeded - on) if view.clock.reached(view.lingering_at) else 0
+    on = {
+        view.seats.served(pod) for pod in view.seats.members.values() if not pod.ended
+    }  # a sidecar runs
+    done = len(view.status.succeeded - on) if view.clock.reached(view.seats.lingering_at) else 0
     reclaimed = done if done > found.reclaimed else None
     if not reported and reclaimed is None:
         return ()
@@ -172,7 +174,7 @@ def finish(view: View) -> tuple[Action, ...]:
         return ()
     if unproven(view):
         return (ConfirmGone(status.attempt, by_name=True),)
-    if _on(view.pods) or not _proven(view):
+    if _on(view.seats.pods) or not _proven(view):
         return ()
     end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
     reported = Condition(True, str(status.phase), end.message if end else "", "")
@@ -181,7 +183,7 @@ def finish(view: View) -> tuple[Action, ...]:
 
 def _proven(view: View) -> bool:
     """Tell whether a quorum read made since then has shown that no pod is left."""
-    read = view.confirmed
+    read = view.seats.read
     return view.status.attempt == 0 or (read is not None and read.over and read.hidden == ())
 
 

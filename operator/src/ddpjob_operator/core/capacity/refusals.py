@@ -143,7 +143,7 @@ def ready(view: View) -> list[int]:
         return []
     refusals = view.refusals
     taken = [r for r, refusal in refusals.items() if refusal.existing]
-    return [r for r in taken or view.not_created if not _rests(view, refusals.get(r))]
+    return [r for r in taken or view.seats.not_created if not _rests(view, refusals.get(r))]
 
 
 def stalls(view: View) -> Iterator[Stall]:

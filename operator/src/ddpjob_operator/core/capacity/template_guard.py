@@ -86,7 +86,7 @@ def why_suspended(view: View) -> str:
 
 def ending(view: View) -> bool:
     """Tell whether a pod of the job has not ended."""
-    on = any(not pod.ended for pod in view.pods) or bool(view.hidden)
+    on = any(not pod.ended for pod in view.seats.pods) or bool(view.seats.hidden)
     return view.status.attempt > 0 and on
 
 
@@ -94,14 +94,14 @@ def unsure(view: View) -> bool:
     """Tell whether only a cache says that a suspended job's last pod has ended."""
     old = view.status.condition("Suspended")
     reported = view.status.phase != "Suspended" or (old is not None and old.status == "True")
-    if reported or view.status.attempt == 0 or any(not pod.ended for pod in view.pods):
+    if reported or view.status.attempt == 0 or any(not pod.ended for pod in view.seats.pods):
         return False
-    return view.hidden is None or view.clock.reached(looks_again(view))
+    return view.seats.hidden is None or view.clock.reached(looks_again(view))
 
 
 def looks_again(view: View) -> datetime | None:
     """Return when to ask again for ending pods that no watch shows."""
-    return view.confirmed.at + _HIDDEN_AGAIN if view.confirmed and view.hidden else None
+    return view.seats.read.at + _HIDDEN_AGAIN if view.seats.read and view.seats.hidden else None
 
 
 def acted_on(view: View, phase: str | None) -> int:
@@ -119,7 +119,7 @@ def report(view: View, change: Change) -> Change:
     found, old = why(view), view.status.condition("Invalid")
     known = old.reason if old and old.status == "True" else ""
     if found is None:
-        taken = view.status.phase in ("Starting", "Running") and not view.missing
+        taken = view.status.phase in ("Starting", "Running") and not view.seats.missing
         over = taken if known == POD_REFUSED else bool(known)
         return change.condition("Invalid", False, "Valid", "", view.now) if over else change
     reason, message = found

@@ -37,7 +37,7 @@ def deletions(view: View) -> tuple[Action, ...]:
     ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
     todo: list[Action] = []
-    for pod in view.others:
+    for pod in view.seats.others:
         replaced = view.status.min_attempt_by_seat.get(
             -1 if pod.replica is None else pod.replica, 0
         )
@@ -57,14 +57,14 @@ def creations(view: View) -> tuple[Action, ...]:
     waiting = view.status.phase in ("Pending", "Restarting")
     if template_guard.why(view) or pod_group.refused(view):
         return ()
-    if not _confirmed(view) and (waiting or view.missing):
+    if not _confirmed(view) and (waiting or view.seats.missing):
         return (read(view),) if _due(view) else ()
     again = view.clock.reached(pod_group.looks_again(view))
-    if waiting or not (view.not_created or again) or replacement.uncertain(view):
+    if waiting or not (view.seats.not_created or again) or replacement.uncertain(view):
         return ()
     if (asked := queue.reads(view)) is not None:
         return asked
-    if view.status.phase == "Running" and not (view.confirmed and view.confirmed.begun):
+    if view.status.phase == "Running" and not (view.seats.read and view.seats.read.begun):
         return ()
     if feedback.network_attempt != attempt or again:
         if refusals.resting(view, view.network_refusal):
@@ -100,14 +100,16 @@ def passed(view: View) -> bool:
     """Tell whether a quorum LIST shows no older object and the backoff is over."""
     if view.status.phase not in ("Pending", "Restarting"):
         return False
-    passed = _confirmed(view) and not view.others and _due(view)
-    return passed and (view.replacing or (pod_group.ready(view) and not any(queue.stalls(view))))
+    passed = _confirmed(view) and not view.seats.others and _due(view)
+    return passed and (
+        view.status.replacing or (pod_group.ready(view) and not any(queue.stalls(view)))
+    )
 
 
 def _confirmed(view: View) -> bool:
     """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
-    read = view.confirmed
-    return read is not None and read.alone and all(map(read.asked, view.missing))
+    read = view.seats.read
+    return read is not None and read.alone and all(map(read.asked, view.seats.missing))
 
 
 def _due(view: View) -> bool:
@@ -118,8 +120,8 @@ def _due(view: View) -> bool:
 
 def read(view: View) -> ConfirmGone:
     """Ask for the pods of missing seats alone where the other pods stay."""
-    stay = view.replacing or view.status.phase == "Running"
-    few = view.missing if stay and len(view.missing) <= _FEW_SEATS else ()
+    stay = view.status.replacing or view.status.phase == "Running"
+    few = view.seats.missing if stay and len(view.seats.missing) <= _FEW_SEATS else ()
     return ConfirmGone(view.status.attempt, seats=frozenset(few))
 
 
@@ -141,7 +143,7 @@ def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod,
 
 def undeleted(view: View) -> Iterator[Stall]:
     """Report pods that cannot be deleted, and those that outlive their grace period."""
-    for pod in view.pods:
+    for pod in view.seats.pods:
         refusal = view.feedback.undeleted.get(pod.uid)
         if refusal and not pod.deleting and view.clock.reached(refusal.at + PATIENCE):
             what = f"pod {pod.name} cannot be deleted: {refusals.explained(refusal)}"

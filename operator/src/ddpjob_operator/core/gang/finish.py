@@ -37,7 +37,7 @@ def succeed(view: View, change: Change) -> Change:
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
     change = change.with_status(progress=progress)
-    first = view.members.get(0)
+    first = view.seats.members.get(0)
     reported = (view.feedback.progress, first.trainer.report if first else None)
     other = any(one.other_job for one in reported if one)
     change = began_from(view.status, change, progress.resumed, other_job=other)
@@ -76,7 +76,7 @@ def clean_up(view: View) -> Plan:
     loss = view.status.last_loss
     dead = loss is not None and loss.attempt == view.status.attempt
     grace = DEAD_GANG_SECONDS if dead else None
-    for pod in view.pods:
+    for pod in view.seats.pods:
         keep = view.spec.clean_pod_policy == "Running" and (pod.ended or pod.ends)
         if fence.lost(view, pod):
             todo.append(DeletePod(pod.name, pod.uid, 0))
@@ -84,7 +84,11 @@ def clean_up(view: View) -> Plan:
             todo.append(DeletePod(pod.name, pod.uid, grace))
     todo += hidden(view, grace)
     since = view.status.timings.completed_at
-    if view.hidden is None and since is not None and not view.clock.reached(since + _JUST_ENDED):
+    if (
+        view.seats.hidden is None
+        and since is not None
+        and not view.clock.reached(since + _JUST_ENDED)
+    ):
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
     todo += [*pod_group.removals(view), *fence.reads(view)]
     ttl = view.spec.ttl
@@ -95,7 +99,7 @@ def clean_up(view: View) -> Plan:
 
 def hidden(view: View, grace: int | None) -> tuple[actions.Action, ...]:
     """Delete pods that lost our label, and look again for proof."""
-    left = [pod for pod in view.hidden or () if not pod.deleting]
+    left = [pod for pod in view.seats.hidden or () if not pod.deleting]
     if not left:
         return ()
     again = ConfirmGone(view.status.attempt, by_name=True)
@@ -114,7 +118,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
 
 def _final_progress(view: View, change: Change) -> Progress:
     """Take the last words of replica 0, which are newer than the last poll."""
-    old, first = change.status.progress, view.members.get(0)
+    old, first = change.status.progress, view.seats.members.get(0)
     last = first.trainer.report if first and evidence.succeeded(first) else None
     if last is None or last.step is None:
         return old

@@ -37,7 +37,7 @@ _PATIENCE: Final = timedelta(seconds=60)
 def begin(view: View, change: Change) -> Change | None:
     """Replace the members on nodes about to go; None: there are none, or it is too early."""
     going = _going(view)
-    if not going or _unread(going) or view.unread:
+    if not going or _unread(going) or view.seats.unread:
         return None
     planned, nodes = frozenset(going), {node.name: node for node in going.values()}
     words = ", ".join(f"{node.name} is about to go ({node.signal})" for node in nodes.values())
@@ -77,8 +77,13 @@ def _going(view: View) -> Mapping[int, Node]:
 
     On one that is not ready nothing would be ended before it answers again.
     """
-    status, pods = view.status, view.members
-    if status.phase != "Running" or not view.all_running or view.succeeded or view.nodes is None:
+    status, pods = view.status, view.seats.members
+    if (
+        status.phase != "Running"
+        or not view.seats.all_running
+        or view.seats.succeeded
+        or view.nodes is None
+    ):
         return {}
     listed = (view.nodes.known.get(name) for name in sorted({pod.node for pod in pods.values()}))
     signalled = [node for node in listed if node and node.signal and node.ready]
@@ -102,7 +107,7 @@ def _unread(going: Mapping[int, Node]) -> set[str]:
 
 def _loss(view: View, replica: int, words: str) -> Failure:
     return replace(
-        evidence.removed(view.members[replica], view.now),
+        evidence.removed(view.seats.members[replica], view.now),
         reason=HANDED_OVER,
         message=f"{words}: all ranks save at one step, then a new pod takes its place",
         exception=shorten(words),

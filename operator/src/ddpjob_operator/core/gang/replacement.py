@@ -53,11 +53,11 @@ def lost(
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.waiting_for_replacement and view.spec.restart.in_place > 0
     group = view.status.pod_group and pod_group.preempted(view, loss)  # it is taken whole
-    whole = view.succeeded or group or _hub_ended(view, loss)
+    whole = view.seats.succeeded or group or _hub_ended(view, loss)
     if not (able and in_time) or whole:
         return frozenset()
-    nproc, now, members = view.spec.nproc_per_node, view.now, view.members
-    gone = {loss.replica, *planned, *view.missing}
+    nproc, now, members = view.spec.nproc_per_node, view.now, view.seats.members
+    gone = {loss.replica, *planned, *view.seats.missing}
     gone |= {one.replica for one in fence.losses(view)}  # rule O3
     gone |= {r for r, pod in members.items() if pod.deleting or evidence.failure(pod, nproc, now)}
     newest = cause.ended_attempt(view)
@@ -77,7 +77,7 @@ def begin(
     reason: str = "Replacing",
 ) -> Change:
     """Record the intent to replace these replicas' pods (rule O2); ``reason``: of the Event."""
-    attempt, status = view.next_attempt, change.status
+    attempt, status = view.seats.next_attempt, change.status
     change = change.with_status(
         phase="Restarting",
         attempt=attempt,
@@ -90,7 +90,7 @@ def begin(
             attempt_started_at=view.now,
             running_at=None,
             next_restart_at=view.now + timedelta(seconds=delay) if delay else None,
-            replacing_since=view.replacing_since,
+            replacing_since=view.status.replacing_since(view.now),
         ),
     )
     change = change.condition("Running", False, "Replacing", message, view.now)
@@ -113,26 +113,30 @@ def uncertain(view: View) -> frozenset[int]:
     holds for the hub's seat, where a second pod would be a second hub of its number, and after a
     crash: it is made first, so that little is lost.
     """
-    read, phase = view.confirmed, view.status.phase
+    read, phase = view.seats.read, view.status.phase
     runs = phase == "Running" and view.status.waiting_for_replacement
     if not (runs or phase == "Starting") or read is None:
         return frozenset()
-    part = runs or view.replacing
+    part = runs or view.status.replacing
     if read.begun if part else view.feedback.begun == view.status.attempt:
         return frozenset()
-    seats = view.not_created if runs else view.missing if part else view.missing[:1]
+    seats = (
+        view.seats.not_created if runs else view.seats.missing if part else view.seats.missing[:1]
+    )
     absent = (r for r in seats if r not in read.replicas and (part or r == 0))
     return frozenset(filter(read.asked, absent))
 
 
 def deadline(view: View) -> datetime:
     """Return when all pods restart instead: launchers wait no longer, whatever is in the way."""
-    return view.replacing_since + timedelta(seconds=view.spec.restart.replace_seconds)
+    return view.status.replacing_since(view.now) + timedelta(
+        seconds=view.spec.restart.replace_seconds
+    )
 
 
 def runs_past_deadline(view: View) -> bool:
     """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
-    return view.replacing and view.all_running and view.clock.reached(deadline(view))
+    return view.status.replacing and view.seats.all_running and view.clock.reached(deadline(view))
 
 
 def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
@@ -143,12 +147,12 @@ def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
             "Restarting",
             "status.min_attempt_by_seat is not stored: the CRD is older than the operator",
         )
-    if view.succeeded and not (view.spec.standby and view.all_running):
-        done = replicas(view.succeeded, 40)
+    if view.seats.succeeded and not (view.spec.standby and view.seats.all_running):
+        done = replicas(view.seats.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
-    if view.all_running or not view.clock.reached(until) or not view.read_since(until):
+    if view.seats.all_running or not view.clock.reached(until) or not view.seats.read_since(until):
         return None
-    on = {r for r, pod in view.members.items() if evidence.running(pod)}
+    on = {r for r, pod in view.seats.members.items() if evidence.running(pod)}
     left = replicas(frozenset(range(view.spec.replicas)) - on, 40)
     why = next((one.message for one in stalls), "no reason is known")
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
@@ -162,7 +166,7 @@ def too_late(view: View, loss: Failure) -> str:
     A pod that had succeeded was removed before that was stored. The hub has ended with 0, so no
     round is to come, and a pod that came after it can join none: that is no fault of the program.
     """
-    status, done = view.status, view.succeeded
+    status, done = view.status, view.seats.succeeded
     left = (r for r in range(view.spec.replicas) if r not in done)
     if loss.exit_code != ExitCode.PEER_LOST or any(
         status.min_attempt(r) <= status.hub for r in left
@@ -176,7 +180,7 @@ def too_late(view: View, loss: Failure) -> str:
 
 def with_deadline(view: View, why: Iterator[Stall]) -> Iterator[Stall]:
     """Add to the reasons for a stall how long the other pods wait."""
-    waits = view.replacing and not view.all_running
+    waits = view.status.replacing and not view.seats.all_running
     return (replace(one, until=deadline(view) if waits else None) for one in why)
 
 
@@ -185,7 +189,7 @@ def _hub_ended(view: View, loss: Failure) -> bool:
 
     A new pod may fail and report before it has come to the hub.
     """
-    pod = view.members.get(loss.replica)
+    pod = view.seats.members.get(loss.replica)
     report = pod.trainer.report if pod and (pod.attempt or 0) <= cause.ended_attempt(view) else None
     own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
     return own and report is not None and report.kind != "sigterm"

@@ -94,7 +94,7 @@ def record(view: View, change: Change, loss: Failure) -> Change:
     # Its pod may be of an earlier attempt than the one that it ended.
     loss = replace(loss, attempt=view.status.attempt)
     failures = (*change.status.failures, loss)[-MAX_FAILURES:]
-    member = view.members.get(loss.replica)
+    member = view.seats.members.get(loss.replica)
     if member and member.trainer.finished_at:
         # Two clocks: good for a metric, never for a decision.
         seconds = (view.now - member.trainer.finished_at).total_seconds()
@@ -112,7 +112,10 @@ def record(view: View, change: Change, loss: Failure) -> Change:
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
     """Record the intent of a new attempt: pods of older ones are no members now."""
-    attempt, made_of = view.next_attempt, view.status if template_guard.why(view) else view.spec
+    attempt, made_of = (
+        view.seats.next_attempt,
+        view.status if template_guard.why(view) else view.spec,
+    )
     return change.with_status(
         phase=phase,
         attempt=attempt,

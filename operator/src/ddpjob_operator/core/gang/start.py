@@ -45,7 +45,7 @@ _IN_VAIN: Final = timedelta(minutes=1)
 def begin(view: View, change: Change) -> Change:
     """Move to Starting: the barrier is passed, so the gang may be created now."""
     timings = replace(view.status.timings, attempt_started_at=view.now, next_restart_at=None)
-    group = change.status.pod_group if view.replacing else pod_group.chosen(view)
+    group = change.status.pod_group if view.status.replacing else pod_group.chosen(view)
     return change.with_status(phase="Starting", timings=timings, pod_group=group)
 
 
@@ -58,7 +58,7 @@ def deadline(view: View) -> datetime | None:
     time. A PodGroup waits without one until its first pod has a node, and then has it from there. A
     replacement has its own, by which launchers wait.
     """
-    if view.replacing:
+    if view.status.replacing:
         return replacement.deadline(view)
     since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
@@ -67,17 +67,17 @@ def deadline(view: View) -> datetime | None:
         return None
     if view.status.pod_group and (first := view.status.timings.placed_at):
         since = max(first, seen or first)
-    if view.missing or not all(pod.node for pod in view.members.values()):
+    if view.seats.missing or not all(pod.node for pod in view.seats.members.values()):
         return since + patience
-    at = (pod.scheduled_at for pod in view.members.values())
+    at = (pod.scheduled_at for pod in view.seats.members.values())
     placed = max((when for when in at if when is not None), default=since)
     return min(max(since, placed), since + patience) + patience
 
 
 def late(view: View) -> bool:
     """Tell whether the deadline has passed before the whole gang runs."""
-    starting = view.status.phase == "Starting" or view.replacing
-    return starting and view.clock.reached(deadline(view)) and not view.all_running
+    starting = view.status.phase == "Starting" or view.status.replacing
+    return starting and view.clock.reached(deadline(view)) and not view.seats.all_running
 
 
 def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
@@ -85,9 +85,9 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
 
     A replacement gives nothing back: replacement.py ends it by its deadline.
     """
-    if view.replacing:
-        return _run(view, change) if view.all_running else change
-    if template_guard.why(view) and view.missing:
+    if view.status.replacing:
+        return _run(view, change) if view.seats.all_running else change
+    if template_guard.why(view) and view.seats.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     if pod_group.refused(view):
         plain = pod_group.without(view, change)
@@ -107,19 +107,19 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
         return _release(view, change, Stall("QuotaExceeded", refusals.explained(full)))
-    if view.all_running:
+    if view.seats.all_running:
         return _run(view, change)
-    if not late(view) or not view.read_since(deadline(view)):
+    if not late(view) or not view.seats.read_since(deadline(view)):
         return change
     if refused:
         return _release(view, change, refusals.stall(view, refused[0]))
-    if view.missing:
-        what = f"replica {view.missing[0]} was never created: the API server could not be reached"
+    if missing := view.seats.missing:
+        what = f"replica {missing[0]} was never created: the API server could not be reached"
         return _release(view, change, Stall("CreationFailed", what))
-    leaving = evidence.leaving(view.members.values())
+    leaving = evidence.leaving(view.seats.members.values())
     if leaving is not None and leaving.replica is not None:
         return restart.after(view, change, evidence.removed(leaving, view.now))
-    waiting = [pod for pod in view.members.values() if pod.unschedulable or not pod.node]
+    waiting = [pod for pod in view.seats.members.values() if pod.unschedulable or not pod.node]
     if waiting:
         change = avoid.nothing(change, "no room elsewhere")
         first = pod_group.in_order(waiting)[0]
@@ -176,10 +176,12 @@ def _last_sign(status: Status, loss: Failure) -> datetime:
 
 def _too_slow(view: View, stalls: Iterator[Stall]) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
-    on = {r for r, pod in view.members.items() if evidence.running(pod)} | view.succeeded
+    on = {
+        r for r, pod in view.seats.members.items() if evidence.running(pod)
+    } | view.seats.succeeded
     replica = next(r for r in range(view.spec.replicas) if r not in on)
     known = next((one.message for one in stalls), "no reason is known")
-    if (pod := view.members[replica]).awaits:
+    if (pod := view.seats.members[replica]).awaits:
         known = initializing(pod.awaits)
     return replace(
         evidence.removed(pod, view.now),
@@ -196,7 +198,7 @@ def _release(view: View, change: Change, why: Stall, condition: str = "Stalled")
     wait = _delay(view, released)
     change = restart.new_attempt(view, change, "Pending", wait)
     change = change.with_status(restarts=replace(change.status.restarts, released=released))
-    did = "released all pods" if view.pods else "no pod was made"
+    did = "released all pods" if view.seats.pods else "no pod was made"
     what = f"{why.message}; {did}, next try in {wait:.0f} s"
     return change.stall(replace(why, message=what), view.now, condition)
 
@@ -214,7 +216,7 @@ def _delay(view: View, released: int) -> float:
     first = max(view.spec.restart.initial_seconds, share)
     # However short the backoff: gangs that take longer to start would meet again for ever.
     longest = min(_LONGEST, max(view.spec.restart.max_seconds, share))
-    if held > _IN_VAIN and any(pod.node for pod in view.members.values()):
+    if held > _IN_VAIN and any(pod.node for pod in view.seats.members.values()):
         longest = max(longest, held.total_seconds())
     else:
         longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))

@@ -37,7 +37,7 @@ _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 def loss(view: View, status: Status) -> Failure | None:
     """Return the failure that ends this attempt, or None; one per attempt."""
     found = _seen(view)
-    if found is None or view.unread:
+    if found is None or view.seats.unread:
         return (
             None  # the intent raises the least attempt of each missing seat (gang/replacement.py)
         )
@@ -71,7 +71,7 @@ def awaited(view: View) -> bool:
 
 def unread(view: View) -> bool:
     """Tell whether a loss waits for a quorum read of the missing seats."""
-    return view.unread and _seen(view) is not None
+    return view.seats.unread and _seen(view) is not None
 
 
 def stalls(view: View) -> Iterator[Stall]:
@@ -104,7 +104,7 @@ def _seen(view: View) -> Failure | None:
     silent = fence.suspect(view)
     if silent:
         return fence.failure(view, silent)
-    leaving = evidence.leaving(view.needed.values())
+    leaving = evidence.leaving(view.seats.needed.values())
     if leaving:
         return fence.named(view, evidence.removed(leaving, view.now))
     gone = _vanished(view)
@@ -115,17 +115,17 @@ def _first(view: View) -> Failure | None:
     nproc, now = view.spec.nproc_per_node, view.now
     if view.spec.standby:
         nproc = 0  # a pod's seat is not its rank
-    members = view.needed
+    members = view.seats.needed
     found = [evidence.failure(pod, nproc, now) for pod in members.values()]
-    if view.status.phase == "Starting" or view.replacing:
+    if view.status.phase == "Starting" or view.status.replacing:
         # It never comes back, and before all run it has nothing to save.
         found += [evidence.removed(pod, now) for pod in members.values() if pod.deleting]
     losses = [one for one in found if one is not None] + fence.losses(view)
     losses += _vanished(view)
-    finished = {r: evidence.decisive(pod).finished_at for r, pod in view.members.items()}
+    finished = {r: evidence.decisive(pod).finished_at for r, pod in view.seats.members.items()}
     first = evidence.cause(losses, finished)
     first = fence.named(view, first) if first else None
-    return _named(view, first) if first and view.succeeded else first
+    return _named(view, first) if first and view.seats.succeeded else first
 
 
 def _named(view: View, found: Failure) -> Failure:
@@ -135,14 +135,14 @@ def _named(view: View, found: Failure) -> Failure:
     """
     if found.exit_code not in _WITHOUT_PEERS or found.kind == "leftEarly":
         return found
-    said = left_early(found.exception or found.reason, view.succeeded, view.members)
+    said = left_early(found.exception or found.reason, view.seats.succeeded, view.seats.members)
     message = clean(f"{said}\n{found.message}")
     return replace(found, exception=shorten(said), message=message)
 
 
 def _vanished(view: View) -> list[Failure]:
     attempt, name = view.status.attempt, view.job.name
-    return [evidence.vanished(replica, attempt, name, view.now) for replica in view.gone]
+    return [evidence.vanished(replica, attempt, name, view.now) for replica in view.seats.gone]
 
 
 def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
@@ -159,7 +159,7 @@ def _unheard(view: View) -> Pod | None:
     """Find a member that has not ended, on a node without a reported loss."""
     if view.nodes is not None and not view.nodes.readable:
         return None  # nothing would ever show
-    members = list(view.members.values())
+    members = list(view.seats.members.values())
     reported = {pod.node for pod in members if pod.trainer.state == "terminated"}
     return next(
         (p for p in members if p.node and p.node not in reported and not _ended(view, p)), None
@@ -172,10 +172,10 @@ def _left(view: View, wait: timedelta) -> float:
     Measured from when this process saw the first end: kubelets' clocks differ, and a wait cut short
     would charge the wrong party. Once as many have ended as train nothing more can show.
     """
-    ended = sum(_ended(view, pod) for pod in view.members.values())
-    if ended >= min(len(view.members), view.spec.replicas):
+    ended = sum(_ended(view, pod) for pod in view.seats.members.values())
+    if ended >= min(len(view.seats.members), view.spec.replicas):
         return 0.0
-    lost = [pod for pod in view.needed.values() if not evidence.succeeded(pod)]
+    lost = [pod for pod in view.seats.needed.values() if not evidence.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
     first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
@@ -196,19 +196,19 @@ def is_same_incident(view: View, loss: Failure) -> bool:
     """
     if not has_waited(view, loss) or not _incident(view.status):
         return False
-    told_late = (view.now - view.replacing_since).total_seconds() <= CAUSE_SECONDS
+    told_late = (view.now - view.status.replacing_since(view.now)).total_seconds() <= CAUSE_SECONDS
     return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
 
 
 def has_waited(view: View, loss: Failure) -> bool:
     """Tell whether the lost pod waited for others: it is older than they will be."""
-    return view.replacing and view.status.min_attempt(loss.replica) <= ended_attempt(view)
+    return view.status.replacing and view.status.min_attempt(loss.replica) <= ended_attempt(view)
 
 
 def ended_attempt(view: View) -> int:
     """Return the attempt that the incident ended: pods of later ones have waited for nobody."""
     attempt = view.status.attempt
-    if not view.replacing:
+    if not view.status.replacing:
         return attempt
     return min((loss.attempt for loss in _incident(view.status)), default=attempt - 1)
 

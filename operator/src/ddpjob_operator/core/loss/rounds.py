@@ -75,7 +75,7 @@ def _reports(view: View) -> list[Rounds]:
     hub, polled = view.status.hub, view.feedback.rounds
     reported = [
         Rounds(hub, pod.trainer.report.number or 0, pod.trainer.report.rounds)
-        for pod in view.pods
+        for pod in view.seats.pods
         if pod.trainer.report and hub <= (pod.attempt or 0) <= view.status.attempt
     ]
     return [polled, *reported] if polled and polled.attempt == hub else reported
@@ -89,7 +89,7 @@ def _failure(view: View, found: Round) -> Failure | None:
         return None
     loss = evidence.ended_round(found, view.status.hub, replica, nproc, view.now)
     before, now = _seats(view, replica)
-    pod = view.members.get(now) if before == now else None
+    pod = view.seats.members.get(now) if before == now else None
     return replace(loss, pod=pod.name, node=pod.node) if pod else loss
 
 

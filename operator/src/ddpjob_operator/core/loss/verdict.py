@@ -70,7 +70,7 @@ def action(view: View, old: Restarts, loss: Failure) -> str:
 
 
 def _ruled(view: View, loss: Failure) -> str | None:
-    return view.spec.restart.ruled(*evidence.names(loss, view.members.get(loss.replica)))
+    return view.spec.restart.ruled(*evidence.names(loss, view.seats.members.get(loss.replica)))
 
 
 def _in_same_way(view: View, status: Status, loss: Failure) -> int:
@@ -119,7 +119,7 @@ def in_a_row(view: View, old: Restarts) -> int:
 
 def has_trained(view: View) -> bool:
     """Tell whether this attempt has reported a step beyond the snapshot that it began from."""
-    reports = (pod.trainer.report for pod in view.members.values())
+    reports = (pod.trainer.report for pod in view.seats.members.values())
     since, polled = view.begun_at, (view.feedback.progress, view.status.progress)
     now = [one for one in polled if one and one.updated_at and since and one.updated_at >= since]
     steps = [reported.step or 0 for reported in (*reports, *now) if reported]
@@ -195,7 +195,7 @@ def heals_at(view: View, status: Status) -> datetime | None:
         return None
     # The operator may have been away before it found the gang broken, so a broken gang does not
     # count. Only a gang in phase Running has a running_at.
-    if timings.running_at is None or not view.all_running:
+    if timings.running_at is None or not view.seats.all_running:
         return None
     since = max(timings.running_at, timings.last_round_at or timings.running_at)
     return since + timedelta(seconds=seconds)

@@ -44,7 +44,7 @@ _CURE: Final[Known] = "Cure"
 
 def losses(view: View) -> list[Failure]:
     """List the members that are lost with their node."""
-    return [failure(view, pod) for pod in _needed(view.needed) if lost(view, pod)]
+    return [failure(view, pod) for pod in _needed(view.seats.needed) if lost(view, pod)]
 
 
 def lost(view: View, pod: Pod) -> bool:
@@ -56,7 +56,7 @@ def lost(view: View, pod: Pod) -> bool:
 
 def suspect(view: View, *, late: bool = False) -> Pod | None:
     """Find a member on a silent node, a cause of its peers' end. ``late``: not running yet."""
-    found = [pod for pod in _needed(view.needed) if not (late and evidence.running(pod))]
+    found = [pod for pod in _needed(view.seats.needed) if not (late and evidence.running(pod))]
     nodes = ((pod, _node(view, pod)) for pod in found)
     # A new node may be reported later than its pod.
     return next((pod for pod, node in nodes if node and not node.guessed), None)
@@ -64,14 +64,14 @@ def suspect(view: View, *, late: bool = False) -> Pod | None:
 
 def guessed(view: View) -> bool:
     """Tell whether a first read of a member's node, due at once, is still open."""
-    found = (_node(view, pod) for pod in _needed(view.needed))
+    found = (_node(view, pod) for pod in _needed(view.seats.needed))
     return any(node and node.guessed and not _just_read(node) for node in found)
 
 
 def reads(view: View) -> tuple[ReadNodes | ReadLeases, ...]:
     """Read the nodes whose pods may be given up, those not reported yet, and Leases."""
     old = view.nodes is not None and view.nodes.leases_seconds > LEASES_EVERY
-    if old and any(_is_away(view, pod) for pod in view.pods):
+    if old and any(_is_away(view, pod) for pod in view.seats.pods):
         return (ReadLeases(),)
     due = (node for _, node in _silent(view) if node.guessed or _given_up(view, node))
     found = {node.name for node in due if not _just_read(node)}
@@ -97,7 +97,7 @@ def named(view: View, loss: Failure) -> Failure:
 
     Its word does not say for which taint. The two times are of two clocks: good for a message.
     """
-    pod, nodes = view.members.get(loss.replica), view.nodes.known if view.nodes else {}
+    pod, nodes = view.seats.members.get(loss.replica), view.nodes.known if view.nodes else {}
     node = nodes.get(pod.node) if pod is not None else None
     if pod is None or node is None or pod.disruption != "DeletionByTaintManager":
         return loss
@@ -143,7 +143,7 @@ def _needed(needed: Mapping[int, Pod]) -> list[Pod]:
 
 def _silent(view: View) -> Iterator[tuple[Pod, Node]]:
     """List pods not known to have ended, on nodes that are not ready or gone."""
-    for pod in view.pods:
+    for pod in view.seats.pods:
         node = _node(view, pod)
         if node is not None:
             yield pod, node

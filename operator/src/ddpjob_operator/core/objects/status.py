@@ -281,6 +281,17 @@ class Status:
         """Tell whether it is parked until Kueue admits it."""
         return self.phase == "Pending" and self.members_since > self.attempt
 
+    @property
+    def replacing(self) -> bool:
+        """Tell whether lost pods are being replaced while the other members wait."""
+        later = self.attempt > self.members_since
+        return later and self.phase in ("Restarting", "Starting")
+
+    def replacing_since(self, now: datetime) -> datetime:
+        """Return when the replacement under way began; a time ahead is another clock's."""
+        since = self.timings.replacing_since if self.replacing else None
+        return min(since or now, now)
+
     def min_attempt(self, replica: int | None) -> int:
         """Return the lowest attempt whose pod is this replica's member (rule O1)."""
         birth = 0 if replica is None else self.min_attempt_by_seat.get(replica, 0)

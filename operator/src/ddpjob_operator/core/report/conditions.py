@@ -54,13 +54,15 @@ def fill(view: View, change: Change) -> Change:
         change = began_from(view.status, change, parts["progress"].resumed, other_job=other)
     if status.terminal:
         parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
-        parts |= {"succeeded": view.succeeded}
+        parts |= {"succeeded": view.seats.succeeded}
     elif status.phase == "Suspended" or status.queued:
-        active = len([pod for pod in view.pods if not pod.ended]) + len(view.hidden or ())
-        still = replace(_replicas(view, view.pods), active=active, succeeded=0, failed=0)
+        active = len([pod for pod in view.seats.pods if not pod.ended]) + len(
+            view.seats.hidden or ()
+        )
+        still = replace(_replicas(view, view.seats.pods), active=active, succeeded=0, failed=0)
         parts |= {"replicas": still}
     elif status.members_since == view.status.members_since:
-        parts |= {"replicas": _replicas(view), "succeeded": view.succeeded}
+        parts |= {"replicas": _replicas(view), "succeeded": view.seats.succeeded}
     else:
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
     reason, message = _why(view, change)
@@ -119,14 +121,14 @@ def _cause(status: Status, reason: str) -> Failure | None:
 
 
 def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas:
-    members = view.members.values() if members is None else members
+    members = view.seats.members.values() if members is None else members
     most = view.spec.replicas  # others stand by
     alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
     return st.Replicas(
         desired=most,
         active=min(most, len([p for p in alive if not evidence.succeeded(p)])),
         ready=min(most, len([p for p in alive if p.trainer.ready and evidence.running(p)])),
-        succeeded=len(view.succeeded),
+        succeeded=len(view.seats.succeeded),
         failed=len([p for p in members if evidence.failure(p, 1, view.now)]),
     )
 
@@ -156,7 +158,7 @@ def _straggling(view: View, change: Change) -> Change:
     if found is None:
         return change.condition("Straggling", False, "Progressing", "", view.now)
     replica = found.rank // view.spec.nproc_per_node
-    pod = view.members.get(change.status.serving.get(replica, replica))
+    pod = view.seats.members.get(change.status.serving.get(replica, replica))
     where = f"pod {pod.name} on {pod.node}" if pod else f"replica {replica}"
     does = "waits for its data" if found.fetching else "computes"
     reason = "SlowInput" if found.fetching else "SlowRank"

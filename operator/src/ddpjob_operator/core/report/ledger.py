@@ -85,7 +85,7 @@ def _book(view: View, new: Status, books: _LedgerUpdate) -> None:
 
 def _heard(view: View, ledger: Ledger) -> tuple[LauncherAccount | None, bool]:
     """Return the newest account of the hub, and whether it is its last."""
-    hub, pod = view.status.hub, view.members.get(0)
+    hub, pod = view.status.hub, view.seats.members.get(0)
     report = pod.trainer.report if pod else None
     if pod and pod.attempt == hub and report and report.spent:
         return replace(report.spent, hub=hub, at=pod.trainer.finished_at), True
@@ -130,7 +130,7 @@ class _LedgerUpdate:
                 self.add("", each * pods, restarted.cls)
             else:
                 self.add(state, each * pods)
-        beyond = max(0, len(view.members) - pods)
+        beyond = max(0, len(view.seats.members) - pods)
         self.add("idle", beyond * self.left(until))
         self.until = max(self.until, until)
 
@@ -174,7 +174,7 @@ class _LedgerUpdate:
             self.spend({"recovering": left}, view.now, loss.cls)
         else:
             trained = any(self.ledger.hub_seconds.get(one) for one in _STEPS)
-            state = "held" if view.replacing else "productive" if trained else "unknown"
+            state = "held" if view.status.replacing else "productive" if trained else "unknown"
             believed = left if state == "unknown" else min(left, _BELIEVED)
             self.spend({"unknown": left - believed} | {state: believed}, view.now)
 
@@ -182,7 +182,7 @@ class _LedgerUpdate:
         """Book the time up to then by the pods' own times: no hub counts it."""
         view, loss = self._view, recovers_from(self._view.status)
         for seat in range(view.spec.replicas):
-            for state, seconds in _of_pod(view, view.members.get(seat), self.until, until):
+            for state, seconds in _of_pod(view, view.seats.members.get(seat), self.until, until):
                 recovers = loss is not None and state in ("starting", "warmup")
                 self.add(state, seconds, loss.cls if loss and recovers else None)
         self.until = max(self.until, until)
@@ -222,7 +222,7 @@ def _of_pod(
     if pod is None:
         return [("waiting" if scarce else "starting", _seconds(since, until))]
     status = view.status
-    if view.replacing and (pod.attempt or 0) < status.attempt and evidence.running(pod):
+    if view.status.replacing and (pod.attempt or 0) < status.attempt and evidence.running(pod):
         return [("held", _seconds(since, until))]
     made = min(max(pod.created_at or since, since), until)
     placed = min(max(pod.scheduled_at or (made if pod.node else until), made), until)

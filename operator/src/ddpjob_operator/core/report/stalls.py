@@ -84,8 +84,8 @@ def of_pods(view: View) -> Iterator[Stall]:
 
 def _awaited(view: View) -> list[Pod]:
     """List the members that matter: one that has to stand by keeps nobody waiting."""
-    whole = view.spec.standby > 0 and view.all_running
-    return [pod for pod in view.members.values() if evidence.running(pod) or not whole]
+    whole = view.spec.standby > 0 and view.seats.all_running
+    return [pod for pod in view.seats.members.values() if evidence.running(pod) or not whole]
 
 
 def _unresolved(status: Status) -> Iterator[Stall]:
@@ -100,19 +100,21 @@ def _unresolved(status: Status) -> Iterator[Stall]:
 
 
 def _lingering(view: View) -> Iterator[Stall]:
-    if view.clock.reached(view.lingering_at):
+    if view.clock.reached(view.seats.lingering_at):
         # With thousands of replicas each list must leave room for the other.
-        left = frozenset(range(view.spec.replicas)) - view.succeeded
-        done, which = replicas(view.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
-        have, others_have = ("has" if len(some) == 1 else "have" for some in (view.succeeded, left))
-        after = after_step(view.succeeded, view.members)
+        left = frozenset(range(view.spec.replicas)) - view.seats.succeeded
+        done, which = replicas(view.seats.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
+        have, others_have = (
+            "has" if len(some) == 1 else "have" for some in (view.seats.succeeded, left)
+        )
+        after = after_step(view.seats.succeeded, view.seats.members)
         what = f"{done} {have} succeeded{after}, and {which} {others_have} not ended"
         yield Stall("WaitingForReplicas", what)
 
 
 def _older(view: View) -> Iterator[Stall]:
     """Report old pods that hold up this attempt."""
-    for pod in view.others:
+    for pod in view.seats.others:
         if not view.fresh():
             where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
             yield Stall("WaitingForDeletion", f"{where} is still being deleted")
