@@ -1,18 +1,54 @@
 """Merge what launchers report of progress, and say whose snapshot training began from.
 
-report/conditions.py asks with each poll, gang/finish.py at the end.
+report/conditions.py merges with each poll, gang/finish.py at the end. loss/verdict.py asks whether
+training got further.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from functools import cached_property
 from typing import Final
 
 from ddpjob_operator.core.change import Change
-from ddpjob_operator.core.objects.status import Progress, Status
+from ddpjob_operator.core.objects.observe import Pod, Report
+from ddpjob_operator.core.objects.status import Progress, Restarts, Status
 
 #: Fields of Progress that no later one fills in.
 _NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")
+
+
+@dataclass(frozen=True)  # without slots: answers are kept
+class Reported:
+    """The most that any source reports: the status, the last poll, the members' last words."""
+
+    status: Status
+    polled: Progress | None
+    members: Mapping[int, Pod]
+
+    @cached_property
+    def snapshot_step(self) -> int:
+        """Return the newest committed snapshot; 0: none."""
+        return max(one.snapshot_step or 0 for one in self._all)
+
+    @cached_property
+    def file_at(self) -> datetime | None:
+        """Return the newest mtime at the progress path."""
+        return max((one.file_at for one in self._all if one.file_at), default=None)
+
+    @property
+    def step(self) -> int:
+        """Return the last finished step, by the records of failures too."""
+        found = (self.status.progress, self.polled, *self.status.failures)
+        return max((one.step or 0 for one in found if one), default=0)
+
+    @cached_property
+    def _all(self) -> list[Progress | Restarts | Report]:
+        words = (pod.trainer.report for pod in self.members.values())
+        found = (self.status.progress, self.status.restarts, self.polled, *words)
+        return [one for one in found if one]
 
 
 def received(old: Progress, new: Progress | None) -> Progress:

@@ -16,9 +16,10 @@ from ddpjob_operator.core.change import Clock
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
-from ddpjob_operator.core.objects.observe import Job, Pod, Report
+from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Failure, Progress, Restarts, Status
+from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.progress import Reported
 from ddpjob_operator.core.seats import Seats
 
 #: Shorter than this, creating a container or ending a pod is no stall yet.
@@ -35,6 +36,7 @@ class View:
     seats: Seats
     feedback: ApiFeedback
     clock: Clock
+    reported: Reported
     nodes: Nodes | None = None  # None: they could not be read yet
 
     @property
@@ -76,37 +78,6 @@ class View:
         seed = "/".join(map(str, (self.job.uid, self.status.attempt, *what)))
         return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) / 2**32
 
-    @property
-    def snapshot_step(self) -> int:
-        """Return the newest committed snapshot that any source reports."""
-        return max(reported.snapshot_step or 0 for reported in self._reports)
-
-    @property
-    def saved_step(self) -> int:
-        """Return the newest snapshot that the status knows of; 0: none.
-
-        They lie on the volume of now: template_guard.py makes no pods for another.
-        """
-        return max(self.status.progress.snapshot_step or 0, self.status.restarts.snapshot_step)
-
-    @property
-    def reached_step(self) -> int:
-        """Return the last step that any source reports as finished."""
-        reported = (self.status.progress, self.feedback.progress, *self.status.failures)
-        return max((one.step or 0 for one in reported if one), default=0)
-
-    @property
-    def file_at(self) -> datetime | None:
-        """Return the newest mtime at the progress path that any source reports."""
-        return max((one.file_at for one in self._reports if one.file_at), default=None)
-
-    @property
-    def _reports(self) -> list[Progress | Restarts | Report]:
-        """List what tells of progress: the status, the last poll, the members' last words."""
-        reports = (pod.trainer.report for pod in self.seats.members.values())
-        found = (self.status.progress, self.status.restarts, self.feedback.progress, *reports)
-        return [reported for reported in found if reported]
-
 
 def build_view(
     job: Job, pods: Sequence[Pod], feedback: ApiFeedback, now: datetime, nodes: Nodes | None
@@ -126,7 +97,8 @@ def build_view(
     read = feedback.confirmed
     read = read if read is not None and read.attempt == status.attempt else None
     seats = Seats(spec, status, members, tuple(others), read, feedback.seen)
-    return View(job, spec, status, seats, feedback, Clock(now), nodes)
+    reported = Reported(status, feedback.progress, members)
+    return View(job, spec, status, seats, feedback, Clock(now), reported, nodes)
 
 
 def belongs(status: Status, pod: Pod) -> bool:

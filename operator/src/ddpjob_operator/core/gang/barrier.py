@@ -84,8 +84,8 @@ def creations(view: View) -> tuple[Action, ...]:
         suspected=avoid.suspected(view.status),
         since=view.status.members_since,
         hub=view.status.hub,
-        reached=view.reached_step,
-        saved=view.saved_step,
+        reached=view.reported.step,
+        saved=max(view.status.progress.snapshot_step or 0, view.status.restarts.snapshot_step),
         group=pod_group.of(view),
         placements=queue.asked(view),
     )

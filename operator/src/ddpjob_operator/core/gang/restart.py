@@ -101,10 +101,10 @@ def record(view: View, change: Change, loss: Failure) -> Change:
         change = change.measure(Measurement("detection_seconds", max(0.0, seconds)))
     report = member.trainer.report if member else None
     if report and report.step is not None:
-        lost = max(0, report.step - view.snapshot_step)
+        lost = max(0, report.step - view.reported.snapshot_step)
         change = change.measure(Measurement("lost_steps", lost))
         old = change.status.progress
-        if report.step > 0 and not view.snapshot_step and old.step is None:
+        if report.step > 0 and not view.reported.snapshot_step and old.step is None:
             # No poll has reported a step: verdict.py asks whether there was a snapshot before.
             change = change.with_status(progress=replace(old, step=report.step))
     return change.with_status(failures=failures)

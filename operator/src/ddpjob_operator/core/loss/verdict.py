@@ -79,7 +79,7 @@ def _in_same_way(view: View, status: Status, loss: Failure) -> int:
     Without a step since the newest snapshot it may be the start that fails, which can pass.
     """
     guessed = loss.reason == evidence.PROBE_FAILED  # its words are ours: always the same
-    trained = (loss.step or 0) > view.snapshot_step
+    trained = (loss.step or 0) > view.reported.snapshot_step
     if loss.cls != "User" or guessed or not (loss.exception and trained):
         return 0
     since, count = status.timings.started_at, 1
@@ -101,8 +101,8 @@ def count(view: View, old: Restarts, free: bool) -> Restarts:
         replaced=old.replaced,
         in_place=old.in_place,
         round=old.round,
-        snapshot_step=view.snapshot_step,
-        file_at=view.file_at,
+        snapshot_step=view.reported.snapshot_step,
+        file_at=view.reported.file_at,
     )
 
 
@@ -205,16 +205,16 @@ def _marked(view: View, restarts: Restarts) -> Restarts:
     """Store the first values reported: a job that had reported without one began with none."""
     reported, marks = view.status.progress, restarts
     if not marks.snapshot_step and reported.step is None:
-        marks = replace(marks, snapshot_step=view.snapshot_step)
+        marks = replace(marks, snapshot_step=view.reported.snapshot_step)
     if marks.file_at is None and reported.updated_at is None:
-        marks = replace(marks, file_at=view.file_at)
+        marks = replace(marks, file_at=view.reported.file_at)
     return marks
 
 
 def _reason(view: View, status: Status) -> str | None:
-    marks, file_at = status.restarts, view.file_at
-    if view.snapshot_step > marks.snapshot_step:
-        return f"a newer snapshot, of step {view.snapshot_step}"
+    marks, file_at = status.restarts, view.reported.file_at
+    if view.reported.snapshot_step > marks.snapshot_step:
+        return f"a newer snapshot, of step {view.reported.snapshot_step}"
     if file_at and (marks.file_at is None or file_at > marks.file_at):
         return "spec.restart.progressPath was written"
     if view.clock.reached(heals_at(view, status)):
