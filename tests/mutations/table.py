@@ -29,7 +29,7 @@ class Mutation:
 
 MUTATIONS = (
     Mutation("a node is given up on the word of a watch", NODES + "fence.py",
-             "_given_up(view, node) and _just_read(node)", "_given_up(view, node)",
+             "self._given_up(node) and _just_read(node)", "self._given_up(node)",
              CORE_TESTS + "test_plan_nodes.py"),
     Mutation("a control plane that was away is taken for dead nodes", NODES + "fence.py",
              "lease.unrenewed >= LEASE_PATIENCE and lease.behind >= LEASE_PERIOD",

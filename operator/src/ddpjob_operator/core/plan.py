@@ -21,7 +21,7 @@ from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_g
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.gang import barrier, finish, handover, replacement, restart, start
 from ddpjob_operator.core.loss import cause, rounds, verdict
-from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
@@ -198,9 +198,13 @@ def _act(view: View) -> Plan:
     if view.seats.in_doubt or cause.unread(view):
         return Plan((barrier.read(view),))
     if view.status.parked or view.status.phase not in _WANTED:
-        return Plan(fence.reads(view))
+        return Plan(view.fence.reads(view.seats.pods))
     todo = () if view.seats.others else barrier.creations(view)
-    todo = todo or fence.reads(view) or (() if view.seats.others else handover.reads(view))
+    todo = (
+        todo
+        or view.fence.reads(view.seats.pods)
+        or (() if view.seats.others else handover.reads(view))
+    )
     return Plan(todo or queue.running(view))
 
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, Refusal
 from ddpjob_operator.core.change import Clock
+from ddpjob_operator.core.nodes.fence import Fence
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
@@ -36,6 +37,7 @@ class View:
     seats: Seats
     feedback: ApiFeedback
     clock: Clock
+    fence: Fence
     reported: Reported
     nodes: Nodes | None = None  # None: they could not be read yet
 
@@ -97,8 +99,10 @@ def build_view(
     read = feedback.confirmed
     read = read if read is not None and read.attempt == status.attempt else None
     seats = Seats(spec, status, members, tuple(others), read, feedback.seen)
+    clock = Clock(now)
+    fence = Fence(nodes, spec.fence_after, feedback, clock)
     reported = Reported(status, feedback.progress, members)
-    return View(job, spec, status, seats, feedback, Clock(now), reported, nodes)
+    return View(job, spec, status, seats, feedback, clock, fence, reported, nodes)
 
 
 def belongs(status: Status, pod: Pod) -> bool:

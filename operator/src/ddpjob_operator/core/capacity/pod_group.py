@@ -103,7 +103,11 @@ def waits(view: View) -> bool:
     """
     grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
     whole = grouped and not view.status.replacing and not view.seats.missing
-    return whole and not _on_nodes(view.seats.members) and not avoid.of_attempt(view)
+    return (
+        whole
+        and not _on_nodes(view.seats.members)
+        and not avoid.kept_off(view.status, view.begun_at or view.now)
+    )
 
 
 def looks_again(view: View) -> datetime | None:

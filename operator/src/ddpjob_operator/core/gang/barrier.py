@@ -43,7 +43,7 @@ def deletions(view: View) -> tuple[Action, ...]:
         )
         late = (pod.attempt or 0) < max(dead + 1, replaced)
         grace = DEAD_GANG_SECONDS if late and not handover.saves(view.status, pod) else None
-        if fence.lost(view, pod) or (pod.stopped and not pod.deleting):
+        if view.fence.lost(pod) or (pod.stopped and not pod.deleting):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:
@@ -80,7 +80,7 @@ def creations(view: View) -> tuple[Action, ...]:
     due_now = refusals.ready(view)[: 1 if refusals.row(feedback) else _batch(view.spec)]
     make = partial(
         render.pod,
-        avoided=avoid.at_once(view),
+        avoided=avoid.kept_off(view.status, view.now),
         suspected=avoid.suspected(view.status),
         since=view.status.members_since,
         hub=view.status.hub,

@@ -13,7 +13,6 @@ from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change
-from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.ranges import every
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.progress import began_from, received
@@ -78,7 +77,7 @@ def clean_up(view: View) -> Plan:
     grace = DEAD_GANG_SECONDS if dead else None
     for pod in view.seats.pods:
         keep = view.spec.clean_pod_policy == "Running" and (pod.ended or pod.ends)
-        if fence.lost(view, pod):
+        if view.fence.lost(pod):
             todo.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:
             todo.append(DeletePod(pod.name, pod.uid, grace))
@@ -90,7 +89,7 @@ def clean_up(view: View) -> Plan:
         and not view.clock.reached(since + _JUST_ENDED)
     ):
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
-    todo += [*pod_group.removals(view), *fence.reads(view)]
+    todo += [*pod_group.removals(view), *view.fence.reads(view.seats.pods)]
     ttl = view.spec.ttl
     if ttl is not None and since is not None and view.clock.reached(since + timedelta(seconds=ttl)):
         todo.append(DeleteJob(view.job.uid))

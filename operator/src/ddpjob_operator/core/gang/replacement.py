@@ -23,7 +23,6 @@ from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import replicas
 from ddpjob_operator.core.loss import cause
-from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.status import MAX_MIN_ATTEMPTS, Failure
 from ddpjob_operator.core.view import View
 
@@ -58,7 +57,7 @@ def lost(
         return frozenset()
     nproc, now, members = view.spec.nproc_per_node, view.now, view.seats.members
     gone = {loss.replica, *planned, *view.seats.missing}
-    gone |= {one.replica for one in fence.losses(view)}  # rule O3
+    gone |= {one.replica for one in view.fence.losses(view.seats.needed)}  # rule O3
     gone |= {r for r, pod in members.items() if pod.deleting or evidence.failure(pod, nproc, now)}
     newest = cause.ended_attempt(view)
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)

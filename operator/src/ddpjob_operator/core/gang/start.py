@@ -22,7 +22,7 @@ from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, initializing, shorten
 from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
-from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.ranges import counted, every
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.view import View, recovers_from
@@ -124,8 +124,8 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         change = avoid.nothing(change, "no room elsewhere")
         first = pod_group.in_order(waiting)[0]
         return _release(view, change, refusals.no_room(first, avoid.words(view.status)))
-    silent = fence.suspect(view, late=True)
-    slow = fence.failure(view, silent) if silent else _too_slow(view, stalls)
+    silent = view.fence.suspect(view.seats.needed, late=True)
+    slow = view.fence.failure(silent) if silent else _too_slow(view, stalls)
     return restart.after(view, change, slow)
 
 

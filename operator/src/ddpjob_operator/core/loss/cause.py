@@ -18,7 +18,6 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, left_early, shorten
 from ddpjob_operator.core.loss import verdict
-from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.view import View
@@ -51,7 +50,7 @@ def loss(view: View, status: Status) -> Failure | None:
     if found.cls == "Collateral" and (found := evidence.without_cause(found)).cls not in _BY_PEERS:
         return found
     # A node deleted while no operator watched is unreported, as a new one is.
-    unknown = fence.guessed(view) and _left(view, NODE_WAIT) > 0
+    unknown = view.fence.guessed(view.seats.needed) and _left(view, NODE_WAIT) > 0
     return None if unknown or _doubted(view, status, found) else found
 
 
@@ -101,12 +100,12 @@ def _seen(view: View) -> Failure | None:
     first = _first(view)
     if first is None or first.cls not in _PERHAPS_PEERS:
         return first
-    silent = fence.suspect(view)
+    silent = view.fence.suspect(view.seats.needed)
     if silent:
-        return fence.failure(view, silent)
+        return view.fence.failure(silent)
     leaving = evidence.leaving(view.seats.needed.values())
     if leaving:
-        return fence.named(view, evidence.removed(leaving, view.now))
+        return view.fence.named(evidence.removed(leaving, view.now), leaving)
     gone = _vanished(view)
     return gone[0] if gone else first
 
@@ -120,11 +119,12 @@ def _first(view: View) -> Failure | None:
     if view.status.phase == "Starting" or view.status.replacing:
         # It never comes back, and before all run it has nothing to save.
         found += [evidence.removed(pod, now) for pod in members.values() if pod.deleting]
-    losses = [one for one in found if one is not None] + fence.losses(view)
+    losses = [one for one in found if one is not None] + view.fence.losses(members)
     losses += _vanished(view)
     finished = {r: evidence.decisive(pod).finished_at for r, pod in view.seats.members.items()}
     first = evidence.cause(losses, finished)
-    first = fence.named(view, first) if first else None
+    if first:
+        first = view.fence.named(first, view.seats.members.get(first.replica))
     return _named(view, first) if first and view.seats.succeeded else first
 
 
@@ -152,7 +152,7 @@ def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
     pod = _unheard(view)
     if pod is None or verdict.ends(view, status, first) is None:
         return None
-    return None if verdict.ends(view, status, fence.failure(view, pod)) else pod
+    return None if verdict.ends(view, status, view.fence.failure(pod)) else pod
 
 
 def _unheard(view: View) -> Pod | None:

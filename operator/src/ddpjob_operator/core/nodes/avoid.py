@@ -17,7 +17,6 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_AVOIDED, Failure, Status
-from ddpjob_operator.core.view import View
 
 #: Up to so many of these failures in a row, without progress in between, are free.
 _FREE: Final = 3
@@ -73,20 +72,11 @@ def suspected(status: Status) -> tuple[str, ...]:
     return tuple(sorted(node for node, times in Counter(firsts).items() if times >= _SUSPECT))
 
 
-def at_once(view: View) -> tuple[str, ...]:
-    """Return the nodes that new pods are kept off now: fallen silent ones for a minute.
+def kept_off(status: Status, at: datetime) -> tuple[str, ...]:
+    """Return the nodes that pods made then are kept off: fallen silent ones for a minute.
 
     By then Kubernetes itself has noticed, if they are lost.
     """
-    return _avoided(view.status, view.now)
-
-
-def of_attempt(view: View) -> tuple[str, ...]:
-    """Return the nodes that pods of this attempt may have been kept off as they were made."""
-    return _avoided(view.status, view.begun_at or view.now)
-
-
-def _avoided(status: Status, at: datetime) -> tuple[str, ...]:
     silent = [
         loss.node
         for loss in status.failures

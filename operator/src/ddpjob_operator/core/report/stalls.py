@@ -16,7 +16,7 @@ from ddpjob_operator.core.capacity import pod_group, refusals
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import after_step, initializing, replicas
 from ddpjob_operator.core.gang import barrier
-from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
@@ -52,7 +52,7 @@ def stall(view: View, change: Change, why: Iterator[Stall]) -> Change:
 def of_pods(view: View) -> Iterator[Stall]:
     """List the reasons that hold up this attempt, the most telling first."""
     yield from refusals.of_attempt(view)
-    yield from fence.stalls(view)
+    yield from view.fence.stalls(view.seats.pods)
     yield from barrier.undeleted(view)
     yield from _older(view)
     pods = _awaited(view)
