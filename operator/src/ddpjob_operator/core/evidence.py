@@ -72,15 +72,17 @@ def decisive(pod: Pod) -> Container:
     return pod.init if pod.init and pod.trainer.state != "terminated" else pod.trainer
 
 
+def failed(pod: Pod) -> bool:
+    """Tell whether this member has ended, but not by success; a restarted container has."""
+    dead = decisive(pod).state == "terminated" or pod.phase in ("Failed", "Succeeded")
+    return (dead or pod.trainer.restart_count > 0) and not succeeded(pod)
+
+
 def failure(pod: Pod, nproc_per_node: int, now: datetime) -> Failure | None:
     """Describe this member's loss; None while it may still train or has succeeded."""
-    if succeeded(pod):
+    if not failed(pod):
         return None
-    trainer = pod.trainer
-    dead = decisive(pod).state == "terminated" or pod.phase in ("Failed", "Succeeded")
-    if not dead and trainer.restart_count == 0:
-        return None
-    report, code = trainer.report, decisive(pod).exit_code
+    report, code = pod.trainer.report, decisive(pod).exit_code
     cls, reason = _verdict(pod)
     probed, oom = reason == PROBE_FAILED, reason == _OOM
     said, message = ended(pod, decisive(pod), oom=oom, probed=probed)

@@ -114,7 +114,7 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
     yield from pod_group.stalls(view)
     yield from stalls.of_pods(view)
     yield from refusals.stalls(view)
-    yield from verdict.crash_loop(view, status)
+    yield from verdict.crash_loop(status, view.clock)
     yield from operators.stalls(view)
 
 
@@ -127,7 +127,7 @@ def _restart(view: View, change: Change) -> Change | None:
         return restart.restart_all(view, change, *over)
     loss = cause.loss(view, change.status)
     if loss is not None:
-        change = cause.clear_wait(view, change)
+        change = cause.clear_wait(change, view.now)
         if late := replacement.too_late(view, loss):
             return restart.restart_all(view, change, "Restarting", late)
         return restart.after(view, change, loss)
@@ -195,7 +195,7 @@ def _act(view: View) -> Plan:
         return Plan((ConfirmGone(view.status.attempt, by_name=by_name),))
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo)
-    if view.seats.in_doubt or cause.unread(view):
+    if view.seats.in_doubt or cause.waits_for_read(view):
         return Plan((barrier.read(view),))
     if view.status.parked or view.status.phase not in _WANTED:
         return Plan(view.fence.reads(view.seats.pods))

@@ -55,11 +55,11 @@ def lost(
     whole = view.seats.succeeded or group or _hub_ended(view, loss)
     if not (able and in_time) or whole:
         return frozenset()
-    nproc, now, members = view.spec.nproc_per_node, view.now, view.seats.members
+    members = view.seats.members
     gone = {loss.replica, *planned, *view.seats.missing}
     gone |= {one.replica for one in view.fence.losses(view.seats.needed)}  # rule O3
-    gone |= {r for r, pod in members.items() if pod.deleting or evidence.failure(pod, nproc, now)}
-    newest = cause.ended_attempt(view)
+    gone |= {r for r, pod in members.items() if pod.deleting or evidence.failed(pod)}
+    newest = cause.ended_attempt(view.status)
     kept = (pod for r, pod in members.items() if r not in gone and (pod.attempt or 0) <= newest)
     waiting = any(map(evidence.running, kept))
     few = len(view.status.min_attempt_by_seat.keys() | gone) <= MAX_MIN_ATTEMPTS
@@ -189,6 +189,10 @@ def _hub_ended(view: View, loss: Failure) -> bool:
     A new pod may fail and report before it has come to the hub.
     """
     pod = view.seats.members.get(loss.replica)
-    report = pod.trainer.report if pod and (pod.attempt or 0) <= cause.ended_attempt(view) else None
+    report = (
+        pod.trainer.report
+        if pod and (pod.attempt or 0) <= cause.ended_attempt(view.status)
+        else None
+    )
     own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
     return own and report is not None and report.kind != "sigterm"

@@ -29,7 +29,7 @@ def after(
 
     ``planned``: replicas that handover.py replaces before they are lost.
     """
-    if cause.is_same_incident(view, loss):
+    if cause.is_same_incident(view.status, loss, view.now):
         return _join(view, change, loss)
     last = verdict.ends(view, change.status, loss)
     if last is not None:
@@ -37,7 +37,7 @@ def after(
     free = verdict.action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = verdict.count(view, change.status.restarts, free), view.spec.restart
     delay, early = verdict.backoff(view.spec, restarts.consecutive), 0.0
-    if not (free or verdict.has_trained(view) or cause.has_waited(view, loss)):
+    if not (free or verdict.has_trained(view) or cause.has_waited(view.status, loss)):
         early = verdict.backoff(
             view.spec, min(restarts.consecutive, restarts.charged), verdict.STARTUP_SECONDS
         )

@@ -7,9 +7,9 @@ of a minute later. A restart does not wait; the end of a job is final, so it wai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import ExitCode
@@ -18,8 +18,10 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, left_early, shorten
 from ddpjob_operator.core.loss import verdict
+from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 CAUSE_WAIT: Final = timedelta(seconds=CAUSE_SECONDS)
@@ -36,21 +38,21 @@ _PERHAPS_PEERS: Final = (*_BY_PEERS, "Collateral")
 def loss(view: View, status: Status) -> Failure | None:
     """Return the failure that ends this attempt, or None; one per attempt."""
     found = _seen(view)
+    # The intent raises the least attempt of each missing seat (gang/replacement.py), so first it
+    # must be known who is there.
     if found is None or view.seats.unread:
-        return (
-            None  # the intent raises the least attempt of each missing seat (gang/replacement.py)
-        )
+        return None
     if found.cls not in _PERHAPS_PEERS:
         return found
     guessed = found.cls == "Collateral" or found.reason == evidence.PROBE_FAILED
-    if guessed and _left(view, CAUSE_WAIT) > 0:
+    if guessed and _wait_left(view, CAUSE_WAIT) > 0:
         return None
-    if is_same_incident(view, found):
+    if is_same_incident(view.status, found, view.now):
         return found
     if found.cls == "Collateral" and (found := evidence.without_cause(found)).cls not in _BY_PEERS:
         return found
     # A node deleted while no operator watched is unreported, as a new one is.
-    unknown = view.fence.guessed(view.seats.needed) and _left(view, NODE_WAIT) > 0
+    unknown = view.fence.guessed(view.seats.needed) and _wait_left(view, NODE_WAIT) > 0
     return None if unknown or _doubted(view, status, found) else found
 
 
@@ -65,17 +67,17 @@ def awaited(view: View) -> bool:
 
     Releasing the gang now (no capacity, deadline) would discard this failure.
     """
-    return unread(view) or _left(view, NODE_WAIT) > 0
+    return waits_for_read(view) or _wait_left(view, NODE_WAIT) > 0
 
 
-def unread(view: View) -> bool:
+def waits_for_read(view: View) -> bool:
     """Tell whether a loss waits for a quorum read of the missing seats."""
     return view.seats.unread and _seen(view) is not None
 
 
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why the job has not failed yet, once the wait is news."""
-    left = _left(view, NODE_WAIT)
+    left = _wait_left(view, NODE_WAIT)
     if not (left > 0 and view.clock.waited(left - (NODE_WAIT - CAUSE_WAIT).total_seconds())):
         return
     first = _first(view)
@@ -87,12 +89,12 @@ def stalls(view: View) -> Iterator[Stall]:
         yield Stall(WAITING, what)
 
 
-def clear_wait(view: View, change: Change) -> Change:
+def clear_wait(change: Change, now: datetime) -> Change:
     """Clear the condition about the wait, which the gang's restart ends."""
-    reported = view.status.condition("Stalled")
+    reported = change.status.condition("Stalled")
     if reported is None or reported.status != "True" or reported.reason != WAITING:
         return change
-    return change.condition("Stalled", False, "Progressing", "", view.now)
+    return change.condition("Stalled", False, "Progressing", "", now)
 
 
 def _seen(view: View) -> Failure | None:
@@ -111,10 +113,9 @@ def _seen(view: View) -> Failure | None:
 
 
 def _first(view: View) -> Failure | None:
-    nproc, now = view.spec.nproc_per_node, view.now
-    if view.spec.standby:
-        nproc = 0  # a pod's seat is not its rank
-    members = view.seats.needed
+    now, members = view.now, view.seats.needed
+    # Where pods stand by a pod's seat is not its rank.
+    nproc = 0 if view.spec.standby else view.spec.nproc_per_node
     found = [evidence.failure(pod, nproc, now) for pod in members.values()]
     if view.status.phase == "Starting" or view.status.replacing:
         # It never comes back, and before all run it has nothing to save.
@@ -123,19 +124,20 @@ def _first(view: View) -> Failure | None:
     losses += _vanished(view)
     finished = {r: evidence.decisive(pod).finished_at for r, pod in view.seats.members.items()}
     first = evidence.cause(losses, finished)
-    if first:
-        first = view.fence.named(first, view.seats.members.get(first.replica))
-    return _named(view, first) if first and view.seats.succeeded else first
+    if first is None:
+        return None
+    first = view.fence.named(first, view.seats.members.get(first.replica))
+    return _named(view.seats, first) if view.seats.succeeded else first
 
 
-def _named(view: View, found: Failure) -> Failure:
+def _named(seats: Seats, found: Failure) -> Failure:
     """Add the replicas that ended with 0 before it, if it needed them.
 
     Where one hub hears all launchers, it has named the ranks.
     """
     if found.exit_code not in _WITHOUT_PEERS or found.kind == "leftEarly":
         return found
-    said = left_early(found.exception or found.reason, view.seats.succeeded, view.seats.members)
+    said = left_early(found.exception or found.reason, seats.succeeded, seats.members)
     message = clean(f"{said}\n{found.message}")
     return replace(found, exception=shorten(said), message=message)
 
@@ -147,33 +149,31 @@ def _vanished(view: View) -> list[Failure]:
 
 def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
     """Find a member on a possibly dead machine, where this loss would end the job."""
-    if first.cls not in _BY_PEERS or _left(view, NODE_WAIT) <= 0:
+    if first.cls not in _BY_PEERS or _wait_left(view, NODE_WAIT) <= 0:
         return None
-    pod = _unheard(view)
+    pod = _unheard(view.seats.members, view.nodes)
     if pod is None or verdict.ends(view, status, first) is None:
         return None
     return None if verdict.ends(view, status, view.fence.failure(pod)) else pod
 
 
-def _unheard(view: View) -> Pod | None:
+def _unheard(members: Mapping[int, Pod], nodes: Nodes | None) -> Pod | None:
     """Find a member that has not ended, on a node without a reported loss."""
-    if view.nodes is not None and not view.nodes.readable:
+    if nodes is not None and not nodes.readable:
         return None  # nothing would ever show
-    members = list(view.seats.members.values())
-    reported = {pod.node for pod in members if pod.trainer.state == "terminated"}
-    return next(
-        (p for p in members if p.node and p.node not in reported and not _ended(view, p)), None
-    )
+    pods = members.values()
+    reported = {pod.node for pod in pods if pod.trainer.state == "terminated"}
+    return next((p for p in pods if p.node and p.node not in reported and not _ended(p)), None)
 
 
-def _left(view: View, wait: timedelta) -> float:
+def _wait_left(view: View, wait: timedelta) -> float:
     """Return the seconds that the cause of a loss may still take to show itself.
 
     Measured from when this process saw the first end: kubelets' clocks differ, and a wait cut short
     would charge the wrong party. Once as many have ended as train nothing more can show.
     """
-    ended = sum(_ended(view, pod) for pod in view.seats.members.values())
-    if ended >= min(len(view.seats.members), view.spec.replicas):
+    members = view.seats.members
+    if sum(map(_ended, members.values())) >= min(len(members), view.spec.replicas):
         return 0.0
     lost = [pod for pod in view.seats.needed.values() if not evidence.succeeded(pod)]
     ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
@@ -184,33 +184,32 @@ def _left(view: View, wait: timedelta) -> float:
     return 0.0 if view.clock.waited(left) else left
 
 
-def _ended(view: View, pod: Pod) -> bool:
-    nproc = view.spec.nproc_per_node
-    return evidence.succeeded(pod) or evidence.failure(pod, nproc, view.now) is not None
+def _ended(pod: Pod) -> bool:
+    return evidence.succeeded(pod) or evidence.failed(pod)
 
 
-def is_same_incident(view: View, loss: Failure) -> bool:
+def is_same_incident(status: Status, loss: Failure, now: datetime) -> bool:
     """Tell whether this loss is of the incident that is counted already (rule O2).
 
     A launcher waited no longer, or ended with the first, as its kubelet reports only now.
     """
-    if not has_waited(view, loss) or not _incident(view.status):
+    if not has_waited(status, loss) or not _incident(status):
         return False
-    told_late = (view.now - view.status.replacing_since(view.now)).total_seconds() <= CAUSE_SECONDS
-    return loss.cls == "Collateral" or (told_late and _kind(loss) == _kind(view.status.last_loss))
+    reported_late = (now - status.replacing_since(now)).total_seconds() <= CAUSE_SECONDS
+    alike = _kind(loss) == _kind(status.last_loss)
+    return loss.cls == "Collateral" or (reported_late and alike)
 
 
-def has_waited(view: View, loss: Failure) -> bool:
+def has_waited(status: Status, loss: Failure) -> bool:
     """Tell whether the lost pod waited for others: it is older than they will be."""
-    return view.status.replacing and view.status.min_attempt(loss.replica) <= ended_attempt(view)
+    return status.replacing and status.min_attempt(loss.replica) <= ended_attempt(status)
 
 
-def ended_attempt(view: View) -> int:
+def ended_attempt(status: Status) -> int:
     """Return the attempt that the incident ended: pods of later ones have waited for nobody."""
-    attempt = view.status.attempt
-    if not view.status.replacing:
-        return attempt
-    return min((loss.attempt for loss in _incident(view.status)), default=attempt - 1)
+    if not status.replacing:
+        return status.attempt
+    return min((loss.attempt for loss in _incident(status)), default=status.attempt - 1)
 
 
 def _incident(status: Status) -> list[Failure]:

@@ -9,6 +9,7 @@ changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ddpjob_operator.core import evidence
@@ -16,18 +17,20 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects import ranges
-from ddpjob_operator.core.objects.observe import Round, Rounds
-from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure
+from ddpjob_operator.core.objects.observe import Pod, Round, Rounds
+from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Status
 from ddpjob_operator.core.view import View
 
 _INT32_MAX = 2**31 - 1
 _UNKNOWN = "Unknown"
+_SO = "processes restarted in place"
 _DRILL = "processes restarted in place to check that they resume; charged to nothing"
 
 
 def count(view: View, change: Change) -> Change:
     """Add the rounds of the current hub that are not counted yet."""
-    reported, hub = _reports(view), view.status.hub
+    hub, polled = view.status.hub, view.feedback.rounds
+    reported = _reports(view.status, polled, view.seats.pods)
     counted = change.status.restarts.round
     now = max((rounds.count for rounds in reported), default=0)
     if now <= counted:
@@ -36,24 +39,20 @@ def count(view: View, change: Change) -> Change:
     ended = [known[number] for number in range(counted, now) if number in known]
     causes = [(one, loss) for one in ended if (loss := _failure(view, one)) is not None]
     causes, drills = causes[-MAX_FAILURES:], [one for one in ended if one.kind == "drill"]
-    free = len(drills) + sum(_by_lost_pod(view, one) for one in ended)
+    free = len(drills) + sum(_by_lost_pod(view.status, polled, one) for one in ended)
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
-        change = change.event(
-            "Warning", "RestartedInPlace", f"{what}; processes restarted in place"
-        )
-        change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost(found))
+        change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
+        change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost_steps(found))
     for found in drills:
         after = "" if found.step is None else f" after step {found.step}"
         what = f"round {found.number} of attempt {hub} ended{after}, as planned"
         change = change.event("Normal", "Drill", f"{what}: {_DRILL}")
     unexplained = now - counted - len(causes) - free
     if unexplained:
-        which = f"{ranges.counted(unexplained, 'round')} of attempt {hub}"
-        what = f"{which} ended, cause unknown"
-        change = change.event(
-            "Warning", "RestartedInPlace", f"{what}; processes restarted in place"
-        )
+        which = ranges.counted(unexplained, "round")
+        what = f"{which} of attempt {hub} ended, cause unknown"
+        change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
     old, failed = change.status.restarts, now - counted - free
     change = change.with_status(
@@ -67,47 +66,49 @@ def count(view: View, change: Change) -> Change:
     )
 
 
-def _reports(view: View) -> list[Rounds]:
+def _reports(status: Status, polled: Rounds | None, pods: Collection[Pod]) -> list[Rounds]:
     """Collect the hub's reports: replica 0's /state, and the last words of ended launchers.
 
     A launcher that is older than the hub may mean rounds of the hub before.
     """
-    hub, polled = view.status.hub, view.feedback.rounds
+    hub = status.hub
     reported = [
         Rounds(hub, pod.trainer.report.number or 0, pod.trainer.report.rounds)
-        for pod in view.seats.pods
-        if pod.trainer.report and hub <= (pod.attempt or 0) <= view.status.attempt
+        for pod in pods
+        if pod.trainer.report and hub <= (pod.attempt or 0) <= status.attempt
     ]
     return [polled, *reported] if polled and polled.attempt == hub else reported
 
 
 def _failure(view: View, found: Round) -> Failure | None:
-    replica, nproc = found.replica, view.spec.nproc_per_node
+    replica, nproc, polled = found.replica, view.spec.nproc_per_node, view.feedback.rounds
     if replica is None and found.rank is not None:
         replica = found.rank // nproc
-    if replica is None or replica not in range(view.spec.replicas) or _by_lost_pod(view, found):
+    if replica is None or replica not in range(view.spec.replicas):
+        return None
+    if _by_lost_pod(view.status, polled, found):
         return None
     loss = evidence.ended_round(found, view.status.hub, replica, nproc, view.now)
-    before, now = _seats(view, replica)
+    before, now = _served_by(view.status, polled, replica)
     pod = view.seats.members.get(now) if before == now else None
     return replace(loss, pod=pod.name, node=pod.node) if pod else loss
 
 
-def _by_lost_pod(view: View, found: Round) -> bool:
+def _by_lost_pod(status: Status, polled: Rounds | None, found: Round) -> bool:
     """Tell whether the round ended with a pod that was replaced, or promoted over, by this hub."""
-    before, now = _seats(view, found.replica or 0)
-    replaced = before != now or view.status.min_attempt_by_seat.get(before, 0) > view.status.hub
+    before, now = _served_by(status, polled, found.replica or 0)
+    replaced = before != now or status.min_attempt_by_seat.get(before, 0) > status.hub
     return found.kind == "lost" and replaced
 
 
-def _seats(view: View, replica: int) -> tuple[int, int]:
-    """Return who served the replica as it was last reported, and who serves it now."""
-    before, reported = view.status.serving, view.feedback.rounds
-    now = reported.serving if reported and reported.attempt == view.status.hub else before
+def _served_by(status: Status, polled: Rounds | None, replica: int) -> tuple[int, int]:
+    """Return the seat that served the replica as it was last reported, and which one does now."""
+    before = status.serving
+    now = polled.serving if polled and polled.attempt == status.hub else before
     return before.get(replica, replica), now.get(replica, replica)
 
 
-def _lost(found: Round) -> tuple[Measurement, ...]:
+def _lost_steps(found: Round) -> tuple[Measurement, ...]:
     if found.step is None:
         return ()
     return (Measurement("lost_steps", max(0, found.step - (found.snapshot_step or 0))),)

@@ -17,11 +17,13 @@ from typing import Final
 
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
-from ddpjob_operator.core.change import Change, Stall
+from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Failure, Restarts, Status
+from ddpjob_operator.core.objects.status import Failure, Progress, Restarts, Status
+from ddpjob_operator.core.progress import Reported
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 CRASH_LOOPING: Final = "CrashLooping"
@@ -43,8 +45,8 @@ def ends(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     follows = action(view, old, loss)
     if follows == "Fail":
         return "PermanentFailure", describe(loss)
-    times = _in_same_way(view, status, loss)
-    if times >= exits.SAME_EXCEPTION and _ruled(view, loss) is None:
+    times = _in_same_way(status, loss, view.reported.snapshot_step)
+    if times >= exits.SAME_EXCEPTION and _ruled(view.spec, view.seats, loss) is None:
         return "SameFailure", (
             f"{loss.exception}: {times} times in a row after step {loss.step}. A restart would"
             " fail again. Fix the program or its data; to retry anyway, add a rule with action"
@@ -66,20 +68,20 @@ def action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
     if avoid.repeats(loss) and not avoid.is_free(view.status, in_a_row(view, old)):
         default = "Restart"
-    return _ruled(view, loss) or default
+    return _ruled(view.spec, view.seats, loss) or default
 
 
-def _ruled(view: View, loss: Failure) -> str | None:
-    return view.spec.restart.ruled(*evidence.names(loss, view.seats.members.get(loss.replica)))
+def _ruled(spec: Spec, seats: Seats, loss: Failure) -> str | None:
+    return spec.restart.ruled(*evidence.names(loss, seats.members.get(loss.replica)))
 
 
-def _in_same_way(view: View, status: Status, loss: Failure) -> int:
+def _in_same_way(status: Status, loss: Failure, snapshot_step: int) -> int:
     """Count how often in a row one exception has ended one step; 0: unknown.
 
     Without a step since the newest snapshot it may be the start that fails, which can pass.
     """
     guessed = loss.reason == evidence.PROBE_FAILED  # its words are ours: always the same
-    trained = (loss.step or 0) > view.reported.snapshot_step
+    trained = (loss.step or 0) > snapshot_step
     if loss.cls != "User" or guessed or not (loss.exception and trained):
         return 0
     since, count = status.timings.started_at, 1
@@ -132,10 +134,10 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
     return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
 
 
-def crash_loop(view: View, status: Status) -> Iterator[Stall]:
+def crash_loop(status: Status, clock: Clock) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
     until, counted = quiet_at(status), of_program(status)
-    if until is None or view.clock.reached(until):
+    if until is None or clock.reached(until):
         return
     newest = counted[-1]
     counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
@@ -175,7 +177,7 @@ def heal(view: View, change: Change) -> Change:
     """Give back the charges once there is a reason to; else change nothing."""
     if not _spent(change.status.restarts):
         return change
-    old = _marked(view, change.status.restarts)
+    old = _marked(view.status.progress, view.reported, change.status.restarts)
     change = change.with_status(restarts=old)
     why = _reason(view, change.status)
     if why is None:
@@ -185,29 +187,28 @@ def heal(view: View, change: Change) -> Change:
     return change.event("Normal", "BudgetHealed", f"{why}: the budget is whole again; {spent}")
 
 
-def heals_at(view: View, status: Status) -> datetime | None:
+def _heals_at(spec: Spec, status: Status, seats: Seats) -> datetime | None:
     """Return when time alone heals; None with nothing to heal or an incomplete gang.
 
     Any failure, one of a round too, restarts the wait. Times are the operator's.
     """
-    seconds, timings = view.spec.restart.heal_after, status.timings
+    seconds, timings = spec.restart.heal_after, status.timings
     if not seconds or not _spent(status.restarts):
         return None
     # The operator may have been away before it found the gang broken, so a broken gang does not
     # count. Only a gang in phase Running has a running_at.
-    if timings.running_at is None or not view.seats.all_running:
+    if timings.running_at is None or not seats.all_running:
         return None
     since = max(timings.running_at, timings.last_round_at or timings.running_at)
     return since + timedelta(seconds=seconds)
 
 
-def _marked(view: View, restarts: Restarts) -> Restarts:
+def _marked(stored: Progress, reported: Reported, marks: Restarts) -> Restarts:
     """Store the first values reported: a job that had reported without one began with none."""
-    reported, marks = view.status.progress, restarts
-    if not marks.snapshot_step and reported.step is None:
-        marks = replace(marks, snapshot_step=view.reported.snapshot_step)
-    if marks.file_at is None and reported.updated_at is None:
-        marks = replace(marks, file_at=view.reported.file_at)
+    if not marks.snapshot_step and stored.step is None:
+        marks = replace(marks, snapshot_step=reported.snapshot_step)
+    if marks.file_at is None and stored.updated_at is None:
+        marks = replace(marks, file_at=reported.file_at)
     return marks
 
 
@@ -217,7 +218,7 @@ def _reason(view: View, status: Status) -> str | None:
         return f"a newer snapshot, of step {view.reported.snapshot_step}"
     if file_at and (marks.file_at is None or file_at > marks.file_at):
         return "spec.restart.progressPath was written"
-    if view.clock.reached(heals_at(view, status)):
+    if view.clock.reached(_heals_at(view.spec, status, view.seats)):
         return f"{view.spec.restart.heal_after} s without a failure"
     return None
 

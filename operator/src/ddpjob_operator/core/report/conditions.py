@@ -129,7 +129,7 @@ def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas
         active=min(most, len([p for p in alive if not evidence.succeeded(p)])),
         ready=min(most, len([p for p in alive if p.trainer.ready and evidence.running(p)])),
         succeeded=len(view.seats.succeeded),
-        failed=len([p for p in members if evidence.failure(p, 1, view.now)]),
+        failed=len([p for p in members if evidence.failed(p)]),
     )
 
 
