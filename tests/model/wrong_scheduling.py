@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import pod_groups
+from ddpjob_operator.core import pod_groups, render
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.objects.observe import Job
@@ -49,8 +50,10 @@ def _least(more: Callable[[Spec], int]) -> Planner:
     return _instead(pod_groups, body=body)
 
 
-def _in_place_of_nobody(view: View, right: Callable[[View], str] = pod_group.of) -> str:
-    return "" if view.status.replacing else right(view)
+def _in_place_of_nobody(
+    *args: Any, since: int, right: Callable[..., Any] = render.pod, **more: Any
+) -> Any:
+    return right(*args, since=since, **more | ({"group": ""} if args[2] > since else {}))
 
 
 def _whole_or_not(view: View) -> bool:
@@ -60,13 +63,13 @@ def _whole_or_not(view: View) -> bool:
 
 gives_a_waiting_group_back = _instead(pod_group, waits=lambda view: False)
 waits_for_the_rest_for_ever = _instead(pod_group, waits=_whole_or_not)
-replaces_outside_of_the_group = _instead(pod_group, of=_in_place_of_nobody)
+replaces_outside_of_the_group = _instead(render, pod=_in_place_of_nobody)
 keeps_the_group_of_an_ended_attempt = _instead(
-    pod_group, _left=lambda view: False, removals=lambda view: ()
+    pod_group, of=lambda view, right=pod_group.of: replace(right(view), left_over=False)
 )
 counts_who_stands_by = _least(lambda spec: spec.standby)
 wants_one_too_few = _least(lambda spec: -1)
-comes_back_at_once = _instead(pod_group, preempted=lambda view, loss: False)
+comes_back_at_once = _instead(pod_group, preempted=lambda *_: False)
 makes_no_group = _instead(pod_group, bodies=lambda view: ())
 
 

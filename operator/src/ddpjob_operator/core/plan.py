@@ -111,7 +111,7 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
     """List why the gang does not run, the most telling first."""
     yield from queue.stalls(view)
     yield from cause.stalls(view)
-    yield from pod_group.stalls(view)
+    yield from pod_group.stalls(view.spec, view.status, view.feedback)
     yield from stalls.of_pods(view)
     yield from refusals.stalls(view)
     yield from verdict.crash_loop(status, view.clock)
@@ -170,7 +170,7 @@ def _needs_all(view: View) -> bool:
         finish.active_deadline(view)
     ):
         return True
-    if template_guard.suspends(view) and (_may_be_done(view) or template_guard.unsure(view)):
+    if template_guard.suspends(view) and (_may_be_done(view) or template_guard.needs_proof(view)):
         return True
     if _queue_asks(view):
         return True
@@ -178,7 +178,7 @@ def _needs_all(view: View) -> bool:
 
 
 def _queue_asks(view: View) -> bool:
-    return queue.unproven(view) or (bool(queue.wait(view)) and _may_be_done(view))
+    return queue.needs_proof(view) or (bool(queue.wait(view)) and _may_be_done(view))
 
 
 # --- What to do about it ------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _act(view: View) -> Plan:
     if removals := pod_group.removals(view):
         return Plan(removals)
     if _needs_all(view):
-        by_name = template_guard.unsure(view) or _queue_asks(view)
+        by_name = template_guard.needs_proof(view) or _queue_asks(view)
         return Plan((ConfirmGone(view.status.attempt, by_name=by_name),))
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo)

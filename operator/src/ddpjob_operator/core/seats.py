@@ -46,6 +46,11 @@ class Seats:
         return (*self.members.values(), *self.others)
 
     @cached_property
+    def pods_left(self) -> bool:
+        """Tell whether the cache shows a pod that has not ended."""
+        return any(not pod.ended for pod in self.pods)
+
+    @cached_property
     def needed(self) -> dict[int, Pod]:
         """Return the members without those that are done: their removal costs nothing."""
         done = self.status.succeeded

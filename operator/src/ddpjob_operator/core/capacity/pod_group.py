@@ -8,19 +8,20 @@ runs: a scheduler that places single pods after all is treated as without a grou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import crd
 from ddpjob_operator.core import pod_groups
-from ddpjob_operator.core.actions import Action, Body, RemoveGroups
-from ddpjob_operator.core.change import Change, Stall
+from ddpjob_operator.core.actions import Action, ApiFeedback, Body, RemoveGroups
+from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Failure
+from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 UNAVAILABLE: Final = "GangUnavailable"
@@ -41,6 +42,41 @@ _CURE: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What this attempt has of a PodGroup.
+
+    ``name``: which its pods name; "": none. ``refused``: why it can have none after all; "" too
+    once it is placed. ``left_over``: one of an attempt that is over may be there still.
+    """
+
+    name: str
+    refused: str
+    left_over: bool
+
+
+def of(view: View) -> Group:
+    """Read status.podGroup: it is that of an attempt that is not over, or left over."""
+    status = view.status
+    refused = _refused(status, view.seats, view.feedback)
+    live = not status.terminal and status.phase != "Suspended" and not refused
+    begun = status.replacing or status.phase in ("Starting", "Running")
+    own = status.pod_group == pod_groups.name(view.job, status.members_since)
+    name = status.pod_group if live and begun and own else ""
+    left_over = not name and status.pod_group not in ("", view.feedback.groups_removed)
+    return Group(name, refused, left_over)
+
+
+def _refused(status: Status, seats: Seats, known: ApiFeedback) -> str:
+    if not status.pod_group or status.phase != "Starting" or status.replacing:
+        return ""
+    pods = seats.members.values()
+    if not known.gang_api and not (pods and all(pod.node for pod in pods)):
+        return _NOT_SERVED  # single pods of it may be placed from now on
+    found = known.no_gang
+    return found[1] if found is not None and found[0] == status.attempt else ""
+
+
 def chosen(view: View) -> str:
     """Return the name of the group that this whole attempt shall have; "": none."""
     wanted = view.spec.scheduling
@@ -54,45 +90,30 @@ def chosen(view: View) -> str:
 
 def ready(view: View) -> bool:
     """Tell whether an attempt may begin: no group of an earlier one is left, the API is there."""
-    return not _left(view) and not (_demanded(view.spec) and not view.feedback.gang_api)
-
-
-def of(view: View) -> str:
-    """Return this attempt's group, which its pods name; "" for pods without one."""
-    return view.status.pod_group if _current(view) else ""
+    lacks = _demanded(view.spec) and not view.feedback.gang_api
+    return not lacks and not of(view).left_over
 
 
 def update(view: View, change: Change) -> Change:
     """Forget a removed group, and note when the first pod of a group has its node."""
-    status = change.status
-    over = status.pod_group == view.status.pod_group and not (_current(view) or _left(view))
+    status, group = change.status, of(view)
+    over = status.pod_group == view.status.pod_group and not (group.name or group.left_over)
     if status.pod_group and over:
         return change.with_status(pod_group="")
     goes_on = view.status.phase == "Starting" == status.phase and not view.status.replacing
     first = goes_on and status.attempt == view.status.attempt and status.pod_group
-    if first and status.timings.placed_at is None and _on_nodes(view.seats.members):
+    if first and status.timings.placed_at is None and _on_nodes(view.seats):
         return change.with_status(timings=replace(status.timings, placed_at=view.now))
     return change
 
 
-def refused(view: View) -> str:
-    """Say why this attempt can have no group after all; "" if it can, or is placed."""
-    found = view.feedback.no_gang
-    if not view.status.pod_group or view.status.phase != "Starting" or view.status.replacing:
-        return ""
-    placed = view.seats.members and all(pod.node for pod in view.seats.members.values())
-    if not view.feedback.gang_api and not placed:
-        return _NOT_SERVED  # single pods of it may be placed from now on
-    return found[1] if found is not None and found[0] == view.status.attempt else ""
-
-
-def without(view: View, change: Change) -> Change | None:
+def without(spec: Spec, group: Group, change: Change) -> Change | None:
     """Go on without a group that was refused; None: spec.scheduling asks for one."""
-    if _demanded(view.spec):
+    if _demanded(spec):
         return None
-    if _left(view):
+    if group.left_over:
         return change  # its pods are not made before it is gone
-    what = f"pods are made without a PodGroup: {refused(view)}"
+    what = f"pods are made without a PodGroup: {group.refused}"
     return change.with_status(pod_group="").event("Warning", UNAVAILABLE, what)
 
 
@@ -101,13 +122,11 @@ def waits(view: View) -> bool:
 
     Nodes that it avoids may be those that it needs: then start.py's deadline ends that.
     """
-    grouped = bool(view.status.pod_group) and view.status.phase == "Starting"
-    whole = grouped and not view.status.replacing and not view.seats.missing
-    return (
-        whole
-        and not _on_nodes(view.seats.members)
-        and not avoid.kept_off(view.status, view.begun_at or view.now)
-    )
+    status, seats = view.status, view.seats
+    grouped = status.pod_group and status.phase == "Starting" and not status.replacing
+    if not grouped or seats.missing or _on_nodes(seats):
+        return False
+    return not avoid.kept_off(status, view.begun_at or view.now)
 
 
 def looks_again(view: View) -> datetime | None:
@@ -118,24 +137,25 @@ def looks_again(view: View) -> datetime | None:
 
 def bodies(view: View) -> tuple[Body, ...]:
     """Render the group before an attempt's first pod; a replacement has it."""
-    if not of(view) or view.status.replacing or not view.feedback.gang_api:
-        return ()
     attempt, version = view.status.members_since, view.feedback.gang_api
+    if not of(view).name or view.status.replacing or not version:
+        return ()
     return (pod_groups.body(view.job, view.spec, attempt, version),)
 
 
 def removals(view: View) -> tuple[Action, ...]:
     """Remove groups of attempts that are over."""
-    return (RemoveGroups(view.status.pod_group, view.feedback.gang_api),) if _left(view) else ()
+    todo = RemoveGroups(view.status.pod_group, view.feedback.gang_api)
+    return (todo,) if of(view).left_over else ()
 
 
-def preempted(view: View, loss: Failure) -> bool:
+def preempted(spec: Spec, seats: Seats, loss: Failure) -> bool:
     """Tell whether a higher priority takes the gang's room, not that of a standby pod.
 
     The first member may be gone before its condition was seen; the others still have theirs.
     """
-    needed = [pod for seat, pod in view.seats.members.items() if seat < view.spec.replicas]
-    taken = loss.reason == PREEMPTED and loss.replica < view.spec.replicas
+    needed = [pod for seat, pod in seats.members.items() if seat < spec.replicas]
+    taken = loss.reason == PREEMPTED and loss.replica < spec.replicas
     return taken or any(pod.disruption == PREEMPTED for pod in needed)
 
 
@@ -146,7 +166,7 @@ def in_order(pods: list[Pod]) -> list[Pod]:
 
 def words(view: View) -> str:
     """Say in the message of a pod that finds no room that the others wait for it, too."""
-    group = of(view)
+    group = of(view).name
     return f"; all {view.spec.replicas} are placed together or none ({group})" if group else ""
 
 
@@ -155,25 +175,24 @@ def only_waits(pod: Pod) -> bool:
     return _OTHERS_DO_NOT_FIT in pod.unschedulable
 
 
-def just_placed(view: View, patience: timedelta) -> bool:
+def just_placed(status: Status, clock: Clock, patience: timedelta) -> bool:
     """Tell whether a group that has waited got its nodes too lately for a container to run."""
-    status = view.status
-    if not status.pod_group or status.phase != "Starting" or view.status.replacing:
+    if not status.pod_group or status.phase != "Starting" or status.replacing:
         return False
     placed = status.timings.placed_at
-    return placed is None or not view.clock.reached(placed + patience)
+    return placed is None or not clock.reached(placed + patience)
 
 
-def stalls(view: View) -> Iterator[Stall]:
+def stalls(spec: Spec, status: Status, known: ApiFeedback) -> Iterator[Stall]:
     """Explain why an attempt that needs a group does not begin."""
-    begins = view.status.phase in ("Pending", "Restarting") and not view.status.replacing
-    if begins and _demanded(view.spec) and not view.feedback.gang_api:
+    begins = status.phase in ("Pending", "Restarting") and not status.replacing
+    if begins and _demanded(spec) and not known.gang_api:
         yield Stall(UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}")
 
 
-def explained(view: View) -> str:
+def no_group(group: Group) -> Stall:
     """Say why a demanded group cannot be had, and the cure."""
-    return f"{refused(view)}: {_CURE}"
+    return Stall(UNAVAILABLE, f"{group.refused}: {_CURE}")
 
 
 def _demanded(spec: Spec) -> bool:
@@ -181,19 +200,5 @@ def _demanded(spec: Spec) -> bool:
     return spec.scheduling.gang == "Native" or bool(spec.scheduling.topology_key)
 
 
-def _current(view: View) -> bool:
-    """Tell whether status.podGroup is that of an attempt that is not over."""
-    status = view.status
-    live = not status.terminal and status.phase != "Suspended" and not refused(view)
-    begun = view.status.replacing or status.phase in ("Starting", "Running")
-    return live and begun and status.pod_group == pod_groups.name(view.job, status.members_since)
-
-
-def _left(view: View) -> bool:
-    """Tell whether a group of an attempt that is over may be there still."""
-    over = view.status.pod_group if not _current(view) else ""
-    return over not in ("", view.feedback.groups_removed)
-
-
-def _on_nodes(members: Mapping[int, Pod]) -> bool:
-    return any(pod.node for pod in members.values())
+def _on_nodes(seats: Seats) -> bool:
+    return any(pod.node for pod in seats.members.values())

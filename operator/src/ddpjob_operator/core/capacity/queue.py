@@ -13,6 +13,7 @@ what is seen: while a Workload holds quota its queue stays, whatever the label s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from ddpjob_operator.core import actions, render
@@ -20,9 +21,11 @@ from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, Write
 from ddpjob_operator.core.capacity import refusals, template_guard
 from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.objects import workload as workloads
-from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 QUEUED: Final = "Queued"
@@ -36,17 +39,28 @@ _UNKNOWN: Final = (
 _AGAIN: Final = "suspend the job and resume it to ask again"
 
 
-def own(view: View) -> Workload | None:
-    """Return the job's Workload, if it is seen."""
-    found = view.feedback.workloads or ()
-    name, uid = workloads.name_of(view.job), view.job.uid
-    return next((one for one in found if (one.name, one.owner_uid) == (name, uid)), None)
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the job has with Kueue.
+
+    ``workload``: None: none is seen. ``managed``: Kueue decides when the job may have pods.
+    ``placements``: what pods are made with; none without Kueue, or before that was read.
+    """
+
+    workload: Workload | None
+    managed: bool
+    placements: tuple[Placement, ...] = ()
 
 
-def managed(view: View) -> bool:
-    """Tell whether Kueue decides when the job may have pods."""
-    found = own(view)
-    return bool(view.job.queue) or (found is not None and (found.reserved or view.status.parked))
+def claim(view: View) -> Claim:
+    """Find the job's Workload, and the flavours of its admission."""
+    job, read = view.job, view.feedback.flavors
+    listed, mine = view.feedback.workloads or (), (workloads.name_of(job), job.uid)
+    found = next((one for one in listed if (one.name, one.owner_uid) == mine), None)
+    managed = bool(job.queue) or (found is not None and (found.reserved or view.status.parked))
+    if not managed or found is None or read is None or read[0] != found.admission:
+        return Claim(found, managed)
+    return Claim(found, managed, (*read[1].values(), *found.updates, workloads.OWN))
 
 
 def wait(view: View) -> str:
@@ -54,94 +68,94 @@ def wait(view: View) -> str:
 
     Where Workloads cannot be read a gang that has pods keeps them: reads() holds back new ones.
     """
-    if not managed(view):
+    ours, job, parked = claim(view), view.job, view.status.parked
+    if not ours.managed:
         return ""
     if view.feedback.workloads is None:
-        return _UNKNOWN if view.status.parked else ""
-    found = own(view)
+        return _UNKNOWN if parked else ""
+    found = ours.workload
     if found is None:
-        return _refused(view) or _new(view.job.queue)
-    if view.status.parked and not view.job.queue:
+        if refusal := view.feedback.workload_refusal:
+            return f"its Workload is refused: {refusals.stall(job, refusal, view.clock).message}"
+        return _new(job.queue)
+    if parked and not job.queue:
         return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
         return _words(found)
     if found.reclaimed > len(view.seats.succeeded):
         return "finished replicas released part of the quota; the next attempt needs all of it"
-    if not view.status.parked:
+    if not parked:
         return ""
-    if _other(view, found):
+    if _is_of_another(job, view.spec, found):
         return "its Workload was made of another template or label: it is made again"
     unread = f"admitted: pods of before end, then its flavours are read: {', '.join(found.flavors)}"
-    return _trouble(view) or ("" if asked(view) else unread)
+    return _trouble(view.spec, ours) or ("" if ours.placements else unread)
 
 
 def reads(view: View) -> tuple[Action, ...] | None:
     """Return what to read before pods can be made; None if they can, () if it cannot be read."""
-    found = own(view)
-    if asked(view) or not managed(view):
-        return () if _trouble(view) else None
+    ours = claim(view)
+    found = ours.workload
+    if ours.placements or not ours.managed:
+        return () if _trouble(view.spec, ours) else None
     return (ReadFlavors(found.admission, found.flavors),) if found else ()
 
 
-def asked(view: View) -> tuple[Placement, ...]:
-    """Return what pods are made with; nothing without Kueue, or before it was read."""
-    found, read = own(view), view.feedback.flavors
-    if not managed(view) or found is None or read is None or read[0] != found.admission:
-        return ()
-    return (*read[1].values(), *found.updates, workloads.OWN)
-
-
-def _trouble(view: View) -> str:
+def _trouble(spec: Spec, ours: Claim) -> str:
     """Say why no pod can be made as Kueue asks: its template contradicts that; "" if it can."""
-    found, parts = own(view), asked(view)
+    found = ours.workload
     if found and found.reserved and found.topology:
         what = "Kueue wants to place each pod by its topology, which the operator cannot do"
         return f"{what}: use a queue whose flavours have no topologyName"
-    if not parts:
+    if not ours.placements:
         return ""
-    made = workloads.placed(view.spec.template.packed.unpack(), parts)
+    made = workloads.placed(spec.template.packed.unpack(), ours.placements)
     what = "the flavour or an admission check does not go with spec.template"
     return f"{what}: {made}" if isinstance(made, str) else ""
 
 
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why a gang that lost pods gets no new ones."""
-    if managed(view) and view.seats.missing:
+    ours = claim(view)
+    if ours.managed and view.seats.missing:
         if view.feedback.workloads is None:
             yield Stall(UNAVAILABLE, _UNKNOWN)
-        elif what := _trouble(view):
+        elif what := _trouble(view.spec, ours):
             yield Stall(QUEUED, f"{what}; {_AGAIN}")
 
 
-def unproven(view: View) -> bool:
-    """Tell whether something waits for the proof that no pod of a parked job is left."""
-    found, status = own(view), view.status
+def needs_proof(view: View) -> bool:
+    """Tell whether quota waits for the proof that no pod of a parked job is left."""
+    found, status = claim(view).workload, view.status
     holds = found is not None and not found.true("Finished")
     over = status.queued or (found and status.phase == "Suspended") or (holds and status.terminal)
-    if not over or status.attempt == 0 or _on(view.seats.pods):
+    if not over or status.attempt == 0 or view.seats.pods_left:
         return False
     read = view.seats.read
     asked = read is not None and read.over and read.hidden is not None
-    return not asked or view.clock.reached(template_guard.looks_again(view))
+    return not asked or view.clock.reached(template_guard.looks_again(view.seats))
 
 
 def parked(view: View) -> tuple[Action, ...]:
     """Ask for quota while the job waits, and give it back, once no pod is left."""
-    found, waits = own(view), view.status.queued
-    if view.feedback.workloads is None or _on(view.seats.pods) or not _proven(view):
+    ours, waits = claim(view), view.status.queued
+    job, spec, found = view.job, view.spec, ours.workload
+    if view.feedback.workloads is None or not _proven(view.status, view.seats):
         return ()
     if found is None:
-        able = waits and view.job.queue and not template_guard.why(view)
-        body = render.workload(view.job, view.spec, _made_of(view))
-        wanted = actions.EnsureWorkload(body, view.job.queue_priority)
-        return (wanted,) if able and not refusals.resting(view, _refusal(view)) else ()
-    if not waits or not view.job.queue or _other(view, found) or template_guard.why(view):
+        able = waits and job.queue and not template_guard.why(view)
+        body = render.workload(job, spec, _made_of(job, spec))
+        wanted = actions.EnsureWorkload(body, job.queue_priority)
+        refusal = view.feedback.workload_refusal
+        return (wanted,) if able and not refusals.resting(view, refusal) else ()
+    another = not job.queue or _is_of_another(job, spec, found)
+    if not waits or another or template_guard.why(view):
         return () if found.deleting else (actions.DeleteWorkload(found.name, found.uid),)
     if found.reserved and (found.true("Evicted") or found.reclaimed):
         return (_give_back(found),)
     if found.reserved and found.true("Admitted"):
-        if what := _trouble(view):
+        if what := _trouble(spec, ours):
             failed = Condition(True, "FailedToStart", what, "")
             return (WriteWorkload(found.name, found.version, {"Finished": failed}),)
         return reads(view) or ()
@@ -150,17 +164,16 @@ def parked(view: View) -> tuple[Action, ...]:
 
 def running(view: View) -> tuple[Action, ...]:
     """Keep the Workload of a gang that has its quota up to date."""
-    found = own(view)
+    found, seats = claim(view).workload, view.seats
     if found is not None and not (view.job.queue or found.reserved):
         gone = found.deleting  # else it was admitted as its label went
         return () if gone else (actions.DeleteWorkload(found.name, found.uid),)
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
     reported = dict(_pods_ready(view.status, found))
-    on = {
-        view.seats.served(pod) for pod in view.seats.members.values() if not pod.ended
-    }  # a sidecar runs
-    done = len(view.status.succeeded - on) if view.clock.reached(view.seats.lingering_at) else 0
+    # Where a sidecar still runs its pod needs the quota.
+    on = {seats.served(pod) for pod in seats.members.values() if not pod.ended}
+    done = len(view.status.succeeded - on) if view.clock.reached(seats.lingering_at) else 0
     reclaimed = done if done > found.reclaimed else None
     if not reported and reclaimed is None:
         return ()
@@ -169,47 +182,32 @@ def running(view: View) -> tuple[Action, ...]:
 
 def finish(view: View) -> tuple[Action, ...]:
     """Give the quota of a job that has ended back once its last pod has."""
-    found, status = own(view), view.status
+    found, status = claim(view).workload, view.status
     if found is None or found.true("Finished") or found.deleting:
         return ()
-    if unproven(view):
+    if needs_proof(view):
         return (ConfirmGone(status.attempt, by_name=True),)
-    if _on(view.seats.pods) or not _proven(view):
+    if not _proven(status, view.seats):
         return ()
     end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
     reported = Condition(True, str(status.phase), end.message if end else "", "")
     return (WriteWorkload(found.name, found.version, {"Finished": reported}),)
 
 
-def _proven(view: View) -> bool:
+def _proven(status: Status, seats: Seats) -> bool:
     """Tell whether a quorum read made since then has shown that no pod is left."""
-    read = view.seats.read
-    return view.status.attempt == 0 or (read is not None and read.over and read.hidden == ())
+    proof = seats.read is not None and seats.read.over and seats.read.hidden == ()
+    return not seats.pods_left and (status.attempt == 0 or proof)
 
 
-def _on(pods: tuple[Pod, ...]) -> bool:
-    """Tell whether the cache shows a pod that has not ended."""
-    return any(not pod.ended for pod in pods)
-
-
-def _made_of(view: View) -> str:
-    job, spec = view.job, view.spec
+def _made_of(job: Job, spec: Spec) -> str:
     counts = f"{spec.replicas}+{spec.standby}"
     return f"{spec.template_hash} {counts} {job.queue} {job.queue_priority}".strip()
 
 
-def _other(view: View, found: Workload) -> bool:
+def _is_of_another(job: Job, spec: Spec, found: Workload) -> bool:
     """Tell whether it is of another template, or admitted for fewer pods."""
-    return found.made_of != _made_of(view) or 0 < found.count < view.spec.seats
-
-
-def _refusal(view: View) -> actions.Refusal | None:
-    return view.feedback.workload_refusal
-
-
-def _refused(view: View) -> str:
-    refusal = _refusal(view)
-    return f"its Workload is refused: {refusals.stall(view, refusal).message}" if refusal else ""
+    return found.made_of != _made_of(job, spec) or 0 < found.count < spec.seats
 
 
 def _new(queue: str) -> str:

@@ -18,7 +18,7 @@ from typing import Final
 from ddpjob_contract.crd import KIND
 from ddpjob_operator.core.actions import ApiFeedback, Refusal
 from ddpjob_operator.core.capacity import pod_group
-from ddpjob_operator.core.change import Stall
+from ddpjob_operator.core.change import Clock, Stall
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import Job, Pod
@@ -130,7 +130,13 @@ def _all_rest(view: View) -> bool:
 
 
 def _rests(view: View, refusal: Refusal | None) -> bool:
-    return refusal is not None and not view.clock.reached(rests_until(view, refusal))
+    """Tell whether it is too early for an object whose name was taken."""
+    if refusal is None:
+        return False
+    foreign = refusal.existing is not None and not is_passing(view.job, refusal)
+    stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
+    until = refusal.at + max(_FOREIGN if foreign else _OURS, stood)
+    return not view.clock.reached(until)
 
 
 def ready(view: View) -> list[int]:
@@ -158,26 +164,19 @@ def stalls(view: View) -> Iterator[Stall]:
         yield Stall("CreationFailed", what)
 
 
-def rests_until(view: View, refusal: Refusal) -> datetime:
-    """Return when an object whose name was taken may be tried again."""
-    foreign = refusal.existing is not None and not is_passing(view, refusal)
-    stood = min(_TAKEN_LONG, (refusal.at - (view.begun_at or refusal.at)) / 10)
-    return refusal.at + max(_FOREIGN if foreign else _OURS, stood)
-
-
 def of_attempt(view: View) -> Iterator[Stall]:
     """Report what the API refuses of this attempt."""
     for refusal in (view.network_refusal, *view.refusals.values()):
         if refusal and not (is_ours(view.job, refusal) and view.fresh()):
-            yield stall(view, refusal)
+            yield stall(view.job, refusal, view.clock)
 
 
-def stall(view: View, refusal: Refusal) -> Stall:
+def stall(job: Job, refusal: Refusal, clock: Clock) -> Stall:
     """Report a refusal."""
     found = refusal.existing
-    if found and is_passing(view, refusal):
+    if found and is_passing(job, refusal):
         what = f"{found.kind} {found.name} of an earlier attempt or job is still there"
-        stuck = found.deletion_at and view.clock.reached(found.deletion_at + PATIENCE)
+        stuck = found.deletion_at and clock.reached(found.deletion_at + PATIENCE)
         cure = f" on node {found.node}" if found.node else ""
         cure += f": {fence.cure(found.node)}" if found.node and stuck else ""
         known: st.Known = "Cure" if found.node and stuck else "Cause"
@@ -204,11 +203,11 @@ def is_ours(job: Job, refusal: Refusal) -> bool:
     return refusal.existing is not None and refusal.existing.owner_uid == job.uid
 
 
-def is_passing(view: View, refusal: Refusal) -> bool:
+def is_passing(job: Job, refusal: Refusal) -> bool:
     """Tell whether the name frees by itself: ours, or of a deleted job's object."""
-    namesake = f"{KIND} {view.job.name}"
+    namesake = f"{KIND} {job.name}"
     left = refusal.existing is not None and refusal.existing.owner == namesake
-    return left or is_ours(view.job, refusal)
+    return left or is_ours(job, refusal)
 
 
 def no_room(pod: Pod, more: str = "") -> Stall:

@@ -14,7 +14,9 @@ from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects.observe import clean
-from ddpjob_operator.core.objects.status import with_condition
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import Status, with_condition
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 SUSPENDING: Final = "Suspending"
@@ -33,15 +35,16 @@ POD_REFUSED: Final = "PodRefused"
 
 def why(view: View) -> tuple[str, str] | None:
     """Return reason and message of the condition Invalid; None if pods may be created."""
-    if view.spec.flaw:
-        return "SpecInvalid", view.spec.flaw
+    spec, status = view.spec, view.status
+    if spec.flaw:
+        return "SpecInvalid", spec.flaw
     # CEL refuses most of it, but overlooks one untyped field in place of another.
-    if view.status.snapshot_hash not in ("", view.spec.snapshot_hash):
+    if status.snapshot_hash not in ("", spec.snapshot_hash):
         return "SnapshotChanged", (
             "spec.snapshot.volume changed, which is immutable: pods that run go on, new ones, "
             "whose snapshots lie elsewhere, are not made; change it back, or create a new DDPJob"
         )
-    if not _changed(view) or suspends(view) or view.status.phase in (None, "Suspended"):
+    if not _changed(spec, status) or suspends(view) or status.phase in (None, "Suspended"):
         return None
     return "TemplateChanged", (
         "spec.template changed while the job was not suspended: pods that run go on, new ones are "
@@ -55,8 +58,9 @@ def suspends(view: View) -> bool:
     Suspending and resuming are two generations: a template that changed over two unseen ones was
     changed in the way that the message above asks for, only quickly.
     """
-    unseen = view.job.generation - view.status.observed_generation
-    return view.spec.suspend or (unseen >= 2 and not view.spec.flaw and _changed(view))
+    spec, status = view.spec, view.status
+    unseen = view.job.generation - status.observed_generation
+    return spec.suspend or (unseen >= 2 and not spec.flaw and _changed(spec, status))
 
 
 def suspended(view: View, change: Change, message: str | None = None) -> Change:
@@ -64,12 +68,13 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
 
     Without a message the suspension was stored before. Others may wait for its room.
     """
-    old = change.status.condition("Suspended")
+    old, seats = change.status.condition("Suspended"), view.seats
+    ending = view.status.attempt > 0 and (seats.pods_left or bool(seats.hidden))
     if message is None:
-        if (old and old.status == "True") or ending(view) or unsure(view):
+        if (old and old.status == "True") or ending or needs_proof(view):
             return change
-        message = why_suspended(view)
-    if not ending(view):
+        message = why_suspended(view.spec, view.status)
+    if not ending:
         change = change.condition("Suspended", True, "Suspended", message, view.now)
         return change.event("Normal", "Suspended", message)
     conditions, message = change.status.conditions, clean(_ENDING + message)
@@ -77,31 +82,26 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
     return change.with_status(conditions=reported).event("Normal", SUSPENDING, message)
 
 
-def why_suspended(view: View) -> str:
+def why_suspended(spec: Spec, status: Status) -> str:
     """Say why the pods go, and what had broken the gang by then."""
-    why, loss, status = _WHY if view.spec.suspend else _NEW_PODS, view.status.last_loss, view.status
+    why, loss = _WHY if spec.suspend else _NEW_PODS, status.last_loss
     broken = loss is not None and loss.attempt == status.attempt and not loss.replaced
     return f"{why}; {BROKEN}{describe(loss)}" if loss and broken else why
 
 
-def ending(view: View) -> bool:
-    """Tell whether a pod of the job has not ended."""
-    on = any(not pod.ended for pod in view.seats.pods) or bool(view.seats.hidden)
-    return view.status.attempt > 0 and on
-
-
-def unsure(view: View) -> bool:
+def needs_proof(view: View) -> bool:
     """Tell whether only a cache says that a suspended job's last pod has ended."""
-    old = view.status.condition("Suspended")
-    reported = view.status.phase != "Suspended" or (old is not None and old.status == "True")
-    if reported or view.status.attempt == 0 or any(not pod.ended for pod in view.seats.pods):
+    status, seats = view.status, view.seats
+    old = status.condition("Suspended")
+    reported = status.phase != "Suspended" or (old is not None and old.status == "True")
+    if reported or status.attempt == 0 or seats.pods_left:
         return False
-    return view.seats.hidden is None or view.clock.reached(looks_again(view))
+    return seats.hidden is None or view.clock.reached(looks_again(seats))
 
 
-def looks_again(view: View) -> datetime | None:
+def looks_again(seats: Seats) -> datetime | None:
     """Return when to ask again for ending pods that no watch shows."""
-    return view.seats.read.at + _HIDDEN_AGAIN if view.seats.read and view.seats.hidden else None
+    return seats.read.at + _HIDDEN_AGAIN if seats.read and seats.hidden else None
 
 
 def acted_on(view: View, phase: str | None) -> int:
@@ -110,8 +110,8 @@ def acted_on(view: View, phase: str | None) -> int:
     return view.status.observed_generation if waits else view.job.generation
 
 
-def _changed(view: View) -> bool:
-    return view.status.template_hash not in ("", view.spec.template_hash)
+def _changed(spec: Spec, status: Status) -> bool:
+    return status.template_hash not in ("", spec.template_hash)
 
 
 def report(view: View, change: Change) -> Change:

@@ -55,7 +55,7 @@ def creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
     attempt, feedback = view.status.attempt, view.feedback
     waiting = view.status.phase in ("Pending", "Restarting")
-    if template_guard.why(view) or pod_group.refused(view):
+    if template_guard.why(view) or pod_group.of(view).refused:
         return ()
     if not _confirmed(view) and (waiting or view.seats.missing):
         return (read(view),) if _due(view) else ()
@@ -86,8 +86,8 @@ def creations(view: View) -> tuple[Action, ...]:
         hub=view.status.hub,
         reached=view.reported.step,
         saved=max(view.status.progress.snapshot_step or 0, view.status.restarts.snapshot_step),
-        group=pod_group.of(view),
-        placements=queue.asked(view),
+        group=pod_group.of(view).name,
+        placements=queue.claim(view).placements,
     )
     pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
     return (

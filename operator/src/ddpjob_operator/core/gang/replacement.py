@@ -51,9 +51,9 @@ def lost(
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view)
     able = view.status.waiting_for_replacement and view.spec.restart.in_place > 0
-    group = view.status.pod_group and pod_group.preempted(view, loss)  # it is taken whole
-    whole = view.seats.succeeded or group or _hub_ended(view, loss)
-    if not (able and in_time) or whole:
+    preempted = pod_group.preempted(view.spec, view.seats, loss)
+    taken_whole = view.status.pod_group and preempted
+    if not (able and in_time) or view.seats.succeeded or taken_whole or _hub_ended(view, loss):
         return frozenset()
     members = view.seats.members
     gone = {loss.replica, *planned, *view.seats.missing}

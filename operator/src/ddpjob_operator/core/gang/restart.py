@@ -49,7 +49,7 @@ def after(
         count = f"restart {restarts.charged} of at most {limits.max_restarts}"
     count += "; no step was reported, so delays between restarts are longer" * (early > delay)
     delay = max(delay, early)
-    if pod_group.preempted(view, loss):
+    if pod_group.preempted(view.spec, view.seats, loss):
         delay = max(delay, pod_group.PREEMPTED_SECONDS)
     wait = f" in {delay:g} s" if delay else ""
     gone = replacement.lost(view, loss, delay, planned)

@@ -89,11 +89,9 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         return _run(view, change) if view.seats.all_running else change
     if template_guard.why(view) and view.seats.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
-    if pod_group.refused(view):
-        plain = pod_group.without(view, change)
-        return plain or _release(
-            view, change, Stall(pod_group.UNAVAILABLE, pod_group.explained(view))
-        )
+    if (group := pod_group.of(view)).refused:
+        plain = pod_group.without(view.spec, group, change)
+        return plain or _release(view, change, pod_group.no_group(group))
     network = view.network_refusal
     refused = [*view.refusals.values(), *([network] if network else [])]
     wrong = next((r for r in refused if r.code in (400, 422)), None)
@@ -112,7 +110,7 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     if not late(view) or not view.seats.read_since(deadline(view)):
         return change
     if refused:
-        return _release(view, change, refusals.stall(view, refused[0]))
+        return _release(view, change, refusals.stall(view.job, refused[0], view.clock))
     if missing := view.seats.missing:
         what = f"replica {missing[0]} was never created: the API server could not be reached"
         return _release(view, change, Stall("CreationFailed", what))
@@ -251,7 +249,7 @@ def begin_job(view: View, change: Change) -> Change:
 
 def suspend(view: View, change: Change) -> Change:
     """End the pods, with their grace period for a snapshot unless the gang is broken."""
-    change, message = broken(view, change, template_guard.why_suspended(view))
+    change, message = broken(view, change, template_guard.why_suspended(view.spec, view.status))
     change = _park(view, change, "Suspended", "Suspended", message)
     change = change.condition("Stalled", False, "Suspended", "", view.now)
     return template_guard.suspended(view, change, message)

@@ -65,14 +65,17 @@ def of_pods(view: View) -> Iterator[Stall]:
             yield refusals.no_room(pod, avoid.words(view.status) + pod_group.words(view))
     for pod in pods:
         started = evidence.running(pod) or pod.trainer.state == "terminated"
-        if pod.node and not started and not (view.fresh() or pod_group.just_placed(view, PATIENCE)):
-            where = f"pod {pod.name} on {pod.node}"
-            if pod.awaits:
-                yield Stall(INIT_PENDING, f"{initializing(pod.awaits)}, in {where}")
-            # Events outlive the pod, which the end of the wait removes.
-            hint = f"kubectl get events -n {pod.namespace}"
-            hint += f" --field-selector involvedObject.name={pod.name}"
-            yield Stall("ContainerCreating", f"{where} does not start: {hint}")
+        if started or not pod.node or view.fresh():
+            continue
+        if pod_group.just_placed(view.status, view.clock, PATIENCE):
+            continue
+        where = f"pod {pod.name} on {pod.node}"
+        if pod.awaits:
+            yield Stall(INIT_PENDING, f"{initializing(pod.awaits)}, in {where}")
+        # Events outlive the pod, which the end of the wait removes.
+        hint = f"kubectl get events -n {pod.namespace}"
+        hint += f" --field-selector involvedObject.name={pod.name}"
+        yield Stall("ContainerCreating", f"{where} does not start: {hint}")
     for pod in pods:
         # Two clocks: good for a message, never for a decision.
         unseen = not pod.node and not pod.unschedulable and pod.phase == "Pending"
