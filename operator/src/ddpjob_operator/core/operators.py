@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_operator.core.actions import ApiFeedback, Plan, WriteStatus
-from ddpjob_operator.core.change import Change, Stall
+from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.objects.json_read import format_time
 from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.view import View
@@ -34,7 +34,7 @@ def give_way(view: View, todo: Plan) -> Plan:
     """Return ``todo`` if the job is this operator's; else ask, wait, or take it over."""
     found, ours = view.status.operator, view.feedback.lease
     # After the end a write needs a reason: thousands of such jobs may be there.
-    if not _foreign(view) or (view.status.terminal and not todo.actions):
+    if not _foreign(view.status, view.feedback) or (view.status.terminal and not todo.actions):
         return todo
     patience = PATIENCE if found.other == ours and not found.answered else AGAIN
     left = found.asked + patience - view.now if found.asked else timedelta()
@@ -49,14 +49,14 @@ def give_way(view: View, todo: Plan) -> Plan:
     return Plan((WriteStatus({**view.job.status, "operator": new}, takes_over=takes),))
 
 
-def answer(view: View, change: Change) -> Change:
+def answer(status: Status, known: ApiFeedback, clock: Clock, change: Change) -> Change:
     """Answer an operator that asks; forget one that has stopped asking."""
-    found = view.status.operator
-    if _foreign(view) or not view.feedback.lease or not found.asked:
+    found = status.operator
+    if _foreign(status, known) or not known.lease or not found.asked:
         return change
     if not found.answered:
-        return change.with_status(operator=replace(found, answered=view.now))
-    if view.clock.reached(due(view.status)):
+        return change.with_status(operator=replace(found, answered=clock.now))
+    if clock.reached(_forgotten_at(status)):
         return change.with_status(operator=replace(found, other="", asked=None, answered=None))
     return change
 
@@ -70,21 +70,21 @@ def sign(feedback: ApiFeedback, change: Change) -> Change:
     return change.with_status(operator=named)
 
 
-def due(status: Status) -> datetime | None:
+def _forgotten_at(status: Status) -> datetime | None:
     """Return when an operator that asks no more is forgotten."""
     at = status.operator.answered
     return None if at is None else at + FORGOTTEN
 
 
-def stalls(view: View) -> Iterator[Stall]:
+def stalls(status: Status, clock: Clock) -> Iterator[Stall]:
     """Report that operators of two Leases serve the job."""
-    found = view.status.operator
-    if found.other and not view.clock.reached(due(view.status)):
+    found = status.operator
+    if found.other and not clock.reached(_forgotten_at(status)):
         what = f"operators of two Leases serve this namespace: that of {found.lease} acts, that of"
         cure = "give each release its own value namespaces, or uninstall one"
         yield Stall(OTHER, f"{what} {found.other} waits; {cure}")
 
 
-def _foreign(view: View) -> bool:
-    ours, theirs = view.feedback.lease, view.status.operator.lease
+def _foreign(status: Status, known: ApiFeedback) -> bool:
+    ours, theirs = known.lease, status.operator.lease
     return bool(ours and theirs) and ours != theirs

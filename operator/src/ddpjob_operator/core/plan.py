@@ -56,9 +56,10 @@ def _plan(view: View) -> Plan:
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
         seen = pod_group.update(view, Change(replace(status, observed_generation=job.generation)))
-        seen = operators.answer(view, seen)
+        seen = operators.answer(status, view.feedback, view.clock, seen)
         return conditions.write(view, seen) or _end(view)
-    change = conditions.fill(view, pod_group.update(view, operators.answer(view, _decide(view))))
+    change = operators.answer(status, view.feedback, view.clock, _decide(view))
+    change = conditions.fill(view, pod_group.update(view, change))
     return conditions.write(view, change) or _act(view)
 
 
@@ -74,10 +75,13 @@ def _decide(view: View) -> Change:
         ):
             return start.begin_job(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
-    change = replacement.record_hub_report(view, rounds.count(view, change))
+    change, polled = rounds.count(view, change), view.feedback.rounds
+    change = replacement.record_hub_report(view.job, status, polled, change)
     if len(view.seats.succeeded) == view.spec.replicas:
         return finish.succeed(view, change)  # whatever deadline or suspend says by now
-    if finish.past_active_deadline(view) and view.seats.read_since(finish.active_deadline(view)):
+    if finish.past_active_deadline(view) and view.seats.read_since(
+        finish.active_deadline(view.spec, view.status)
+    ):
         what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
         change, what = start.broken(view, change, what)
         return finish.fail(view, change, "DeadlineExceeded", what)
@@ -115,7 +119,7 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
     yield from stalls.of_pods(view)
     yield from refusals.stalls(view)
     yield from verdict.crash_loop(status, view.clock)
-    yield from operators.stalls(view)
+    yield from operators.stalls(view.status, view.clock)
 
 
 def _restart(view: View, change: Change) -> Change | None:
@@ -128,12 +132,12 @@ def _restart(view: View, change: Change) -> Change | None:
     loss = cause.loss(view, change.status)
     if loss is not None:
         change = cause.clear_wait(change, view.now)
-        if late := replacement.too_late(view, loss):
+        if late := replacement.too_late(view.spec, view.status, view.seats.succeeded, loss):
             return restart.restart_all(view, change, "Restarting", late)
         return restart.after(view, change, loss)
-    if unmade := replacement.uncertain(view):
+    if unmade := replacement.maybe_created(view.status, view.seats, view.feedback.begun):
         if view.status.replacing or view.status.phase == "Running":
-            return replacement.retry_uncertain(view, change, unmade)
+            return replacement.retry_as_new_attempt(view, change, unmade)
         what = "cannot tell whether the pod of replica 0 was created"
         return restart.restart_all(view, change, "Restarting", what)
     return handover.begin(view, change)
@@ -167,7 +171,7 @@ def _may_be_done(view: View) -> bool:
 def _needs_all(view: View) -> bool:
     """Tell whether a final decision is due that needs a quorum read of all pods first."""
     if finish.past_active_deadline(view) and not view.seats.read_since(
-        finish.active_deadline(view)
+        finish.active_deadline(view.spec, view.status)
     ):
         return True
     if template_guard.suspends(view) and (_may_be_done(view) or template_guard.needs_proof(view)):
@@ -185,7 +189,7 @@ def _queue_asks(view: View) -> bool:
 
 
 def _act(view: View) -> Plan:
-    leaving = (*barrier.deletions(view), *finish.hidden(view, None))
+    leaving = (*barrier.deletions(view), *finish.hidden(view.status, view.seats, None))
     if leaving:
         return Plan(leaving)
     if removals := pod_group.removals(view):
@@ -196,7 +200,7 @@ def _act(view: View) -> Plan:
     if view.status.parked and (todo := queue.parked(view)):
         return Plan(todo)
     if view.seats.in_doubt or cause.waits_for_read(view):
-        return Plan((barrier.read(view),))
+        return Plan((barrier.read(view.status, view.seats),))
     if view.status.parked or view.status.phase not in _WANTED:
         return Plan(view.fence.reads(view.seats.pods))
     todo = () if view.seats.others else barrier.creations(view)

@@ -44,9 +44,4 @@ def body(job: Job, spec: Spec, attempt: int, version: str) -> dict[str, Any]:
     owner = {**meta["ownerReferences"][0], "blockOwnerDeletion": False}
     meta |= {"name": name(job, attempt), "ownerReferences": [owner]}
     meta["labels"] = {**meta["labels"], crd.LABEL_ATTEMPT: str(attempt)}
-    return {
-        "apiVersion": f"{GROUP}/{version}",
-        "kind": KIND,
-        "metadata": meta,
-        "spec": wanted,
-    }
+    return {"apiVersion": f"{GROUP}/{version}", "kind": KIND, "metadata": meta, "spec": wanted}

@@ -74,6 +74,16 @@ class Seats:
         return 0 in on and len(on) >= self.spec.replicas
 
     @property
+    def all_placed(self) -> bool:
+        """Tell whether no wanted seat is without a pod, and no pod without a node."""
+        return not self.missing and all(pod.node for pod in self.members.values())
+
+    @property
+    def any_placed(self) -> bool:
+        """Tell whether any member has a node."""
+        return any(pod.node for pod in self.members.values())
+
+    @property
     def lingering_at(self) -> datetime | None:
         """Return when to report that some replicas are done and others do not end.
 

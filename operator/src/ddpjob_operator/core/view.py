@@ -69,8 +69,7 @@ class View:
         found = self.feedback.network_refusal
         if found is None or found.attempt != self.status.attempt:
             return None
-        placed = not self.seats.missing and all(pod.node for pod in self.seats.members.values())
-        return None if placed else found
+        return None if self.seats.all_placed else found
 
     def chance(self, *what: int) -> float:
         """Return a number from 0 to 1, constant for each job, attempt and ``what``.

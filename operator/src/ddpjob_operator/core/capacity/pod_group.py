@@ -102,7 +102,7 @@ def update(view: View, change: Change) -> Change:
         return change.with_status(pod_group="")
     goes_on = view.status.phase == "Starting" == status.phase and not view.status.replacing
     first = goes_on and status.attempt == view.status.attempt and status.pod_group
-    if first and status.timings.placed_at is None and _on_nodes(view.seats):
+    if first and status.timings.placed_at is None and view.seats.any_placed:
         return change.with_status(timings=replace(status.timings, placed_at=view.now))
     return change
 
@@ -124,7 +124,7 @@ def waits(view: View) -> bool:
     """
     status, seats = view.status, view.seats
     grouped = status.pod_group and status.phase == "Starting" and not status.replacing
-    if not grouped or seats.missing or _on_nodes(seats):
+    if not grouped or seats.missing or seats.any_placed:
         return False
     return not avoid.kept_off(status, view.begun_at or view.now)
 
@@ -198,7 +198,3 @@ def no_group(group: Group) -> Stall:
 def _demanded(spec: Spec) -> bool:
     """Tell whether pods without a group will not do: only a group keeps a topology."""
     return spec.scheduling.gang == "Native" or bool(spec.scheduling.topology_key)
-
-
-def _on_nodes(seats: Seats) -> bool:
-    return any(pod.node for pod in seats.members.values())

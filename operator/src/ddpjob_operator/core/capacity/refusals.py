@@ -106,7 +106,7 @@ def quota_exceeded(refusal: Refusal) -> bool:
     return refusal.code == 403 and "exceeded quota" in refusal.message
 
 
-def due(view: View) -> datetime | None:
+def next_try_at(view: View) -> datetime | None:
     """Return when one pod may be tried after a row of refusals; None: at once.
 
     A new generation of the job may have cured it.
@@ -125,7 +125,7 @@ def resting(view: View, refusal: Refusal | None) -> bool:
 
 
 def _all_rest(view: View) -> bool:
-    at = due(view)
+    at = next_try_at(view)
     return at is not None and not view.clock.reached(at)
 
 
@@ -154,7 +154,7 @@ def ready(view: View) -> list[int]:
 
 def stalls(view: View) -> Iterator[Stall]:
     """Explain why a restarting gang is not created yet: the last refusal is still resting."""
-    at, found = due(view), row(view.feedback)
+    at, found = next_try_at(view), row(view.feedback)
     waits = view.status.phase in ("Restarting", "Starting")  # start.py tells it in Pending
     if at is None or found is None or view.clock.reached(at) or not waits:
         return  # of_attempt() reports this attempt's refusals first

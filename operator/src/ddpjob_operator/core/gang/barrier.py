@@ -17,7 +17,10 @@ from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_g
 from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.gang import handover, replacement, restart
 from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import PATIENCE, View
 
 #: Missing seats whose pods alone are asked for: a label selector names each.
@@ -37,10 +40,9 @@ def deletions(view: View) -> tuple[Action, ...]:
     ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
     todo: list[Action] = []
+    births = view.status.min_attempt_by_seat
     for pod in view.seats.others:
-        replaced = view.status.min_attempt_by_seat.get(
-            -1 if pod.replica is None else pod.replica, 0
-        )
+        replaced = 0 if pod.replica is None else births.get(pod.replica, 0)
         late = (pod.attempt or 0) < max(dead + 1, replaced)
         grace = DEAD_GANG_SECONDS if late and not handover.saves(view.status, pod) else None
         if view.fence.lost(pod) or (pod.stopped and not pod.deleting):
@@ -53,45 +55,55 @@ def deletions(view: View) -> tuple[Action, ...]:
 
 def creations(view: View) -> tuple[Action, ...]:
     """Pass the barrier, then ensure network objects, then create pods: one stage a round."""
-    attempt, feedback = view.status.attempt, view.feedback
-    waiting = view.status.phase in ("Pending", "Restarting")
-    if template_guard.why(view) or pod_group.of(view).refused:
+    job, status, seats, feedback = view.job, view.status, view.seats, view.feedback
+    attempt, group = status.attempt, pod_group.of(view)
+    waiting = status.phase in ("Pending", "Restarting")
+    # start.py and the condition Invalid say why; pods that run go on.
+    if template_guard.why(view) or group.refused:
         return ()
-    if not _confirmed(view) and (waiting or view.seats.missing):
-        return (read(view),) if _due(view) else ()
+    # The barrier: a watch may be behind, so only a quorum read shows that no older pod is left.
+    if not _confirmed(seats) and (waiting or seats.missing):
+        return (read(status, seats),) if _delays_over(view) else ()
+    # Only the process that has stored phase Starting makes pods, each once (rule O5).
     again = view.clock.reached(pod_group.looks_again(view))
-    if waiting or not (view.seats.not_created or again) or replacement.uncertain(view):
+    if waiting or not (seats.not_created or again):
         return ()
+    if replacement.maybe_created(status, seats, feedback.begun):
+        return ()
+    # In a queue each pod is made as its admission says.
     if (asked := queue.reads(view)) is not None:
         return asked
-    if view.status.phase == "Running" and not (view.seats.read and view.seats.read.begun):
+    if status.phase == "Running" and not (seats.read and seats.read.begun):
         return ()
+    # Pods need the Secret to start and the Service to find rank 0, so these come first.
     if feedback.network_attempt != attempt or again:
         if refusals.resting(view, view.network_refusal):
             return ()
         if feedback.network_attempt == attempt:
             return (actions.EnsureNetwork(attempt, pod_group.bodies(view)),)
         # Where pods did not start somebody may have removed the Secret.
-        unstarted = any(loss.cls == "Startup" for loss in view.status.failures[-1:])
+        unstarted = any(loss.cls == "Startup" for loss in status.failures[-1:])
         secret = feedback.network_attempt == 0 or unstarted
-        bodies = render.network(view.job, view.spec, feedback.metrics_from, secret=secret)
+        bodies = render.network(job, view.spec, feedback.metrics_from, secret=secret)
         return (actions.EnsureNetwork(attempt, (*bodies, *pod_group.bodies(view))),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = refusals.ready(view)[: 1 if refusals.row(feedback) else _batch(view.spec)]
     make = partial(
         render.pod,
-        avoided=avoid.kept_off(view.status, view.now),
-        suspected=avoid.suspected(view.status),
-        since=view.status.members_since,
-        hub=view.status.hub,
+        avoided=avoid.kept_off(status, view.now),
+        suspected=avoid.suspected(status),
+        since=status.members_since,
+        hub=status.hub,
         reached=view.reported.step,
-        saved=max(view.status.progress.snapshot_step or 0, view.status.restarts.snapshot_step),
-        group=pod_group.of(view).name,
+        # On the volume of now: template_guard.py makes no pods for another.
+        saved=max(status.progress.snapshot_step or 0, status.restarts.snapshot_step),
+        group=group.name,
         placements=queue.claim(view).placements,
     )
-    pods = ((r, make(view.job, view.spec, attempt, r)) for r in due_now)
+    refused = view.refusals
+    pods = ((r, make(job, view.spec, attempt, r)) for r in due_now)
     return (
-        *chain.from_iterable(_unlabelled(view, view.refusals.get(r)) for r in due_now),
+        *chain.from_iterable(_unlabelled(job, attempt, refused.get(r)) for r in due_now),
         *(actions.CreatePod(r, attempt, body) for r, body in pods),
     )
 
@@ -100,29 +112,28 @@ def passed(view: View) -> bool:
     """Tell whether a quorum LIST shows no older object and the backoff is over."""
     if view.status.phase not in ("Pending", "Restarting"):
         return False
-    passed = _confirmed(view) and not view.seats.others and _due(view)
-    return passed and (
-        view.status.replacing or (pod_group.ready(view) and not any(queue.stalls(view)))
-    )
+    passed = _confirmed(view.seats) and not view.seats.others and _delays_over(view)
+    if not passed or view.status.replacing:
+        return passed
+    return pod_group.ready(view) and not any(queue.stalls(view))
 
 
-def _confirmed(view: View) -> bool:
+def _confirmed(seats: Seats) -> bool:
     """Tell whether a valid quorum read shows no older pod (actions.QuorumRead)."""
-    read = view.seats.read
-    return read is not None and read.alone and all(map(read.asked, view.seats.missing))
+    read = seats.read
+    return read is not None and read.alone and all(map(read.asked, seats.missing))
 
 
-def _due(view: View) -> bool:
-    return all(
-        at is None or view.clock.reached(at) for at in (restart.due(view), refusals.due(view))
-    )
+def _delays_over(view: View) -> bool:
+    times = (restart.delayed_until(view.status, view.begun_at), refusals.next_try_at(view))
+    return all(at is None or view.clock.reached(at) for at in times)
 
 
-def read(view: View) -> ConfirmGone:
+def read(status: Status, seats: Seats) -> ConfirmGone:
     """Ask for the pods of missing seats alone where the other pods stay."""
-    stay = view.status.replacing or view.status.phase == "Running"
-    few = view.seats.missing if stay and len(view.seats.missing) <= _FEW_SEATS else ()
-    return ConfirmGone(view.status.attempt, seats=frozenset(few))
+    stay = status.replacing or status.phase == "Running"
+    few = seats.missing if stay and len(seats.missing) <= _FEW_SEATS else ()
+    return ConfirmGone(status.attempt, seats=frozenset(few))
 
 
 def _batch(spec: Spec) -> int:
@@ -131,12 +142,12 @@ def _batch(spec: Spec) -> int:
     return max(1, min(_BATCH, _BATCH_BYTES // max(1, size)))
 
 
-def _unlabelled(view: View, refusal: actions.Refusal | None) -> tuple[DeletePod, ...]:
+def _unlabelled(job: Job, attempt: int, refusal: actions.Refusal | None) -> tuple[DeletePod, ...]:
     """Delete a pod of ours that lost its labels and keeps the name."""
     found = refusal.existing if refusal else None
-    if found is None or found.kind != "Pod" or found.owner_uid != view.job.uid:
+    if found is None or found.kind != "Pod" or found.owner_uid != job.uid:
         return ()
-    if found.deleting or found.attempt == view.status.attempt:
+    if found.deleting or found.attempt == attempt:
         return ()
     return (DeletePod(found.name, found.uid, DEAD_GANG_SECONDS),)
 

@@ -13,9 +13,12 @@ from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change
+from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.ranges import every
-from ddpjob_operator.core.objects.status import Progress
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import Progress, Status
 from ddpjob_operator.core.progress import began_from, received
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
@@ -32,7 +35,7 @@ def succeed(view: View, change: Change) -> Change:
         f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
     change = _end(view, change, "Succeeded")
-    progress = _final_progress(view, change)
+    progress = _with_last_words(change.status.progress, view.seats.members.get(0), view.now)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
     change = change.with_status(progress=progress)
@@ -60,12 +63,12 @@ def past_active_deadline(view: View) -> bool:
     """Tell whether activeDeadlineSeconds ends the job now."""
     if view.spec.suspend or view.status.parked:
         return False  # the resume, or the admission, restarts the clock
-    return view.clock.reached(active_deadline(view))
+    return view.clock.reached(active_deadline(view.spec, view.status))
 
 
-def active_deadline(view: View) -> datetime | None:
+def active_deadline(spec: Spec, status: Status) -> datetime | None:
     """Count the deadline from the first start, or the last resume, as batch/v1 does."""
-    seconds, since = view.spec.active_deadline, view.status.timings.started_at
+    seconds, since = spec.active_deadline, status.timings.started_at
     return None if seconds is None or since is None else since + timedelta(seconds=seconds)
 
 
@@ -81,13 +84,10 @@ def clean_up(view: View) -> Plan:
             todo.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:
             todo.append(DeletePod(pod.name, pod.uid, grace))
-    todo += hidden(view, grace)
+    todo += hidden(view.status, view.seats, grace)
     since = view.status.timings.completed_at
-    if (
-        view.seats.hidden is None
-        and since is not None
-        and not view.clock.reached(since + _JUST_ENDED)
-    ):
+    unasked = since if view.seats.hidden is None else None
+    if unasked is not None and not view.clock.reached(unasked + _JUST_ENDED):
         todo.append(ConfirmGone(view.status.attempt, by_name=True))
     todo += [*pod_group.removals(view), *view.fence.reads(view.seats.pods)]
     ttl = view.spec.ttl
@@ -96,12 +96,12 @@ def clean_up(view: View) -> Plan:
     return Plan(tuple(todo))
 
 
-def hidden(view: View, grace: int | None) -> tuple[actions.Action, ...]:
+def hidden(status: Status, seats: Seats, grace: int | None) -> tuple[actions.Action, ...]:
     """Delete pods that lost our label, and look again for proof."""
-    left = [pod for pod in view.seats.hidden or () if not pod.deleting]
+    left = [pod for pod in seats.hidden or () if not pod.deleting]
     if not left:
         return ()
-    again = ConfirmGone(view.status.attempt, by_name=True)
+    again = ConfirmGone(status.attempt, by_name=True)
     return (*(DeletePod(pod.name, pod.uid, grace) for pod in left), again)
 
 
@@ -115,9 +115,8 @@ def _end(view: View, change: Change, phase: str) -> Change:
     return change.with_status(phase=phase, timings=timings, progress=progress)
 
 
-def _final_progress(view: View, change: Change) -> Progress:
+def _with_last_words(old: Progress, first: Pod | None, now: datetime) -> Progress:
     """Take the last words of replica 0, which are newer than the last poll."""
-    old, first = change.status.progress, view.seats.members.get(0)
     last = first.trainer.report if first and evidence.succeeded(first) else None
     if last is None or last.step is None:
         return old
@@ -128,6 +127,6 @@ def _final_progress(view: View, change: Change) -> Progress:
         snapshot_step=last.snapshot_step or None,
         file_at=last.file_at,
         resumed=last.resumed,
-        updated_at=view.now,
+        updated_at=now,
     )
     return received(old, said)

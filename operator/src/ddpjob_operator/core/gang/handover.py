@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from ddpjob_operator.core import evidence
@@ -26,7 +26,7 @@ from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import fence
 from ddpjob_operator.core.objects.nodes import Node
 from ddpjob_operator.core.objects.observe import Pod
-from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Failure, Status
+from ddpjob_operator.core.objects.status import MAX_AVOIDED, MAX_HANDED_OVER, Status
 from ddpjob_operator.core.view import View
 
 HANDED_OVER: Final = "HandedOver"
@@ -37,14 +37,19 @@ _PATIENCE: Final = timedelta(seconds=60)
 def begin(view: View, change: Change) -> Change | None:
     """Replace the members on nodes about to go; None: there are none, or it is too early."""
     going = _going(view)
-    if not going or _unread(going) or view.seats.unread:
+    if not going or _read_too_long_ago(going) or view.seats.unread:
         return None
     planned, nodes = frozenset(going), {node.name: node for node in going.values()}
     words = ", ".join(f"{node.name} is about to go ({node.signal})" for node in nodes.values())
-    loss = _loss(view, min(planned), words)
+    loss = replace(
+        evidence.removed(view.seats.members[min(planned)], view.now),
+        reason=HANDED_OVER,
+        message=f"{words}: all ranks save at one step, then a new pod takes its place",
+        exception=shorten(words),
+    )
     news = map(_entry, nodes.values())
     acted = change.with_status(handed_over=(*view.status.handed_over, *news))
-    able = replacement.lost(view, loss, 0.0, planned)
+    able = replacement.to_replace(view, loss, 0.0, planned)
     if not able or verdict.ends(view, view.status, loss):
         what = f"{words}: {replicas(planned, 40)} cannot be replaced before the end there"
         why = "it takes other replicas that hold meanwhile, and a disruption that may be counted"
@@ -55,15 +60,8 @@ def begin(view: View, change: Change) -> Change | None:
 
 def reads(view: View) -> tuple[ReadNodes, ...]:
     """Read the nodes before pods there are replaced: a watch may be behind."""
-    unread = _unread(_going(view))
-    return (ReadNodes(tuple(sorted(unread))),) if unread else ()
-
-
-def due(view: View) -> datetime | None:
-    """Return when launchers that have not said that they hold are taken to be unable to."""
-    since, nodes = view.status.timings.running_at, view.nodes.known if view.nodes else {}
-    waits = not view.status.waiting_for_replacement and any(node.signal for node in nodes.values())
-    return since + _PATIENCE if since and waits else None
+    old = _read_too_long_ago(_going(view))
+    return (ReadNodes(tuple(sorted(old))),) if old else ()
 
 
 def saves(status: Status, pod: Pod) -> bool:
@@ -77,20 +75,20 @@ def _going(view: View) -> Mapping[int, Node]:
 
     On one that is not ready nothing would be ended before it answers again.
     """
-    status, pods = view.status, view.seats.members
-    if (
-        status.phase != "Running"
-        or not view.seats.all_running
-        or view.seats.succeeded
-        or view.nodes is None
-    ):
+    status, seats, pods = view.status, view.seats, view.seats.members
+    known = view.nodes.known if view.nodes else {}
+    if status.phase != "Running" or not seats.all_running or seats.succeeded or not known:
         return {}
-    listed = (view.nodes.known.get(name) for name in sorted({pod.node for pod in pods.values()}))
+    listed = (known.get(name) for name in sorted({pod.node for pod in pods.values()}))
     signalled = [node for node in listed if node and node.signal and node.ready]
     news = [node for node in signalled if _entry(node) not in status.handed_over]
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
-    patient = due(view)
-    early = (patient and not view.clock.reached(patient)) or verdict.in_a_row(view, status.restarts)
+    # Launchers that have not said by then that they hold are taken to be unable to.
+    since, signal = status.timings.running_at, any(node.signal for node in known.values())
+    early = False
+    if since and signal and not status.waiting_for_replacement:
+        early = not view.clock.reached(since + _PATIENCE)
+    early = early or verdict.in_a_row(view, status.restarts) > 0
     sent, stored = view.feedback.pruned or ({}, {})
     # An older CRD would have it done again and again.
     forgets = any(name in sent and name not in stored for name in ("births", "holds", "handedOver"))
@@ -99,19 +97,10 @@ def _going(view: View) -> Mapping[int, Node]:
     return {replica: left[pod.node] for replica, pod in pods.items() if pod.node in left}
 
 
-def _unread(going: Mapping[int, Node]) -> set[str]:
+def _read_too_long_ago(going: Mapping[int, Node]) -> set[str]:
     """Return the nodes that no quorum read has reported lately."""
     ages = {node.name: node.read_seconds for node in going.values()}
     return {name for name, age in ages.items() if age is None or age > fence.READ_HOLDS}
-
-
-def _loss(view: View, replica: int, words: str) -> Failure:
-    return replace(
-        evidence.removed(view.seats.members[replica], view.now),
-        reason=HANDED_OVER,
-        message=f"{words}: all ranks save at one step, then a new pod takes its place",
-        exception=shorten(words),
-    )
 
 
 def _entry(node: Node) -> str:

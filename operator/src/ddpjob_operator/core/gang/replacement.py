@@ -1,8 +1,8 @@
 """Replace lost pods alone while the launchers of the other replicas wait for them.
 
-restart.py asks lost() after each loss; if it names nobody, the whole gang restarts. begin() stores
-the intent: a new attempt that keeps membersSince and raises the least attempt of the lost seats
-(status.births), so that their old pods are no members any more. Barrier, phase Starting and
+restart.py asks to_replace() after each loss; if it names nobody, the whole gang restarts. begin()
+stores the intent: a new attempt that keeps membersSince and raises the least attempt of the lost
+seats (status.births), so that their old pods are no members any more. Barrier, phase Starting and
 creations are those of a whole start (barrier.py), for these seats alone: while replacing, a least
 attempt equal to the present one is that of a pod to be made. failed() ends the wait. The rules
 O1 to O5 keep one attempt and seat from naming two pods, and so two hubs from having one number.
@@ -23,37 +23,45 @@ from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import replicas
 from ddpjob_operator.core.loss import cause
-from ddpjob_operator.core.objects.status import MAX_MIN_ATTEMPTS, Failure
+from ddpjob_operator.core.objects.observe import Job, Rounds
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import MAX_MIN_ATTEMPTS, Failure, Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 _NAMED: Final = 10  # takeovers in one Event
+_NOT_BY_HUB: Final = ("Infrastructure", "Disruption", "Collateral")
 
 
-def record_hub_report(view: View, change: Change) -> Change:
+def record_hub_report(job: Job, status: Status, polled: Rounds | None, change: Change) -> Change:
     """Store that all launchers wait for a lost one, until a whole start, and who serves what."""
-    reported = view.feedback.rounds
-    if view.status.phase != "Running" or reported is None or reported.attempt != view.status.hub:
+    if status.phase != "Running" or polled is None or polled.attempt != status.hub:
         return change
-    waits = view.status.waiting_for_replacement or reported.waiting_for_replacement
-    change = change.with_status(waiting_for_replacement=waits, serving=reported.serving)
-    took = sorted(reported.serving.items() - view.status.serving.items())
-    names = ", ".join(f"{view.job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
+    waits = status.waiting_for_replacement or polled.waiting_for_replacement
+    change = change.with_status(waiting_for_replacement=waits, serving=polled.serving)
+    took = sorted(polled.serving.items() - status.serving.items())
+    names = ", ".join(f"{job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
     return change.event("Normal", "TookOver", f"pods that stood by: {names}") if took else change
 
 
-def lost(
+def to_replace(
     view: View, loss: Failure, delay: float, planned: frozenset[int] = frozenset()
 ) -> frozenset[int]:
     """Return the replicas to replace after this loss; none: all restart (rule O4).
 
-    A quorum read has shown that nobody is in a missing seat (View.unread, rule E14).
+    A quorum read has shown that nobody is in a missing seat (Seats.unread, rule E14).
     ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
     """
-    in_time = view.now + timedelta(seconds=delay) < deadline(view)
+    in_time = view.now + timedelta(seconds=delay) < deadline(view.spec, view.status, view.now)
     able = view.status.waiting_for_replacement and view.spec.restart.in_place > 0
     preempted = pod_group.preempted(view.spec, view.seats, loss)
     taken_whole = view.status.pod_group and preempted
-    if not (able and in_time) or view.seats.succeeded or taken_whole or _hub_ended(view, loss):
+    if (
+        not (able and in_time)
+        or view.seats.succeeded
+        or taken_whole
+        or _hub_ended(view.status, view.seats, loss)
+    ):
         return frozenset()
     members = view.seats.members
     gone = {loss.replica, *planned, *view.seats.missing}
@@ -96,15 +104,15 @@ def begin(
     return change.event("Warning", reason, message)
 
 
-def retry_uncertain(view: View, change: Change, seats: frozenset[int]) -> Change:
-    """Take another attempt for pods that uncertain() names; a gang that runs goes on (rule O5)."""
+def retry_as_new_attempt(view: View, change: Change, seats: frozenset[int]) -> Change:
+    """Take another attempt for what maybe_created() names; a gang that runs goes on (rule O5)."""
     what = f"cannot tell whether pods of {replicas(seats, 40)} were created"
     change = begin(view, change, seats, f"{what}; retrying them as a new attempt")
     since = view.status.timings.running_at
     return change.with_status(timings=replace(change.status.timings, running_at=since))
 
 
-def uncertain(view: View) -> frozenset[int]:
+def maybe_created(status: Status, seats: Seats, begun: int) -> frozenset[int]:
     """Return the missing seats that this process may not make in this attempt (rule O5).
 
     Only the process that has stored phase Starting makes them, each once. After a crash, or a
@@ -112,64 +120,59 @@ def uncertain(view: View) -> frozenset[int]:
     holds for the hub's seat, where a second pod would be a second hub of its number, and after a
     crash: it is made first, so that little is lost.
     """
-    read, phase = view.seats.read, view.status.phase
-    runs = phase == "Running" and view.status.waiting_for_replacement
-    if not (runs or phase == "Starting") or read is None:
+    read = seats.read
+    runs = status.phase == "Running" and status.waiting_for_replacement
+    if not (runs or status.phase == "Starting") or read is None:
         return frozenset()
-    part = runs or view.status.replacing
-    if read.begun if part else view.feedback.begun == view.status.attempt:
+    part = runs or status.replacing
+    if read.begun if part else begun == status.attempt:
         return frozenset()
-    seats = (
-        view.seats.not_created if runs else view.seats.missing if part else view.seats.missing[:1]
-    )
-    absent = (r for r in seats if r not in read.replicas and (part or r == 0))
+    asked = seats.not_created if runs else seats.missing if part else seats.missing[:1]
+    absent = (r for r in asked if r not in read.replicas and (part or r == 0))
     return frozenset(filter(read.asked, absent))
 
 
-def deadline(view: View) -> datetime:
+def deadline(spec: Spec, status: Status, now: datetime) -> datetime:
     """Return when all pods restart instead: launchers wait no longer, whatever is in the way."""
-    return view.status.replacing_since(view.now) + timedelta(
-        seconds=view.spec.restart.replace_seconds
-    )
+    return status.replacing_since(now) + timedelta(seconds=spec.restart.replace_seconds)
 
 
 def runs_past_deadline(view: View) -> bool:
     """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
-    return view.status.replacing and view.seats.all_running and view.clock.reached(deadline(view))
+    if not view.status.replacing or not view.seats.all_running:
+        return False
+    return view.clock.reached(deadline(view.spec, view.status, view.now))
 
 
 def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     """Return reason and message if the replacement under way has failed; None: it goes on."""
-    status, until = view.status, deadline(view)
+    status, seats = view.status, view.seats
     if status.attempt not in status.min_attempt_by_seat.values():
-        return (
-            "Restarting",
-            "status.min_attempt_by_seat is not stored: the CRD is older than the operator",
-        )
-    if view.seats.succeeded and not (view.spec.standby and view.seats.all_running):
-        done = replicas(view.seats.succeeded, 40)
+        what = "status.min_attempt_by_seat is not stored: the CRD is older than the operator"
+        return "Restarting", what
+    # Where pods stand by the gang is whole again without the lost one's successor.
+    if seats.succeeded and not (view.spec.standby and seats.all_running):
+        done = replicas(seats.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
-    if view.seats.all_running or not view.clock.reached(until) or not view.seats.read_since(until):
+    until = deadline(view.spec, status, view.now)
+    if seats.all_running or not view.clock.reached(until) or not seats.read_since(until):
         return None
-    on = {r for r, pod in view.seats.members.items() if evidence.running(pod)}
-    left = replicas(frozenset(range(view.spec.replicas)) - on, 40)
+    left = replicas(frozenset(range(view.spec.replicas)) - seats.running, 40)
     why = next((one.message for one in stalls), "no reason is known")
     most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
     what = f"{left} did not run within {most}: {why}"
     return "ReplaceDeadlineExceeded", what
 
 
-def too_late(view: View, loss: Failure) -> str:
+def too_late(spec: Spec, status: Status, done: frozenset[int], loss: Failure) -> str:
     """Say that a new pod found the others done, and gave up; "" of any other loss.
 
     A pod that had succeeded was removed before that was stored. The hub has ended with 0, so no
     round is to come, and a pod that came after it can join none: that is no fault of the program.
     """
-    status, done = view.status, view.seats.succeeded
-    left = (r for r in range(view.spec.replicas) if r not in done)
-    if loss.exit_code != ExitCode.PEER_LOST or any(
-        status.min_attempt(r) <= status.hub for r in left
-    ):
+    left = (r for r in range(spec.replicas) if r not in done)
+    before_hub = any(status.min_attempt(r) <= status.hub for r in left)
+    if loss.exit_code != ExitCode.PEER_LOST or before_hub:
         return ""
     return (
         f"{replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"
@@ -180,19 +183,17 @@ def too_late(view: View, loss: Failure) -> str:
 def with_deadline(view: View, why: Iterator[Stall]) -> Iterator[Stall]:
     """Add to the reasons for a stall how long the other pods wait."""
     waits = view.status.replacing and not view.seats.all_running
-    return (replace(one, until=deadline(view) if waits else None) for one in why)
+    until = deadline(view.spec, view.status, view.now) if waits else None
+    return (replace(one, until=until) for one in why)
 
 
-def _hub_ended(view: View, loss: Failure) -> bool:
+def _hub_ended(status: Status, seats: Seats, loss: Failure) -> bool:
     """Return True if the hub ended the attempt: a holding launcher exits only on a signal.
 
     A new pod may fail and report before it has come to the hub.
     """
-    pod = view.seats.members.get(loss.replica)
-    report = (
-        pod.trainer.report
-        if pod and (pod.attempt or 0) <= cause.ended_attempt(view.status)
-        else None
-    )
-    own = loss.cls not in ("Infrastructure", "Disruption", "Collateral")
+    pod = seats.members.get(loss.replica)
+    if pod is None or (pod.attempt or 0) > cause.ended_attempt(status):
+        return False
+    own, report = loss.cls not in _NOT_BY_HUB, pod.trainer.report
     return own and report is not None and report.kind != "sigterm"

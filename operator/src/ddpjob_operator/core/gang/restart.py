@@ -18,7 +18,7 @@ from ddpjob_operator.core.failure_text import describe, replicas
 from ddpjob_operator.core.gang import finish, replacement
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
-from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Timings
+from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Status, Timings
 from ddpjob_operator.core.view import View
 
 
@@ -29,13 +29,16 @@ def after(
 
     ``planned``: replicas that handover.py replaces before they are lost.
     """
+    # It is counted already.
     if cause.is_same_incident(view.status, loss, view.now):
         return _join(view, change, loss)
     last = verdict.ends(view, change.status, loss)
     if last is not None:
         return finish.fail(view, record(view, change, loss), *last)
+    # The user's doing, a class or a rule says so, is charged; anything else counts as a disruption.
     free = verdict.action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = verdict.count(view, change.status.restarts, free), view.spec.restart
+    # A gang that fails before its first step is not tried in a hurry: what it lacks takes minutes.
     delay, early = verdict.backoff(view.spec, restarts.consecutive), 0.0
     if not (free or verdict.has_trained(view) or cause.has_waited(view.status, loss)):
         early = verdict.backoff(
@@ -51,8 +54,9 @@ def after(
     delay = max(delay, early)
     if pod_group.preempted(view.spec, view.seats, loss):
         delay = max(delay, pod_group.PREEMPTED_SECONDS)
+    # Launchers wait for a lost pod only so long: after a longer delay all restart.
     wait = f" in {delay:g} s" if delay else ""
-    gone = replacement.lost(view, loss, delay, planned)
+    gone = replacement.to_replace(view, loss, delay, planned)
     if gone:
         restarts = replace(restarts, replaced=restarts.replaced + 1)
         loss = replace(loss, replaced=True)
@@ -63,28 +67,28 @@ def after(
         what = f"{describe(loss)}; replacing {replicas(gone, 40)}{wait} ({count})"
         told_as = loss.reason if planned else "Replacing"
         return replacement.begin(view, change, gone, what, delay, reason=told_as)
-    change = new_attempt(view, change, "Restarting", delay)
     message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
-    return _say(view, change, "Restarting", message)
+    return _restarting(view, change, "Restarting", message, delay)
 
 
 def restart_all(view: View, change: Change, reason: str, message: str) -> Change:
     """Restart the whole gang, uncharged: in place of a replacement, whose loss is counted."""
-    change = new_attempt(view, change, "Restarting", _left(view))
-    return _say(view, change, reason, f"{message}; restarting all pods")
+    message = f"{message}; restarting all pods"
+    return _restarting(view, change, reason, message, _delay_left(view))
 
 
 def _join(view: View, change: Change, loss: Failure) -> Change:
     """Replace a pod of the same incident, too, or restart all if nobody waits."""
-    delay = _left(view)
-    gone = replacement.lost(view, loss, delay)
+    delay = _delay_left(view)
+    gone = replacement.to_replace(view, loss, delay)
     if not gone:
         return restart_all(view, change, "Restarting", f"no other pod waits: {describe(loss)}")
     what = f"{describe(loss)}, of the same incident; replacing {replicas(gone, 40)}"
     return replacement.begin(view, change, gone, what, delay)
 
 
-def _say(view: View, change: Change, reason: str, message: str) -> Change:
+def _restarting(view: View, change: Change, reason: str, message: str, delay: float) -> Change:
+    change = new_attempt(view, change, "Restarting", delay)
     change = change.condition("Running", False, reason, message, view.now)
     return change.event("Warning", reason, message)
 
@@ -112,10 +116,9 @@ def record(view: View, change: Change, loss: Failure) -> Change:
 
 def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
     """Record the intent of a new attempt: pods of older ones are no members now."""
-    attempt, made_of = (
-        view.seats.next_attempt,
-        view.status if template_guard.why(view) else view.spec,
-    )
+    attempt = view.seats.next_attempt
+    # A template that new pods may not be made of is not taken for theirs.
+    made_of = view.status if template_guard.why(view) else view.spec
     return change.with_status(
         phase=phase,
         attempt=attempt,
@@ -137,17 +140,16 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
     )
 
 
-def due(view: View) -> datetime | None:
+def delayed_until(status: Status, begun_at: datetime | None) -> datetime | None:
     """Return when the delay before the new attempt is over; None without one.
 
     Counted from when the attempt began: another clock may have stored a time far ahead.
     """
-    since, until = view.status.timings.attempt_started_at, view.status.timings.next_restart_at
-    begun = view.begun_at
-    return begun + (until - since) if begun and since and until else None
+    since, until = status.timings.attempt_started_at, status.timings.next_restart_at
+    return begun_at + (until - since) if begun_at and since and until else None
 
 
-def _left(view: View) -> float:
+def _delay_left(view: View) -> float:
     """Return the seconds that are left of that delay."""
-    at = due(view)
+    at = delayed_until(view.status, view.begun_at)
     return max(0.0, (at - view.now).total_seconds()) if at else 0.0

@@ -24,7 +24,9 @@ from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.ranges import counted, every
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View, recovers_from
 
 #: Only the user, or a webhook that changes pods, can correct it.
@@ -59,7 +61,7 @@ def deadline(view: View) -> datetime | None:
     replacement has its own, by which launchers wait.
     """
     if view.status.replacing:
-        return replacement.deadline(view)
+        return replacement.deadline(view.spec, view.status, view.now)
     since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
     patience = timedelta(seconds=view.spec.startup_deadline)
@@ -67,7 +69,7 @@ def deadline(view: View) -> datetime | None:
         return None
     if view.status.pod_group and (first := view.status.timings.placed_at):
         since = max(first, seen or first)
-    if view.seats.missing or not all(pod.node for pod in view.seats.members.values()):
+    if not view.seats.all_placed:
         return since + patience
     at = (pod.scheduled_at for pod in view.seats.members.values())
     placed = max((when for when in at if when is not None), default=since)
@@ -85,18 +87,20 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
 
     A replacement gives nothing back: replacement.py ends it by its deadline.
     """
+    seats = view.seats
     if view.status.replacing:
-        return _run(view, change) if view.seats.all_running else change
-    if template_guard.why(view) and view.seats.missing:
+        return _run(view.spec, view.status, change, view.now) if seats.all_running else change
+    if template_guard.why(view) and seats.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     if (group := pod_group.of(view)).refused:
         plain = pod_group.without(view.spec, group, change)
         return plain or _release(view, change, pod_group.no_group(group))
-    network = view.network_refusal
-    refused = [*view.refusals.values(), *([network] if network else [])]
+    network, of_seats = view.network_refusal, view.refusals
+    refused = [*of_seats.values(), *([network] if network else [])]
+    # What cannot be, or not now, is given back at once, for others may need the room meanwhile.
     wrong = next((r for r in refused if r.code in (400, 422)), None)
     if wrong:
-        pods = (f"pod {view.job.name}-{seat}" for seat, r in view.refusals.items() if r is wrong)
+        pods = (f"pod {view.job.name}-{seat}" for seat, r in of_seats.items() if r is wrong)
         what = next(pods, "an object of the gang")
         what = f"{refusals.explained(wrong)}: the API server rejects {what}; {_CURE}"
         return _release(view, change, Stall(template_guard.POD_REFUSED, what), "Invalid")
@@ -105,43 +109,45 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         # Quotas are asked only about valid objects.
         change = change.condition("Invalid", False, "Valid", "", view.now)
         return _release(view, change, Stall("QuotaExceeded", refusals.explained(full)))
-    if view.seats.all_running:
-        return _run(view, change)
-    if not late(view) or not view.seats.read_since(deadline(view)):
+    if seats.all_running:
+        return _run(view.spec, view.status, change, view.now)
+    # Anything else has time until the deadline, and a read since then shows who is there.
+    if not late(view) or not seats.read_since(deadline(view)):
         return change
     if refused:
         return _release(view, change, refusals.stall(view.job, refused[0], view.clock))
-    if missing := view.seats.missing:
-        what = f"replica {missing[0]} was never created: the API server could not be reached"
+    if seats.missing:
+        what = f"replica {seats.missing[0]} was never created: the API server could not be reached"
         return _release(view, change, Stall("CreationFailed", what))
-    leaving = evidence.leaving(view.seats.members.values())
+    leaving = evidence.leaving(seats.members.values())
     if leaving is not None and leaving.replica is not None:
         return restart.after(view, change, evidence.removed(leaving, view.now))
-    waiting = [pod for pod in view.seats.members.values() if pod.unschedulable or not pod.node]
+    waiting = [pod for pod in seats.members.values() if pod.unschedulable or not pod.node]
     if waiting:
         change = avoid.nothing(change, "no room elsewhere")
         first = pod_group.in_order(waiting)[0]
         return _release(view, change, refusals.no_room(first, avoid.words(view.status)))
-    silent = view.fence.suspect(view.seats.needed, late=True)
-    slow = view.fence.failure(silent) if silent else _too_slow(view, stalls)
+    # All have a node, and one does not run: its machine is to blame, or else the program's start.
+    silent = view.fence.suspect(seats.needed, late=True)
+    slow = view.fence.failure(silent) if silent else _too_slow(view.spec, seats, stalls, view.now)
     return restart.after(view, change, slow)
 
 
-def _run(view: View, change: Change) -> Change:
-    timings, loss = view.status.timings, recovers_from(view.status)
-    since = _last_sign(view.status, loss) if loss else timings.started_at or view.now
-    seconds = max(0.0, (view.now - since).total_seconds())
+def _run(spec: Spec, status: Status, change: Change, now: datetime) -> Change:
+    timings, loss = status.timings, recovers_from(status)
+    since = _last_sign(status, loss) if loss else timings.started_at or now
+    seconds = max(0.0, (now - since).total_seconds())
     change = change.with_status(
         phase="Running",
         restarts=replace(change.status.restarts, released=0),
-        timings=replace(timings, running_at=timings.running_at or view.now, replacing_since=None),
+        timings=replace(timings, running_at=timings.running_at or now, replacing_since=None),
     )
-    who = f"{every(view.spec.replicas, 'replica')} of attempt {view.status.attempt}"
-    message = f"{who} {'run' if view.spec.replicas > 1 else 'runs'}"
-    stalled = view.status.condition("Stalled")
+    who = f"{every(spec.replicas, 'replica')} of attempt {status.attempt}"
+    message = f"{who} {'run' if spec.replicas > 1 else 'runs'}"
+    stalled = status.condition("Stalled")
     if stalled and stalled.reason != verdict.CRASH_LOOPING:  # running again does not end it
-        change = change.condition("Stalled", False, "Running", "", view.now)
-    change = change.condition("Running", True, "AllReplicasRunning", message, view.now)
+        change = change.condition("Stalled", False, "Running", "", now)
+    change = change.condition("Running", True, "AllReplicasRunning", message, now)
     change = change.event("Normal", "Running", message)
     if timings.running_at:
         return change  # it ran all the time, while a standby pod was made
@@ -165,27 +171,22 @@ def _last_sign(status: Status, loss: Failure) -> datetime:
         return loss.detected_at
     ends = [f.detected_at for f in status.failures if not f.in_place and f is not loss]
     old = max([*ends, status.timings.started_at or loss.detected_at])
-    return (
-        min(reported.updated_at, loss.detected_at)
-        if reported.updated_at > old
-        else loss.detected_at
-    )
+    newer = reported.updated_at > old
+    return min(reported.updated_at, loss.detected_at) if newer else loss.detected_at
 
 
-def _too_slow(view: View, stalls: Iterator[Stall]) -> Failure:
+def _too_slow(spec: Spec, seats: Seats, stalls: Iterator[Stall], now: datetime) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
-    on = {
-        r for r, pod in view.seats.members.items() if evidence.running(pod)
-    } | view.seats.succeeded
-    replica = next(r for r in range(view.spec.replicas) if r not in on)
+    on = seats.running | seats.succeeded
+    replica = next(r for r in range(spec.replicas) if r not in on)
     known = next((one.message for one in stalls), "no reason is known")
-    if (pod := view.seats.members[replica]).awaits:
+    if (pod := seats.members[replica]).awaits:
         known = initializing(pod.awaits)
     return replace(
-        evidence.removed(pod, view.now),
+        evidence.removed(pod, now),
         cls="Startup",
         reason="StartupDeadlineExceeded",
-        message=f"not all replicas ran within {view.spec.startup_deadline:.10g} s: {known}",
+        message=f"not all replicas ran within {spec.startup_deadline:.10g} s: {known}",
         exception=shorten(known),
     )
 
@@ -214,7 +215,7 @@ def _delay(view: View, released: int) -> float:
     first = max(view.spec.restart.initial_seconds, share)
     # However short the backoff: gangs that take longer to start would meet again for ever.
     longest = min(_LONGEST, max(view.spec.restart.max_seconds, share))
-    if held > _IN_VAIN and any(pod.node for pod in view.seats.members.values()):
+    if held > _IN_VAIN and view.seats.any_placed:
         longest = max(longest, held.total_seconds())
     else:
         longest = max(min(_LONGEST_OF_OLD, longest), longest / (1.0 + max(0.0, waited / _OLD)))

@@ -213,7 +213,7 @@ def ended_attempt(status: Status) -> int:
 
 
 def _incident(status: Status) -> list[Failure]:
-    """List the losses that are being made good; retry_uncertain() begins without one."""
+    """List the losses that are being made good; retry_as_new_attempt() begins without one."""
     since = status.timings.replacing_since
     return [f for f in status.failures if f.replaced and since and f.detected_at >= since]
 

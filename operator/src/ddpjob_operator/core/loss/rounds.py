@@ -43,7 +43,10 @@ def count(view: View, change: Change) -> Change:
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
         change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
-        change = change.measure(Measurement("rounds_total", 1, loss.cls), *_lost_steps(found))
+        change = change.measure(Measurement("rounds_total", 1, loss.cls))
+        if found.step is not None:
+            lost = max(0, found.step - (found.snapshot_step or 0))
+            change = change.measure(Measurement("lost_steps", lost))
     for found in drills:
         after = "" if found.step is None else f" after step {found.step}"
         what = f"round {found.number} of attempt {hub} ended{after}, as planned"
@@ -106,9 +109,3 @@ def _served_by(status: Status, polled: Rounds | None, replica: int) -> tuple[int
     before = status.serving
     now = polled.serving if polled and polled.attempt == status.hub else before
     return before.get(replica, replica), now.get(replica, replica)
-
-
-def _lost_steps(found: Round) -> tuple[Measurement, ...]:
-    if found.step is None:
-        return ()
-    return (Measurement("lost_steps", max(0, found.step - (found.snapshot_step or 0))),)

@@ -136,10 +136,13 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
 
 def crash_loop(status: Status, clock: Clock) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
-    until, counted = quiet_at(status), of_program(status)
-    if until is None or clock.reached(until):
+    counted = of_program(status)
+    last = counted[-_FAILURES:]
+    if len(last) < _FAILURES or last[-1].detected_at - last[0].detected_at > _RATE:
         return
-    newest = counted[-1]
+    newest = last[-1]
+    if clock.reached(newest.detected_at + _QUIET):
+        return
     counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
     took = max(1.0, (newest.detected_at - counted[0].detected_at).total_seconds() / 60)
     rounds = sum(one.in_place for one in counted)
@@ -148,14 +151,6 @@ def crash_loop(status: Status, clock: Clock) -> Iterator[Stall]:
     each = ", each so" if newest.exception and alike else ""
     cure = "spec.suspend true stops it and keeps the snapshots"
     yield Stall(CRASH_LOOPING, f"{describe(newest)}: the last of {often}{each}; {cure}")
-
-
-def quiet_at(status: Status) -> datetime | None:
-    """Return when the loop ends if nothing fails any more; None without a loop."""
-    counted = of_program(status)[-_FAILURES:]
-    if len(counted) < _FAILURES or counted[-1].detected_at - counted[0].detected_at > _RATE:
-        return None
-    return counted[-1].detected_at + _QUIET
 
 
 def of_program(status: Status) -> list[Failure]:

@@ -26,12 +26,6 @@ _OF_LAST: Final = 5
 _NOTICED: Final = timedelta(seconds=60)
 
 
-def blames(loss: Failure) -> bool:
-    """Tell whether another node may do better."""
-    unstarted = loss.cls == "Infrastructure" and loss.reason == "StartError"
-    return loss.cls == "Hardware" or unstarted
-
-
 def repeats(loss: Failure) -> bool:
     """Tell whether the job itself is the cause if such failures come again and again."""
     return loss.cls == "Hardware" or exits.recurs(loss.cls, loss.reason, loss.exit_code)
@@ -48,13 +42,15 @@ def is_free(status: Status, consecutive: int) -> bool:
 
 
 def node_of(spec: Spec, change: Change, loss: Failure) -> Change:
-    """Keep the next attempts off the node to blame."""
-    old = change.status.avoided_nodes
-    if not blames(loss) or not loss.node or loss.node in old:
+    """Keep the next attempts off the node to blame, where another one may do better."""
+    old, unstarted = change.status.avoided_nodes, loss.reason == "StartError"
+    blamed = loss.cls == "Hardware" or (loss.cls == "Infrastructure" and unstarted)
+    if not blamed or not loss.node or loss.node in old:
         return change
-    what = "a GPU of {} failed" if loss.reason != "StartError" else "{} could not start a container"
+    what = f"a GPU of {loss.node} failed"
+    what = f"{loss.node} could not start a container" if unstarted else what
     message = (
-        f"{what.format(loss.node)}: new pods go to other nodes; when they find no room there "
+        f"{what}: new pods go to other nodes; when they find no room there "
         f"within {spec.startup_deadline:.10g} s, to any"
     )
     change = change.with_status(avoided_nodes=(*old, loss.node)[-MAX_AVOIDED:])

@@ -18,8 +18,10 @@ from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe, shorten
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Pod, clean
-from ddpjob_operator.core.objects.status import Failure, Status
+from ddpjob_operator.core.objects.spec import Spec
+from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.report import ledger
 from ddpjob_operator.core.view import View, recovers_from
@@ -46,30 +48,29 @@ _BY_FAILURE: Final = (
 def fill(view: View, change: Change) -> Change:
     """Fill in counts, progress, observedGeneration and the condition Ready."""
     status = replace(change.status, conditions=_by_phase(change.status, view.now))
+    seats, polled = view.seats, view.feedback.progress
     parts: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
     if not status.terminal:  # the end keeps its own last words
-        parts |= {"progress": received(status.progress, view.feedback.progress)}
-        polled = view.feedback.progress
+        parts |= {"progress": received(status.progress, polled)}
         other = polled is not None and polled.other_job
         change = began_from(view.status, change, parts["progress"].resumed, other_job=other)
-    if status.terminal:
-        parts |= {"replicas": replace(_replicas(view), active=0, ready=0)}
-        parts |= {"succeeded": view.seats.succeeded}
-    elif status.phase == "Suspended" or status.queued:
-        active = len([pod for pod in view.seats.pods if not pod.ended]) + len(
-            view.seats.hidden or ()
-        )
-        still = replace(_replicas(view, view.seats.pods), active=active, succeeded=0, failed=0)
-        parts |= {"replicas": still}
-    elif status.members_since == view.status.members_since:
-        parts |= {"replicas": _replicas(view), "succeeded": view.seats.succeeded}
+    if status.phase == "Suspended" or status.queued:
+        active = len([pod for pod in seats.pods if not pod.ended]) + len(seats.hidden or ())
+        still = _replicas(view.spec, seats.pods)
+        parts |= {"replicas": replace(still, active=active, failed=0)}
+    elif status.terminal or status.members_since == view.status.members_since:
+        counts = _replicas(view.spec, seats.members.values(), len(seats.succeeded))
+        counts = replace(counts, active=0, ready=0) if status.terminal else counts
+        parts |= {"replicas": counts, "succeeded": seats.succeeded}
     else:
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
-    reason, message = _why(view, change)
+    reason, message = _why(view.status, change)
     parts |= {"reason": reason, "message": message, "conditions": status.conditions}
     change = change.with_status(**parts)
-    change = _unsupported(view, change)
-    return change if status.terminal else _straggling(view, _proven(view, change))
+    change = _unsupported(view.spec, view.nodes, change, view.now)
+    if status.terminal:
+        return change
+    return _straggling(view, _proven(polled, change, view.now))
 
 
 def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
@@ -87,12 +88,12 @@ def _by_phase(status: Status, now: datetime) -> tuple[st.Condition, ...]:
     return st.with_condition(conditions, "Ready", ready, phase, f"phase {phase}", now)
 
 
-def _why(view: View, change: Change) -> tuple[str, str]:
+def _why(before: Status, change: Change) -> tuple[str, str]:
     """Summarize why the job is not as it should be; "" if all is well.
 
     Causes for the user come first, then those of the cluster, then the newest failure.
     """
-    status, before = change.status, view.status
+    status = change.status
     if status.phase == "Succeeded":
         return "", ""
     for type_ in ("Failed", "Invalid", "Stalled"):
@@ -120,29 +121,27 @@ def _cause(status: Status, reason: str) -> Failure | None:
     return status.last_failure if reason in _BY_FAILURE else None
 
 
-def _replicas(view: View, members: Collection[Pod] | None = None) -> st.Replicas:
-    members = view.seats.members.values() if members is None else members
-    most = view.spec.replicas  # others stand by
-    alive = [p for p in members if p.phase in ("Pending", "Running") and not p.deleting]
+def _replicas(spec: Spec, pods: Collection[Pod], succeeded: int = 0) -> st.Replicas:
+    most = spec.replicas  # others stand by
+    alive = [p for p in pods if p.phase in ("Pending", "Running") and not p.deleting]
     return st.Replicas(
         desired=most,
         active=min(most, len([p for p in alive if not evidence.succeeded(p)])),
         ready=min(most, len([p for p in alive if p.trainer.ready and evidence.running(p)])),
-        succeeded=len(view.seats.succeeded),
-        failed=len([p for p in members if evidence.failed(p)]),
+        succeeded=succeeded,
+        failed=len(list(filter(evidence.failed, pods))),
     )
 
 
-def _proven(view: View, change: Change) -> Change:
+def _proven(polled: Progress | None, change: Change, now: datetime) -> Change:
     """Report whether the newest restart was proven; without news the condition stays."""
-    polled = view.feedback.progress
     found = polled.proof if polled is not None else None
     if found is None:
         return change
     reason = "StepsRepeatedEqual" if found.equal else "StepsDiffer"
     old = change.status.condition("ResumeProven")
     conditions = st.with_condition(  # False too where it never was true
-        change.status.conditions, "ResumeProven", found.equal, reason, found.message, view.now
+        change.status.conditions, "ResumeProven", found.equal, reason, found.message, now
     )
     change = change.with_status(conditions=conditions)
     again = old is not None and old.reason == reason and found.equal
@@ -169,16 +168,16 @@ def _straggling(view: View, change: Change) -> Change:
     return change.event("Warning", reason, what) if news else change
 
 
-def _unsupported(view: View, change: Change) -> Change:
-    if view.spec.fence_after is not None and view.nodes is None:
+def _unsupported(spec: Spec, nodes: Nodes | None, change: Change, now: datetime) -> Change:
+    if spec.fence_after is not None and nodes is None:
         return change  # not known yet
-    if view.spec.fence_after is None or (view.nodes and view.nodes.readable):
-        return change.condition("Unsupported", False, "AllSupported", "", view.now)
+    if spec.fence_after is None or (nodes and nodes.readable):
+        return change.condition("Unsupported", False, "AllSupported", "", now)
     message = (
         "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes: "
         "install its chart with rbac.nodes=true"
     )
-    return change.condition("Unsupported", True, "NodesNotReadable", message, view.now)
+    return change.condition("Unsupported", True, "NodesNotReadable", message, now)
 
 
 def write(view: View, change: Change) -> Plan | None:
@@ -187,23 +186,19 @@ def write(view: View, change: Change) -> Plan | None:
     sent, stored = view.feedback.pruned or ({}, None)
     if new == old or (st.decided(new) == st.decided(sent) and stored == view.job.status):
         return None  # what an older CRD drops would be written for ever
-    if _reports_only(change.status, view.status):
-        last = view.feedback.status_written_at
-        progress = replace(view.status, progress=change.status.progress) == change.status
-        interval = _seldom(view) if progress else REPORT_INTERVAL
-        if last is not None and not view.clock.reached(last + interval):
+    last = view.feedback.status_written_at
+    if last is not None and _reports_only(change.status, view.status):
+        interval = REPORT_INTERVAL
+        if replace(view.status, progress=change.status.progress) == change.status:
+            # The longer the gang has run, the less often a step is news.
+            ran = last - (view.status.timings.running_at or last)
+            interval = max(REPORT_INTERVAL, min(PROGRESS_INTERVAL, ran / 20))
+        if not view.clock.reached(last + interval):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
     change = operators.sign(view.feedback, ledger.book(view, change))  # with what is written anyway
     new = st.to_dict(change.status)
     return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
-
-
-def _seldom(view: View) -> timedelta:
-    """Return the time between writes of progress: the longer the gang has run, the longer."""
-    written = view.feedback.status_written_at or view.now
-    age = written - (view.status.timings.running_at or written)
-    return max(REPORT_INTERVAL, min(PROGRESS_INTERVAL, age / 20))
 
 
 def _reports_only(new: Status, old: Status) -> bool:

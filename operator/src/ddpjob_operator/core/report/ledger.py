@@ -18,7 +18,7 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, LauncherAccount, Ledger
-from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.objects.observe import Pod, Rounds
 from ddpjob_operator.core.objects.status import Eta, Failure, Status
 from ddpjob_operator.core.view import View, recovers_from
 
@@ -64,13 +64,13 @@ def book(view: View, change: Change) -> Change:
         if gpus := view.spec.template.gpu_count:
             change = change.measure(Measurement("gpu_seconds_total", seconds * gpus, state))
     ledger = books.closed()
-    change = change.with_status(ledger=ledger)
-    return change.with_status(goodput=_goodput(ledger), eta=_eta(view, change.status))
+    change = change.with_status(ledger=ledger, goodput=_goodput(ledger))
+    return change.with_status(eta=_eta(change.status, view.spec.replicas, view.now))
 
 
 def _book(view: View, new: Status, books: _LedgerUpdate) -> None:
     status = view.status
-    found, final = _heard(view, books.ledger)
+    found, final = _newest(books.ledger, status, view.seats.members.get(0), view.feedback.spent)
     if found is not None:
         books.add_account(found)
     over = new.terminal or new.parked or new.hub != status.hub
@@ -83,13 +83,13 @@ def _book(view: View, new: Status, books: _LedgerUpdate) -> None:
         books.spend({"unknown": books.left(view.now)}, view.now)
 
 
-def _heard(view: View, ledger: Ledger) -> tuple[LauncherAccount | None, bool]:
+def _newest(
+    ledger: Ledger, status: Status, pod: Pod | None, found: LauncherAccount | None
+) -> tuple[LauncherAccount | None, bool]:
     """Return the newest account of the hub, and whether it is its last."""
-    hub, pod = view.status.hub, view.seats.members.get(0)
-    report = pod.trainer.report if pod else None
+    hub, report = status.hub, pod.trainer.report if pod else None
     if pod and pod.attempt == hub and report and report.spent:
         return replace(report.spent, hub=hub, at=pod.trainer.finished_at), True
-    found = view.feedback.spent
     known = ledger.hub_seconds.get(UP, 0.0) if ledger.hub == hub else 0.0
     return (found, False) if found and found.hub == hub and found.up > known else (None, False)
 
@@ -118,14 +118,17 @@ class _LedgerUpdate:
     def spend(self, seconds: Mapping[str, float], until: datetime, cause: str = "") -> None:
         """Book seconds of the whole gang up to a time; pods beyond it stand by."""
         view = self._view
-        pods, lost = view.spec.replicas, _lost(view)
+        pods, rounds = view.spec.replicas, view.feedback.rounds
+        lost = _waited_for(view.status, pods, view.feedback.away)
         restarted = recovers_from(view.status)
         for state, each in seconds.items():
             if state == "held":
                 self.add("held", each * (pods - lost))
-                self.add("", each * lost, cause or _cause(view, self._new, held=True))
+                self.add(
+                    "", each * lost, cause or _cause(view.status, rounds, self._new, held=True)
+                )
             elif state == "recovering":
-                self.add("", each * pods, cause or _cause(view, self._new))
+                self.add("", each * pods, cause or _cause(view.status, rounds, self._new))
             elif state == "warmup" and restarted:
                 self.add("", each * pods, restarted.cls)
             else:
@@ -181,8 +184,9 @@ class _LedgerUpdate:
     def start(self, until: datetime) -> None:
         """Book the time up to then by the pods' own times: no hub counts it."""
         view, loss = self._view, recovers_from(self._view.status)
+        members = view.seats.members
         for seat in range(view.spec.replicas):
-            for state, seconds in _of_pod(view, view.seats.members.get(seat), self.until, until):
+            for state, seconds in _of_pod(view.status, members.get(seat), self.until, until):
                 recovers = loss is not None and state in ("starting", "warmup")
                 self.add(state, seconds, loss.cls if loss and recovers else None)
         self.until = max(self.until, until)
@@ -213,16 +217,15 @@ class _LedgerUpdate:
 
 
 def _of_pod(
-    view: View, pod: Pod | None, since: datetime, until: datetime
+    status: Status, pod: Pod | None, since: datetime, until: datetime
 ) -> list[tuple[str, float]]:
     """Divide the time of one seat by the times in its pod's object."""
-    stalled = view.status.condition("Stalled")
+    stalled = status.condition("Stalled")
     stall = stalled.reason if stalled and stalled.status == "True" else ""
-    scarce = view.status.restarts.released > 0 or stall not in ("", *_RECOVERS)
+    scarce = status.restarts.released > 0 or stall not in ("", *_RECOVERS)
     if pod is None:
         return [("waiting" if scarce else "starting", _seconds(since, until))]
-    status = view.status
-    if view.status.replacing and (pod.attempt or 0) < status.attempt and evidence.running(pod):
+    if status.replacing and (pod.attempt or 0) < status.attempt and evidence.running(pod):
         return [("held", _seconds(since, until))]
     made = min(max(pod.created_at or since, since), until)
     placed = min(max(pod.scheduled_at or (made if pod.node else until), made), until)
@@ -241,18 +244,16 @@ def _seconds(since: datetime, until: datetime) -> float:
     return max(0.0, (until - since).total_seconds())
 
 
-def _lost(view: View) -> int:
+def _waited_for(status: Status, replicas: int, away: frozenset[str]) -> int:
     """Count the seats that the others wait for: one at least."""
-    newest = [
-        r for r, born in view.status.min_attempt_by_seat.items() if born == view.status.attempt
-    ]
-    return min(view.spec.replicas, max(1, len(newest) or len(view.feedback.away)))
+    newest = list(status.min_attempt_by_seat.values()).count(status.attempt)
+    return min(replicas, max(1, newest or len(away)))
 
 
-def _cause(view: View, new: Status, *, held: bool = False) -> str:
+def _cause(status: Status, polled: Rounds | None, new: Status, *, held: bool = False) -> str:
     """Name the cause of a recovery that the hub tells of."""
-    reported, newest = view.feedback.rounds, new.last_failure
-    known = reported.known if reported is not None and reported.attempt == view.status.hub else ()
+    newest = new.last_failure
+    known = polled.known if polled is not None and polled.attempt == status.hub else ()
     if known and known[-1].kind == "drill" and not held:
         return DRILL
     if newest is None or (held and newest.in_place):
@@ -271,7 +272,7 @@ def _goodput(ledger: Ledger) -> float | None:
     return round(ledger.seconds.get("productive", 0.0) / had, 4) if had > 0 else None
 
 
-def _eta(view: View, status: Status) -> Eta | None:
+def _eta(status: Status, replicas: int, now: datetime) -> Eta | None:
     """Estimate the end: the present rate, and what failures have cost so far, continued."""
     progress, sums = status.progress, status.ledger.seconds
     rate, total, step = progress.steps_per_second, progress.total_steps, progress.step
@@ -283,13 +284,13 @@ def _eta(view: View, status: Status) -> Eta | None:
     if stalled and stalled.status == "True":
         return None
     ran = sum(sums.get(name, 0.0) for name in ("productive", "data", "snapshot"))
-    if not _is_steady(view.now, status) and ran > 0 and step > 0:
-        rate = step * view.spec.replicas / ran  # the mean of the whole run
+    if not _is_steady(now, status) and ran > 0 and step > 0:
+        rate = step * replicas / ran  # the mean of the whole run
     left = (total - step) / rate
     lost = sum(sums.get(name, 0.0) for name in ("recovering", "repeated", "held"))
     left += left * lost / ran if ran > 0 else 0.0
     try:
-        at = view.now + timedelta(seconds=left)
+        at = now + timedelta(seconds=left)
     except OverflowError:
         return None
     return Eta(at.replace(microsecond=0), _words(left))

@@ -13,14 +13,16 @@ from typing import Final, get_args
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.capacity import pod_group, refusals
-from ddpjob_operator.core.change import Change, Stall
+from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.failure_text import after_step, initializing, replicas
 from ddpjob_operator.core.gang import barrier
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
-from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.ranges import format_ranges
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import PATIENCE, View
 
 #: A claim may be bound, or a node join, moments after the first scheduling attempt.
@@ -55,7 +57,9 @@ def of_pods(view: View) -> Iterator[Stall]:
     yield from view.fence.stalls(view.seats.pods)
     yield from barrier.undeleted(view)
     yield from _older(view)
-    pods = _awaited(view)
+    # One that has to stand by keeps nobody waiting.
+    whole, members = view.spec.standby > 0 and view.seats.all_running, view.seats.members.values()
+    pods = [pod for pod in members if evidence.running(pod) or not whole]
     for pod in pods:
         if pod.waiting_reason:
             said = pod.waiting_message
@@ -82,13 +86,7 @@ def of_pods(view: View) -> Iterator[Stall]:
         if unseen and pod.created_at and view.clock.reached(pod.created_at + PATIENCE):
             yield refusals.no_room(pod)
     yield from _unresolved(view.status)
-    yield from _lingering(view)
-
-
-def _awaited(view: View) -> list[Pod]:
-    """List the members that matter: one that has to stand by keeps nobody waiting."""
-    whole = view.spec.standby > 0 and view.seats.all_running
-    return [pod for pod in view.seats.members.values() if evidence.running(pod) or not whole]
+    yield from _lingering(view.spec, view.seats, view.clock)
 
 
 def _unresolved(status: Status) -> Iterator[Stall]:
@@ -102,17 +100,16 @@ def _unresolved(status: Status) -> Iterator[Stall]:
         yield Stall(exits.UNRESOLVED_NAMES, what)
 
 
-def _lingering(view: View) -> Iterator[Stall]:
-    if view.clock.reached(view.seats.lingering_at):
+def _lingering(spec: Spec, seats: Seats, clock: Clock) -> Iterator[Stall]:
+    if clock.reached(seats.lingering_at):
         # With thousands of replicas each list must leave room for the other.
-        left = frozenset(range(view.spec.replicas)) - view.seats.succeeded
-        done, which = replicas(view.seats.succeeded, _LISTED), clean(format_ranges(left), _LISTED)
-        have, others_have = (
-            "has" if len(some) == 1 else "have" for some in (view.seats.succeeded, left)
-        )
-        after = after_step(view.seats.succeeded, view.seats.members)
-        what = f"{done} {have} succeeded{after}, and {which} {others_have} not ended"
-        yield Stall("WaitingForReplicas", what)
+        done = seats.succeeded
+        left = frozenset(range(spec.replicas)) - done
+        which = clean(format_ranges(left), _LISTED)
+        have, others_have = ("has" if len(some) == 1 else "have" for some in (done, left))
+        after = after_step(done, seats.members)
+        what = f"{replicas(done, _LISTED)} {have} succeeded{after}"
+        yield Stall("WaitingForReplicas", f"{what}, and {which} {others_have} not ended")
 
 
 def _older(view: View) -> Iterator[Stall]:
