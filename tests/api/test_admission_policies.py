@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.core import actions, pod_groups, render
+from ddpjob_operator.core import actions, render
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import spec as specs
 from ddpjob_operator.shell import telemetry
@@ -138,7 +138,7 @@ def made() -> dict[str, dict[str, Any]]:
     job = observe.job({**ddpjob(), "metadata": {**meta, "labels": {workloads.QUEUE: "team"}}})
     spec = specs.parse(job.spec)
     bodies = [*render.network(job, spec), render.pod(job, spec, 1, 2, group="g")]
-    bodies += [pod_groups.body(job, spec, 1, "v1alpha2"), render.workload(job, spec, "x")]
+    bodies += [render.pod_group(job, spec, 1, "v1alpha2"), render.workload(job, spec, "x")]
     found = {body["kind"]: body for body in bodies}
     found["Secret"] = {**found["Secret"], "stringData": {"token": "t"}}
     event = telemetry._body(job, actions.Event("Normal", "Started", "m"), "op")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_operator.core.pod_groups import WHOLE
+from ddpjob_operator.core.render import WHOLE_GROUP
 from support import arena as support
 from support import cluster, policy
 from support.arena import Arena
@@ -56,7 +56,7 @@ def groups(stage: Arena, gang: str) -> dict[str, Object]:
 def version(stage: Arena) -> str:
     """The newest that serves PodGroups: DDPJOB_CONTROL_PLANE may be of another Kubernetes."""
     served = {one["version"] for one in stage.rest.get(GROUP)["versions"]}
-    return next(one for one in WHOLE if one in served)
+    return next(one for one in WHOLE_GROUP if one in served)
 
 
 def named(stage: Arena, gang: str) -> set[str]:
@@ -76,7 +76,7 @@ def test_each_attempt_has_its_group_and_none_outlives_the_job(stage: Arena, gang
     assert named(stage, gang) == {first}
     spec = groups(stage, gang)[first]["spec"]
     assert spec["schedulingPolicy"] == {"gang": {"minCount": 3}}
-    assert spec["disruptionMode"] == WHOLE[version(stage)]
+    assert spec["disruptionMode"] == WHOLE_GROUP[version(stage)]
     assert spec["schedulingConstraints"] == {"topology": [{"key": "rack"}]}
     settles(stage)
 

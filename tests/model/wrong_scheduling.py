@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import pod_groups, render
+from ddpjob_operator.core import render
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.objects.observe import Job
@@ -40,14 +40,14 @@ def _instead(module: Any, **rules: Callable[..., Any]) -> Planner:
 
 def _least(more: Callable[[Spec], int]) -> Planner:
     """The group wants so many pods more than the gang has replicas."""
-    right = pod_groups.body
+    right = render.pod_group
 
     def body(job: Job, spec: Spec, *more_args: Any) -> dict[str, Any]:
         made = right(job, spec, *more_args)
         made["spec"]["schedulingPolicy"]["gang"]["minCount"] += more(spec)
         return made
 
-    return _instead(pod_groups, body=body)
+    return _instead(render, pod_group=body)
 
 
 def _in_place_of_nobody(

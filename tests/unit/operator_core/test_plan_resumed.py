@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_operator.core.objects import resumed
+from ddpjob_operator.core.objects import observe
 from support.world import World, env_of, rendered, running
 
 KINDS = ("OtherSnapshots", "ProgramChanged", "StepsRepeatedEqual", "StepsDiffer")
@@ -81,7 +81,7 @@ def test_another_program_of_the_same_job_is_no_warning():
     ],
 )  # fmt: skip
 def test_what_a_stranger_may_write_says_nothing(raw: object):
-    assert (resumed.read(raw).get("resumed", ""), resumed.proof(raw)) == ("", None)
+    assert (observe.resumed(raw).get("resumed", ""), observe.proof(raw)) == ("", None)
 
 
 def proven(world: World) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Render the objects of a gang: Secret, headless Service, NetworkPolicy and the pods.
+"""Render the objects of a gang: Secret, headless Service, NetworkPolicy, PodGroup and the pods.
 
 plan() puts them into its actions. The pod template stays as the user wrote it; only what the
 contract promises is added, our variables first, so that the user's may refer to them as $(RANK).
@@ -24,6 +24,13 @@ SHM_VOLUME: Final = "ddpjob-shm"
 METRICS_PORT: Final = "metrics"
 #: Kubernetes' default of 300 s would hold a gang on a dead node for five minutes.
 NODE_LOST_TOLERATION_SECONDS: Final = 30
+#: The API of PodGroups is younger than we are: its versions, the newest first, and how each says
+#: that preemption takes the whole group.
+GROUP_API: Final = "scheduling.k8s.io"
+WHOLE_GROUP: Final[Mapping[str, Any]] = {
+    "v1beta1": {"all": {}},  # Kubernetes 1.37
+    "v1alpha2": "PodGroup",  # 1.36
+}
 _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -182,6 +189,33 @@ def workload(job: Job, spec: Spec, made_of: str) -> dict[str, Any]:
         },
         "spec": {"queueName": job.queue, "podSets": [pods]},
     }
+
+
+def pod_group_name(job: Job, attempt: int) -> str:
+    """Return the name of the PodGroup of an attempt; with the uid in it no other job has it."""
+    return f"{job.name}-{job.uid[:8]}-{attempt}"
+
+
+def pod_group(job: Job, spec: Spec, attempt: int, version: str) -> dict[str, Any]:
+    """Render the PodGroup of an attempt in the words of that version of the API.
+
+    Pods that stand by belong to no group: nothing waits for them.
+    """
+    wanted: dict[str, Any] = {
+        "schedulingPolicy": {"gang": {"minCount": spec.replicas}},
+        "disruptionMode": WHOLE_GROUP[version],
+    }
+    if spec.scheduling.priority:
+        wanted["priorityClassName"] = spec.scheduling.priority
+    if spec.scheduling.topology_key:
+        wanted["schedulingConstraints"] = {"topology": [{"key": spec.scheduling.topology_key}]}
+    about = meta(job)
+    # Its protection outlives pods that end slowly: it must not hold up a job's deletion.
+    owner = {**about["ownerReferences"][0], "blockOwnerDeletion": False}
+    about |= {"name": pod_group_name(job, attempt), "ownerReferences": [owner]}
+    about["labels"] = {**about["labels"], crd.LABEL_ATTEMPT: str(attempt)}
+    api = f"{GROUP_API}/{version}"
+    return {"apiVersion": api, "kind": "PodGroup", "metadata": about, "spec": wanted}
 
 
 def meta(job: Job) -> dict[str, Any]:

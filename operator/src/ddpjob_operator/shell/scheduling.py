@@ -21,7 +21,7 @@ from ddpjob_operator.core.objects import workload
 from ddpjob_operator.core.objects.json_read import mapping
 from ddpjob_operator.core.objects.observe import KUEUE, Job
 from ddpjob_operator.core.objects.workload import Placement
-from ddpjob_operator.core.pod_groups import GROUP, WHOLE
+from ddpjob_operator.core.render import GROUP_API, WHOLE_GROUP
 from ddpjob_operator.shell.api import (
     PODGROUPS,
     WORKLOADS,
@@ -47,7 +47,7 @@ _OF_THIS_GROUP: Final = ("exceeded quota", "no PriorityClass", "admission webhoo
 
 async def ensure_group(api: Api, job: Job, body: actions.Body) -> Object:
     """Return the PodGroup as the API server has it, made if it was missing. Raises ApiError."""
-    resource = Resource(GROUP, body["apiVersion"].rpartition("/")[2], PODGROUPS)
+    resource = Resource(GROUP_API, body["apiVersion"].rpartition("/")[2], PODGROUPS)
     found = await find(api, resource, job.namespace, body["metadata"]["name"])
     return found or await api.create(resource, job.namespace, body, strict=True)
 
@@ -61,7 +61,7 @@ async def remove_groups(api: Api, job: Job, action: actions.RemoveGroups) -> Non
     if not action.version:
         return
     newest = action.name.rpartition("-")[2]
-    resource = Resource(GROUP, action.version, PODGROUPS)
+    resource = Resource(GROUP_API, action.version, PODGROUPS)
     try:
         listing = await api.list_all(resource, job.namespace, f"{crd.LABEL_JOB_UID}={job.uid}")
         for found in (ownership.existing("PodGroup", one) for one in listing.items):
@@ -201,7 +201,7 @@ class GangApi:
                 found = await self._find()
                 delay = self._seconds
                 if found != self.version:
-                    log.info("PodGroups: %s", f"{GROUP}/{found}" if found else "not served now")
+                    log.info("PodGroups: %s", f"{GROUP_API}/{found}" if found else "not served now")
                     self.version = found
                     self._changed()
                 self.answered.set()
@@ -212,12 +212,12 @@ class GangApi:
             groups = (await self._api.discover("/apis")).get("groups", ())
         except Forbidden:
             return ""  # by an administrator, who has taken the binding of system:discovery away
-        versions = (one["versions"] for one in groups if one["name"] == GROUP)
+        versions = (one["versions"] for one in groups if one["name"] == GROUP_API)
         served = {one["version"] for one in next(versions, ())}
-        for version in WHOLE:
+        for version in WHOLE_GROUP:
             if version not in served:
                 continue
-            kinds = await self._api.discover(f"/apis/{GROUP}/{version}")
+            kinds = await self._api.discover(f"/apis/{GROUP_API}/{version}")
             if any(one["name"] == PODGROUPS for one in kinds.get("resources", ())):
                 return version
         return ""

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import pod_groups
+from ddpjob_operator.core import render
 from ddpjob_operator.core.actions import Action, ApiFeedback, Body, RemoveGroups
 from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.nodes import avoid
@@ -61,7 +61,7 @@ def of(view: View) -> Group:
     refused = _refused(status, view.seats, view.feedback)
     live = not status.terminal and status.phase != "Suspended" and not refused
     begun = status.replacing or status.phase in ("Starting", "Running")
-    own = status.pod_group == pod_groups.name(view.job, status.members_since)
+    own = status.pod_group == render.pod_group_name(view.job, status.members_since)
     name = status.pod_group if live and begun and own else ""
     left_over = not name and status.pod_group not in ("", view.feedback.groups_removed)
     return Group(name, refused, left_over)
@@ -85,7 +85,7 @@ def chosen(view: View) -> str:
     foreign = view.spec.template.placed or view.spec.template.scheduler != crd.SCHEDULER
     if not _demanded(view.spec) and (foreign or view.spec.replicas == 1):
         return ""
-    return pod_groups.name(view.job, view.status.attempt)
+    return render.pod_group_name(view.job, view.status.attempt)
 
 
 def ready(view: View) -> bool:
@@ -140,7 +140,7 @@ def bodies(view: View) -> tuple[Body, ...]:
     attempt, version = view.status.members_since, view.feedback.gang_api
     if not of(view).name or view.status.replacing or not version:
         return ()
-    return (pod_groups.body(view.job, view.spec, attempt, version),)
+    return (render.pod_group(view.job, view.spec, attempt, version),)
 
 
 def removals(view: View) -> tuple[Action, ...]:

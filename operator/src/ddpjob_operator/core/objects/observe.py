@@ -7,14 +7,15 @@ escapes all text that a stranger could have written, so nothing behind it has to
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd, exits
-from ddpjob_operator.core.objects import compact_spec, ledger, resumed
+from ddpjob_operator.core.objects import compact_spec, ledger
 from ddpjob_operator.core.objects.json_read import (
     INT32,
     mapping,
@@ -26,13 +27,17 @@ from ddpjob_operator.core.objects.json_read import (
 )
 from ddpjob_operator.core.objects.ledger import LauncherAccount
 from ddpjob_operator.core.objects.ranges import parse_pairs
-from ddpjob_operator.core.objects.status import Progress, Straggler
+from ddpjob_operator.core.objects.status import Progress, Proof, Straggler
 
 #: No attempt has so many rounds: a larger number is ignored.
 _ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
 #: Kueue's API group, and the prefix of its labels.
 KUEUE: Final = "kueue.x-k8s.io"
+_UID: Final = re.compile("[0-9A-Za-z-]{1,64}")
+#: What another program than that of the snapshot is, and where ranks may differ.
+_CHANGED: Final = {"script": "another script", "arguments": "other arguments"}
+_DIFFERS: Final = get_args(contract.Differs)
 #: Probes whose failure makes the kubelet end the container.
 _PROBES: Final = ("livenessProbe", "startupProbe")
 #: Waiting reasons that persist. The kubelet alternates between the two of a failing pull; one name
@@ -242,11 +247,48 @@ def progress(raw: object, now: datetime) -> Progress | None:
         steps_per_second=_rounded(raw.get("stepsPerSecond"), 4),
         snapshot_step=opt_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
-        **resumed.read(raw.get("resumed")),
-        proof=resumed.proof(raw.get("proof")),
+        **resumed(raw.get("resumed")),
+        proof=proof(raw.get("proof")),
         straggler=straggler(raw.get("straggler")),
         updated_at=now,
     )
+
+
+def resumed(raw: object, done: object = None) -> dict[str, Any]:
+    """Describe contract.Resumed, written by a stranger, for ``resumed`` and ``other_job``.
+
+    ``done``: steps at the end, of a report. As many as another job's snapshot had are none.
+    """
+    body = mapping(raw)
+    step, uid = opt_count(body.get("step")), text(body.get("uid"))
+    if step is None:
+        return {}
+    whose = f"another DDPJob (uid {uid})" if _UID.fullmatch(uid) else ""
+    changed = [word for key, word in _CHANGED.items() if key in sequence(body.get("changed"))]
+    made_by = f"made by {' and '.join(changed)}" if changed else ""
+    said = ", ".join(filter(None, [whose, made_by]))
+    none = "; 0 steps trained" if whose and done == step else ""
+    words = f"{said}: its snapshot of step {step}{none}" if said else ""
+    return {"resumed": words, "other_job": bool(whose)}
+
+
+def proof(raw: object) -> Proof | None:
+    """Parse a stranger's contract.Proof into a Proof; None if it says nothing."""
+    body = mapping(raw)
+    names = ("first", "last", "step", "rank")
+    first, last, step, rank = (opt_count(body.get(name)) for name in names)
+    equal, what = body.get("equal"), body.get("what")
+    if equal is True and first and last and first <= last:
+        return Proof(True, f"steps {first} to {last} were done again after a restart: equal")
+    if equal is False and step and rank is not None and what in _DIFFERS:
+        return Proof(
+            False,
+            f"step {step}, done again after a restart, differs on rank {rank} in its {what}:"
+            " the script keeps something that no snapshot holds, so its result will not equal"
+            " an undisturbed run's. The log of rank 0 tells the usual causes; keep it with"
+            " run.state(...) or run.register(name, obj)",
+        )
+    return None
 
 
 def straggler(raw: object) -> Straggler | None:
@@ -403,7 +445,7 @@ def _report(text: object) -> Report | None:
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
         spent=ledger.read_account(raw.get("spent"), 0),
-        **resumed.read(raw.get("resumed"), raw.get("step")),
+        **resumed(raw.get("resumed"), raw.get("step")),
     )
 
 

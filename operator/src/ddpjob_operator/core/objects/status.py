@@ -34,7 +34,6 @@ from ddpjob_operator.core.objects.json_read import (
     text,
 )
 from ddpjob_operator.core.objects.ledger import Ledger
-from ddpjob_operator.core.objects.resumed import Proof
 from ddpjob_operator.core.objects.spec import MAX_REPLICAS
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
@@ -138,6 +137,14 @@ class Failure:
     charged_to: str = ""  # the budget that it was charged to: maxRestarts or maxDisruptions
     charge: int | None = None  # how much of that was used up with it
     kind: str = ""  # of the launcher's report; it is not stored
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Whether steps that a restart did again came out ``equal``; ``message``: for the condition."""
+
+    equal: bool
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
