@@ -50,10 +50,8 @@ def _least(more: Callable[[Spec], int]) -> Planner:
     return _instead(render, pod_group=body)
 
 
-def _in_place_of_nobody(
-    *args: Any, since: int, right: Callable[..., Any] = render.pod, **more: Any
-) -> Any:
-    return right(*args, since=since, **more | ({"group": ""} if args[2] > since else {}))
+def _of_nobody(*args: Any, since: int, group: str, right: Any = render.pod, **more: Any) -> Any:
+    return right(*args, since=since, group="" if args[2] > since else group, **more)
 
 
 def _whole_or_not(view: View) -> bool:
@@ -63,7 +61,7 @@ def _whole_or_not(view: View) -> bool:
 
 gives_a_waiting_group_back = _instead(pod_group, waits=lambda view: False)
 waits_for_the_rest_for_ever = _instead(pod_group, waits=_whole_or_not)
-replaces_outside_of_the_group = _instead(render, pod=_in_place_of_nobody)
+replaces_outside_of_the_group = _instead(render, pod=_of_nobody)
 keeps_the_group_of_an_ended_attempt = _instead(
     pod_group, of=lambda view, right=pod_group.of: replace(right(view), left_over=False)
 )

@@ -1,7 +1,4 @@
-"""Define what a policy answers: a Change of the status, Stalls, and when to ask it again.
-
-Each policy gets what it needs of a View, or all of it, and asks the Clock for each wait.
-"""
+"""Define what a policy answers: a Change of the status, Stalls, and when to ask it again."""
 
 from __future__ import annotations
 

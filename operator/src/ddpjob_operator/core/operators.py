@@ -65,8 +65,7 @@ def sign(feedback: ApiFeedback, change: Change) -> Change:
     """Put this operator's name into a status that is written anyway."""
     if not feedback.lease:
         return change
-    ours = feedback
-    named = replace(change.status.operator, lease=ours.lease, version=ours.version)
+    named = replace(change.status.operator, lease=feedback.lease, version=feedback.version)
     return change.with_status(operator=named)
 
 

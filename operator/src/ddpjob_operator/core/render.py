@@ -103,9 +103,8 @@ def pod(
     assert isinstance(trainer, dict)  # JSON of our own
     given = trainer.get("env") or []
     names = {variable.get("name") for variable in given}
-    ours = _env(
-        job, spec, attempt, replica, grace, since or attempt, hub or attempt, reached, saved
-    )
+    since, hub = since or attempt, hub or attempt
+    ours = _env(job, spec, attempt, replica, grace, since, hub, reached, saved)
     # Only PYTHONUNBUFFERED can be in both: it is a default, not a part of the contract.
     trainer["env"] = [
         {"name": POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
@@ -408,13 +407,6 @@ def _tolerations(written: object) -> object:
     covered = [t.get("key") for t in given if t.get("effect") in (None, "", "NoExecute")]
     if None in covered or "" in covered:  # an empty key tolerates everything
         return given
-    return given + [
-        {
-            "key": taint,
-            "operator": "Exists",
-            "effect": "NoExecute",
-            "tolerationSeconds": NODE_LOST_TOLERATION_SECONDS,
-        }
-        for taint in _NODE_TAINTS
-        if taint not in covered
-    ]
+    ours: dict[str, Any] = {"operator": "Exists", "effect": "NoExecute"}
+    ours |= {"tolerationSeconds": NODE_LOST_TOLERATION_SECONDS}
+    return given + [{"key": taint, **ours} for taint in _NODE_TAINTS if taint not in covered]

@@ -67,9 +67,8 @@ class View:
     def network_refusal(self) -> Refusal | None:
         """Return the API's refusal of what this attempt's pods need until they have nodes."""
         found = self.feedback.network_refusal
-        if found is None or found.attempt != self.status.attempt:
-            return None
-        return None if self.seats.all_placed else found
+        known = found is not None and found.attempt == self.status.attempt
+        return found if known and not self.seats.all_placed else None
 
     def chance(self, *what: int) -> float:
         """Return a number from 0 to 1, constant for each job, attempt and ``what``.

@@ -23,7 +23,6 @@ from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
@@ -36,6 +35,7 @@ _UNKNOWN: Final = (
     "the label kueue.x-k8s.io/queue-name asks for Kueue, and its Workloads cannot be read: install"
     " Kueue and give the operator the right (its chart's value kueue.enabled), or remove the label"
 )
+_UNREADY: Final = "Not all pods are ready or succeeded"
 _AGAIN: Final = "suspend the job and resume it to ask again"
 
 
@@ -141,7 +141,7 @@ def parked(view: View) -> tuple[Action, ...]:
     """Ask for quota while the job waits, and give it back, once no pod is left."""
     ours, waits = claim(view), view.status.queued
     job, spec, found = view.job, view.spec, ours.workload
-    if view.feedback.workloads is None or not _proven(view.status, view.seats):
+    if view.feedback.workloads is None or not _proven(view.seats):
         return ()
     if found is None:
         able = waits and job.queue and not template_guard.why(view)
@@ -170,7 +170,13 @@ def running(view: View) -> tuple[Action, ...]:
         return () if gone else (actions.DeleteWorkload(found.name, found.uid),)
     if found is None or not found.reserved or not found.true("Admitted"):
         return ()
-    reported = dict(_pods_ready(view.status, found))
+    said, runs = found.said("PodsReady"), view.status.phase == "Running"
+    reported = {}
+    if runs and not said.true:
+        reason = "Recovered" if said.reason in ("WaitForRecovery", "Recovered") else "Started"
+        reported["PodsReady"] = Condition(True, reason, "All pods run", "")
+    if not runs and said.true:
+        reported["PodsReady"] = Condition(False, "WaitForRecovery", _UNREADY, "")
     # Where a sidecar still runs its pod needs the quota.
     on = {seats.served(pod) for pod in seats.members.values() if not pod.ended}
     done = len(view.status.succeeded - on) if view.clock.reached(seats.lingering_at) else 0
@@ -187,17 +193,17 @@ def finish(view: View) -> tuple[Action, ...]:
         return ()
     if needs_proof(view):
         return (ConfirmGone(status.attempt, by_name=True),)
-    if not _proven(status, view.seats):
+    if not _proven(view.seats):
         return ()
     end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
     reported = Condition(True, str(status.phase), end.message if end else "", "")
     return (WriteWorkload(found.name, found.version, {"Finished": reported}),)
 
 
-def _proven(status: Status, seats: Seats) -> bool:
+def _proven(seats: Seats) -> bool:
     """Tell whether a quorum read made since then has shown that no pod is left."""
     proof = seats.read is not None and seats.read.over and seats.read.hidden == ()
-    return not seats.pods_left and (status.attempt == 0 or proof)
+    return not seats.pods_left and (seats.status.attempt == 0 or proof)
 
 
 def _made_of(job: Job, spec: Spec) -> str:
@@ -244,16 +250,3 @@ def _give_back(found: Workload) -> Action:
     if "PodsReady" in found.conditions:  # a recovery's timeout would be over at the next admission
         reported["PodsReady"] = Condition(False, "WaitForStart", _UNREADY, "")
     return WriteWorkload(found.name, found.version, reported, give_back=True)
-
-
-_UNREADY: Final = "Not all pods are ready or succeeded"
-
-
-def _pods_ready(status: Status, found: Workload) -> Iterator[tuple[str, Condition]]:
-    """Tell Kueue when the gang runs, and when it does not any more."""
-    said, runs = found.said("PodsReady"), status.phase == "Running"
-    if runs and not said.true:
-        reason = "Recovered" if said.reason in ("WaitForRecovery", "Recovered") else "Started"
-        yield "PodsReady", Condition(True, reason, "All pods run", "")
-    if not runs and said.true:
-        yield "PodsReady", Condition(False, "WaitForRecovery", _UNREADY, "")

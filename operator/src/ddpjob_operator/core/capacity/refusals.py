@@ -119,14 +119,10 @@ def next_try_at(view: View) -> datetime | None:
     return found.last.at + timedelta(seconds=seconds)
 
 
-def resting(view: View, refusal: Refusal | None) -> bool:
-    """Tell whether it is too early to try again after this refusal, if any."""
-    return _all_rest(view) or _rests(view, refusal)
-
-
-def _all_rest(view: View) -> bool:
+def resting(view: View, refusal: Refusal | None = None) -> bool:
+    """Tell whether it is too early to try again, all alike or what was refused so."""
     at = next_try_at(view)
-    return at is not None and not view.clock.reached(at)
+    return (at is not None and not view.clock.reached(at)) or _rests(view, refusal)
 
 
 def _rests(view: View, refusal: Refusal | None) -> bool:
@@ -145,7 +141,7 @@ def ready(view: View) -> list[int]:
     While a name is taken only that one is tried: the gang cannot be whole without it, and if a pod
     of ours has it the barrier was not passed.
     """
-    if _all_rest(view):  # once: there may be 10,000 seats
+    if resting(view):  # once: there may be 10,000 seats
         return []
     refusals = view.refusals
     taken = [r for r, refusal in refusals.items() if refusal.existing]

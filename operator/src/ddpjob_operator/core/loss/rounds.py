@@ -9,7 +9,6 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from ddpjob_operator.core import evidence
@@ -17,8 +16,9 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects import ranges
-from ddpjob_operator.core.objects.observe import Pod, Round, Rounds
+from ddpjob_operator.core.objects.observe import Round, Rounds
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Status
+from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 _INT32_MAX = 2**31 - 1
@@ -30,7 +30,7 @@ _DRILL = "processes restarted in place to check that they resume; charged to not
 def count(view: View, change: Change) -> Change:
     """Add the rounds of the current hub that are not counted yet."""
     hub, polled = view.status.hub, view.feedback.rounds
-    reported = _reports(view.status, polled, view.seats.pods)
+    reported = _reports(view.seats, polled)
     counted = change.status.restarts.round
     now = max((rounds.count for rounds in reported), default=0)
     if now <= counted:
@@ -58,9 +58,8 @@ def count(view: View, change: Change) -> Change:
         change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))
     old, failed = change.status.restarts, now - counted - free
-    change = change.with_status(
-        restarts=replace(old, round=now, in_place=min(old.in_place + failed, _INT32_MAX))
-    )
+    in_place = min(old.in_place + failed, _INT32_MAX)
+    change = change.with_status(restarts=replace(old, round=now, in_place=in_place))
     if not failed:
         return change
     return change.with_status(
@@ -69,16 +68,16 @@ def count(view: View, change: Change) -> Change:
     )
 
 
-def _reports(status: Status, polled: Rounds | None, pods: Collection[Pod]) -> list[Rounds]:
+def _reports(seats: Seats, polled: Rounds | None) -> list[Rounds]:
     """Collect the hub's reports: replica 0's /state, and the last words of ended launchers.
 
     A launcher that is older than the hub may mean rounds of the hub before.
     """
-    hub = status.hub
+    hub, newest = seats.status.hub, seats.status.attempt
     reported = [
         Rounds(hub, pod.trainer.report.number or 0, pod.trainer.report.rounds)
-        for pod in pods
-        if pod.trainer.report and hub <= (pod.attempt or 0) <= status.attempt
+        for pod in seats.pods
+        if pod.trainer.report and hub <= (pod.attempt or 0) <= newest
     ]
     return [polled, *reported] if polled and polled.attempt == hub else reported
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from ddpjob_contract import exits
@@ -21,8 +21,7 @@ from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Failure, Progress, Restarts, Status
-from ddpjob_operator.core.progress import Reported
+from ddpjob_operator.core.objects.status import Failure, Restarts, Status
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
@@ -46,7 +45,7 @@ def ends(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
     if follows == "Fail":
         return "PermanentFailure", describe(loss)
     times = _in_same_way(status, loss, view.reported.snapshot_step)
-    if times >= exits.SAME_EXCEPTION and _ruled(view.spec, view.seats, loss) is None:
+    if times >= exits.SAME_EXCEPTION and _ruled(view.seats, loss) is None:
         return "SameFailure", (
             f"{loss.exception}: {times} times in a row after step {loss.step}. A restart would"
             " fail again. Fix the program or its data; to retry anyway, add a rule with action"
@@ -68,11 +67,11 @@ def action(view: View, old: Restarts, loss: Failure) -> str:
     default: str = exits.action_of(loss.cls)
     if avoid.repeats(loss) and not avoid.is_free(view.status, in_a_row(view, old)):
         default = "Restart"
-    return _ruled(view.spec, view.seats, loss) or default
+    return _ruled(view.seats, loss) or default
 
 
-def _ruled(spec: Spec, seats: Seats, loss: Failure) -> str | None:
-    return spec.restart.ruled(*evidence.names(loss, seats.members.get(loss.replica)))
+def _ruled(seats: Seats, loss: Failure) -> str | None:
+    return seats.spec.restart.ruled(*evidence.names(loss, seats.members.get(loss.replica)))
 
 
 def _in_same_way(status: Status, loss: Failure, snapshot_step: int) -> int:
@@ -95,14 +94,13 @@ def _in_same_way(status: Status, loss: Failure, snapshot_step: int) -> int:
 
 def count(view: View, old: Restarts, free: bool) -> Restarts:
     """Count one more restart, and mark from where progress is reckoned."""
-    return Restarts(
+    return replace(
+        old,
         total=old.total + 1,
         charged=old.charged + (not free),
         disruptions=old.disruptions + free,
         consecutive=in_a_row(view, old) + 1,
-        replaced=old.replaced,
-        in_place=old.in_place,
-        round=old.round,
+        released=0,
         snapshot_step=view.reported.snapshot_step,
         file_at=view.reported.file_at,
     )
@@ -172,7 +170,12 @@ def heal(view: View, change: Change) -> Change:
     """Give back the charges once there is a reason to; else change nothing."""
     if not _spent(change.status.restarts):
         return change
-    old = _marked(view.status.progress, view.reported, change.status.restarts)
+    old, stored, reported = change.status.restarts, view.status.progress, view.reported
+    # Store the first values reported: a job that had reported without one began with none.
+    if not old.snapshot_step and stored.step is None:
+        old = replace(old, snapshot_step=reported.snapshot_step)
+    if old.file_at is None and stored.updated_at is None:
+        old = replace(old, file_at=reported.file_at)
     change = change.with_status(restarts=old)
     why = _reason(view, change.status)
     if why is None:
@@ -182,40 +185,20 @@ def heal(view: View, change: Change) -> Change:
     return change.event("Normal", "BudgetHealed", f"{why}: the budget is whole again; {spent}")
 
 
-def _heals_at(spec: Spec, status: Status, seats: Seats) -> datetime | None:
-    """Return when time alone heals; None with nothing to heal or an incomplete gang.
-
-    Any failure, one of a round too, restarts the wait. Times are the operator's.
-    """
-    seconds, timings = spec.restart.heal_after, status.timings
-    if not seconds or not _spent(status.restarts):
-        return None
-    # The operator may have been away before it found the gang broken, so a broken gang does not
-    # count. Only a gang in phase Running has a running_at.
-    if timings.running_at is None or not seats.all_running:
-        return None
-    since = max(timings.running_at, timings.last_round_at or timings.running_at)
-    return since + timedelta(seconds=seconds)
-
-
-def _marked(stored: Progress, reported: Reported, marks: Restarts) -> Restarts:
-    """Store the first values reported: a job that had reported without one began with none."""
-    if not marks.snapshot_step and stored.step is None:
-        marks = replace(marks, snapshot_step=reported.snapshot_step)
-    if marks.file_at is None and stored.updated_at is None:
-        marks = replace(marks, file_at=reported.file_at)
-    return marks
-
-
 def _reason(view: View, status: Status) -> str | None:
     marks, file_at = status.restarts, view.reported.file_at
     if view.reported.snapshot_step > marks.snapshot_step:
         return f"a newer snapshot, of step {view.reported.snapshot_step}"
     if file_at and (marks.file_at is None or file_at > marks.file_at):
         return "spec.restart.progressPath was written"
-    if view.clock.reached(_heals_at(view.spec, status, view.seats)):
-        return f"{view.spec.restart.heal_after} s without a failure"
-    return None
+    # The operator may have been away before it found the gang broken, so time heals only a whole
+    # one. Only a gang in phase Running has a running_at; a failure of a round restarts the wait.
+    seconds, timings = view.spec.restart.heal_after, status.timings
+    if not seconds or timings.running_at is None or not view.seats.all_running:
+        return None
+    since = max(timings.running_at, timings.last_round_at or timings.running_at)
+    healed = view.clock.reached(since + timedelta(seconds=seconds))
+    return f"{seconds} s without a failure" if healed else None
 
 
 def _spent(restarts: Restarts) -> bool:

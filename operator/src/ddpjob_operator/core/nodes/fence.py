@@ -36,8 +36,6 @@ LEASE_PATIENCE: Final = 15.0
 LEASE_PERIOD: Final = 10.0
 #: Between two lists of all Leases.
 LEASES_EVERY: Final = 4.0
-_CAUSE: Final[Known] = "Cause"
-_CURE: Final[Known] = "Cure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +116,14 @@ class Fence:
             node = self._silent(pod)
             if node is None or node.guessed:  # nothing wrong so far
                 continue
-            reason, known = "NodeNotReady", _CAUSE
+            reason = "NodeNotReady"
+            known: Known = "Cause"
             if self._given_up(node) or not node.exists:
                 then = "its pods are being removed"
             elif self.after is None:
-                then, known = cure(node.name), _CURE
+                then, known = cure(node.name), "Cure"
             elif self.nodes and self.nodes.disrupted:
-                reason, known = "NodesNotReady", _CURE
+                reason, known = "NodesNotReady", "Cure"
                 most = f"{self.nodes.unready} of {self.nodes.workers} worker nodes are not ready"
                 then = f"Fence waits, since {most}; {cure(node.name)}"
             else:

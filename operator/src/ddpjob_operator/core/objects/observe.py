@@ -203,6 +203,9 @@ def pod(obj: Mapping[str, Any]) -> Pod:
     disruption = _condition(status, "DisruptionTarget", "True")
     unscheduled, scheduled = (_condition(status, "PodScheduled", v) for v in ("False", "True"))
     waiting_reason, waiting_message = _blocked(status)
+    # A copy under another name is no replica.
+    number = _number(labels.get(crd.LABEL_REPLICA))
+    named = owner.get("name", meta["name"].rpartition("-")[0])
     sidecars = compact_spec.sidecars(spec)
     init = _failed_init(status, sidecars)
     return Pod(
@@ -211,7 +214,7 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         uid=meta["uid"],
         owner_uid=owner.get("uid"),
         attempt=_number(labels.get(crd.LABEL_ATTEMPT)),
-        replica=_replica(meta["name"], labels, owner),
+        replica=number if meta["name"] == f"{named}-{number}" else None,
         phase=str(status.get("phase") or "Pending"),
         reason=clean(status.get("reason"), 64),
         message=clean(status.get("message")) or (init.message if init else ""),
@@ -374,7 +377,8 @@ def _container(found: Mapping[str, Any]) -> Container:
     state = mapping(found.get("state"))
     kind = next((k for k in ("terminated", "running", "waiting") if k in state), "unknown")
     detail = mapping(state.get(kind))
-    report, exit_code = _report(detail.get("message")), detail.get("exitCode")
+    said, exit_code = detail.get("message"), detail.get("exitCode")
+    report = _report(said)
     hides = exit_code == 0 and report is not None and report.kind not in ("", "success")
     if report is not None and hides:
         exit_code = report.code or 1
@@ -382,7 +386,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         name=clean(found.get("name"), 63),
         state=kind,
         reason=clean(detail.get("reason"), 64),
-        message=_tail(detail.get("message")) if report is None else "",
+        message=clean(said[-MESSAGE_MAX:]) if report is None and isinstance(said, str) else "",
         exit_code=exit_code if isinstance(exit_code, int) else None,
         signal=detail.get("signal") or None,
         started_at=parse_time(detail.get("startedAt")),
@@ -420,10 +424,6 @@ def _blocked(status: Mapping[str, Any]) -> tuple[str, str]:
             if reason in _BLOCKED:
                 return _BLOCKED[reason], clean(waiting.get("message"), 300)
     return "", ""
-
-
-def _tail(text: object) -> str:
-    return clean(text[-MESSAGE_MAX:]) if isinstance(text, str) else ""
 
 
 def _report(text: object) -> Report | None:
@@ -468,12 +468,6 @@ def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
         "step": opt_count(raw.get("step")),
         "snapshot_step": opt_count(raw.get("snapshotStep")),
     }
-
-
-def _replica(name: str, labels: Mapping[str, Any], owner: Mapping[str, Any]) -> int | None:
-    """Return the replica that the pod is; None for a copy under another name."""
-    number = _number(labels.get(crd.LABEL_REPLICA))
-    return number if name == f"{owner.get('name', name.rpartition('-')[0])}-{number}" else None
 
 
 def _number(label: object) -> int | None:

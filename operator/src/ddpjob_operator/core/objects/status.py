@@ -291,8 +291,7 @@ class Status:
     @property
     def replacing(self) -> bool:
         """Tell whether lost pods are being replaced while the other members wait."""
-        later = self.attempt > self.members_since
-        return later and self.phase in ("Restarting", "Starting")
+        return self.attempt > self.members_since and self.phase in ("Restarting", "Starting")
 
     def replacing_since(self, now: datetime) -> datetime:
         """Return when the replacement under way began; a time ahead is another clock's."""
@@ -393,7 +392,7 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
     # Later than that, its pods would belong to no attempt.
     since = min(integer(raw.get("membersSince")), attempt + (phase in ("Suspended", "Pending")))
     since = since if since > 0 else attempt
-    handed_over = sequence(raw.get("handedOver"))
+    handed_over, eta = sequence(raw.get("handedOver")), _read(raw.get("eta"), _ETA)
     return Status(
         phase=phase if phase in PHASES else None,
         reason=text(raw.get("reason"), 1024),
@@ -420,7 +419,7 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         timings=Timings(**_read(raw.get("timings"), _TIMINGS)),
         ledger=ledger.from_dict(raw.get("ledger")),
         goodput=opt_number(raw.get("goodput")),
-        eta=_eta(raw.get("eta")),
+        eta=Eta(**eta) if eta["at"] else None,
         operator=Operator(**_read(raw.get("operator"), _OPERATOR)),
         unknown=_unknown(raw),
     )
@@ -456,11 +455,6 @@ def _conditions(items: object) -> list[Condition]:
 def _failures(items: object) -> list[Failure]:
     found = [_read(one, _FAILURE) for one in sequence(items)[-MAX_FAILURES:]]
     return [Failure(**one) for one in found if one["detected_at"] and one["cls"] in _CLASSES]
-
-
-def _eta(item: object) -> Eta | None:
-    found = _read(item, _ETA)
-    return Eta(**found) if found["at"] else None
 
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:

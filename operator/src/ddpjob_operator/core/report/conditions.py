@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_operator.core import actions, evidence, operators
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import template_guard
@@ -49,7 +50,10 @@ def fill(view: View, change: Change) -> Change:
     """Fill in counts, progress, observedGeneration and the condition Ready."""
     status = replace(change.status, conditions=_by_phase(change.status, view.now))
     seats, polled = view.seats, view.feedback.progress
-    parts: dict[str, Any] = {"observed_generation": template_guard.acted_on(view, status.phase)}
+    # A suspension is acted on once it has taken effect.
+    waits = template_guard.suspends(view) and status.phase not in ("Suspended", *TERMINAL_PHASES)
+    acted_on = view.status.observed_generation if waits else view.job.generation
+    parts: dict[str, Any] = {"observed_generation": acted_on}
     if not status.terminal:  # the end keeps its own last words
         parts |= {"progress": received(status.progress, polled)}
         other = polled is not None and polled.other_job
@@ -173,11 +177,9 @@ def _unsupported(spec: Spec, nodes: Nodes | None, change: Change, now: datetime)
         return change  # not known yet
     if spec.fence_after is None or (nodes and nodes.readable):
         return change.condition("Unsupported", False, "AllSupported", "", now)
-    message = (
-        "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes: "
-        "install its chart with rbac.nodes=true"
-    )
-    return change.condition("Unsupported", True, "NodesNotReadable", message, now)
+    what = "spec.nodeLost.policy Fence behaves as Wait, because the operator cannot read nodes"
+    what += ": install its chart with rbac.nodes=true"
+    return change.condition("Unsupported", True, "NodesNotReadable", what, now)
 
 
 def write(view: View, change: Change) -> Plan | None:

@@ -19,7 +19,7 @@ from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.objects.ledger import DRILL, UNKNOWN, UP, LauncherAccount, Ledger
 from ddpjob_operator.core.objects.observe import Pod, Rounds
-from ddpjob_operator.core.objects.status import Eta, Failure, Status
+from ddpjob_operator.core.objects.status import Eta, Status
 from ddpjob_operator.core.view import View, recovers_from
 
 #: What went on at the last answer is believed to have gone on for so long after it.
@@ -64,34 +64,30 @@ def book(view: View, change: Change) -> Change:
         if gpus := view.spec.template.gpu_count:
             change = change.measure(Measurement("gpu_seconds_total", seconds * gpus, state))
     ledger = books.closed()
-    change = change.with_status(ledger=ledger, goodput=_goodput(ledger))
+    had = ledger.total - ledger.seconds.get(_WITHOUT_PODS, 0.0)
+    goodput = round(ledger.seconds.get("productive", 0.0) / had, 4) if had > 0 else None
+    change = change.with_status(ledger=ledger, goodput=goodput)
     return change.with_status(eta=_eta(change.status, view.spec.replicas, view.now))
 
 
 def _book(view: View, new: Status, books: _LedgerUpdate) -> None:
-    status = view.status
-    found, final = _newest(books.ledger, status, view.seats.members.get(0), view.feedback.spent)
-    if found is not None:
-        books.add_account(found)
-    over = new.terminal or new.parked or new.hub != status.hub
-    if books.ledger.hub == status.hub > 0:
+    status, hub, pod = view.status, view.status.hub, view.seats.members.get(0)
+    report, polled = pod.trainer.report if pod else None, view.feedback.spent
+    known = books.ledger.hub_seconds.get(UP, 0.0) if books.ledger.hub == hub else 0.0
+    final = False
+    if pod and pod.attempt == hub and report and report.spent:
+        books.add_account(replace(report.spent, hub=hub, at=pod.trainer.finished_at))
+        final = True  # its last words
+    elif polled and polled.hub == hub and polled.up > known:
+        books.add_account(polled)
+    over = new.terminal or new.parked or new.hub != hub
+    if books.ledger.hub == hub > 0:
         if over:
             books.end(final=final)
     elif status.phase != "Running" and status.timings.running_at is None:
         books.start(view.now)
     elif over or new.phase != status.phase == "Running":
         books.spend({"unknown": books.left(view.now)}, view.now)
-
-
-def _newest(
-    ledger: Ledger, status: Status, pod: Pod | None, found: LauncherAccount | None
-) -> tuple[LauncherAccount | None, bool]:
-    """Return the newest account of the hub, and whether it is its last."""
-    hub, report = status.hub, pod.trainer.report if pod else None
-    if pod and pod.attempt == hub and report and report.spent:
-        return replace(report.spent, hub=hub, at=pod.trainer.finished_at), True
-    known = ledger.hub_seconds.get(UP, 0.0) if ledger.hub == hub else 0.0
-    return (found, False) if found and found.hub == hub and found.up > known else (None, False)
 
 
 class _LedgerUpdate:
@@ -117,18 +113,19 @@ class _LedgerUpdate:
 
     def spend(self, seconds: Mapping[str, float], until: datetime, cause: str = "") -> None:
         """Book seconds of the whole gang up to a time; pods beyond it stand by."""
-        view = self._view
+        view, status = self._view, self._view.status
         pods, rounds = view.spec.replicas, view.feedback.rounds
-        lost = _waited_for(view.status, pods, view.feedback.away)
-        restarted = recovers_from(view.status)
+        # The seats that the others wait for, one at least.
+        newest = list(status.min_attempt_by_seat.values()).count(status.attempt)
+        lost = min(pods, max(1, newest or len(view.feedback.away)))
+        restarted = recovers_from(status)
         for state, each in seconds.items():
             if state == "held":
                 self.add("held", each * (pods - lost))
-                self.add(
-                    "", each * lost, cause or _cause(view.status, rounds, self._new, held=True)
-                )
+                why = cause or _cause(status, rounds, self._new, held=True)
+                self.add("", each * lost, why)
             elif state == "recovering":
-                self.add("", each * pods, cause or _cause(view.status, rounds, self._new))
+                self.add("", each * pods, cause or _cause(status, rounds, self._new))
             elif state == "warmup" and restarted:
                 self.add("", each * pods, restarted.cls)
             else:
@@ -169,11 +166,13 @@ class _LedgerUpdate:
         view, new = self._view, self._new
         left = self.left(view.now)
         loss = new.last_loss if new.failures != view.status.failures else None
+        # Training went on until an exit or a deletion was seen.
+        seen = loss and (loss.exit_code is not None or loss.reason == "PodDeleted")
         if final:
             state = "snapshot" if new.parked else "recovering"
             state = "idle" if new.phase == "Succeeded" else state
             self.spend({state: left}, view.now, loss.cls if loss else "")
-        elif loss is not None and not _seen_at_once(loss):
+        elif loss is not None and not (seen and loss.cls != "Hang"):
             self.spend({"recovering": left}, view.now, loss.cls)
         else:
             trained = any(self.ledger.hub_seconds.get(one) for one in _STEPS)
@@ -244,12 +243,6 @@ def _seconds(since: datetime, until: datetime) -> float:
     return max(0.0, (until - since).total_seconds())
 
 
-def _waited_for(status: Status, replicas: int, away: frozenset[str]) -> int:
-    """Count the seats that the others wait for: one at least."""
-    newest = list(status.min_attempt_by_seat.values()).count(status.attempt)
-    return min(replicas, max(1, newest or len(away)))
-
-
 def _cause(status: Status, polled: Rounds | None, new: Status, *, held: bool = False) -> str:
     """Name the cause of a recovery that the hub tells of."""
     newest = new.last_failure
@@ -259,17 +252,6 @@ def _cause(status: Status, polled: Rounds | None, new: Status, *, held: bool = F
     if newest is None or (held and newest.in_place):
         return UNKNOWN  # until it is recorded
     return newest.cls
-
-
-def _seen_at_once(loss: Failure) -> bool:
-    """Tell whether training went on until the loss was seen."""
-    return loss.cls != "Hang" and (loss.exit_code is not None or loss.reason == "PodDeleted")
-
-
-def _goodput(ledger: Ledger) -> float | None:
-    """Return the productive share of the time in which the job had its pods."""
-    had = ledger.total - ledger.seconds.get(_WITHOUT_PODS, 0.0)
-    return round(ledger.seconds.get("productive", 0.0) / had, 4) if had > 0 else None
 
 
 def _eta(status: Status, replicas: int, now: datetime) -> Eta | None:
@@ -284,7 +266,10 @@ def _eta(status: Status, replicas: int, now: datetime) -> Eta | None:
     if stalled and stalled.status == "True":
         return None
     ran = sum(sums.get(name, 0.0) for name in ("productive", "data", "snapshot"))
-    if not _is_steady(now, status) and ran > 0 and step > 0:
+    # The rate is that of the last minute, which counts if no restart was in it.
+    times = (status.timings.running_at, status.timings.last_round_at)
+    since = max((at for at in times if at is not None), default=now)
+    if now - since < _RATED and ran > 0 and step > 0:
         rate = step * replicas / ran  # the mean of the whole run
     left = (total - step) / rate
     lost = sum(sums.get(name, 0.0) for name in ("recovering", "repeated", "held"))
@@ -294,13 +279,6 @@ def _eta(status: Status, replicas: int, now: datetime) -> Eta | None:
     except OverflowError:
         return None
     return Eta(at.replace(microsecond=0), _words(left))
-
-
-def _is_steady(now: datetime, status: Status) -> bool:
-    """Tell whether the rate of the last minute is of a minute without a restart."""
-    times = (status.timings.running_at, status.timings.last_round_at)
-    since = max((at for at in times if at is not None), default=now)
-    return now - since >= _RATED
 
 
 def _words(seconds: float) -> str:
