@@ -57,7 +57,11 @@ def _plan(view: View) -> Plan:
     if status.terminal:
         seen = pod_group.update(view, Change(replace(status, observed_generation=job.generation)))
         seen = operators.answer(status, view.feedback, view.clock, seen)
-        return conditions.write(view, seen) or _end(view)
+        if (written := conditions.write(view, seen)) is not None:
+            return written
+        # Nothing may be left of the job before its quota is given back.
+        left = finish.clean_up(view)
+        return left if left.actions else Plan(queue.finish(view))
     change = operators.answer(status, view.feedback, view.clock, _decide(view))
     change = conditions.fill(view, pod_group.update(view, change))
     return conditions.write(view, change) or _act(view)
@@ -67,22 +71,23 @@ def _plan(view: View) -> Plan:
 
 
 def _decide(view: View) -> Change:
-    status, change = view.status, Change(view.status)
-    if view.seats.next_attempt > status.attempt + 1:
-        # Either our view of the job is old, and this write is refused, or etcd was restored.
-        if status.phase == "Suspended" and not (
-            template_guard.suspends(view) or template_guard.why(view)
-        ):
+    """Work out the status: what ends the job, then what holds it back, then its gang."""
+    spec, status, seats, change = view.spec, view.status, view.seats, Change(view.status)
+    # Either our view of the job is old, and this write is refused, or etcd was restored.
+    if seats.next_attempt > status.attempt + 1:
+        held = template_guard.suspends(view) or template_guard.why(view)
+        if status.phase == "Suspended" and not held:
             return start.begin_job(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
+    # The hub's report is on record whatever is decided now: it may be its last one.
     change, polled = rounds.count(view, change), view.feedback.rounds
     change = replacement.record_hub_report(view.job, status, polled, change)
-    if len(view.seats.succeeded) == view.spec.replicas:
-        return finish.succeed(view, change)  # whatever deadline or suspend says by now
-    if finish.past_active_deadline(view) and view.seats.read_since(
-        finish.active_deadline(view.spec, view.status)
-    ):
-        what = f"activeDeadlineSeconds {view.spec.active_deadline:.10g} has passed"
+    # A success counts whatever deadline or suspend says by now.
+    if len(seats.succeeded) == spec.replicas:
+        return finish.succeed(view, change)
+    over = finish.past_active_deadline(seats, view.clock)
+    if over and seats.read_since(finish.active_deadline(seats)):
+        what = f"activeDeadlineSeconds {spec.active_deadline:.10g} has passed"
         change, what = start.broken(view, change, what)
         return finish.fail(view, change, "DeadlineExceeded", what)
     change = template_guard.report(view, change)
@@ -92,19 +97,21 @@ def _decide(view: View) -> Change:
         if template_guard.why(view):
             return change.with_status(phase=status.phase or "Pending")
         return start.begin_job(view, change)
+    # Progress gives charges back before a loss is charged.
     change = verdict.heal(view, change)
     if (broken := _restart(view, change)) is not None:
         return broken
     change = _go_on(view, change)
+    # Only a round without another decision says why nothing moves.
     if change.status.phase == status.phase:
-        why = replacement.with_deadline(view, _stalls(view, change.status))
+        why = replacement.with_deadline(seats, view.now, _stalls(view, change.status))
         change = stalls.stall(view, change, why)
     return change
 
 
 def _go_on(view: View, change: Change) -> Change:
     """Begin to create pods past the barrier; end the start once they run, or it takes too long."""
-    if view.status.phase == "Starting" or replacement.runs_past_deadline(view):
+    if view.status.phase == "Starting" or replacement.runs_past_deadline(view.seats, view.clock):
         if cause.awaited(view):
             return change
         return start.advance(view, change, _stalls(view, change.status))
@@ -124,22 +131,26 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
 
 def _restart(view: View, change: Change) -> Change | None:
     """Answer a loss, a node about to go, or a replacement that gets nowhere; None: all is well."""
+    status, seats = view.status, view.seats
+    # A replacement gets nowhere: launchers wait only so long, so now all restart.
     why = _stalls(view, change.status)
-    if view.status.replacing and (over := replacement.failed(view, why)):
-        if any(not pod.node for pod in view.seats.members.values()):
+    if status.replacing and (over := replacement.failed(seats, view.clock, why)):
+        if any(not pod.node for pod in seats.members.values()):
             change = avoid.nothing(change, "no room elsewhere")
         return restart.restart_all(view, change, *over)
-    loss = cause.loss(view, change.status)
-    if loss is not None:
+    # A member is lost: that is judged at once, since its pod tells why only as long as it is there.
+    if (loss := cause.loss(view, change.status)) is not None:
         change = cause.clear_wait(change, view.now)
-        if late := replacement.too_late(view.spec, view.status, view.seats.succeeded, loss):
+        if late := replacement.too_late(seats, loss):
             return restart.restart_all(view, change, "Restarting", late)
         return restart.after(view, change, loss)
-    if unmade := replacement.maybe_created(view.status, view.seats, view.feedback.begun):
-        if view.status.replacing or view.status.phase == "Running":
-            return replacement.retry_as_new_attempt(view, change, unmade)
+    # A pod of this attempt may have been made unseen: a second one must not be (rule O5).
+    if unsure := replacement.maybe_created(seats, view.feedback.begun):
+        if status.replacing or status.phase == "Running":
+            return replacement.retry_as_new_attempt(view, change, unsure)
         what = "cannot tell whether the pod of replica 0 was created"
         return restart.restart_all(view, change, "Restarting", what)
+    # Nothing is lost: the time to leave nodes that are about to go.
     return handover.begin(view, change)
 
 
@@ -170,15 +181,21 @@ def _may_be_done(view: View) -> bool:
 
 def _needs_all(view: View) -> bool:
     """Tell whether a final decision is due that needs a quorum read of all pods first."""
-    if finish.past_active_deadline(view) and not view.seats.read_since(
-        finish.active_deadline(view.spec, view.status)
-    ):
+    seats = view.seats
+    # The job's deadline fails it for good, and its last replica may have succeeded, unseen.
+    over = finish.past_active_deadline(seats, view.clock)
+    if over and not seats.read_since(finish.active_deadline(seats)):
         return True
-    if template_guard.suspends(view) and (_may_be_done(view) or template_guard.needs_proof(view)):
+    # A suspension ends pods that may have succeeded; once reported, others take their room.
+    if template_guard.suspends(view) and _may_be_done(view):
         return True
+    if template_guard.suspends(view) and template_guard.needs_proof(seats, view.clock):
+        return True
+    # In a queue the same holds of pods that are to wait, and of quota to be given back.
     if _queue_asks(view):
         return True
-    return start.late(view) and not view.seats.read_since(start.deadline(view))
+    # A late gang is released or charged for it, and the last pod may run by now.
+    return start.late(view) and not seats.read_since(start.deadline(view))
 
 
 def _queue_asks(view: View) -> bool:
@@ -189,33 +206,29 @@ def _queue_asks(view: View) -> bool:
 
 
 def _act(view: View) -> Plan:
-    leaving = (*barrier.deletions(view), *finish.hidden(view.status, view.seats, None))
+    """Do the first thing that is due: the next round sees what came of it."""
+    status, seats = view.status, view.seats
+    # What is left of other attempts goes first: the barrier waits for it.
+    leaving = (*barrier.deletions(seats, view.fence), *finish.hidden(seats, None))
     if leaving:
         return Plan(leaving)
     if removals := pod_group.removals(view):
         return Plan(removals)
+    # The next decision needs to know more than a watch shows.
     if _needs_all(view):
-        by_name = template_guard.needs_proof(view) or _queue_asks(view)
-        return Plan((ConfirmGone(view.status.attempt, by_name=by_name),))
-    if view.status.parked and (todo := queue.parked(view)):
+        by_name = template_guard.needs_proof(seats, view.clock) or _queue_asks(view)
+        return Plan((ConfirmGone(status.attempt, by_name=by_name),))
+    if status.parked and (todo := queue.parked(view)):
         return Plan(todo)
-    if view.seats.in_doubt or cause.waits_for_read(view):
-        return Plan((barrier.read(view.status, view.seats),))
-    if view.status.parked or view.status.phase not in _WANTED:
-        return Plan(view.fence.reads(view.seats.pods))
-    todo = () if view.seats.others else barrier.creations(view)
-    todo = (
-        todo
-        or view.fence.reads(view.seats.pods)
-        or (() if view.seats.others else handover.reads(view))
-    )
+    if seats.loss_unproven or cause.waits_for_read(view):
+        return Plan((barrier.read(seats),))
+    if status.parked or status.phase not in _WANTED:
+        return Plan(view.fence.reads(seats.pods))
+    # A gang that lacks a pod trains no step, so that is made before anything is looked after.
+    todo = () if seats.others else barrier.creations(view)
+    todo = todo or view.fence.reads(seats.pods)
+    todo = todo or (() if seats.others else handover.reads(view))
     return Plan(todo or queue.running(view))
-
-
-def _end(view: View) -> Plan:
-    """Clean up after the end, then give the quota back."""
-    left = finish.clean_up(view)
-    return left if left.actions else Plan(queue.finish(view))
 
 
 def _leave(view: View) -> Plan:
@@ -224,12 +237,13 @@ def _leave(view: View) -> Plan:
     The garbage collector removes what the job owns when the job is gone, but a finalizer may keep
     it for days. No event is sent: a deleted job has not failed.
     """
+    seats = view.seats
     if view.status.terminal:
         todo = finish.clean_up(view).actions
         return Plan(tuple(one for one in todo if not isinstance(one, actions.DeleteJob)))
-    if view.seats.in_doubt:
+    if seats.loss_unproven:
         return Plan((ConfirmGone(view.status.attempt),))
-    over = template_guard.suspends(view) or finish.past_active_deadline(view) or cause.find(view)
-    going = view.seats.pods if over else view.seats.others
+    over = template_guard.suspends(view) or finish.past_active_deadline(seats, view.clock)
+    going = seats.pods if over or cause.find(view) else seats.others
     left = [pod for pod in going if not (pod.deleting or pod.ended)]
     return Plan(tuple(DeletePod(pod.name, pod.uid, None) for pod in left))

@@ -38,12 +38,6 @@ class Reported:
         """Return the newest mtime at the progress path."""
         return max((one.file_at for one in self._all if one.file_at), default=None)
 
-    @property
-    def step(self) -> int:
-        """Return the last finished step, by the records of failures too."""
-        found = (self.status.progress, self.polled, *self.status.failures)
-        return max((one.step or 0 for one in found if one), default=0)
-
     @cached_property
     def _all(self) -> list[Progress | Restarts | Report]:
         words = (pod.trainer.report for pod in self.members.values())

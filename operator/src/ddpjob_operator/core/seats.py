@@ -30,7 +30,7 @@ class Seats:
 
     A seat is the number of a pod, a replica a place in the gang. Without pods that stand by they
     are the same; with them the hub says who serves which, and counts have to do. ``read``: the
-    newest quorum read of this attempt by this process; ``seen``: seats that had a pod in it.
+    newest quorum read of this attempt by this process; ``seen``: the seats whose pods it has seen.
     """
 
     spec: Spec
@@ -153,19 +153,19 @@ class Seats:
         return [r for r in known if r not in read.replicas and read.asked(r)]
 
     @property
-    def in_doubt(self) -> bool:
-        """Tell whether a quorum read has yet to show that a member is gone."""
+    def loss_unproven(self) -> bool:
+        """Tell whether a member is missing that no quorum read has shown to be gone."""
         return len(self.gone) < len(self.expected)
 
     @cached_property
-    def unread(self) -> bool:
+    def need_read(self) -> bool:
         """Tell whether missing seats may have a member that only a quorum read would show.
 
         A new pod of a replacement, or one of the standbys, may have been made unseen by the cache.
         """
         read, status = self.read, self.status
         made = status.phase == "Running" or (status.replacing and status.phase == "Starting")
-        return self.in_doubt or (
+        return self.loss_unproven or (
             made and any(not (read and read.asked(r)) for r in self.not_created)
         )
 

@@ -58,7 +58,7 @@ class Group:
 def of(view: View) -> Group:
     """Read status.podGroup: it is that of an attempt that is not over, or left over."""
     status = view.status
-    refused = _refused(status, view.seats, view.feedback)
+    refused = _refused(view.seats, view.feedback)
     live = not status.terminal and status.phase != "Suspended" and not refused
     begun = status.replacing or status.phase in ("Starting", "Running")
     own = status.pod_group == render.pod_group_name(view.job, status.members_since)
@@ -67,7 +67,8 @@ def of(view: View) -> Group:
     return Group(name, refused, left_over)
 
 
-def _refused(status: Status, seats: Seats, known: ApiFeedback) -> str:
+def _refused(seats: Seats, known: ApiFeedback) -> str:
+    status = seats.status
     if not status.pod_group or status.phase != "Starting" or status.replacing:
         return ""
     pods = seats.members.values()
@@ -107,10 +108,10 @@ def update(view: View, change: Change) -> Change:
     return change
 
 
-def without(spec: Spec, group: Group, change: Change) -> Change | None:
-    """Go on without a group that was refused; None: spec.scheduling asks for one."""
+def without(spec: Spec, group: Group, change: Change) -> Change | Stall:
+    """Go on without a group that was refused, unless spec.scheduling asks for one."""
     if _demanded(spec):
-        return None
+        return Stall(UNAVAILABLE, f"{group.refused}: {_CURE}")
     if group.left_over:
         return change  # its pods are not made before it is gone
     what = f"pods are made without a PodGroup: {group.refused}"
@@ -149,13 +150,14 @@ def removals(view: View) -> tuple[Action, ...]:
     return (todo,) if of(view).left_over else ()
 
 
-def preempted(spec: Spec, seats: Seats, loss: Failure) -> bool:
+def preempted(seats: Seats, loss: Failure) -> bool:
     """Tell whether a higher priority takes the gang's room, not that of a standby pod.
 
     The first member may be gone before its condition was seen; the others still have theirs.
     """
-    needed = [pod for seat, pod in seats.members.items() if seat < spec.replicas]
-    taken = loss.reason == PREEMPTED and loss.replica < spec.replicas
+    replicas = seats.spec.replicas
+    needed = [pod for seat, pod in seats.members.items() if seat < replicas]
+    taken = loss.reason == PREEMPTED and loss.replica < replicas
     return taken or any(pod.disruption == PREEMPTED for pod in needed)
 
 
@@ -188,11 +190,6 @@ def stalls(spec: Spec, status: Status, known: ApiFeedback) -> Iterator[Stall]:
     begins = status.phase in ("Pending", "Restarting") and not status.replacing
     if begins and _demanded(spec) and not known.gang_api:
         yield Stall(UNAVAILABLE, f"{_NOT_SERVED}, and spec.scheduling asks for one: {_CURE}")
-
-
-def no_group(group: Group) -> Stall:
-    """Say why a demanded group cannot be had, and the cure."""
-    return Stall(UNAVAILABLE, f"{group.refused}: {_CURE}")
 
 
 def _demanded(spec: Spec) -> bool:

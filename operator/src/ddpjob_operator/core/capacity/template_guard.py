@@ -10,8 +10,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_contract.crd import TERMINAL_PHASES
-from ddpjob_operator.core.change import Change
+from ddpjob_operator.core.change import Change, Clock
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.spec import Spec
@@ -71,7 +70,7 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
     old, seats = change.status.condition("Suspended"), view.seats
     ending = view.status.attempt > 0 and (seats.pods_left or bool(seats.hidden))
     if message is None:
-        if (old and old.status == "True") or ending or needs_proof(view):
+        if (old and old.status == "True") or ending or needs_proof(seats, view.clock):
             return change
         message = why_suspended(view.spec, view.status)
     if not ending:
@@ -89,25 +88,18 @@ def why_suspended(spec: Spec, status: Status) -> str:
     return f"{why}; {BROKEN}{describe(loss)}" if loss and broken else why
 
 
-def needs_proof(view: View) -> bool:
+def needs_proof(seats: Seats, clock: Clock) -> bool:
     """Tell whether only a cache says that a suspended job's last pod has ended."""
-    status, seats = view.status, view.seats
-    old = status.condition("Suspended")
+    status, old = seats.status, seats.status.condition("Suspended")
     reported = status.phase != "Suspended" or (old is not None and old.status == "True")
     if reported or status.attempt == 0 or seats.pods_left:
         return False
-    return seats.hidden is None or view.clock.reached(looks_again(seats))
+    return seats.hidden is None or clock.reached(looks_again(seats))
 
 
 def looks_again(seats: Seats) -> datetime | None:
     """Return when to ask again for ending pods that no watch shows."""
     return seats.read.at + _HIDDEN_AGAIN if seats.read and seats.hidden else None
-
-
-def acted_on(view: View, phase: str | None) -> int:
-    """Return observedGeneration; keep the old one until a suspension has taken effect."""
-    waits = suspends(view) and phase not in ("Suspended", *TERMINAL_PHASES)
-    return view.status.observed_generation if waits else view.job.generation
 
 
 def _changed(spec: Spec, status: Status) -> bool:

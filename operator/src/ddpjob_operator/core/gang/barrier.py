@@ -16,10 +16,10 @@ from ddpjob_operator.core.actions import Action, ConfirmGone, DeletePod
 from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
 from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.gang import handover, replacement, restart
-from ddpjob_operator.core.nodes import avoid, fence
+from ddpjob_operator.core.nodes import avoid
+from ddpjob_operator.core.nodes.fence import Fence, cure
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import PATIENCE, View
 
@@ -31,21 +31,22 @@ _BATCH: Final = 500
 _BATCH_BYTES: Final = 1024 * 1024
 
 
-def deletions(view: View) -> tuple[Action, ...]:
+def deletions(seats: Seats, fence: Fence) -> tuple[Action, ...]:
     """Delete pods that are no members.
 
     Once a member is dead and the gang was not kept they can save nothing, so a longer grace period
     is cut short, but for those that hand over. Where all has ended there is nothing to wait for.
     """
-    ends = (loss for loss in view.status.failures if not (loss.in_place or loss.replaced))
+    status = seats.status
+    ends = (loss for loss in status.failures if not (loss.in_place or loss.replaced))
     dead = max((loss.attempt for loss in ends), default=0)
     todo: list[Action] = []
-    births = view.status.min_attempt_by_seat
-    for pod in view.seats.others:
+    births = status.min_attempt_by_seat
+    for pod in seats.others:
         replaced = 0 if pod.replica is None else births.get(pod.replica, 0)
         late = (pod.attempt or 0) < max(dead + 1, replaced)
-        grace = DEAD_GANG_SECONDS if late and not handover.saves(view.status, pod) else None
-        if view.fence.lost(pod) or (pod.stopped and not pod.deleting):
+        grace = DEAD_GANG_SECONDS if late and not handover.saves(status, pod) else None
+        if fence.lost(pod) or (pod.stopped and not pod.deleting):
             grace = 0
         cut = grace is not None and pod.deletion_grace is not None and pod.deletion_grace > grace
         if not pod.deleting or cut:
@@ -63,12 +64,12 @@ def creations(view: View) -> tuple[Action, ...]:
         return ()
     # The barrier: a watch may be behind, so only a quorum read shows that no older pod is left.
     if not _confirmed(seats) and (waiting or seats.missing):
-        return (read(status, seats),) if _delays_over(view) else ()
+        return (read(seats),) if _delays_over(view) else ()
     # Only the process that has stored phase Starting makes pods, each once (rule O5).
     again = view.clock.reached(pod_group.looks_again(view))
     if waiting or not (seats.not_created or again):
         return ()
-    if replacement.maybe_created(status, seats, feedback.begun):
+    if replacement.maybe_created(seats, feedback.begun):
         return ()
     # In a queue each pod is made as its admission says.
     if (asked := queue.reads(view)) is not None:
@@ -88,13 +89,14 @@ def creations(view: View) -> tuple[Action, ...]:
         return (actions.EnsureNetwork(attempt, (*bodies, *pod_group.bodies(view))),)
     # After a refusal, create one pod alone to test whether the API accepts it again.
     due_now = refusals.ready(view)[: 1 if refusals.row(feedback) else _batch(view.spec)]
+    steps = (status.progress, feedback.progress, *status.failures)
     make = partial(
         render.pod,
         avoided=avoid.kept_off(status, view.now),
         suspected=avoid.suspected(status),
         since=status.members_since,
         hub=status.hub,
-        reached=view.reported.step,
+        reached=max(one.step or 0 for one in steps if one),
         # On the volume of now: template_guard.py makes no pods for another.
         saved=max(status.progress.snapshot_step or 0, status.restarts.snapshot_step),
         group=group.name,
@@ -129,8 +131,9 @@ def _delays_over(view: View) -> bool:
     return all(at is None or view.clock.reached(at) for at in times)
 
 
-def read(status: Status, seats: Seats) -> ConfirmGone:
+def read(seats: Seats) -> ConfirmGone:
     """Ask for the pods of missing seats alone where the other pods stay."""
+    status = seats.status
     stay = status.replacing or status.phase == "Running"
     few = seats.missing if stay and len(seats.missing) <= _FEW_SEATS else ()
     return ConfirmGone(status.attempt, seats=frozenset(few))
@@ -161,8 +164,8 @@ def undeleted(view: View) -> Iterator[Stall]:
             yield Stall("DeletionRefused", what)
         if pod.deletion_at and view.clock.reached(pod.deletion_at + PATIENCE):
             if not pod.node or pod.ended:
-                cure = "nothing of it runs: see its finalizers, and volumes that stay mounted"
-                yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {cure}")
+                why = "nothing of it runs: see its finalizers, and volumes that stay mounted"
+                yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {why}")
             else:
-                what = f"pod {pod.name} has not ended: {fence.cure(pod.node)}"
+                what = f"pod {pod.name} has not ended: {cure(pod.node)}"
                 yield Stall("WaitingForDeletion", what, "Cure")

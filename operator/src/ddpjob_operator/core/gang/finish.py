@@ -12,11 +12,10 @@ from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
-from ddpjob_operator.core.change import Change
+from ddpjob_operator.core.change import Change, Clock
 from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.ranges import every
-from ddpjob_operator.core.objects.spec import Spec
-from ddpjob_operator.core.objects.status import Progress, Status
+from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
@@ -59,16 +58,16 @@ def fail(view: View, change: Change, reason: str, message: str) -> Change:
     return change.event("Warning", "Failed", f"{reason}: {message}")
 
 
-def past_active_deadline(view: View) -> bool:
+def past_active_deadline(seats: Seats, clock: Clock) -> bool:
     """Tell whether activeDeadlineSeconds ends the job now."""
-    if view.spec.suspend or view.status.parked:
+    if seats.spec.suspend or seats.status.parked:
         return False  # the resume, or the admission, restarts the clock
-    return view.clock.reached(active_deadline(view.spec, view.status))
+    return clock.reached(active_deadline(seats))
 
 
-def active_deadline(spec: Spec, status: Status) -> datetime | None:
+def active_deadline(seats: Seats) -> datetime | None:
     """Count the deadline from the first start, or the last resume, as batch/v1 does."""
-    seconds, since = spec.active_deadline, status.timings.started_at
+    seconds, since = seats.spec.active_deadline, seats.status.timings.started_at
     return None if seconds is None or since is None else since + timedelta(seconds=seconds)
 
 
@@ -84,7 +83,7 @@ def clean_up(view: View) -> Plan:
             todo.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:
             todo.append(DeletePod(pod.name, pod.uid, grace))
-    todo += hidden(view.status, view.seats, grace)
+    todo += hidden(view.seats, grace)
     since = view.status.timings.completed_at
     unasked = since if view.seats.hidden is None else None
     if unasked is not None and not view.clock.reached(unasked + _JUST_ENDED):
@@ -96,19 +95,18 @@ def clean_up(view: View) -> Plan:
     return Plan(tuple(todo))
 
 
-def hidden(status: Status, seats: Seats, grace: int | None) -> tuple[actions.Action, ...]:
+def hidden(seats: Seats, grace: int | None) -> tuple[actions.Action, ...]:
     """Delete pods that lost our label, and look again for proof."""
     left = [pod for pod in seats.hidden or () if not pod.deleting]
     if not left:
         return ()
-    again = ConfirmGone(status.attempt, by_name=True)
+    again = ConfirmGone(seats.status.attempt, by_name=True)
     return (*(DeletePod(pod.name, pod.uid, grace) for pod in left), again)
 
 
 def _end(view: View, change: Change, phase: str) -> Change:
-    timings = replace(
-        view.status.timings, completed_at=view.now, next_restart_at=None, replacing_since=None
-    )
+    old, now = view.status.timings, view.now
+    timings = replace(old, completed_at=now, next_restart_at=None, replacing_since=None)
     change = change.condition("Stalled", False, phase, "", view.now)
     change = change.measure(Measurement("finished_total", 1, phase))
     progress = received(change.status.progress, view.feedback.progress)

@@ -37,7 +37,7 @@ _PATIENCE: Final = timedelta(seconds=60)
 def begin(view: View, change: Change) -> Change | None:
     """Replace the members on nodes about to go; None: there are none, or it is too early."""
     going = _going(view)
-    if not going or _read_too_long_ago(going) or view.seats.unread:
+    if not going or _read_too_long_ago(going) or view.seats.need_read:
         return None
     planned, nodes = frozenset(going), {node.name: node for node in going.values()}
     words = ", ".join(f"{node.name} is about to go ({node.signal})" for node in nodes.values())
@@ -83,7 +83,6 @@ def _going(view: View) -> Mapping[int, Node]:
     signalled = [node for node in listed if node and node.signal and node.ready]
     news = [node for node in signalled if _entry(node) not in status.handed_over]
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
-    # Launchers that have not said by then that they hold are taken to be unable to.
     since, signal = status.timings.running_at, any(node.signal for node in known.values())
     early = False
     if since and signal and not status.waiting_for_replacement:

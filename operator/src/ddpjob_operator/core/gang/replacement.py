@@ -20,11 +20,10 @@ from typing import Final
 from ddpjob_contract import ExitCode
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.capacity import pod_group
-from ddpjob_operator.core.change import Change, Stall
+from ddpjob_operator.core.change import Change, Clock, Stall
 from ddpjob_operator.core.failure_text import replicas
 from ddpjob_operator.core.loss import cause
 from ddpjob_operator.core.objects.observe import Job, Rounds
-from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import MAX_MIN_ATTEMPTS, Failure, Status
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
@@ -49,19 +48,14 @@ def to_replace(
 ) -> frozenset[int]:
     """Return the replicas to replace after this loss; none: all restart (rule O4).
 
-    A quorum read has shown that nobody is in a missing seat (Seats.unread, rule E14).
+    A quorum read has shown that nobody is in a missing seat (Seats.need_read, rule E14).
     ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
     """
-    in_time = view.now + timedelta(seconds=delay) < deadline(view.spec, view.status, view.now)
+    in_time = view.now + timedelta(seconds=delay) < deadline(view.seats, view.now)
     able = view.status.waiting_for_replacement and view.spec.restart.in_place > 0
-    preempted = pod_group.preempted(view.spec, view.seats, loss)
-    taken_whole = view.status.pod_group and preempted
-    if (
-        not (able and in_time)
-        or view.seats.succeeded
-        or taken_whole
-        or _hub_ended(view.status, view.seats, loss)
-    ):
+    # A group of pods that is preempted is taken whole.
+    taken = view.status.pod_group and pod_group.preempted(view.seats, loss)
+    if not (able and in_time) or taken or view.seats.succeeded or _hub_ended(view.seats, loss):
         return frozenset()
     members = view.seats.members
     gone = {loss.replica, *planned, *view.seats.missing}
@@ -112,7 +106,7 @@ def retry_as_new_attempt(view: View, change: Change, seats: frozenset[int]) -> C
     return change.with_status(timings=replace(change.status.timings, running_at=since))
 
 
-def maybe_created(status: Status, seats: Seats, begun: int) -> frozenset[int]:
+def maybe_created(seats: Seats, begun: int) -> frozenset[int]:
     """Return the missing seats that this process may not make in this attempt (rule O5).
 
     Only the process that has stored phase Starting makes them, each once. After a crash, or a
@@ -120,7 +114,7 @@ def maybe_created(status: Status, seats: Seats, begun: int) -> frozenset[int]:
     holds for the hub's seat, where a second pod would be a second hub of its number, and after a
     crash: it is made first, so that little is lost.
     """
-    read = seats.read
+    read, status = seats.read, seats.status
     runs = status.phase == "Running" and status.waiting_for_replacement
     if not (runs or status.phase == "Starting") or read is None:
         return frozenset()
@@ -132,45 +126,45 @@ def maybe_created(status: Status, seats: Seats, begun: int) -> frozenset[int]:
     return frozenset(filter(read.asked, absent))
 
 
-def deadline(spec: Spec, status: Status, now: datetime) -> datetime:
+def deadline(seats: Seats, now: datetime) -> datetime:
     """Return when all pods restart instead: launchers wait no longer, whatever is in the way."""
-    return status.replacing_since(now) + timedelta(seconds=spec.restart.replace_seconds)
+    patience = timedelta(seconds=seats.spec.restart.replace_seconds)
+    return seats.status.replacing_since(now) + patience
 
 
-def runs_past_deadline(view: View) -> bool:
+def runs_past_deadline(seats: Seats, clock: Clock) -> bool:
     """Tell whether the gang runs by the deadline, though a lost pod's object is in the way."""
-    if not view.status.replacing or not view.seats.all_running:
-        return False
-    return view.clock.reached(deadline(view.spec, view.status, view.now))
+    runs = seats.status.replacing and seats.all_running
+    return runs and clock.reached(deadline(seats, clock.now))
 
 
-def failed(view: View, stalls: Iterator[Stall]) -> tuple[str, str] | None:
+def failed(seats: Seats, clock: Clock, stalls: Iterator[Stall]) -> tuple[str, str] | None:
     """Return reason and message if the replacement under way has failed; None: it goes on."""
-    status, seats = view.status, view.seats
+    spec, status = seats.spec, seats.status
     if status.attempt not in status.min_attempt_by_seat.values():
         what = "status.min_attempt_by_seat is not stored: the CRD is older than the operator"
         return "Restarting", what
     # Where pods stand by the gang is whole again without the lost one's successor.
-    if seats.succeeded and not (view.spec.standby and seats.all_running):
+    if seats.succeeded and not (spec.standby and seats.all_running):
         done = replicas(seats.succeeded, 40)
         return "Restarting", f"{done} ended with 0 while lost pods were replaced"
-    until = deadline(view.spec, status, view.now)
-    if seats.all_running or not view.clock.reached(until) or not seats.read_since(until):
+    until = deadline(seats, clock.now)
+    if seats.all_running or not clock.reached(until) or not seats.read_since(until):
         return None
-    left = replicas(frozenset(range(view.spec.replicas)) - seats.running, 40)
+    left = replicas(frozenset(range(spec.replicas)) - seats.running, 40)
     why = next((one.message for one in stalls), "no reason is known")
-    most = f"spec.restart.replaceSeconds {view.spec.restart.replace_seconds}"
-    what = f"{left} did not run within {most}: {why}"
-    return "ReplaceDeadlineExceeded", what
+    most = f"spec.restart.replaceSeconds {spec.restart.replace_seconds}"
+    return "ReplaceDeadlineExceeded", f"{left} did not run within {most}: {why}"
 
 
-def too_late(spec: Spec, status: Status, done: frozenset[int], loss: Failure) -> str:
+def too_late(seats: Seats, loss: Failure) -> str:
     """Say that a new pod found the others done, and gave up; "" of any other loss.
 
     A pod that had succeeded was removed before that was stored. The hub has ended with 0, so no
     round is to come, and a pod that came after it can join none: that is no fault of the program.
     """
-    left = (r for r in range(spec.replicas) if r not in done)
+    status, done = seats.status, seats.succeeded
+    left = (r for r in range(seats.spec.replicas) if r not in done)
     before_hub = any(status.min_attempt(r) <= status.hub for r in left)
     if loss.exit_code != ExitCode.PEER_LOST or before_hub:
         return ""
@@ -180,20 +174,20 @@ def too_late(spec: Spec, status: Status, done: frozenset[int], loss: Failure) ->
     )
 
 
-def with_deadline(view: View, why: Iterator[Stall]) -> Iterator[Stall]:
+def with_deadline(seats: Seats, now: datetime, why: Iterator[Stall]) -> Iterator[Stall]:
     """Add to the reasons for a stall how long the other pods wait."""
-    waits = view.status.replacing and not view.seats.all_running
-    until = deadline(view.spec, view.status, view.now) if waits else None
+    waits = seats.status.replacing and not seats.all_running
+    until = deadline(seats, now) if waits else None
     return (replace(one, until=until) for one in why)
 
 
-def _hub_ended(status: Status, seats: Seats, loss: Failure) -> bool:
+def _hub_ended(seats: Seats, loss: Failure) -> bool:
     """Return True if the hub ended the attempt: a holding launcher exits only on a signal.
 
     A new pod may fail and report before it has come to the hub.
     """
     pod = seats.members.get(loss.replica)
-    if pod is None or (pod.attempt or 0) > cause.ended_attempt(status):
+    if pod is None or (pod.attempt or 0) > cause.ended_attempt(seats.status):
         return False
     own, report = loss.cls not in _NOT_BY_HUB, pod.trainer.report
     return own and report is not None and report.kind != "sigterm"

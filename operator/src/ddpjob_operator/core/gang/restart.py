@@ -29,21 +29,20 @@ def after(
 
     ``planned``: replicas that handover.py replaces before they are lost.
     """
-    # It is counted already.
+    # What was lost with a pod that is counted already is counted with it.
     if cause.is_same_incident(view.status, loss, view.now):
         return _join(view, change, loss)
     last = verdict.ends(view, change.status, loss)
     if last is not None:
         return finish.fail(view, record(view, change, loss), *last)
-    # The user's doing, a class or a rule says so, is charged; anything else counts as a disruption.
+    # What the program has done is charged, by the user's rule or its class; the rest is disruption.
     free = verdict.action(view, change.status.restarts, loss) == "RestartFree"
     restarts, limits = verdict.count(view, change.status.restarts, free), view.spec.restart
     # A gang that fails before its first step is not tried in a hurry: what it lacks takes minutes.
     delay, early = verdict.backoff(view.spec, restarts.consecutive), 0.0
     if not (free or verdict.has_trained(view) or cause.has_waited(view.status, loss)):
-        early = verdict.backoff(
-            view.spec, min(restarts.consecutive, restarts.charged), verdict.STARTUP_SECONDS
-        )
+        row = min(restarts.consecutive, restarts.charged)
+        early = verdict.backoff(view.spec, row, verdict.STARTUP_SECONDS)
     if free:
         loss = replace(loss, charged_to="maxDisruptions", charge=restarts.disruptions)
         count = f"disruption {restarts.disruptions} of at most {limits.max_disruptions}"
@@ -52,10 +51,10 @@ def after(
         count = f"restart {restarts.charged} of at most {limits.max_restarts}"
     count += "; no step was reported, so delays between restarts are longer" * (early > delay)
     delay = max(delay, early)
-    if pod_group.preempted(view.spec, view.seats, loss):
+    if pod_group.preempted(view.seats, loss):
         delay = max(delay, pod_group.PREEMPTED_SECONDS)
-    # Launchers wait for a lost pod only so long: after a longer delay all restart.
     wait = f" in {delay:g} s" if delay else ""
+    # Launchers wait for a lost pod only so long: after a longer delay all restart.
     gone = replacement.to_replace(view, loss, delay, planned)
     if gone:
         restarts = replace(restarts, replaced=restarts.replaced + 1)
@@ -73,8 +72,7 @@ def after(
 
 def restart_all(view: View, change: Change, reason: str, message: str) -> Change:
     """Restart the whole gang, uncharged: in place of a replacement, whose loss is counted."""
-    message = f"{message}; restarting all pods"
-    return _restarting(view, change, reason, message, _delay_left(view))
+    return _restarting(view, change, reason, f"{message}; restarting all pods", _delay_left(view))
 
 
 def _join(view: View, change: Change, loss: Failure) -> Change:

@@ -24,7 +24,6 @@ from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.ranges import counted, every
-from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View, recovers_from
@@ -61,7 +60,7 @@ def deadline(view: View) -> datetime | None:
     replacement has its own, by which launchers wait.
     """
     if view.status.replacing:
-        return replacement.deadline(view.spec, view.status, view.now)
+        return replacement.deadline(view.seats, view.now)
     since, seen = view.begun_at or view.now, view.feedback.seen_since
     since = max(since, seen or since)
     patience = timedelta(seconds=view.spec.startup_deadline)
@@ -89,12 +88,12 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
     """
     seats = view.seats
     if view.status.replacing:
-        return _run(view.spec, view.status, change, view.now) if seats.all_running else change
+        return _run(seats, change, view.now) if seats.all_running else change
     if template_guard.why(view) and seats.missing:
         return restart.new_attempt(view, change, "Pending", 0)  # it cannot become whole
     if (group := pod_group.of(view)).refused:
         plain = pod_group.without(view.spec, group, change)
-        return plain or _release(view, change, pod_group.no_group(group))
+        return _release(view, change, plain) if isinstance(plain, Stall) else plain
     network, of_seats = view.network_refusal, view.refusals
     refused = [*of_seats.values(), *([network] if network else [])]
     # What cannot be, or not now, is given back at once, for others may need the room meanwhile.
@@ -110,7 +109,7 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         change = change.condition("Invalid", False, "Valid", "", view.now)
         return _release(view, change, Stall("QuotaExceeded", refusals.explained(full)))
     if seats.all_running:
-        return _run(view.spec, view.status, change, view.now)
+        return _run(seats, change, view.now)
     # Anything else has time until the deadline, and a read since then shows who is there.
     if not late(view) or not seats.read_since(deadline(view)):
         return change
@@ -129,11 +128,12 @@ def advance(view: View, change: Change, stalls: Iterator[Stall]) -> Change:
         return _release(view, change, refusals.no_room(first, avoid.words(view.status)))
     # All have a node, and one does not run: its machine is to blame, or else the program's start.
     silent = view.fence.suspect(seats.needed, late=True)
-    slow = view.fence.failure(silent) if silent else _too_slow(view.spec, seats, stalls, view.now)
+    slow = view.fence.failure(silent) if silent else _too_slow(seats, stalls, view.now)
     return restart.after(view, change, slow)
 
 
-def _run(spec: Spec, status: Status, change: Change, now: datetime) -> Change:
+def _run(seats: Seats, change: Change, now: datetime) -> Change:
+    replicas, status = seats.spec.replicas, seats.status
     timings, loss = status.timings, recovers_from(status)
     since = _last_sign(status, loss) if loss else timings.started_at or now
     seconds = max(0.0, (now - since).total_seconds())
@@ -142,8 +142,8 @@ def _run(spec: Spec, status: Status, change: Change, now: datetime) -> Change:
         restarts=replace(change.status.restarts, released=0),
         timings=replace(timings, running_at=timings.running_at or now, replacing_since=None),
     )
-    who = f"{every(spec.replicas, 'replica')} of attempt {status.attempt}"
-    message = f"{who} {'run' if spec.replicas > 1 else 'runs'}"
+    who = f"{every(replicas, 'replica')} of attempt {status.attempt}"
+    message = f"{who} {'run' if replicas > 1 else 'runs'}"
     stalled = status.condition("Stalled")
     if stalled and stalled.reason != verdict.CRASH_LOOPING:  # running again does not end it
         change = change.condition("Stalled", False, "Running", "", now)
@@ -175,10 +175,10 @@ def _last_sign(status: Status, loss: Failure) -> datetime:
     return min(reported.updated_at, loss.detected_at) if newer else loss.detected_at
 
 
-def _too_slow(spec: Spec, seats: Seats, stalls: Iterator[Stall], now: datetime) -> Failure:
+def _too_slow(seats: Seats, stalls: Iterator[Stall], now: datetime) -> Failure:
     """Blame the first replica that does not run for the whole gang's delay."""
     on = seats.running | seats.succeeded
-    replica = next(r for r in range(spec.replicas) if r not in on)
+    replica = next(r for r in range(seats.spec.replicas) if r not in on)
     known = next((one.message for one in stalls), "no reason is known")
     if (pod := seats.members[replica]).awaits:
         known = initializing(pod.awaits)
@@ -186,7 +186,7 @@ def _too_slow(spec: Spec, seats: Seats, stalls: Iterator[Stall], now: datetime) 
         evidence.removed(pod, now),
         cls="Startup",
         reason="StartupDeadlineExceeded",
-        message=f"not all replicas ran within {spec.startup_deadline:.10g} s: {known}",
+        message=f"not all replicas ran within {seats.spec.startup_deadline:.10g} s: {known}",
         exception=shorten(known),
     )
 

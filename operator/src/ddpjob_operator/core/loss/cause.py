@@ -7,7 +7,7 @@ of a minute later. A restart does not wait; the end of a job is final, so it wai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -18,7 +18,6 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, left_early, shorten
 from ddpjob_operator.core.loss import verdict
-from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.seats import Seats
@@ -40,7 +39,7 @@ def loss(view: View, status: Status) -> Failure | None:
     found = _seen(view)
     # The intent raises the least attempt of each missing seat (gang/replacement.py), so first it
     # must be known who is there.
-    if found is None or view.seats.unread:
+    if found is None or view.seats.need_read:
         return None
     if found.cls not in _PERHAPS_PEERS:
         return found
@@ -72,7 +71,7 @@ def awaited(view: View) -> bool:
 
 def waits_for_read(view: View) -> bool:
     """Tell whether a loss waits for a quorum read of the missing seats."""
-    return view.seats.unread and _seen(view) is not None
+    return view.seats.need_read and _seen(view) is not None
 
 
 def stalls(view: View) -> Iterator[Stall]:
@@ -148,22 +147,21 @@ def _vanished(view: View) -> list[Failure]:
 
 
 def _doubted(view: View, status: Status, first: Failure) -> Pod | None:
-    """Find a member on a possibly dead machine, where this loss would end the job."""
+    """Find a member on a machine that may be dead, where this loss would end the job.
+
+    It has not ended, and no loss is reported of its node.
+    """
     if first.cls not in _BY_PEERS or _wait_left(view, NODE_WAIT) <= 0:
         return None
-    pod = _unheard(view.seats.members, view.nodes)
+    if view.nodes is not None and not view.nodes.readable:
+        return None  # nothing would ever show
+    pods = view.seats.members.values()
+    reported = {pod.node for pod in pods if pod.trainer.state == "terminated"}
+    unheard = (p for p in pods if p.node and p.node not in reported and not _ended(p))
+    pod = next(unheard, None)
     if pod is None or verdict.ends(view, status, first) is None:
         return None
     return None if verdict.ends(view, status, view.fence.failure(pod)) else pod
-
-
-def _unheard(members: Mapping[int, Pod], nodes: Nodes | None) -> Pod | None:
-    """Find a member that has not ended, on a node without a reported loss."""
-    if nodes is not None and not nodes.readable:
-        return None  # nothing would ever show
-    pods = members.values()
-    reported = {pod.node for pod in pods if pod.trainer.state == "terminated"}
-    return next((p for p in pods if p.node and p.node not in reported and not _ended(p)), None)
 
 
 def _wait_left(view: View, wait: timedelta) -> float:
@@ -196,8 +194,7 @@ def is_same_incident(status: Status, loss: Failure, now: datetime) -> bool:
     if not has_waited(status, loss) or not _incident(status):
         return False
     reported_late = (now - status.replacing_since(now)).total_seconds() <= CAUSE_SECONDS
-    alike = _kind(loss) == _kind(status.last_loss)
-    return loss.cls == "Collateral" or (reported_late and alike)
+    return loss.cls == "Collateral" or (reported_late and _kind(loss) == _kind(status.last_loss))
 
 
 def has_waited(status: Status, loss: Failure) -> bool:

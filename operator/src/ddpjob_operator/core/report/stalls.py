@@ -20,7 +20,6 @@ from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.ranges import format_ranges
-from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Status
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import PATIENCE, View
@@ -86,7 +85,7 @@ def of_pods(view: View) -> Iterator[Stall]:
         if unseen and pod.created_at and view.clock.reached(pod.created_at + PATIENCE):
             yield refusals.no_room(pod)
     yield from _unresolved(view.status)
-    yield from _lingering(view.spec, view.seats, view.clock)
+    yield from _lingering(view.seats, view.clock)
 
 
 def _unresolved(status: Status) -> Iterator[Stall]:
@@ -100,11 +99,11 @@ def _unresolved(status: Status) -> Iterator[Stall]:
         yield Stall(exits.UNRESOLVED_NAMES, what)
 
 
-def _lingering(spec: Spec, seats: Seats, clock: Clock) -> Iterator[Stall]:
+def _lingering(seats: Seats, clock: Clock) -> Iterator[Stall]:
     if clock.reached(seats.lingering_at):
         # With thousands of replicas each list must leave room for the other.
         done = seats.succeeded
-        left = frozenset(range(spec.replicas)) - done
+        left = frozenset(range(seats.spec.replicas)) - done
         which = clean(format_ranges(left), _LISTED)
         have, others_have = ("has" if len(some) == 1 else "have" for some in (done, left))
         after = after_step(done, seats.members)
