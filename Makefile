@@ -18,7 +18,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 BIN := .venv/bin
 FOREIGN := .venv-foreign/bin
 FOREIGN_TESTS := $(addprefix tests/,trainer/test_foreign.py trainer/test_audit_foreign.py \
-	unit/trainer/test_trainer_snapshot_remote.py)
+	unit/trainer/test_snapshot_remote.py)
 DEVCLUSTER = $(PYTHON) dev/devcluster/devcluster
 PYTEST := $(BIN)/python -m pytest
 # Beside the environments: a fresh checkout need not look at all of it again.
