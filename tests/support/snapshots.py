@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, la
 from ddpjob_trainer.snapshot.save.part_reports import Report
 from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.state.codec import DTYPES, Flat, flatten
+from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, unflatten
 from support.patience import PATIENCE, wait_for
 
 CPU = accelerator.of(torch.device("cpu"))
@@ -119,6 +121,73 @@ def open_snapshots(
     return store, resumed.source
 
 
+def state(step: int) -> dict[str, Any]:
+    """What a job's state is after a step."""
+    return {"model": {"w": torch.full((64,), float(step))}, "n": step, "more": [torch.arange(step)]}
+
+
+def save(store: Store, *steps: int, **config: Any) -> None:
+    for step in steps:
+        store.save(step, flatten(state(step)), {"seed": 1} | config)
+
+
+def saved(root: Path, *steps: int, attempt: int = 1, **options: Any) -> Store:
+    """Start an incarnation that saves these steps."""
+    store, _ = open_snapshots(root, attempt, **options)
+    save(store, *steps)
+    return store
+
+
+def step_of(source: Source | None) -> int | None:
+    """Return the step of a snapshot that holds the state after it, in whole."""
+    if source is None:
+        return None
+    found, wanted = unflatten(whole(source)), state(source.step)
+    assert found["n"] == wanted["n"]
+    assert torch.equal(found["model"]["w"], wanted["model"]["w"])
+    assert torch.equal(found["more"][0], wanted["more"][0])
+    return source.step
+
+
+def loaded_step(root: Path, attempt: int = 2, **options: Any) -> int | None:
+    """Start an incarnation; return the step that it goes on from."""
+    return step_of(open_snapshots(root, attempt, **options)[1])
+
+
+def steps_in(root: Path) -> set[int | None]:
+    """The steps that have a manifest, in whatever directory."""
+    return {manifest.step_of(path.name) for path in root.glob("*/step-*.json")}
+
+
+def newest_manifest(root: Path) -> Path:
+    return max(root.glob("*/step-*.json"))
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change a bit of a file, and of no other name that it has."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+def exit_code(action: Callable[[], object]) -> int:
+    """Act in a process of its own; return its exit code, or the negative number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def memory_source(flat: Flat) -> Source:
     """What a snapshot of this state gives back, without a disk."""
     shapes = {n: (DTYPES[t.dtype], tuple(t.shape)) for n, t in flat.tensors.items()}
@@ -146,10 +215,6 @@ def whole(source: Source) -> Flat:
     tensors = source.empty(lambda name: True)
     source.read(lambda name: True, tensors)
     return Flat(source.manifest.tree, tensors, dict(source.manifest.aliases))
-
-
-def save_state(store: Store, step: int, state: Any, config: Mapping[str, Any]) -> None:
-    store.save(step, flatten(state), config)
 
 
 def await_snapshot(directory: Path, step: int, seconds: float = PATIENCE) -> None:

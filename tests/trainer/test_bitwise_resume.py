@@ -24,7 +24,6 @@ from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.snapshot.ondisk import disk
 from support.busy import busy_machine
 from support.snapshots import await_snapshot
-from support.tiers import some_in_gate
 
 STEPS = 14
 EVERY = 4
@@ -52,13 +51,10 @@ class Training:
     seam: Callable[[str, str, Path], None] | None = None  # (operation, step, path) of a write
     durable: int = 0  # the snapshot of this step must be durable before anybody dies
     staging: str = "auto"
-    unreadable: str = ""  # what rank 1 cannot read
 
     def __call__(self, rank: int) -> None:
         if self.seam is not None:
             disk.seam = partial(_seam, self.seam)
-        if self.unreadable and rank == 1:
-            disk.open_file = self._fails_to_open  # type: ignore[assignment]
         torch.manual_seed(3)
         inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
         run = ddp.start(
@@ -95,13 +91,6 @@ class Training:
         run.finish()
         result = f"{run.weights_sha256()} {run.state_sha256()}"
         (self.directory / f"result-{rank}").write_text(result)
-
-    def _fails_to_open(
-        self, path: Path, open_file: Callable[..., object] = disk.open_file
-    ) -> object:
-        if self.unreadable in path.name:
-            raise OSError(5, "Input/output error")
-        return open_file(path)
 
     def _maybe_die(self, rank: int, step: int, place: str) -> None:
         if self.die == (rank, step, place):
@@ -212,38 +201,6 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_pat
     for rank in range(3):  # it came before commit(), which told it
         assert re.findall(r"stopped after step (\d+)", gang.log(rank))[0] == "6"
     resumes(gang, disturbed, 6)
-    assert disturbed.outcome() == wanted
-
-
-@pytest.mark.parametrize(
-    "damage", some_in_gate(["truncate", "flip", "manifest", "missing", "unread"], "flip", "unread")
-)
-@pytest.mark.fault("S3", "S4")
-def test_a_damaged_newest_snapshot_gives_way_to_the_older(gang, tmp_path, undisturbed, damage):  # type: ignore[no-untyped-def]
-    """``unread``: the rank that alone cannot read it ends, and elsewhere all go on from it."""
-    wanted = undisturbed(gang, tmp_path)
-    disturbed = fresh(tmp_path / "disturbed", die=(1, 9, "before commit"), durable=8)
-    gang.run(disturbed)
-    newest = max((tmp_path / "disturbed/snapshots").glob("*/step-000000000008-*.safetensors"))
-    if damage == "truncate":
-        os.truncate(newest, newest.stat().st_size // 2)
-    elif damage == "missing":
-        newest.unlink()
-    elif damage == "unread":
-        disturbed.unreadable = "-000000000008-"
-    else:
-        target = newest if damage == "flip" else next(newest.parent.glob("step-*8.json"))
-        data = bytearray(target.read_bytes())
-        data[len(data) * 3 // 4] ^= 1
-        target.write_bytes(data)
-    if damage == "unread":
-        assert gang.run(disturbed) == {0: 75, 1: 74, 2: 75}
-        assert "cannot read the snapshot of step 8: [Errno 5]" in gang.log(1)
-        disturbed.unreadable = ""
-        resumes(gang, disturbed, 8)
-    else:
-        resumes(gang, disturbed, 4)
-        assert "is not usable" in gang.log(0)
     assert disturbed.outcome() == wanted
 
 

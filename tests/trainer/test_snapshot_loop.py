@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.state.codec import unflatten
-from support.patience import PATIENCE
-from support.snapshots import await_snapshot, whole
+from support.patience import PATIENCE, wait_for
+from support.snapshots import await_snapshot, error, flip, whole
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
@@ -71,66 +72,62 @@ class Notes:
         self.value = state["value"]
 
 
-UNLIKE = "rank {} holds parameters or optimizer state of other names or shapes"
-NEVER = [
-    ("value", 0, 0, "cannot store registered/notes/value: a set"),
-    ("value", 1, 1, "cannot store registered/notes/value: a set"),
-    ("shape", 0, 0, UNLIKE.format(1)),  # divided between them, parts would not belong together
-    ("shape", 2, 0, UNLIKE.format(2)),
-]
-FAILURES = [
-    ("memory", 2, "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"),
-    ("room", 1, ""),  # skipped, and no alarm yet
-    ("error", 1, "ValueError: odd"),  # others may wait for this rank in there: it must not train on
-]
-
-
-def spoil(notes: Notes, mine: dict[str, Any], what: str) -> None:
-    if what == "value":
-        notes.value = {1}
-    elif what == "shape":
+def spoil(what: str, notes: Notes, mine: dict[str, Any]) -> None:
+    if what == "shape":
         mine["mine"] = torch.full((5,), 7.0)
+    else:
+        notes.value = {1} if what == "a set" else "x" * 30_000
 
 
-@pytest.mark.parametrize("case", NEVER)
-def test_what_can_never_be_stored_ends_the_run_at_its_first_snapshot(gang, tmp_path, case):  # type: ignore[no-untyped-def]
-    """It would train to its end without one, and say so each time."""
-    what, odd, named, why = case
+A_SET = "cannot store registered/notes/value: a set"
+TOO_LARGE = "names and numbers take 30"
+UNLIKE = "rank {} holds parameters or optimizer state of other names or shapes"
+ALL = (0, 1, 2)
+#: What cannot be stored; from which step, on which ranks; where the run ends; by whom, and how the
+#: others end.
+NEVER = [
+    pytest.param("a set", -1, ALL, 0, 0, A_SET, {64}, id="at the start"),
+    pytest.param("too large", -1, ALL, 0, 0, TOO_LARGE, {64}, id="too large at the start"),
+    pytest.param("a set", 0, ALL, 2, 0, A_SET, {64, 75}, id="with the first step"),
+    pytest.param("a set", 3, (0,), 40, 0, A_SET, {75}, id="later on rank 0"),
+    pytest.param("a set", 3, (1,), 40, 1, A_SET, {75}, id="later on rank 1"),
+    # Divided between them, parts would not belong together.
+    pytest.param("shape", 3, (1,), 40, 0, UNLIKE.format(1), {75}, id="another shape on rank 1"),
+    pytest.param("shape", 3, (2,), 40, 0, UNLIKE.format(2), {75}, id="another shape on rank 2"),
+]
+
+
+@pytest.mark.parametrize(("what", "since", "odd", "end", "named", "why", "others"), NEVER)
+def test_what_can_never_be_stored_ends_the_run(
+    gang, tmp_path, what, since, odd, end, named, why, others
+):
+    """It would train to its end without a snapshot, and say so each time."""
 
     def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path / "snapshots", total_steps=60, snapshot_keep=9)
+        if what == "too large":
+            checked_json.MAX_BYTES = 20_000
+        every = 2 if since == 3 else 50
+        run, wrapped = begin(tmp_path / "snapshots", total_steps=60, snapshot_every=every)
         run.register("notes", notes := Notes())
+        if since < 0:
+            spoil(what, notes, {})
 
         def each(step: int) -> None:
-            assert step < 40
-            if rank == odd and step == 3:
+            assert step < end
+            if rank in odd and step >= since:
                 optimizer = run._ready("the test").state.registered["optimizer"]
-                spoil(notes, optimizer.state[next(wrapped.parameters())], what)
+                spoil(what, notes, optimizer.state[next(wrapped.parameters())])
 
         train(run, wrapped, each)
 
     codes = gang.run(program)
-    assert codes == {rank: 64 if rank == named else 75 for rank in range(3)}, gang.log(0)
     assert f"ConfigError: no snapshot can be made: {why}" in gang.log(named)
-    assert list(stored(tmp_path / "snapshots")) == [2]
+    assert codes.pop(named) == 64, gang.log(0)
+    assert set(codes.values()) <= others, gang.log(0)
+    assert list(stored(tmp_path / "snapshots")) == [2] * (since == 3)
 
 
-def test_what_comes_with_the_first_step_and_cannot_be_stored_ends_the_run_there(gang, tmp_path):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path, snapshot_every=50, total_steps=60)
-        run.register("notes", notes := Notes())
-
-        def each(step: int) -> None:
-            assert step < 2
-            spoil(notes, {}, "value")
-
-        train(run, wrapped, each)
-
-    assert set(gang.run(program).values()) <= {64, 75}, gang.log(0)
-    assert "no snapshot can be made: cannot store registered/notes/value: a set" in gang.log(0)
-
-
-def test_a_script_may_change_its_directory(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_script_may_change_its_directory(gang, tmp_path, monkeypatch):
     """Read here, written there: each restart would begin at step 0."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -147,14 +144,18 @@ def test_a_script_may_change_its_directory(gang, tmp_path, monkeypatch):  # type
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize(("what", "odd", "why"), FAILURES)
-def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, why):  # type: ignore[no-untyped-def]
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+OUT_OF_MEMORY = "rank 2: no memory to stage it in: Cannot allocate memory; training goes on"
 
-    def fails() -> dict[str, Any]:
-        raise ValueError("odd")
 
+@pytest.mark.parametrize(
+    ("what", "odd", "why"),
+    [
+        ("memory", 2, OUT_OF_MEMORY),
+        ("room", 1, ""),  # skipped, and no alarm yet
+        ("error", 1, "ValueError: odd"),  # others may wait for this rank in there: it must end
+    ],
+)
+def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, why):
     def program(rank: int) -> None:
         run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
         notes = Notes()
@@ -165,11 +166,11 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
             notes.value, bad = step, rank == odd and step == 3
             calls.append(notes.calls)
             if what == "error" and bad:
-                notes.state_dict = fails  # type: ignore[method-assign]
+                notes.state_dict = Mock(side_effect=ValueError("odd"))  # type: ignore[method-assign]
             if what == "room":
                 staging.Pool.free = (lambda _: False) if bad else free
             if what == "memory":
-                staging.Pool.take = full if bad else take
+                staging.Pool.take = Mock(side_effect=error(errno.ENOMEM)) if bad else take
 
         train(run, wrapped, each)
         collected = [after > before for before, after in itertools.pairwise(calls)]
@@ -215,7 +216,7 @@ def stepping(directory: Path, unseen: int | None = None) -> Callable[[int], None
     return program
 
 
-def test_a_rank_that_dies_within_a_snapshot_costs_only_that(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_rank_that_dies_within_a_snapshot_costs_only_that(gang, tmp_path):
     """Its part is on disk and nobody was told; of the one before, another's part is torn."""
     calm, wild = tmp_path / "calm", tmp_path / "wild"
     for directory in (calm, wild):
@@ -237,15 +238,14 @@ def test_a_rank_that_dies_within_a_snapshot_costs_only_that(gang, tmp_path):  # 
     assert gang.run(killed) == {0: 75, 1: -9, 2: 75}, gang.log(0)
     assert list(stored(wild / "snapshots")) == [2, 4]
     (part,) = wild.glob("snapshots/*/step-000000000004-*-2.safetensors")
-    content = part.read_bytes()
-    part.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    flip(part, -3)
     assert gang.run(stepping(wild)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert "resuming after step 2" in gang.log(0)
     for rank in range(3):
         assert (wild / f"end-{rank}").read_text() == (calm / f"end-{rank}").read_text()
 
 
-def test_a_rank_that_does_not_see_the_directory_writes_nothing(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_rank_that_does_not_see_the_directory_writes_nothing(gang, tmp_path):
     assert gang.run(stepping(tmp_path, unseen=2)) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert "1 of 3 ranks do not see rank 0's snapshot directory" in gang.log(0)
     found = stored(tmp_path / "snapshots")[8]["registered"]["optimizer"]["state"]
@@ -255,7 +255,7 @@ def test_a_rank_that_does_not_see_the_directory_writes_nothing(gang, tmp_path): 
 
 
 @pytest.mark.fault("S5", "N7")
-def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_until):
     """All ranks of attempt 1, in the midst of a step, while attempt 2 trains on."""
     root, go = tmp_path / "snapshots", tmp_path / "go"
     total = 12
@@ -306,31 +306,24 @@ def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_un
     assert len(results) == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [({"a", "b"}, "cannot store registered/notes/value: a set"),
-     ("x" * 30_000, "names and numbers take 30")],
-    ids=["a set", "too large"],
-)  # fmt: skip
-def test_what_no_snapshot_could_hold_is_refused_before_the_first_step(gang, tmp_path, value, why):  # type: ignore[no-untyped-def]
-    def program(rank: int) -> None:
-        checked_json.MAX_BYTES = 20_000
-        run, wrapped = begin(tmp_path)
-        notes = Notes()
-        notes.value = value
-        run.register("notes", notes)
-        train(run, wrapped, lambda step: os._exit(9))
-
-    assert gang.run(program, world=2) == {0: 64, 1: 64}, gang.log(0)
-    assert f"ConfigError: no snapshot can be made: {why}" in gang.log(0)
-
-
 # --- An object store --------------------------------------------------------------------------
+
+
+def wait_for_upload(store: Path, each: Callable[[], object]) -> None:
+    def arrived() -> bool:
+        each()  # as further steps would
+        # A manifest may have its name before its content.
+        with contextlib.suppress(manifest.InvalidSnapshotError, FileNotFoundError):
+            whole = [manifest.read(path) for path in store.glob("*/step-*.json")]
+            return bool(whole and [*store.glob("*/start.json")])
+        return False
+
+    wait_for(arrived, "an upload", every=0.01)
 
 
 @pytest.mark.fault("S6")
 @pytest.mark.parametrize("disks", ["one", "one each"])
-def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks, monkeypatch):
     """A disk for all ranks, or an emptyDir in each pod, which nobody else sees."""
     store = tmp_path / "store"
     monkeypatch.setattr(manager, "_LAST_UPLOAD_SECONDS", PATIENCE)  # the last is looked for below
@@ -343,7 +336,7 @@ def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks,
 
         def each(step: int) -> None:
             if lost and step == 5:
-                wait_for_step(store, run._process.snapshots.report)
+                wait_for_upload(store, run._process.snapshots.report)
                 os._exit(9)
 
         train(run, wrapped, each)
@@ -361,20 +354,3 @@ def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks,
     hashes = [(tmp_path / f"hash-{disk}-0").read_text() for disk in ("undisturbed", "second")]
     assert hashes[0] == hashes[1]
     assert len(list(store.glob("*/step-000000000008.json"))) == 1  # before the end
-
-
-def is_whole(store: Path) -> bool:
-    """Whether there is a manifest that can be read; it may have its name before its content."""
-    for path in store.glob("*/step-*.json"):
-        with contextlib.suppress(manifest.InvalidSnapshotError):
-            manifest.read(path)
-            return True
-    return False
-
-
-def wait_for_step(store: Path, each: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_whole(store) or not list(store.glob("*/start.json")):
-        assert time.monotonic() < deadline, "nothing was uploaded"
-        each()  # as further steps would
-        time.sleep(0.01)

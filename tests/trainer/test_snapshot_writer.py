@@ -22,25 +22,24 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from ddpjob_trainer.errors import HardwareError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.manager import Snapshots
-from ddpjob_trainer.snapshot.ondisk import checked_json, disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk import checked_json, disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.ondisk.manifest import DataFile
-from ddpjob_trainer.snapshot.restore import load
-from ddpjob_trainer.snapshot.restore.load import Source
+from ddpjob_trainer.snapshot.restore.load import Source, open_source
 from ddpjob_trainer.snapshot.save import writer as writer_module
 from ddpjob_trainer.snapshot.save.layout import Captured
 from ddpjob_trainer.snapshot.save.part_reports import PartReports
 from ddpjob_trainer.snapshot.save.read_back import ReadBack
 from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import Outcome, SnapshotWriter, StagedPart
-from ddpjob_trainer.state.codec import flatten, unflatten
-from support.patience import PATIENCE
+from ddpjob_trainer.state.codec import flatten
+from support.patience import PATIENCE, wait_for
 from support.sealed import board
-from support.snapshots import open_snapshots, whole
+from support.snapshots import error, flip, open_snapshots, state, step_of, whole
 
 RANKS = 3
-KEEP = 3
 CPU = accelerator.of(torch.device("cpu"))
+SOON = 0.005
 
 
 def rank_of(path: Path) -> int:
@@ -75,14 +74,6 @@ class Seam:
             self._action()
 
 
-def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((3000,), float(step)), "n": step, "m": torch.arange(step)}
-
-
-def files_of(root: Path, sequence: int) -> SnapshotFiles:
-    return SnapshotFiles(root, sequence, f"{sequence:08x}", KEEP)
-
-
 class Rank:
     """What a rank's training thread does, without training."""
 
@@ -93,15 +84,14 @@ class Rank:
 
     def begin(self, step: int) -> None:
         own = {f"rank/{self._rank}/own": torch.full((3,), self._rank)}
-        captured = Captured(flatten(state(step)), frozenset({"w"}), own)
+        captured = Captured(flatten(state(step)), frozenset({"model/w"}), own)
         self.writer.save(step, time.perf_counter(), captured, {})
 
 
 class Ranks:
     def __init__(self, root: Path, attempt: int = 1) -> None:
         store, self.loaded = open_snapshots(root, attempt)
-        self.files = files_of(root, store.sequence)
-        self.directory = lineage.directory(root, store.sequence)
+        self.files, self.directory = store.files, store.directory
         told = HashStore()
         self._ranks = [Rank(rank, self.files, told) for rank in range(RANKS)]
         self.writers = [rank.writer for rank in self._ranks]
@@ -142,15 +132,21 @@ def open_ranks() -> Iterator[Any]:
         ranks.close()
 
 
-def check(loaded: Source | None, step: int) -> None:
-    assert loaded is not None
-    assert loaded.step == step
-    flat = whole(loaded)
-    found = unflatten(flat)
-    assert torch.equal(found["w"], state(step)["w"])
-    assert torch.equal(found["m"], state(step)["m"])
+def check(source: Source | None, step: int) -> None:
+    assert step_of(source) == step
+    assert source is not None
     for rank in range(RANKS):
-        assert flat.tensors[f"rank/{rank}/own"].tolist() == [rank] * 3
+        assert whole(source).tensors[f"rank/{rank}/own"].tolist() == [rank] * 3
+
+
+def check_listed(ranks: Ranks, step: int) -> None:
+    """Compare the newest in their directory."""
+    newest = manifest.listed(ranks.directory)[-1]
+    check(open_source(ranks.directory, manifest.read(newest)), step)
+
+
+def steps_of(ranks: Ranks) -> list[int]:
+    return manifest.steps(disk.names(ranks.directory))
 
 
 @pytest.fixture
@@ -161,7 +157,7 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
 
 
 @pytest.fixture
-def saving(tmp_path, open_ranks, seam):  # type: ignore[no-untyped-def]
+def saving(tmp_path, open_ranks, seam):
     """Ranks whose threads follow orders, with one snapshot."""
     ranks = open_ranks(tmp_path / "root")
     assert ranks.save(1) == ""
@@ -177,19 +173,13 @@ def points_of_a_save(ranks: Ranks, seam: Seam) -> list[tuple[int, int]]:
     return [(rank, point) for rank in range(RANKS) for point in range(counts[rank])]
 
 
-def leftovers(ranks: Ranks, step: int) -> list[Path]:
-    return list(ranks.directory.glob(f"step-{step:012d}-{ranks.files.nonce}*"))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def wait_removed(ranks: Ranks, step: int) -> None:
+    pattern = f"step-{step:012d}-{ranks.files.nonce}*"
+    wait_for(lambda: not list(ranks.directory.glob(pattern)), f"{pattern} is removed", every=SOON)
 
 
 @pytest.mark.fault("S1")
-def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_path):
     """The one before is loaded, or this one if its manifest had its name."""
     points = points_of_a_save(saving, seam)
     saving.close()
@@ -201,7 +191,7 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
         def program(rank: int) -> None:
             seam.give(victim, point, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             told = FileStore(str(tmp_path / f"told-{attempt}"), RANKS)  # noqa: B023
-            mine = Rank(rank, files_of(root, store.sequence), told)  # noqa: B023
+            mine = Rank(rank, store.files, told)  # noqa: B023
             mine.begin(newest + 1)  # noqa: B023
             mine.writer.wait_written()
             if rank == victim == 0:  # noqa: B023
@@ -220,23 +210,19 @@ def test_a_rank_killed_at_any_operation_of_its_writer(gang, saving, seam, tmp_pa
 
 
 @pytest.mark.fault("S2")
-def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  # type: ignore[no-untyped-def]
-    def fails() -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):
     step = 2
     for rank, point in points_of_a_save(saving, seam):
-        seam.give(rank, point, fails)
+        seam.give(rank, point, Mock(side_effect=error(errno.EIO)))
         why = f"rank {rank}: " * bool(rank) + os.strerror(errno.EIO)
         assert saving.save(step + 1) == why
         # Perhaps the rename was done; that counts only because all was durable before it.
-        done = (saving.directory / manifest.file_name(step + 1)).exists()
-        newest = manifest.listed(saving.directory)[-1]
-        check(load.open_source(newest.parent, manifest.read(newest)), step + done)
+        done = step + 1 in steps_of(saving)
+        check_listed(saving, step + done)
         step += 2
         assert saving.save(step) == ""
         if not done:
-            wait_for(lambda: not leftovers(saving, step - 1))  # noqa: B023
+            wait_removed(saving, step - 1)
     assert not list(saving.directory.glob("*.tmp"))
     check(open_snapshots(saving.files.root, 2)[1], step)
 
@@ -246,7 +232,7 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_works(saving, seam):  #
     ("place", "name"),
     [(StagedPart, "changed"), (SnapshotFiles, "write"), (SnapshotWriter, "_post")],
 )
-def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # type: ignore[no-untyped-def]
+def test_an_error_beside_training_fails_the_save_or_is_raised_there(
     tmp_path, open_ranks, monkeypatch, place, name, odd
 ):
     real = getattr(place, name)
@@ -272,7 +258,7 @@ def test_an_error_beside_training_fails_the_save_or_is_raised_in_training(  # ty
     check(open_snapshots(tmp_path, 2)[1], 4)
 
 
-def test_neither_retention_nor_a_buffer_ends_a_thread(tmp_path, open_ranks, monkeypatch, capfd):  # type: ignore[no-untyped-def]
+def test_neither_retention_nor_a_buffer_ends_a_thread(tmp_path, open_ranks, monkeypatch, capfd):
     for place, name in ((writer_module, "retain"), (Pool, "prepare")):
         monkeypatch.setattr(place, name, Mock(side_effect=LookupError("odd")))
     ranks = open_ranks(tmp_path)
@@ -281,7 +267,7 @@ def test_neither_retention_nor_a_buffer_ends_a_thread(tmp_path, open_ranks, monk
     assert "older snapshots were not removed: LookupError: odd" in capfd.readouterr().err
 
 
-def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[no-untyped-def]
+def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):
     ranks = open_ranks(tmp_path)
     main = ranks.writers[0]
     for step in range(1, 9):  # after each commit older ones are removed
@@ -296,7 +282,7 @@ def test_what_three_ranks_save_is_loaded(tmp_path, open_ranks):  # type: ignore[
     assert loaded.manifest.config["finished"] == 8
 
 
-def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(  # type: ignore[no-untyped-def]
+def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(
     tmp_path, open_ranks, monkeypatch, capfd
 ):
     """Removed by hand, or by the retention of another job that began in it later."""
@@ -315,13 +301,12 @@ def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(  # type: ig
     with monkeypatch.context() as patch:
         patch.setattr(checked_json, "MAX_BYTES", 1 << 10)
         assert ranks.save(6).startswith("names and numbers take "), "none could read it again"
-    wait_for(lambda: not leftovers(ranks, 6))
+    wait_removed(ranks, 6)
     assert ranks.save(7) == ""
-    found = manifest.read(manifest.listed(ranks.directory)[-1])
-    check(load.open_source(ranks.directory, found), 7)
+    check_listed(ranks, 7)
 
 
-def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
+def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monkeypatch):
     """Nor does the copy of the second, which an update waits for, wait for the disk."""
     monkeypatch.setattr(writer_module, "_LONG_SECONDS", 0.0)
     ranks = open_ranks(tmp_path)
@@ -337,7 +322,10 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
     why = r"that of step 2 for \d+ s by rank 0\. Is its volume slow"
     assert re.search(why, ranks.writers[0].behind()), ranks.writers[0].behind()
     disks[0].set()
-    wait_for(lambda: "s by rank 1. Is its volume" in ranks.writers[0].behind())
+    main = ranks.writers[0]
+    wait_for(
+        lambda: "s by rank 1. Is its volume" in main.behind(), "rank 1 is waited for", every=SOON
+    )
     for one in disks:
         one.set()
     done = ranks.settle()
@@ -350,18 +338,10 @@ def test_who_is_behind_has_no_buffer_and_nobody_waits(tmp_path, open_ranks, monk
 # --- Read back --------------------------------------------------------------------------------
 
 
-def damage(directory: Path, step: int, rank: int) -> None:
-    """Flip a bit of what a rank has written, on the disk."""
-    (path,) = directory.glob(f"step-{step:012d}-*-{rank}.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.fault("S7")
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_what_was_never_read_back_takes_no_place_of_what_was(  # type: ignore[no-untyped-def]
+def test_what_was_never_read_back_takes_no_place_of_what_was(
     tmp_path, open_ranks, monkeypatch, rank, how
 ):
     """The disk loses what it has acknowledged, at each save after the first."""
@@ -371,25 +351,22 @@ def test_what_was_never_read_back_takes_no_place_of_what_was(  # type: ignore[no
 
     def loses(files: SnapshotFiles, step: int, content: bytes) -> None:
         commit(files, step, content)
-        if how == "flipped":
-            damage(files.directory, step, rank)
-        else:
-            next(files.directory.glob(f"step-{step:012d}-*-{rank}.safetensors")).unlink()
+        (path,) = files.directory.glob(f"step-{step:012d}-*-{rank}.safetensors")
+        (flip if how == "flipped" else Path.unlink)(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotFiles, "commit", loses)
         for step in range(2, 10):
             assert re.match(r"rank \d cannot read it back: step-0+\d-", ranks.save(step))
     check(open_snapshots(tmp_path, 2)[1], 1)
-    steps = [manifest.step_of(path.name) for path in manifest.listed(ranks.directory)]
-    assert steps[0] == 1, "whatever keep says"
+    assert steps_of(ranks)[0] == 1, "whatever keep says"
     if how == "flipped":
-        assert steps == [1, 7, 8, 9], "no disk is filled with what counts for nothing"
+        assert steps_of(ranks) == [1, 7, 8, 9], "no disk is filled with what counts for nothing"
 
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("odd", range(RANKS))
-def test_a_rank_that_alone_reads_wrong_bits_ends(tmp_path, open_ranks, monkeypatch, odd):  # type: ignore[no-untyped-def]
+def test_a_rank_that_alone_reads_wrong_bits_ends(tmp_path, open_ranks, monkeypatch, odd):
     """Its node's memory, say: the snapshot is good, and counts."""
     ranks = open_ranks(tmp_path)
     assert ranks.save(1) == ""
@@ -401,20 +378,20 @@ def test_a_rank_that_alone_reads_wrong_bits_ends(tmp_path, open_ranks, monkeypat
     monkeypatch.setattr(ReadBack, "read", wrong)
     ranks.begin(2)
     with pytest.raises(HardwareError, match=f"rank {odd} cannot read .*: it reads odd. Either"):
-        wait_for(lambda: ranks.writers[odd].outcomes() and False)
+        wait_for(lambda: ranks.writers[odd].outcomes() and False, "its error", every=SOON)
     for rank in set(range(RANKS)) - {odd}:
         ranks.writers[rank].wait_written()
     check(open_snapshots(tmp_path, 2)[1], 2)
 
 
-def test_a_disk_that_fails_for_one_reader_costs_nothing(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_disk_that_fails_for_one_reader_costs_nothing(tmp_path, open_ranks, monkeypatch):
     ranks = open_ranks(tmp_path)
     opened = manifest.opened
 
     def fails(directory: Path, file: DataFile) -> Any:
         if file.name.endswith("-0.safetensors") and threading.current_thread() not in seen:
             seen.add(threading.current_thread())
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise error(errno.EIO)
         return opened(directory, file)
 
     seen: set[threading.Thread] = set()
@@ -423,7 +400,7 @@ def test_a_disk_that_fails_for_one_reader_costs_nothing(tmp_path, open_ranks, mo
     assert ranks.save(2) == ""
 
 
-def test_who_falls_behind_leaves_older_ones_out(tmp_path, open_ranks, monkeypatch):  # type: ignore[no-untyped-def]
+def test_who_falls_behind_leaves_older_ones_out(tmp_path, open_ranks, monkeypatch):
     ranks = open_ranks(tmp_path)
     read, go = ReadBack.read, threading.Event()
 
@@ -433,15 +410,16 @@ def test_who_falls_behind_leaves_older_ones_out(tmp_path, open_ranks, monkeypatc
 
     monkeypatch.setattr(ReadBack, "read", waits)
     outcomes: list[Outcome] = []
+
+    def decided() -> bool:
+        outcomes.extend(ranks.writers[0].outcomes())
+        return len(outcomes) == step
+
     for step in range(1, 12):
         ranks.begin(step)
-        wait_for(lambda: outcomes.extend(ranks.writers[0].outcomes()) or len(outcomes) == step)  # noqa: B023
-
-    def left() -> list[int]:
-        return [manifest.step_of(path.name) for path in manifest.listed(ranks.directory)]
-
+        wait_for(decided, "its outcome", every=SOON)
     # The one that is being read, and so many as are kept; the writer removes after it has reported.
-    wait_for(lambda: left() == [1, 9, 10, 11])
+    wait_for(lambda: steps_of(ranks) == [1, 9, 10, 11], "older ones are removed", every=SOON)
     go.set()
     assert [(o.step, o.text) for o in ranks.settle() if o.verified] == [(1, ""), (11, "")]
     check(open_snapshots(tmp_path, 2)[1], 11)

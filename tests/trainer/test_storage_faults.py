@@ -28,7 +28,8 @@ from ddpjob_trainer.snapshot.ondisk.checked_json import seal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.restore import resume
 from support.patience import wait_for
-from support.snapshots import await_snapshot
+from support.snapshots import await_snapshot, error, flip
+from support.tiers import some_in_gate
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 STEPS = (12, 16, 20)  # of the snapshots, as keep is 3; an epoch has 10 steps
@@ -36,6 +37,7 @@ KILLED, TOTAL = 22, 26
 EXTENTS = {"newest": STEPS[-1:], "all but one": STEPS[1:], "all": STEPS}
 ALL_WELL = {0: 0, 1: 0, 2: 0}
 REFUSED = {0: 64, 1: 75, 2: 75}
+Before = tuple[Path, list[str]]  # a directory, and what each rank of another one ends with
 
 
 def program(directory: Path, harm: Callable[[int], object] = lambda rank: None) -> Any:
@@ -78,7 +80,7 @@ def ended(directory: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory, gang_in) -> tuple[Path, list[str]]:  # type: ignore[no-untyped-def]
+def before(tmp_path_factory, gang_in) -> Before:
     """A directory as the killed gang left it, and what an undisturbed one ends with."""
     found = {}
     for attempt in (1, 9):
@@ -94,66 +96,77 @@ def before(tmp_path_factory, gang_in) -> tuple[Path, list[str]]:  # type: ignore
 
 
 @pytest.fixture
-def harmed(before: tuple[Path, list[str]], tmp_path: Path) -> Path:
+def harmed(before: Before, tmp_path: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(before[0], tmp_path / "copy"))
 
 
-def files(directory: Path, steps: tuple[int, ...], rank: int = 1) -> list[Path]:
-    found = [directory.glob(f"job/00000001/step-{s:012d}-*-{rank}.safetensors") for s in steps]
-    return [path for paths in found for path in paths]
+def files(directory: Path, steps: tuple[int, ...]) -> Iterator[Path]:
+    """Rank 1's."""
+    for step in steps:
+        yield from directory.glob(f"job/00000001/step-{step:012d}-*-1.safetensors")
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def refused(gang: Any, directory: Path) -> None:
+    assert gang.run(program(directory), env=job(2)) == REFUSED, gang.log(0)
+    assert "status says that there was one of step 20" in gang.log(0)
+
+
+def resumed(
+    gang: Any, directory: Path, before: Before, run: Any = None, *, attempt: int = 2,
+    after: int = 20, **env: str,
+) -> None:  # fmt: skip
+    """Run an attempt: it goes on after a step, and ends in equal bits."""
+    run = run or program(directory)
+    assert gang.run(run, env=job(attempt) | env) == ALL_WELL, gang.log(0)
+    assert f"resuming after step {after}" in gang.log(0)
+    assert ended(directory) == before[1]
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "file missing": Path.unlink,
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "flipped bit": flip,
+    "flipped bit": lambda path: flip(path, path.stat().st_size // 2),
     "wrong size": lambda path: path.write_bytes(path.read_bytes() + b"more"),
+    "flipped bit of the manifest": lambda path: flip(
+        path.with_name(manifest.file_name(int(path.name[5:17]))), 300
+    ),
 }
 SLOW = pytest.mark.tier("all")
 
 
 @pytest.mark.fault("S3")
-@pytest.mark.parametrize(
-    ("fault", "extent"),
-    [
-        pytest.param(fault, extent, marks=[] if fault == "flipped bit" else SLOW)
-        for fault in DAMAGES
-        for extent in EXTENTS
-    ],
-)
-def test_damaged(gang, before, harmed, fault, extent):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("fault", some_in_gate(DAMAGES, "flipped bit"))
+def test_damaged(gang, before, harmed, fault, extent):
     for path in files(harmed, EXTENTS[extent]):
         DAMAGES[fault](path)
     there = sorted(harmed.glob("job/*/*"))
-    codes = gang.run(program(harmed), env=job(2))
-    assert not list(harmed.glob("job/*/*.invalid"))
     if extent == "all":
-        assert codes == REFUSED, gang.log(0)
-        assert "status says that there was one of step 20" in gang.log(0)
-        assert f"What failed: 00000001/{manifest.file_name(20)}: step-000000000020-" in gang.log(0)
+        refused(gang, harmed)
+        words = "the manifest" if "manifest" in fault else "step-000000000020-"
+        assert f"What failed: 00000001/{manifest.file_name(20)}: {words}" in gang.log(0)
         assert there == sorted(harmed.glob("job/*/*"))
         return
-    assert codes == ALL_WELL, gang.log(0)
-    (left,) = {"newest": [16], "all but one": [12]}[extent]
-    assert f"resuming after step {left}" in gang.log(0)
+    left = {"newest": 16, "all but one": 12}[extent]
+    resumed(gang, harmed, before, after=left)
     assert f"the newest usable one is of step {left}" in gang.log(0)
-    assert ended(harmed) == before[1]
+    assert not list(harmed.glob("job/*/*.invalid"))
+
+
+UNREADABLE = [
+    pytest.param(
+        odd, extent, how, marks=[] if (extent, how) == ("all", ("wrong bits", "EIO")[odd]) else SLOW
+    )
+    for odd in (0, 1)
+    for extent in EXTENTS
+    for how in ("wrong bits", "EIO")
+]
 
 
 @pytest.mark.fault("S4")
-@pytest.mark.parametrize(
-    ("odd", "extent"),
-    [pytest.param(odd, e, marks=[] if e == "all" else SLOW) for odd in (0, 1) for e in EXTENTS],
-)
-@pytest.mark.parametrize("how", ["wrong bits", pytest.param("EIO", marks=SLOW)])
-def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("odd", "extent", "how"), UNREADABLE)
+def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):
     """That rank ends as a failed GPU does; nothing is renamed, and elsewhere all goes on."""
 
     def sick(rank: int) -> None:
@@ -164,7 +177,7 @@ def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):  # typ
         def opens(directory: Path, file: manifest.DataFile) -> Any:
             if rank == odd and file.name[5:17] in suffix:
                 if how == "EIO":
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    raise error(errno.EIO)
                 file = manifest.DataFile(file.name, file.bytes + 1, file.crc32)
             return opened(directory, file)
 
@@ -173,14 +186,12 @@ def test_unreadable_for_one_rank(gang, before, harmed, odd, extent, how):  # typ
     codes = gang.run(program(harmed, sick), env=job(2))
     assert codes == {rank: 74 if rank == odd else 75 for rank in range(3)}, gang.log(0)
     assert f"rank {odd} cannot read a snapshot" in gang.log(odd)
-    assert gang.run(program(harmed), env=job(3)) == ALL_WELL, gang.log(0)
-    assert "resuming after step 20" in gang.log(0)
-    assert ended(harmed) == before[1]
+    resumed(gang, harmed, before, attempt=3)
 
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("S4")
-def test_start_record_unreadable_for_rank_0(gang, before, harmed):  # type: ignore[no-untyped-def]
+def test_start_record_unreadable_for_rank_0(gang, before, harmed):
     """Else its snapshots would be passed over, and removed later."""
 
     def sick(rank: int) -> None:
@@ -194,9 +205,7 @@ def test_start_record_unreadable_for_rank_0(gang, before, harmed):  # type: igno
         lineage.read_start = reads
 
     assert gang.run(program(harmed, sick), env=job(2)) == {0: 74, 1: 75, 2: 75}, gang.log(0)
-    assert gang.run(program(harmed), env=job(3)) == ALL_WELL, gang.log(0)
-    assert "resuming after step 20" in gang.log(0)
-    assert ended(harmed) == before[1]
+    resumed(gang, harmed, before, attempt=3)
 
 
 def foreign_names(root: Path) -> None:
@@ -220,20 +229,16 @@ def forged_records(root: Path) -> None:
 
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("put", [pytest.param(foreign_names, marks=SLOW), forged_records])
-def test_directory_foreign(gang, before, harmed, put):  # type: ignore[no-untyped-def]
+def test_directory_foreign(gang, before, harmed, put):
     put(harmed / "job")
-    token = {"DDPJOB_TOKEN": "secret"}
-    for attempt in (2, 3):
-        assert gang.run(program(harmed), env=job(attempt) | token) == ALL_WELL, gang.log(0)
-    assert "resuming after step 20" in gang.log(0)
-    assert "resuming after step 26" in gang.log(0)
+    for attempt, after in ((2, 20), (3, 26)):
+        resumed(gang, harmed, before, attempt=attempt, after=after, DDPJOB_TOKEN="secret")
     assert "foreign" in gang.log(0) or "forged" in gang.log(0)
-    assert ended(harmed) == before[1]
 
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("extent", [pytest.param("newest", marks=SLOW), "all"])
-def test_listing_stale(gang, before, harmed, extent):  # type: ignore[no-untyped-def]
+def test_listing_stale(gang, before, harmed, extent):
     """As rank 0's node has read it before the last snapshots were made."""
 
     def stale(rank: int) -> None:
@@ -241,9 +246,7 @@ def test_listing_stale(gang, before, harmed, extent):  # type: ignore[no-untyped
         late = {manifest.file_name(step) for step in EXTENTS[extent]}
         disk.names = lambda path: [n for n in names(path) if rank or n not in late]
 
-    assert gang.run(program(harmed, stale), env=job(2)) == ALL_WELL, gang.log(0)
-    assert "resuming after step 20" in gang.log(0)
-    assert ended(harmed) == before[1]
+    resumed(gang, harmed, before, program(harmed, stale))
 
 
 @pytest.fixture
@@ -259,7 +262,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault("S2")
-def test_disk_full(gang, before, harmed, small):  # type: ignore[no-untyped-def]
+def test_disk_full(gang, before, harmed, small):
     """A start needs some room: it takes what was kept for it. Saves fail, and training goes on."""
     shutil.copytree(harmed, small, dirs_exist_ok=True)
     assert disk.exists(small / "job" / disk.RESERVE)
@@ -270,13 +273,11 @@ def test_disk_full(gang, before, harmed, small):  # type: ignore[no-untyped-def]
     assert gang.run(program(small), env=job(2)).keys() == {0, 1, 2}
     assert "resuming after step 20" in gang.log(0)
     (small / "fill").unlink()
-    assert gang.run(program(small), env=job(3)) == ALL_WELL, gang.log(0)
-    assert ended(small) == before[1]
+    resumed(gang, small, before, attempt=3)
 
 
-def test_a_volume_that_was_emptied_is_no_reason_to_begin_anew(gang, tmp_path):  # type: ignore[no-untyped-def]
-    """Only the status knows of it; whoever asks for it begins anew."""
-    assert gang.run(program(tmp_path), env=job(2)) == REFUSED, gang.log(0)
-    assert "the job's status says that there was one of step 20" in gang.log(0)
+def test_a_volume_that_was_emptied_is_no_reason_to_begin_anew(gang, tmp_path):
+    """Only the status knows of it."""
+    refused(gang, tmp_path)
     assert "snapshot.resume: Never" in gang.log(0)
     assert not list((tmp_path / "job").iterdir())

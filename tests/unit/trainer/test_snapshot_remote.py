@@ -5,6 +5,8 @@ The cases of S3 run where s3fs and moto are installed: in the environment of `ma
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import json
 import os
 import re
@@ -13,15 +15,15 @@ import subprocess
 import sys
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
-import torch
 
 from ddpjob_trainer import cli
 from ddpjob_trainer.environment import Identity, SnapshotSettings
@@ -29,15 +31,16 @@ from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.launcher.reports.evidence import Keeper
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.lineage import Start
+from ddpjob_trainer.snapshot.reader import read_snapshot
 from ddpjob_trainer.snapshot.remote import client, process
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
 from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.process import UploadQueue as Retries
-from ddpjob_trainer.snapshot.remote.store import Store
-from ddpjob_trainer.snapshot.remote.upload import Uploader, draw, read
-from ddpjob_trainer.state.codec import flatten, unflatten
+from ddpjob_trainer.snapshot.remote.store import Store, file_system
+from ddpjob_trainer.snapshot.remote.upload import Uploader, draw
 from support.patience import PATIENCE, wait_for
-from support.snapshots import Clock, open_snapshots, whole
+from support.snapshots import Clock, loaded_step, open_snapshots, save, saved
 from support.snapshots import Store as Disk
 
 
@@ -72,66 +75,47 @@ def store(url: str) -> Store:
     return Store(url)
 
 
-def save(disk: Disk, *steps: int) -> None:
-    for step in steps:
-        disk.save(step, flatten({"w": torch.full((64,), float(step)), "n": step}), {"seed": 1})
-
-
 def uploaded(
     root: Path, store: Store, attempt: int, *steps: int, keep: int = 2, **options: Any
 ) -> tuple[Disk, Uploader]:
     disk, _ = open_snapshots(root, attempt, keep=keep, **options)
-    uploader = Uploader(store, root, disk.sequence, keep)
+    uploader = Uploader(store, root, disk.sequence, keep, options.get("secret", ""))
     for step in steps:
         save(disk, step)
         uploader.upload(step)
     return disk, uploader
 
 
-def number_of(store: Store) -> int:
-    (number,) = store.numbers()
-    return number
+def bring(store: Store, root: Path, attempt: int, *, resume: bool = True, **job: Any) -> Any:
+    """Fetch what is newer; return its step, which the attempt goes on from."""
+    identity = Identity(**{"uid": "u", "attempt": attempt, "round": 0, "unique": True} | job)
+    step = fetch(store, root, identity, resume=resume, tell=print)
+    assert step is None or loaded_step(root, attempt, resume=resume, **job) == step
+    return step
 
 
-def bring(store: Store, root: Path, attempt: int, *, uid: str = "u", resume: bool = True) -> Any:
-    identity = Identity(uid, attempt, 0, unique=True)
-    return fetch(store, root, identity, resume=resume, tell=print)
-
-
-def loaded_step(root: Path, attempt: int, uid: str = "u") -> int | None:
-    loaded = open_snapshots(root, attempt, uid=uid)[1]
-    if loaded is None:
-        return None
-    found = unflatten(whole(loaded))
-    assert torch.equal(found["w"], torch.full((64,), float(found["n"])))
-    return int(found["n"])
-
-
-def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_fresh_disk_goes_on_where_the_store_is(store, tmp_path):
     disk, uploader = uploaded(tmp_path / "a", store, 1, 1, 2)
     path = disk.directory / manifest.file_name(2)
     found = manifest.read(path)
     path.write_bytes(replace(found, config={**found.config, "finished": 2}).encode())
     uploader.upload(2)  # marked since
     assert bring(store, tmp_path / "b", 2) == 2
-    source = open_snapshots(tmp_path / "b", 2)[1]
-    assert source is not None
-    assert source.manifest.config == {"seed": 1, "finished": 2}
+    assert read_snapshot(tmp_path / "b").config == {"seed": 1, "finished": 2}
     assert bring(store, tmp_path / "b", 3) is None  # the disk is newer now
     assert bring(store, tmp_path / "a", 2) is None  # and so it was there
     assert loaded_step(tmp_path / "a", 2) == 2
 
 
-def test_a_disk_of_an_earlier_attempt_takes_the_later_one_from_the_store(store, tmp_path):  # type: ignore[no-untyped-def]
+def test_an_earlier_attempts_disk_takes_the_later_one(store, tmp_path):
     uploaded(tmp_path / "a", store, 1, 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     uploaded(tmp_path / "a", store, 2, 5)
     assert bring(store, tmp_path / "b", 3) == 5
-    assert loaded_step(tmp_path / "b", 3) == 5
 
 
 @pytest.mark.parametrize("keep", [2, 9])
-def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type: ignore[no-untyped-def]
+def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):
     """With 9 its folder stays, as its successor has not yet so many of its own."""
     disk, zombie = uploaded(tmp_path / "a", store, 1, 10)
     late_disk, late = uploaded(tmp_path / "late", store, 1)
@@ -154,92 +138,161 @@ def test_what_a_zombie_uploads_counts_for_nobody(store, tmp_path, keep):  # type
         bring(store, tmp_path / "d", 1)
 
 
-def test_few_stay_however_many_attempts(store, tmp_path):  # type: ignore[no-untyped-def]
+def test_few_stay_however_many_attempts(store, tmp_path):
     for attempt in range(1, 6):
         uploaded(tmp_path / "a", store, attempt, *range(3 * attempt - 2, 3 * attempt + 1))
-    number = number_of(store)
+    (number,) = store.numbers()
     assert lineage.steps(store, number, None) == [14, 15]
-    names = store.names(number)
-    assert sum(name.endswith(".safetensors") for name in names) == 2 * 3
+    assert sum(name.endswith(".safetensors") for name in store.names(number)) == 2 * 3
     assert bring(store, tmp_path / "b", 9) == 15
 
 
-def test_numbers_are_drawn_above_all_others():  # type: ignore[no-untyped-def]
+@pytest.mark.fault("S8")
+def test_the_newest_two_of_each_other_job_stay(store, tmp_path):
+    for uid, first in (("a", 100), ("b", 10)):
+        uploaded(tmp_path / uid, store, 1, *range(first, first + 5), uid=uid)
+    assert [lineage.steps(store, n, None) for n in store.numbers()] == [[103, 104], [13, 14]]
+
+
+def test_another_job_goes_on_unless_it_is_not_to(store, tmp_path):
+    uploaded(tmp_path / "a", store, 1, 7)
+    assert bring(store, tmp_path / "b", 1, uid="new", resume=False) is None
+    assert bring(store, tmp_path / "b", 1, uid="new") == 7
+    uploaded(tmp_path / "b", store, 2, 8, uid="new")
+    assert bring(store, tmp_path / "c", 3, uid="new", resume=False) == 8  # its own
+    assert bring(store, tmp_path / "d", 2) == 7  # the first goes on alone
+
+
+def test_numbers_are_drawn_above_all_others_but_a_strangers():
     drawn = {draw([1_500_000]) for _ in range(20)}
     assert len(drawn) >= 19  # of a million numbers: two may be the same
     assert min(drawn) > 1_500_000
+    assert draw([1_500_000, 99_999_999_999_999]) < 3_000_000, "there is room above"
 
 
-def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_parent_whose_disk_has_gone_on_is_in_the_store_first(store, tmp_path):
     """The upload begins late: the parent's manifest is no longer on disk."""
-    disk, _ = uploaded(tmp_path / "a", store, 1)
-    save(disk, 1)
+    saved(tmp_path / "a", 1)
     later, uploader = uploaded(tmp_path / "a", store, 2)
     save(later, 2, 3, 4)
     uploader.upload(4)
     assert bring(store, tmp_path / "b", 3) == 4
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
-def test_a_damaged_one_gives_way_to_the_older(store, tmp_path, damage):  # type: ignore[no-untyped-def]
-    uploaded(tmp_path / "a", store, 1, 1, 2)
-    number = number_of(store)
-    found = read(store, number, 2)
-    name = manifest.file_name(2) if damage == "manifest" else found.files[1].name
-    content = store.read(number, name, 1 << 20)
-    store.remove(number, name)
-    if damage != "gone":
-        flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
-        store.write(number, name, content[:-1] if damage == "cut" else flipped)
-    assert bring(store, tmp_path / "b", 2) == 1
-    assert loaded_step(tmp_path / "b", 2) == 1
-    assert len(lineage.sequences(tmp_path / "b")) == 2  # nothing half fetched stays
-
-
-def test_what_strangers_put_into_the_store_is_passed_over(store, tmp_path):  # type: ignore[no-untyped-def]
-    uploaded(tmp_path / "a", store, 1, 1)
-    number = number_of(store)
-    store._fs.makedirs(f"{store._root}/x")
-    store._fs.pipe_file(f"{store._root}/x/y", b"")
-    store.write(number + 5, lineage.START, b'{"a":1}')
-    store.write(number, "step-2.json", b"")
-    body = unseal(store.read(number, manifest.file_name(1), 1 << 20))
-    body |= {"step": 2, "files": [{"name": "../../../out", "bytes": 1, "crc32": 0}]}
-    body |= {"chunks": [], "tensors": {}, "aliases": {}}
-    store.write(number, manifest.file_name(2), seal(body))
-    assert bring(store, tmp_path / "b", 2) == 1
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == ["a", "b"]
-
-
-def test_another_job_goes_on_unless_told_not_to(store, tmp_path):  # type: ignore[no-untyped-def]
-    uploaded(tmp_path / "a", store, 1, 7)
-    assert bring(store, tmp_path / "b", 1, uid="new", resume=False) is None
-    assert bring(store, tmp_path / "b", 1, uid="new") == 7
-    uploaded(tmp_path / "b", store, 1, 8, uid="new")
-    assert bring(store, tmp_path / "c", 2, uid="new", resume=False) == 8  # its own
-    assert bring(store, tmp_path / "d", 2) == 7  # the first goes on alone
-
-
-def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_what_is_being_uploaded_is_not_taken_away(store, tmp_path, monkeypatch):
     disk, uploader = uploaded(tmp_path / "a", store, 1)
     save(disk, 1)
     put = store.put
 
     def slow(source: Path, number: int, name: str) -> None:
-        if not source.exists():
-            raise AssertionError("gone")
+        assert source.exists()
         if name.endswith("-0.safetensors"):
             save(disk, 2, 3, 4)  # and retention removes step 1
         put(source, number, name)
 
     monkeypatch.setattr(store, "put", slow)
     uploader.upload(1)
-    monkeypatch.undo()
     assert not list((disk.directory / "uploading").iterdir())
     assert bring(store, tmp_path / "b", 2) == 1
 
 
-def test_it_waits_longer_each_time_and_takes_the_newest_then():  # type: ignore[no-untyped-def]
+# --- Damage, strangers, newer programs ------------------------------------------------------------
+
+
+def edited(names: str, change: Callable[[bytes], bytes | None], store: Store, number: int) -> None:
+    """Change the files of such names, or remove them."""
+    for name in fnmatch.filter(store.names(number), names):
+        content = change(store.read(number, name, 1 << 20))
+        store.remove(number, name)
+        if content is not None:
+            store.write(number, name, content)
+
+
+def resealed(change: Callable[[Any], dict[str, Any]]) -> Callable[[bytes], bytes]:
+    return lambda content: seal((body := unseal(content)) | change(body))
+
+
+def folder(name: str, store: Store, number: int) -> None:
+    fs, path = file_system(store.url)
+    fs.makedirs(f"{path}/{name}")
+    fs.pipe_file(f"{path}/{name}/x", b"")
+
+
+def strangers(store: Store, number: int) -> None:
+    store.write(number + 5, lineage.START, b'{"a":1}')
+    store.write(number + 6, lineage.START, seal(asdict(Start(number + 6, "u", 10**9, 0))))
+    store.write(number, "step-3.json", b"")
+    body = unseal(store.read(number, manifest.file_name(2), 1 << 20))
+    body |= {"step": 3, "files": [{"name": "../../../out", "bytes": 1, "crc32": 0}]}
+    body |= {"chunks": [], "tensors": {}, "aliases": {}}
+    store.write(number, manifest.file_name(3), seal(body))
+
+
+def row(name: str, harm: object, result: object, foreign: int = 0) -> Any:
+    return pytest.param(harm, result, foreign, id=name)
+
+
+FILE, MANIFEST, MANIFESTS = "*002-*-1.safetensors", manifest.file_name(2), "step-*.json"
+flipped = lambda b: b[:-3] + bytes([b[-3] ^ 1]) + b[-2:]  # noqa: E731
+gone = lambda _: None  # noqa: E731
+terabyte = resealed(lambda m: {"files": [file | {"bytes": 1 << 40} for file in m["files"]]})
+later = resealed(lambda _: {"version": manifest.VERSION + 1})
+LOST = "there was one, so training does not begin anew: step 2"
+NEWER = "newer ddpjob-trainer"
+#: What is done to the snapshots of steps 1 and 2; which is fetched, or why none is.
+HARMS = [
+    row("a flipped bit", partial(edited, FILE, flipped), 1),
+    row("a cut file", partial(edited, FILE, lambda b: b[:-1]), 1),
+    row("a file gone", partial(edited, FILE, gone), 1),
+    row("a flipped bit of a manifest", partial(edited, MANIFEST, flipped), 1),
+    row("a folder of no number", partial(folder, "x"), 2),
+    row("a folder of a lower number", partial(folder, "099999999999999"), 2),
+    row("a folder of the highest number", partial(folder, "9" * 15), 2, foreign=1),
+    row("a folder of 20 digits", partial(folder, "9" * 20), 2, foreign=1),
+    row("records and manifests of strangers", strangers, 2),
+    row("all data gone", partial(edited, "*.safetensors", gone), LOST),
+    row("no start record", partial(edited, "start.*", gone), "no valid start.json, and step 2"),
+    row("terabytes", partial(edited, MANIFESTS, terabyte), LOST),
+    row("newer manifests", partial(edited, MANIFESTS, later), NEWER),
+    row("a newer record", partial(edited, lineage.START, resealed(lambda _: {"more": 1})), NEWER),
+]
+
+
+@pytest.mark.parametrize(("harm", "result", "foreign"), HARMS)
+def test_what_is_harmed_in_a_store_gives_way_or_is_missed(
+    store, tmp_path, monkeypatch, capsys, harm, result, foreign
+):
+    """Training never begins from nothing by accident, nor fetches what it cannot use."""
+    job: dict[str, Any] = {"secret": b"secret of the job".hex()}
+    uploaded(tmp_path / "a", store, 1, 1, 2, **job)
+    (number,) = store.numbers()
+    harm(store, number)
+    if isinstance(result, str):
+        monkeypatch.setattr(Store, "pieces", lambda *_: pytest.fail("it is fetched"))
+        with pytest.raises(ConfigError, match=result):
+            bring(store, tmp_path / "b", 2, **job)
+        assert bring(store, tmp_path / "b", 1, uid="new", resume=False) is None
+        assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+        return
+    assert bring(store, tmp_path / "b", 2, **job) == result
+    assert ("foreign folders, such as" in capsys.readouterr().out) == foreign
+    uploaded(tmp_path / "b", store, 3, 6, **job)  # it hides nothing of ours
+    assert bring(store, tmp_path / "c", 4, **job) == 6
+    assert {path.name for path in tmp_path.iterdir()} <= {"a", "b", "c", "store"}
+
+
+def test_what_the_disk_has_no_room_for_is_not_begun(store, tmp_path, monkeypatch):
+    uploaded(tmp_path / "a", store, 1, 1)
+    room = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:3], 0, 0, *room[5:10])))
+    with pytest.raises(OSError, match="there is room for 0"):
+        bring(store, tmp_path / "b", 2)
+
+
+# --- Its process --------------------------------------------------------------------------------
+
+
+def test_an_upload_waits_longer_each_time_and_takes_the_newest_then():
     clock, done = Clock(), []
 
     def upload(step: int) -> None:
@@ -268,35 +321,41 @@ def settings(url: str, root: Path) -> SnapshotSettings:
     return SnapshotSettings(root, 1, 2, resume=True, upload=url)
 
 
-@pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
-def test_beside_a_rank_and_for_its_successor(url, tmp_path, capfd):  # type: ignore[no-untyped-def]
+@contextlib.contextmanager
+def uploading(url: str, disk: Disk) -> Iterator[tuple[Uploads, list[int | None]]]:
+    """Uploads, and what they count; at the end the newest has arrived."""
     counted: list[int | None] = []
-    disk, _ = open_snapshots(tmp_path / "a")
-    capfd.readouterr()
-    uploads = Uploads(settings(url, tmp_path / "a"), disk.sequence, counted.append)
-    for step in (1, 2, 3):
-        save(disk, step)
-        uploads.committed(step)
+    uploads = Uploads(settings(url, disk.root), disk.sequence, counted.append)
+    yield uploads, counted
     uploads.wait(PATIENCE, lambda: None)
     uploads.close()
+
+
+@pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
+def test_it_uploads_beside_a_rank_and_fetches_for_its_successor(url, tmp_path, capfd):
+    disk = saved(tmp_path / "a")
+    capfd.readouterr()
+    with uploading(url, disk) as (uploads, counted):
+        for step in (1, 2, 3):
+            save(disk, step)
+            uploads.committed(step)
     assert counted[-1] == 3
     assert capfd.readouterr().err == ""
-    identity = Identity("u", 2, 0, unique=True)
     alive: list[int] = []
+    identity = Identity("u", 2, 0, unique=True)
     fetch_if_newer(settings(url, tmp_path / "b"), identity, lambda: alive.append(1))
     assert len(alive) > 3, "the watchdog hears of bytes that come, and is to find a standstill"
     assert f"fetched the snapshot of step 3 from {url}" in capfd.readouterr().err
     assert loaded_step(tmp_path / "b", 2) == 3
-    older = Identity("u", 0, 0, unique=True)
     with pytest.raises(PeerLostError, match="has already started"):
-        fetch_if_newer(settings(url, tmp_path / "c"), older, lambda: None)
+        fetch_if_newer(settings(url, tmp_path / "c"), replace(identity, attempt=0), lambda: None)
 
 
-def test_it_ends_with_its_rank_though_another_holds_its_pipe(tmp_path):  # type: ignore[no-untyped-def]
+def test_it_ends_with_its_rank_though_another_holds_its_pipe(tmp_path):
     order = {"do": "upload", "url": "memory://x", "root": str(tmp_path), "sequence": 1, "keep": 1}
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-m', {client._MODULE!r}])"
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-m', sys.argv[1]])"
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as rank:
+    with subprocess.Popen([sys.executable, "-c", program, process.__name__], **pipes) as rank:
         rank.stdin.write(json.dumps(order).encode() + b'\n{"step": 1}\n')
         assert b"failed" in rank.stdout.readline()
         rank.kill()
@@ -304,21 +363,14 @@ def test_it_ends_with_its_rank_though_another_holds_its_pipe(tmp_path):  # type:
         wait_for(lambda: rank.stdout.read(1 << 16) == b"", "its end")
 
 
-def test_a_store_that_cannot_be_reached_is_told_and_counted(tmp_path, capfd):  # type: ignore[no-untyped-def]
+def test_a_store_that_cannot_be_reached_is_said_and_counted(tmp_path, capfd):
     (tmp_path / "store").touch()  # a file, so no folder can be made in it
-    counted: list[int | None] = []
-    disk, _ = open_snapshots(tmp_path / "a")
-    given = settings(f"file://{tmp_path}/store", tmp_path / "a")
-    uploads = Uploads(given, disk.sequence, counted.append)
-    save(disk, 1)
-    uploads.committed(1)
-    while not counted:
-        uploads.hear(5)
-    (tmp_path / "store").unlink()
-    uploads.wait(PATIENCE, lambda: None)
-    uploads.close()
-    assert counted[0] is None
-    assert counted[-1] == 1
+    with uploading(f"file://{tmp_path}/store", saved(tmp_path / "a", 1)) as (uploads, counted):
+        uploads.committed(1)
+        while not counted:
+            uploads.hear(5)
+        (tmp_path / "store").unlink()
+    assert (counted[0], counted[-1]) == (None, 1)
     assert capfd.readouterr().err.count("the snapshot of step 1 was not uploaded: ") == 1
 
 
@@ -327,7 +379,7 @@ WITH_PASSWORD = f"nothing://user:{SECRET}@host/b"
 
 
 @pytest.mark.parametrize("quotes", ["{url}", "{url!r} is not there", "bad port: '{secret}@host'"])
-def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quotes):  # type: ignore[no-untyped-def]
+def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quotes):
     """Neither ours nor that of an exception of a library, in any of its ways out."""
     url, root = WITH_PASSWORD, tmp_path / "a"
     words = quotes.format(url=url, secret=SECRET)
@@ -336,12 +388,11 @@ def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quote
         raise RuntimeError(f"{words}{' ' * 250}{words} cut anywhere")
 
     said: list[Any] = []
-    disk, _ = open_snapshots(root)
-    save(disk, 1)
+    disk = saved(root, 1)
     order = {"url": url, "root": str(root), "identity": asdict(Identity("u", 2, 0, unique=True))}
     with monkeypatch.context() as patch:
         patch.setattr(process, "answer", lambda **about: said.append(about))
-        patch.setattr(process, "_FIRST_SECONDS", 0.0)
+        patch.setattr(process.time, "sleep", lambda _: None)
         patch.setattr(fsspec.core, "url_to_fs", fails)
         process.run_fetch({**order, "resume": True})
         retries = Retries(fails, lambda: 0.0, url)
@@ -362,10 +413,8 @@ def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quote
     with pytest.raises(ConfigError) as error:
         fetch_if_newer(settings(url, tmp_path / "b"), Identity("u", 1, 0, unique=True), lambda: 0)
     said.append(str(error.value))
-    uploads = Uploads(settings(url, root), disk.sequence, lambda _: None)
-    uploads.committed(1)
-    uploads.wait(PATIENCE, lambda: None)
-    uploads.close()
+    with uploading(url, disk) as (uploads, _):
+        uploads.committed(1)
     keeper = object.__new__(Keeper)
     env = SimpleNamespace(upload=url, snapshot_dir=root)
     keeper._config = SimpleNamespace(env=env, nproc=1, replica=0, rank=int)  # type: ignore[assignment]
@@ -379,18 +428,17 @@ def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quote
         assert not re.search("ZqZ|p.w d", text), text
 
 
-def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):
     open_snapshots(tmp_path / "a")
     monkeypatch.setattr(client, "RemoteProcess", None)
     identity = Identity("u", 1, 1, unique=True)
     fetch_if_newer(settings("s3://nowhere", tmp_path / "a"), identity, lambda: None)
 
 
-def test_what_cannot_be_is_refused_at_once():  # type: ignore[no-untyped-def]
-    for url, directory, words in (
-        ("/srv/store", "/d", "must be a URL"), ("s3://b/job", None, "needs snapshot_dir"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=words):
-            check_upload(url, directory)
+def test_a_store_that_cannot_be_is_refused_at_once():
+    with pytest.raises(ConfigError, match="must be a URL"):
+        check_upload("/srv/store", "/d")
+    with pytest.raises(ConfigError, match="needs snapshot_dir"):
+        check_upload("s3://b/job", None)
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")

@@ -1,10 +1,9 @@
-"""Memory that snapshots are staged in, where a GPU copies into it; a volume that takes none."""
+"""A rank's part on its way to the disk: memory that it is staged in, and what the status names."""
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.gpu.accelerator import Accelerator
+from ddpjob_trainer.snapshot.manager import Snapshots
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save import writer as writer_module
@@ -23,8 +24,10 @@ from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
 from ddpjob_trainer.snapshot.save.staging import Pool
 from ddpjob_trainer.snapshot.save.writer import SnapshotWriter, StagedPart, versions_of
 from ddpjob_trainer.state.codec import Flat
-from support.patience import PATIENCE
+from support.patience import PATIENCE, wait_for
 from support.sealed import board
+
+EMPTY = Captured(Flat({}, {}), frozenset(), {})
 
 
 class Pins(Accelerator):
@@ -57,7 +60,12 @@ class Pins(Accelerator):
         self.pinned.remove(memory.data_ptr())
 
 
-def test_memory_is_reused_and_what_is_pinned_is_unpinned() -> None:
+def writing(root: Path, rank: int, device: Accelerator, reports: Any = None) -> SnapshotWriter:
+    reports = reports or SimpleNamespace(writers=(0,), board=None)
+    return SnapshotWriter(rank, SnapshotFiles(root, 1, "n", 2), reports, device)
+
+
+def test_memory_is_reused_and_what_is_pinned_is_unpinned():
     device = Pins()
     pool, seen = Pool(device), {}
     pool.prepare(1 << 20)
@@ -72,9 +80,7 @@ def test_memory_is_reused_and_what_is_pinned_is_unpinned() -> None:
     assert device.pinned == []
 
 
-def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_cannot_be_pinned_is_used_and_named_once(monkeypatch, capfd):
     monkeypatch.setattr(staging, "_told_unpinned", False)
     device = Pins(full=True)
     pool = Pool(device)
@@ -90,30 +96,24 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_told_once(
     assert words.count("cannot be page-locked (CUDA error: out of memory (2))") == 1
 
 
-def test_the_thread_says_which_gpu_is_its_own_before_it_asks_for_anything(tmp_path: Path) -> None:
+def test_the_thread_names_its_gpu_before_it_asks_for_anything(tmp_path):
     """Else each rank's would make a context on the first."""
     device = Pins()
-    reports: Any = SimpleNamespace(writers=(0,), board=None)
-    tracker = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
-    tracker.prepare(Captured(Flat({}, {}), frozenset(), {}))
-    deadline = time.monotonic() + PATIENCE
-    while len(device.calls) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    tracker.close()
-    assert [name for name, thread in device.calls if thread != threading.get_ident()] == [
-        "enter", "pin", "pin",
-    ]  # fmt: skip
+    writer = writing(tmp_path, 0, device)
+    writer.prepare(EMPTY)
+    wait_for(lambda: len(device.calls) >= 3, "its calls", every=0.005)
+    writer.close()
+    calls = [name for name, thread in device.calls if thread != threading.get_ident()]
+    assert calls == ["enter", "pin", "pin"]
 
 
-def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
+def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path):
     """Half of it might be of the next step: Embedding(max_norm=...) writes in its forward."""
-    device = Pins()
-    told: queue.Queue[tuple[int, Report]] = queue.Queue()
-    reports: Any = SimpleNamespace(writers=(0,), board=None, post=lambda *found: told.put(found))
-    tracker = SnapshotWriter(1, SnapshotFiles(tmp_path, 1, "n", 2), reports, device)
+    posted: queue.Queue[tuple[int, Report]] = queue.Queue()
+    reports = SimpleNamespace(writers=(0,), board=None, post=lambda *found: posted.put(found))
+    writer = writing(tmp_path, 1, Pins(), reports)
     weight = torch.nn.Parameter(torch.ones(4))
-    buffer = tracker.pool.take(16)
+    buffer = writer.pool.take(16)
     assert buffer is not None
     later = ((0, weight.detach()[2:]),)
     part = StagedPart(
@@ -122,35 +122,29 @@ def test_what_changes_while_it_is_copied_is_no_snapshot(tmp_path: Path) -> None:
     assert not part.changed()
     with torch.no_grad():
         weight.mul_(0.5)
-    tracker.submit(part)
+    writer.submit(part)
     try:
-        step, report = told.get(timeout=PATIENCE)
+        step, report = posted.get(timeout=PATIENCE)
     finally:
-        tracker.close()
+        writer.close()
     assert step == 3
     assert "was changed before the next update while it was copied" in report.text
 
 
-def test_it_is_said_again_each_time_that_the_wait_has_doubled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_said_again_each_time_that_it_has_doubled(tmp_path, monkeypatch):
     reports = PartReports(board(), (0, 2))
-    reports.post(8, Report(0))
-    cpu = Accelerator(torch.device("cpu"))
     monkeypatch.setattr(writer_module.threading.Thread, "start", lambda _: None)
-    writer = SnapshotWriter(0, SnapshotFiles(tmp_path, 1, "n", 2), reports, cpu)
+    writer = writing(tmp_path, 0, Accelerator(torch.device("cpu")), reports)
+    monkeypatch.setattr(writer.pool, "take", Mock(side_effect=MemoryError))
 
     def at(seconds: float) -> str:
         monkeypatch.setattr(writer_module.time, "perf_counter", lambda: seconds)
         return writer.behind()
 
     assert at(100) == "", "nothing is being written"
-    writer._snapshots[8] = 0.0, None
-    told = [s for s in range(5, 1000, 5) if at(s)]
-    assert told == [60, 120, 240, 480, 960]
-    monkeypatch.setattr(writer.pool, "take", Mock(side_effect=MemoryError))
-    empty = Captured(Flat({}, {}), frozenset(), {})
-    writer.save(9, 0.0, empty, {})  # the one before is no longer in its way
+    writer.save(8, 0.0, EMPTY, {})
+    assert [s for s in range(5, 1000, 5) if at(s)] == [60, 120, 240, 480, 960]
+    writer.save(9, 0.0, EMPTY, {})  # the one before is no longer in its way
     assert "that of step 8 for 70 s by rank 2. Is its volume slow, or stuck?" in at(70)
     reports.post(8, Report(2))
     assert reports.complete(8)  # rank 0 is writing the manifest
@@ -169,3 +163,22 @@ def test_more_than_the_store_takes_is_a_failed_snapshot() -> None:
     assert found is not None
     assert found[0].text == ""
     assert "takes 8 MiB, more than 7: register fewer tensors with per_rank" in found[1].text
+
+
+@pytest.mark.parametrize(
+    ("ends", "url", "named"),
+    [
+        pytest.param(False, "", [50], id="read back"),
+        pytest.param(False, "s3://x", [50], id="read back, and uploaded later"),
+        pytest.param(True, "s3://x", [25, 50], id="ends with its pod: uploaded"),
+        pytest.param(True, "", [50], id="ends with its pod, and nothing is uploaded"),
+    ],
+)
+def test_the_status_names_what_was_read_back_or_uploaded(tmp_path, ends, url, named):
+    settings = SnapshotSettings(tmp_path, 25, 2, resume=True, upload=url, ends_with_pod=ends)
+    progress = Mock()
+    snapshots = Snapshots(settings, Mock(rank=1), progress)
+    snapshots.learn([51.0, 26.0, 51.0, 0.0])  # step 50 was read back, 25 was uploaded
+    assert snapshots.newest == 50
+    snapshots.learn([51.0, 51.0, 51.0, 0.0])
+    assert [call.args[0] for call in progress.saved.call_args_list] == named

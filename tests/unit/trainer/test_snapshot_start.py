@@ -1,44 +1,260 @@
-"""A start beside others, after a newer program, on a bad disk; a reader beside retention."""
+"""Which snapshot a start goes on from: of its own job, the newest that can be read, or none.
+
+Neither late, stopped, deleted or other jobs nor strangers, bad disks and newer programs lose one:
+training never begins from nothing by accident.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import pytest
-import torch
 
-from ddpjob_trainer.environment import Identity
-from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import commands
+from ddpjob_trainer import cli
+from ddpjob_trainer.environment import SnapshotSettings
+from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.options import SnapshotOptions
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
-from ddpjob_trainer.snapshot.reader import SnapshotToolError, read_snapshot
-from ddpjob_trainer.snapshot.remote.fetch import fetch
-from ddpjob_trainer.snapshot.remote.store import Store as Remote
-from ddpjob_trainer.snapshot.remote.upload import Uploader
-from ddpjob_trainer.snapshot.restore import resume
-from ddpjob_trainer.state.codec import flatten
-from support.snapshots import Clock, Store, open_snapshots
+from ddpjob_trainer.snapshot.ondisk.lineage import Start
+from ddpjob_trainer.snapshot.ondisk.retention import retain
+from ddpjob_trainer.snapshot.restore.resume import resume
+from ddpjob_trainer.training.start import _snapshot_settings
+from support.snapshots import (
+    Clock,
+    Store,
+    error,
+    flip,
+    loaded_step,
+    open_snapshots,
+    save,
+    saved,
+    step_of,
+    steps_in,
+)
+
+# --- Whose ------------------------------------------------------------------------------------
+
+SECRET = b"secret of the job".hex()
+STALE = "of this job has already started"
 
 
-def save(store: Store, *steps: int) -> None:
-    for step in steps:
-        state = {"model": {"w": torch.full((30,), float(step))}, "n": step}
-        store.save(step, flatten(state), {"seed": 1})
+def play(root: Path, story: str, stranger: Start | None = None) -> None:
+    """Play sentences such as "u2 from 10 saves 15 20" with a job's letter and its attempt.
+
+    from: it begins, and goes on from this step (0: from none). stale: it is refused, as a later one
+    has begun. late: it stopped after its check, and begins only now. never: with resume: Never.
+    blind: it began as the others did, and has not seen them. signed: the job has a secret.
+    """
+    stores: dict[str, Store] = {}
+    for who, *words in map(str.split, story.split(", ")):
+        if who == "stranger":
+            assert stranger is not None
+            lineage.directory(root, stranger.sequence).mkdir()
+            lineage.write_start(root, stranger)
+            continue
+        begins, _, steps = " ".join(words).partition("saves")
+        uid, attempt = who[0], int(who[1:])
+        options: dict[str, Any] = {
+            "uid": uid, "resume": "never" not in words, "keep": 2,
+            "secret": SECRET if "signed" in words else "",
+        }  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            if "blind" in words:
+                patch.setattr(lineage, "read_starts", lambda *_, **__: {})
+            if "late" in words:
+                number = lineage.claim(root)
+                lineage.write_start(root, Start(number, uid, attempt, 0))
+                stores[who] = Store(root, number, 2, 3)
+            elif "stale" in words:
+                with pytest.raises(PeerLostError, match=STALE):
+                    open_snapshots(root, attempt, **options)
+            elif begins:
+                stores[who], source = open_snapshots(root, attempt, **options)
+                assert step_of(source) == (int(begins.split()[-1]) or None), (story, who)
+        save(stores[who], *map(int, steps.split())) if steps else None
 
 
-def saved(root: Path, *steps: int, **options: Any) -> Path:
-    save(open_snapshots(root, 1, **options)[0], *steps)
-    return root
+STORIES = {
+    "a zombie's snapshots and its retention": (
+        "u1 from 0 saves 10, u2 from 10, u1 saves 20 30 40 50 60, u3 from 10"
+    ),
+    "a zombie beside one that saves": (
+        "u1 from 0 saves 10, u2 from 10, u1 saves 20 30 40 50 60, u2 saves 15, u3 from 15"
+    ),
+    "a zombie that begins late": "u2 from 0 saves 5, u1 stale, u1 late saves 99, u3 from 5",
+    "resume: Never is for the job, not for each attempt": (
+        "o1 from 0 saves 50, u1 never from 0, u2 never from 0, u3 never from 0 saves 5,"
+        " u4 never from 5"
+    ),
+    "a zombie of a deleted job goes on alone": (
+        "d1 from 0 saves 5, u1 from 5 saves 10 11 12, u2 from 12 saves 20 21 22,"
+        " u3 from 22 saves 30 31 32, d2 from 5 saves 90 91 92 93 94, d3 late saves 99,"
+        " u4 from 32, v1 from 32"
+    ),
+    # By its number alone the second's snapshots are the newest.
+    "two that began in one moment": (
+        "a1 from 0, b1 blind from 0, a1 saves 5, b1 saves 3, a2 from 5, b2 from 3, a3 from 5,"
+        " b3 from 3"
+    ),
+    "a chain without any snapshot": "a1 from 0 saves 5, b1 never from 0, c1 from 5",
+    "what an older version has left unsigned": (
+        "u1 from 0 saves 5, u2 signed from 5 saves 6, u3 signed from 6"
+    ),
+    # resume: Never is how one trains anew, and looks at the weights of before once more.
+    "the newest of other jobs stay": (
+        "a1 from 0 saves 400 450 500, b1 never from 0 saves 1 2, c1 never from 0 saves 10 11 12 13,"
+        " c2 never from 13 saves 20 21 22, c3 never from 22 saves 30 31 32 33, a2 from 500"
+    ),
+}
 
 
-def step_of(found: tuple[Store, Any]) -> int | None:
-    return None if found[1] is None else int(found[1].step)
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+@pytest.mark.fault("S8")
+def test_each_job_goes_on_from_its_own_newest(tmp_path, story):
+    play(tmp_path, story)
+
+
+FIRST = "u1 signed from 0 saves 5, stranger, u2 signed from 5, u3 signed from 5, u2 signed stale"
+SECOND = "u1 signed from 0 saves 1, u2 signed from 1 saves 2, stranger, u3 signed from 2"
+FORGED = {
+    "a later attempt": (Start(7, "u", 10**9, 0), FIRST),
+    "a later round": (Start(7, "u", 1, 10**6), FIRST),
+    "a later round of a later attempt": (Start(7, "u", 2, 10**6), SECOND),
+    "a successor": (Start(7, "v", 1, 0, predecessors=("u",)), FIRST),
+    "of the highest number": (Start(999_999_999, "v", 1, 0, predecessors=("u",)), FIRST),
+}
+
+
+@pytest.mark.parametrize(("start", "story"), FORGED.values(), ids=FORGED)
+@pytest.mark.fault("S3")
+def test_a_record_that_the_job_has_not_signed_ends_nobody(tmp_path, capsys, start, story):
+    play(tmp_path, story, start)
+    assert ("forged" in capsys.readouterr().err) == (start.uid == "u")
+
+
+def test_another_namespaces_snapshots_are_not_gone_on_from(tmp_path):
+    one: dict[str, Any] = {"namespace": "one"}
+    save(saved(tmp_path, uid="a", **one), 5, **one)
+    other: dict[str, Any] = {"uid": "b", "namespace": "two"}
+    with pytest.raises(ConfigError, match=r"namespace 'one'.*'two'\. Give this job a directory"):
+        open_snapshots(tmp_path, 1, **other)
+    assert loaded_step(tmp_path, 1, **other, allow_changes=frozenset({"namespace"})) == 5
+    assert loaded_step(tmp_path, 2, uid="a", **one) == 5
+    save(saved(tmp_path, uid="d", namespace="two", resume=False), 7, namespace="two")
+    assert loaded_step(tmp_path, 1, uid="c", **one) == 5, "applied again, it finds its own"
+
+
+# --- Names and numbers ------------------------------------------------------------------------
+
+ODD_DIRECTORIES = [
+    "0000000²", "٠٠٠٠٠٠٠٩", "00000009\n", "-0000009", "0000000000009", "000000009", "1e000000",
+    "step", "0000009 ", "00000000",
+]  # fmt: skip
+ODD_FILES = [
+    "step-2.json", "step-00000000002².json", "step-000000000009.json\n", "step-٣.json", "step-",
+    "step-²-n-0.safetensors", "step-9999999999999999.json", "step--1.json", ".json",
+]  # fmt: skip
+
+
+def odd_directories(root: Path) -> None:
+    """With a record that would end the job."""
+    for name in ODD_DIRECTORIES:
+        (root / name).mkdir()
+        (root / name / lineage.START).write_bytes(seal(asdict(Start(9, "u", 9, 9))))
+    assert lineage.sequences(root) == [0, 1]
+
+
+def odd_files(root: Path) -> None:
+    for name in ODD_FILES:
+        (root / "00000001" / name).write_bytes(b"{}")
+    assert [manifest.step_of(path.name) for path in manifest.listed(root / "00000001")] == [4, 5]
+
+
+def empty_manifests(root: Path) -> None:
+    for step in range(100, 110):
+        (root / "00000001" / manifest.file_name(step)).touch()
+
+
+def under_another_step(root: Path) -> None:
+    path = root / "00000001" / manifest.file_name(5)
+    path.with_name(manifest.file_name(6)).write_bytes(path.read_bytes())
+
+
+#: What lies there, and whether it is said to be foreign.
+NAMES: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "255 digits": (lambda root: (root / ("9" * 255)).mkdir(), True),
+    "20 digits": (lambda root: (root / ("9" * 20)).mkdir(), True),
+    "10 digits": (lambda root: (root / ("9" * 10)).mkdir(), True),
+    "the highest": (lambda root: (root / "999999999").mkdir(), False),
+    "files": (lambda root: [(root / f"{n:08d}").touch() for n in range(2, 1002)], True),
+    "links": (lambda root: [(root / f"{n:08d}").symlink_to("/") for n in range(2, 12)], True),
+    "odd directories": (odd_directories, True),
+    "odd files": (odd_files, False),
+    "empty manifests": (empty_manifests, False),
+    "a manifest under another step": (under_another_step, False),
+}
+
+
+@pytest.mark.parametrize(("put", "said"), NAMES.values(), ids=NAMES)
+@pytest.mark.fault("S3")
+def test_names_of_strangers_neither_block_nor_hide_anything(tmp_path, capsys, put, said):
+    saved(tmp_path, 4, 5)
+    put(tmp_path)
+    retain(tmp_path, 1, 2, {4, 5})
+    assert {4, 5} <= steps_in(tmp_path)
+    for attempt in (2, 3, 4):
+        store, source = open_snapshots(tmp_path, attempt)
+        assert step_of(source) == 5 * (attempt - 1)
+        save(store, 5 * attempt)
+    words = capsys.readouterr().err
+    assert words.count("foreign entries, such as") == 3 * said
+    assert max(map(len, words.splitlines()), default=0) < 300
+
+
+def test_numbers_of_more_digits_go_on_counting(tmp_path):
+    saved(tmp_path, 2)
+    for number in (99_999_999, 100_000_000):
+        lineage.directory(tmp_path, number).mkdir()
+        lineage.write_start(tmp_path, Start(number, "before", 1, 0))
+    assert lineage.claim(tmp_path) == 100_000_001
+    assert [loaded_step(tmp_path, attempt) for attempt in (2, 3)] == [2, 2]
+
+
+def test_parents_in_a_circle_end(tmp_path):
+    saved(tmp_path, 2)
+    for number, parent in ((7, 7), (8, 9), (9, 8)):
+        lineage.directory(tmp_path, number).mkdir()
+        lineage.write_start(tmp_path, Start(number, "u", 1, number, parent, 5))
+    with pytest.raises(ConfigError, match="00000009 went on from one of step 5"):
+        loaded_step(tmp_path)
+    assert cli.main(["snapshot", "ls", str(tmp_path)]) == 0
+
+
+MANIFEST = f"00000001/{manifest.file_name(5)}"
+START = f"00000001/{lineage.START}"
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where an attempt has saved step 5."""
+    saved(tmp_path / "volume/job", 5)
+    return tmp_path / "volume/job"
+
+
+# --- Refused ----------------------------------------------------------------------------------
 
 
 def make_newer(path: Path) -> None:
@@ -46,246 +262,226 @@ def make_newer(path: Path) -> None:
     path.write_bytes(seal(unseal(path.read_bytes()) | more))
 
 
-@pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
-def test_what_a_newer_program_wrote_is_neither_put_aside_nor_forgotten(tmp_path, name):  # type: ignore[no-untyped-def]
-    """After a rollback of the image: else training began anew, and the next upgrade as well."""
-    path = saved(tmp_path, 5) / "00000001" / name
-    before = path.read_bytes()
-    make_newer(path)
-    with pytest.raises(ConfigError, match=r"none can be read: .* newer ddpjob-trainer; use that"):
-        open_snapshots(tmp_path, 2)
-    with pytest.raises(ConfigError):
-        open_snapshots(tmp_path, 1, uid="another")
-    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
-    path.write_bytes(before)  # with the newer program all is there
-    assert step_of(open_snapshots(tmp_path, 2)) == 5
-    make_newer(path)
-    assert step_of(open_snapshots(tmp_path, 1, uid="never", resume=False)) is None
+def newer(name: str, root: Path, _: Patch) -> None:
+    make_newer(root / name)
 
 
-def test_where_an_older_one_can_be_read_it_is_taken_and_the_newer_stays(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    make_newer(saved(tmp_path, 5, 6) / "00000001" / manifest.file_name(6))
-    assert step_of(open_snapshots(tmp_path, 2)) == 5
-    words = "000000000006.json is not usable, and left as it is: format version 3"
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.glob("*/*.invalid"))
+def replaced(make: Callable[[Path], object], root: Path, _: Patch) -> None:
+    shutil.rmtree(root)
+    make(root)
 
 
-@pytest.mark.parametrize("name", [manifest.file_name(5), lineage.START])
-def test_nor_does_a_fresh_disk_begin_anew_where_a_store_has_it(tmp_path, name):  # type: ignore[no-untyped-def]
-    url = f"file://{tmp_path}/store"
-    local, _ = open_snapshots(tmp_path / "a", 1)
-    save(local, 5)
-    Uploader(Remote(url), tmp_path / "a", local.sequence, 2).upload(5)
-    (path,) = (tmp_path / "store").glob(f"*/{name}")
-    make_newer(path)
-    new = Identity("new", 1, 0, unique=True)
-    assert fetch(Remote(url), tmp_path / "b", new, resume=False, tell=print) is None
-    with pytest.raises(ConfigError, match="newer ddpjob-trainer"):
-        fetch(Remote(url), tmp_path / "b", new, resume=True, tell=print)
-
-
-def test_two_that_began_in_one_moment_do_not_go_on_from_each_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    """Neither has seen the other: by its number alone the second's snapshots are the newest."""
-    first = open_snapshots(tmp_path, 1, uid="a")[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(lineage, "read_starts", lambda *_, **__: {})
-        second = open_snapshots(tmp_path, 1, uid="b")[0]
-    save(first, 5)
-    save(second, 3)
-    for attempt in (2, 3):
-        assert step_of(open_snapshots(tmp_path, attempt, uid="a")) == 5
-        assert step_of(open_snapshots(tmp_path, attempt, uid="b")) == 3
-
-
-def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys):  # type: ignore[no-untyped-def]
-    """The volume is another one than before, or somebody has emptied it."""
-    open_snapshots(tmp_path, 1)
-    assert "begins anew" not in capsys.readouterr().err
-    open_snapshots(tmp_path, 2)
-    assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["file", "link to nowhere", "below a file"])
-def test_what_is_no_directory_is_named_with_the_cure(tmp_path, kind):  # type: ignore[no-untyped-def]
-    root = tmp_path / "job"
-    if kind == "link to nowhere":
-        root.symlink_to(tmp_path / "nowhere")
-    else:
-        root.touch()
-    with pytest.raises(ConfigError, match=f"made at {root}.* is no directory. Remove it, or"):
-        open_snapshots(root / "more" if kind == "below a file" else root)
-
-
-@pytest.mark.parametrize("name", ["mkdir", "make_directory"])
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
-def test_what_this_user_may_not_write_is_named_with_the_cure(tmp_path, monkeypatch, name, code):  # type: ignore[no-untyped-def]
+def unwritable(place: object, name: str, code: int, _: Path, patch: Patch) -> None:
     def refuses(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
-    saved(tmp_path, 5)
-    monkeypatch.setattr(*((Path, name) if name == "mkdir" else (disk, name)), refuses)
-    with pytest.raises(ConfigError, match=r"cannot write to .*runAsUser or fsGroup"):
-        open_snapshots(tmp_path, 2)
+    patch.setattr(place, name, refuses)
 
 
-@pytest.fixture
-def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", cannot)
+def without_links(patch: Patch) -> None:
+    patch.setattr(os, "link", Mock(side_effect=error(errno.EPERM)))
 
 
-@pytest.mark.usefixtures("no_links")
-@pytest.mark.parametrize(
-    ("code", "cure"),
-    [
-        (errno.ENOSPC, "No space left.*Free some space or enlarge the volume; all snapshots"),
-        (errno.EDQUOT, "quota exceeded.*Free some space"),
-        (errno.EROFS, "Read-only file system.*Mount the volume for writing; all snapshots"),
-    ],
-)
-def test_a_disk_that_takes_no_start_is_named_with_the_cure(tmp_path, monkeypatch, code, cure):  # type: ignore[no-untyped-def]
-    """Nothing is left of it: else each try would leave less room for the next."""
-
-    def full(operation: str, path: Path) -> None:
+def full(code: int, _: Path, patch: Patch) -> None:
+    def fails(operation: str, path: Path) -> None:
         if operation == "before write" and path.name.endswith("-2.safetensors"):
-            raise OSError(code, os.strerror(code))  # which knows no path
+            raise error(code)  # which knows no path
 
-    saved(tmp_path, 5)
-    monkeypatch.setattr(disk, "seam", full)
-    for attempt in (2, 3):
-        with pytest.raises(OSError, match=f"{cure}.*{tmp_path}'$") as found:
-            open_snapshots(tmp_path, attempt)
-        assert found.value.errno == code
-    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
-    monkeypatch.undo()
-    assert step_of(open_snapshots(tmp_path, 4)) == 5
+    without_links(patch)
+    patch.setattr(disk, "seam", fails)
 
 
-@pytest.mark.usefixtures("no_links")
-def test_restarts_without_progress_do_not_fill_a_disk_without_hard_links(tmp_path):  # type: ignore[no-untyped-def]
-    """Each has copied the same snapshot. Their records stay: the chain goes on to older ones."""
-    saved(tmp_path, 4, 5)
-    for attempt in range(2, 12):
-        assert step_of(open_snapshots(tmp_path, attempt, keep=3)) == 5
-    assert len(list(tmp_path.glob("*/step-*05.json"))) == 3
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == 3 * 3 + 3
-    for path in tmp_path.glob("*/step-*05.json"):
-        path.write_bytes(b"damaged")
-    assert step_of(open_snapshots(tmp_path, 12, keep=3)) == 4
+def unreadable(
+    words: str, code: int, _: Path, patch: Patch, healthy: Callable[[], bool] = lambda: False
+) -> None:
+    opened = disk.open_file
+
+    def opens(path: Path) -> BinaryIO:
+        if words in path.name and not healthy():
+            raise error(code)
+        return opened(path)
+
+    patch.setattr(disk, "open_file", opens)
 
 
-@pytest.fixture
-def unreadable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def make(words: str, code: int, clock: Clock | None = None) -> None:
-        opened = disk.open_file
-
-        def fails(path: Path) -> BinaryIO:
-            if words in path.name and (clock is None or clock.now < 4):
-                raise OSError(code, os.strerror(code))
-            return opened(path)
-
-        monkeypatch.setattr(disk, "open_file", fails)
-
-    return make
+def without_record(root: Path, _: Patch) -> None:
+    (root / START).unlink()
 
 
-@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
-def test_what_the_disk_does_not_give_back_gives_way_to_the_older(
-    tmp_path, unreadable, capsys, code
-):  # type: ignore[no-untyped-def]
-    saved(tmp_path, 5, 10)
-    unreadable("-000000000010-", code)
-    assert step_of(open_snapshots(tmp_path, 2)) == 5
-    assert f"cannot be read: [Errno {code}]" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*/*.invalid"))  # another node may be able to read it
+def damaged(root: Path, _: Patch) -> None:
+    for path in root.glob("*/*-1.safetensors"):
+        flip(path, 9)
 
 
-@pytest.mark.parametrize("words", ["-000000000010-", "000000000010.json", "start.json"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_disk_that_fails_for_a_moment_costs_no_step(tmp_path, unreadable, capsys, words, code):  # type: ignore[no-untyped-def]
-    saved(tmp_path, 5, 10)
+def empty(root: Path, _: Patch) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+
+
+def row(name: str, harm: object, words: str, kind: object = ConfigError, asked: int = 0) -> Any:
+    """``asked``: a job that asks for it may begin from nothing."""
+    return pytest.param(harm, kind, words, asked, id=name)
+
+
+EIO, DENIED = errno.EIO, {"EACCES": errno.EACCES, "EPERM": errno.EPERM}
+NO_DIRECTORY = "made at {root}.* is no directory. Remove it, or"
+NOT_WRITABLE = r"cannot write to .*runAsUser or fsGroup"
+NOT_READABLE = r"there are snapshots, and none can be read: .*{root}/00000001.*runAsUser or fsGroup"
+NEWER = r"none can be read: .* newer ddpjob-trainer; use that"
+LOST = "status says that there was one of step 40. Put the files back.*resume: Never"
+FULL = {
+    errno.ENOSPC: "No space left.*Free some space or enlarge the volume; all snapshots",
+    errno.EDQUOT: ".*quota exceeded.*Free some space",
+    errno.EROFS: "Read-only file system.*Mount the volume for writing; all snapshots",
+}
+REFUSED = [
+    row("a file", partial(replaced, Path.touch), NO_DIRECTORY),
+    row("a link to nowhere", partial(replaced, lambda p: p.symlink_to("no")), NO_DIRECTORY),
+    row("below a file", lambda root, _: replaced(Path.touch, root.parent, _), NO_DIRECTORY),
+    *(row(f"{name} {why}", partial(unwritable, place, name, code), NOT_WRITABLE)
+      for place, name in ((Path, "mkdir"), (disk, "make_directory"))
+      for why, code in DENIED.items()),
+    *(row(words[:9], partial(full, code), rf"\[Errno {code}\] {words}.*'{{root}}'$", OSError)
+      for code, words in FULL.items()),
+    *(row(f"{name} {why}", partial(unreadable, name, code), NOT_READABLE)
+      for name in (lineage.START, ".safetensors", "step-")
+      for why, code in DENIED.items()),
+    row("EIO of records", partial(unreadable, "start", EIO), "Input/output", OSError, asked=1),
+    row("EIO of data", partial(unreadable, "-00000", EIO), "Input/output", OSError, asked=1),
+    # After a rollback of the image: else training began anew, and the next upgrade as well.
+    row("a manifest of a newer program", partial(newer, MANIFEST), NEWER, asked=1),
+    row("a start record of a newer program", partial(newer, START), NEWER, asked=1),
+    row("damaged", damaged, r"00000001 holds 1\..*header is wrong.*begin anew", asked=1),
+    row("without its start record", without_record, "00000001 holds one of step 5", asked=1),
+    row("emptied, as the status knows", empty, LOST, asked=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("harm", "kind", "words", "asked"), REFUSED)
+def test_a_start_that_would_lose_snapshots_is_refused(root, monkeypatch, harm, kind, words, asked):
+    """Nothing is left of it: else each try would leave less room for the next."""
+    known: dict[str, Any] = {"known_step": 40} if harm is empty else {}
+    volume, kept = root.parent, root.parent.with_name("kept")
+    shutil.copytree(volume, kept)
+    with monkeypatch.context() as patch:
+        harm(root, patch)
+        there = sorted(volume.rglob("*"))
+        for job in ({"attempt": 2}, {"attempt": 3}, {"uid": "another"}):
+            with pytest.raises(kind, match=words.format(root=root)):
+                open_snapshots(root, **job, **known)
+        assert sorted(volume.rglob("*")) == there
+        if asked:
+            assert loaded_step(root, 1, uid="never", resume=False) is None
+    volume.rename(volume.with_name("harmed"))
+    kept.rename(volume)
+    assert loaded_step(root, **known) == 5
+
+
+# --- From an older one ------------------------------------------------------------------------
+
+
+def test_where_an_older_one_can_be_read_a_newer_format_stays(root, capsys):
+    saved(root, 6, attempt=2)
+    make_newer(root / "00000002" / manifest.file_name(6))
+    assert loaded_step(root, 3) == 5
+    words = "000000000006.json is not usable, and left as it is: format version 3"
+    assert words in capsys.readouterr().err
+    assert not list(root.glob("*/*.invalid"))
+
+
+TRYING, PASSED_OVER = "trying again for 15 s", "cannot be read: [Errno"
+#: Of steps 5, 10 and 15: what cannot be read, why, how long; which is loaded, when, what is said.
+FAILING = [
+    *(
+        pytest.param(
+            words, code, 4, 15, 7.75, TRYING, id=f"{words} {errno.errorcode[code]}, passing"
+        )
+        for words in ("-000000000015-", "000000000015.json", "start.json")
+        for code in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+    ),
+    pytest.param("-000000000015-", errno.ESTALE, 99, 10, 15, PASSED_OVER, id="stale"),
+    pytest.param("-000000000015-", errno.EACCES, 99, 10, 0, PASSED_OVER, id="denied"),
+    pytest.param("-00000000001", errno.EIO, 99, 5, 15, TRYING, id="two of them, 15 s in all"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "seconds", "step", "waited", "said"), FAILING)
+def test_a_disk_is_waited_for_before_an_older_one_is_taken(
+    root, monkeypatch, capsys, words, code, seconds, step, waited, said
+):
     clock = Clock()
-    unreadable(words, code, clock)
-    assert step_of(open_snapshots(tmp_path, 2, clock=clock)) == 10
-    assert capsys.readouterr().err.count("trying again for 15 s") == 1
-    assert clock.pauses == [0.25, 0.5, 1.0, 2.0, 4.0]
+    saved(root, 10, 15, attempt=2)
+    unreadable(words, code, root, monkeypatch, healthy=lambda: clock.now >= seconds)
+    assert loaded_step(root, 3, clock=clock) == step
+    assert clock.now == waited
+    assert capsys.readouterr().err.count(said) == 1
+    assert not list(root.glob("*/*.invalid"))  # another node may be able to read it
 
 
-def test_it_is_waited_for_so_long_in_all_and_no_longer(tmp_path, unreadable):  # type: ignore[no-untyped-def]
-    saved(tmp_path, 5, 10, 15)
-    unreadable("-00000000001", errno.EIO)  # 10 and 15
-    clock = Clock()
-    assert step_of(open_snapshots(tmp_path, 2, clock=clock)) == 5
-    assert clock.now == 15
-
-
-@pytest.mark.parametrize("words", ["start.json", "-00000000000"])
-def test_when_nothing_can_be_read_training_does_not_start_anew(tmp_path, unreadable, words):  # type: ignore[no-untyped-def]
-    saved(tmp_path, 5)
-    unreadable(words, errno.EIO)
-    with pytest.raises(OSError, match="Input/output error"):
-        open_snapshots(tmp_path, 2)
-    assert open_snapshots(tmp_path, 1, uid="new", resume=False)[1] is None  # asked for
-
-
-@pytest.mark.parametrize("words", ["start.json", ".safetensors", "step-"])
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
-def test_what_this_user_may_not_read_is_named_with_the_cure(tmp_path, unreadable, words, code):  # type: ignore[no-untyped-def]
-    saved(tmp_path, 5)
-    unreadable(words, code)
-    with pytest.raises(ConfigError, match="there are snapshots, and none can be read") as found:
-        open_snapshots(tmp_path, 2)
-    assert str(tmp_path / "00000001") in str(found.value)
-    assert "runAsUser or fsGroup" in str(found.value)
-
-
-def test_a_rank_that_may_not_look_leaves_the_reading_to_others(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    path = saved(tmp_path, 1) / "00000001" / manifest.file_name(1)
-    found, said = manifest.read(path), []
-
-    def closed(path: Path) -> bool:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+def test_a_rank_that_may_not_look_leaves_the_reading_to_others(root, monkeypatch):
+    start = lineage.read_start(lineage.Disk(root), 1)
+    orders = iter(
+        [
+            b"candidate 00000001 " + (root / MANIFEST).read_bytes(),
+            json.dumps(asdict(start)).encode(),
+        ]
+    )
+    said: list[bytes] = []
 
     def gather(_: str, answer: bytes) -> list[bytes]:
         said.append(answer)
         return [answer if answer == b"{}" else b"1", answer]  # rank 0 reads what is asked of it
 
-    monkeypatch.setattr(disk, "exists", closed)
-    world: Any = SimpleNamespace(rank=1, size=2, gather_bytes=gather, sum=lambda numbers: numbers)
-    resume._check_together(path.parent, found, world)
-    assert said == [b"0", b"{}"]
+    monkeypatch.setattr(disk, "exists", Mock(side_effect=error(errno.EACCES)))
+    world: Any = SimpleNamespace(
+        rank=1, size=2, broadcast_bytes=lambda _: next(orders), gather_bytes=gather
+    )
+    resumed = resume(root, world, SnapshotSettings(root, 1, 2, resume=True))
+    assert (resumed.start, resumed.source and resumed.source.step) == (start, 5)
+    assert said == [b"0", b"{}", b"1"]
 
 
-@pytest.mark.parametrize("command", [commands.verify, commands.ls])
-def test_what_retention_removes_meanwhile_is_not_damaged(tmp_path, monkeypatch, capsys, command):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path, keep=2)
-    save(store, 1, 2)
-    read = manifest.read
+def test_a_directory_may_vanish_while_it_is_read(root, monkeypatch):
+    lineage.directory(root, 5).mkdir()
+    lineage.write_start(root, Start(5, "u", 1, 5, 1, 5))
+    real, gone = disk.names, threading.Event()
 
-    def late(path: Path) -> manifest.Manifest:
-        found = read(path)
-        if command is commands.ls or found.step == 1:
-            monkeypatch.undo()
-            save(store, 3)
-        return read(path) if command is commands.ls else found
+    def names(directory: Path) -> list[str]:
+        if directory.name == "00000005" and not gone.is_set():
+            gone.set()
+            shutil.rmtree(directory)
+        return real(directory)
 
-    monkeypatch.setattr(manifest, "read", late)
-    assert command(tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    name = f"00000001/{manifest.file_name(1)}"
-    if command is commands.verify:
-        assert lines == [f"{name}: removed meanwhile", f"{name[:-6]}2.json: ok"]
-    else:
-        assert [line.split()[3:4] + line.split()[5:] for line in lines[1:]] == [["2", "current"]]
+    monkeypatch.setattr(disk, "names", names)
+    assert loaded_step(root) == 5
+    assert gone.is_set()
 
 
-def test_a_reader_is_told_that_retention_was_faster(tmp_path):  # type: ignore[no-untyped-def]
-    store, _ = open_snapshots(tmp_path, keep=2)
-    save(store, 1, 2)
-    found = read_snapshot(tmp_path)
-    save(store, 3, 4)
-    with pytest.raises(SnapshotToolError, match=r"step 2 has changed .*snapshot\.keep"):
-        _ = found.model["w"]
+# --- From nothing -----------------------------------------------------------------------------
+
+
+def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys):
+    """The volume is another one than before, or somebody has emptied it."""
+    (tmp_path / "00000005").mkdir()
+    (tmp_path / "00000005" / manifest.file_name(1)).touch()  # a stranger's: no snapshot is lost
+    assert loaded_step(tmp_path, 1) is None
+    assert "begins anew" not in capsys.readouterr().err
+    assert loaded_step(tmp_path, 2) is None
+    assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "url", "directory", "known"),
+    [
+        pytest.param(False, None, None, 40, id="a volume"),
+        pytest.param(False, None, "fold-2", 0, id="another directory than the job's"),
+        pytest.param(True, None, None, 0, id="a disk that ended with the pod"),
+        pytest.param(True, "memory://x", None, 40, id="its copy in a store"),
+    ],
+)
+def test_what_a_run_is_known_to_have_had(tmp_path, ends, url, directory, known):
+    given = SnapshotSettings(
+        tmp_path, 1, 2, resume=True, upload="", ends_with_pod=ends, known_step=40
+    )
+    asked = SnapshotOptions(snapshot_upload=url, snapshot_dir=directory)
+    assert _snapshot_settings(given, asked).known_step == known
