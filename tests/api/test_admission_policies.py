@@ -343,7 +343,7 @@ def test_the_operators_account_changes_only_what_jobs_own(plane: Cluster, kind: 
     plane.kubectl("delete", what, "-n", NAMESPACE, check=True)
 
 
-def test_what_somebody_added_to_a_gangs_service_does_not_keep_it_from_repair(
+def test_what_somebody_added_to_a_gangs_service_does_not_stop_its_repair(
     plane: Cluster,
 ) -> None:
     """An address that is already there may stay; the operator's account can add none."""
@@ -363,7 +363,7 @@ def test_what_somebody_added_to_a_gangs_service_does_not_keep_it_from_repair(
 
 @pytest.mark.parametrize("ttl", [None, 60])
 @pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
-def test_the_operators_account_deletes_only_jobs_that_are_over_and_have_a_ttl(
+def test_the_operators_account_deletes_only_jobs_past_their_ttl(
     plane: Cluster, ttl: int | None, phase: str
 ) -> None:
     create(plane, ddpjob("ends", **({"ttlSecondsAfterFinished": ttl} if ttl else {})))

@@ -96,7 +96,7 @@ def test_who_cannot_renew_stops_and_the_process_ends(arena: Arena) -> None:
 
 
 @pytest.mark.fault("O4", "O5")
-def test_a_leader_that_is_paused_past_its_lease_harms_nothing_when_it_goes_on(
+def test_a_leader_paused_past_its_lease_harms_nothing_when_it_goes_on(
     arena: Arena,
 ) -> None:
     """As a node does that swaps, or a virtual machine that moves: it wakes up as the leader."""

@@ -215,7 +215,7 @@ def state_port(stage: Arena) -> Iterator[int]:
         yield port
 
 
-def test_progress_is_read_from_replica_0_and_costs_a_write_only_when_it_moves(
+def test_progress_comes_from_replica_0_and_is_written_only_when_it_moves(
     stage: Arena, gang: str, state_port: int
 ) -> None:
     StateServer.body = b'{"version": 1, "step": 41, "totalSteps": 2000, "snapshotStep": 40}'

@@ -153,7 +153,7 @@ def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
     assert stage.quiet_resyncs() == []
 
 
-def test_a_pods_field_that_kueue_does_not_know_yet_keeps_no_job_out_of_its_queue(
+def test_a_pods_field_that_kueue_does_not_know_keeps_no_job_out(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     """Kueue 0.17 has the pods of Kubernetes 1.35."""
@@ -165,7 +165,7 @@ def test_a_pods_field_that_kueue_does_not_know_yet_keeps_no_job_out_of_its_queue
 
 
 @pytest.mark.fault("U19")
-def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
+def test_an_evicted_gang_returns_its_quota_after_its_last_pod(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     queue = Queue(stage, gang)
@@ -191,7 +191,7 @@ def test_an_evicted_gang_gives_its_quota_back_after_its_last_pod_and_comes_back(
 
 
 @pytest.mark.fault("U19")
-def test_an_operator_that_dies_as_it_gives_back_is_followed_by_one_that_does(
+def test_quota_is_given_back_though_an_operator_dies_as_it_does_so(
     stage: Arena, gang: str, flavor: str
 ) -> None:
     queue = Queue(stage, gang)

@@ -78,7 +78,7 @@ def test_a_taken_port_is_a_clear_error(arena: Arena) -> None:
 
 @pytest.mark.fault("A7")
 @pytest.mark.parametrize("plural", some_in_gate(["ddpjobs", "pods"], "ddpjobs"))
-def test_a_restored_etcd_ends_the_process_and_the_next_one_takes_the_gang_as_it_is(
+def test_after_a_restored_etcd_the_next_process_takes_the_gang_as_it_is(
     arena: Arena, plural: str
 ) -> None:
     """A list from the past, which shows nothing: none of it may be believed or acted on."""

@@ -187,7 +187,7 @@ def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm: Helm, val
     assert "the namespaces a, b" in helm("install", *where, "--set", "namespaces={a,b}").stdout
 
 
-def test_values_are_described_and_a_section_that_is_null_is_refused_by_name(helm: Helm) -> None:
+def test_values_are_described_and_a_null_section_is_refused_by_name(helm: Helm) -> None:
     """A `# --` line above each, a place in the schema; not the line of a template with a nil."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     described = {

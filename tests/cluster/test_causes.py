@@ -30,7 +30,7 @@ def failed(site: Site, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.fault("N5")
-def test_an_out_of_memory_that_was_survived_is_not_the_cause_of_a_later_eviction(
+def test_a_survived_out_of_memory_is_not_the_cause_of_a_later_eviction(
     site: Site,
 ) -> None:
     name = "survivor"
@@ -48,7 +48,7 @@ def test_an_out_of_memory_that_was_survived_is_not_the_cause_of_a_later_eviction
 
 
 @pytest.mark.fault("N5")
-def test_a_volume_that_outgrows_its_own_limit_is_charged_in_the_kubelets_words(site: Site) -> None:
+def test_a_volume_beyond_its_own_limit_is_charged_in_the_kubelets_words(site: Site) -> None:
     name = "outgrown"
     script = "sleep 5; dd if=/dev/zero of=/scratch/x bs=1M count=64 2>&1; sync; sleep 3600"
     body = job(name, ["sh", "-c", f"[ $DDPJOB_REPLICA = 1 ] || sleep 3600; {script}"])

@@ -162,7 +162,7 @@ def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(
     assert world.phase() == {"suspend": "Suspended", "deadline": "Failed"}[how]
 
 
-def test_a_job_deleted_while_its_watch_is_silent_gets_no_pod_but_of_its_last_intent(
+def test_a_job_deleted_unseen_gets_no_pod_beyond_its_last_intent(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """The pod of the old uid goes with the garbage collector; the new job of the name goes on."""

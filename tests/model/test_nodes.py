@@ -32,7 +32,7 @@ def why(world: World) -> object:
     return world.cluster.status("job").get("reason")
 
 
-def test_an_operator_that_starts_while_nodes_come_back_gives_none_of_them_up(
+def test_an_operator_that_starts_as_nodes_come_back_gives_none_up(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """All were silent for ten minutes, the operator too; other kubelets are back before it."""
@@ -78,7 +78,7 @@ def test_fence_waits_when_most_nodes_fall_silent_at_once(
     assert (attempt(world), why(world)) == (1, None)
 
 
-def test_two_that_act_with_other_views_do_not_tell_of_a_stall_in_turns_at_full_speed(
+def test_two_operators_with_other_views_write_of_a_stall_at_a_slow_pace(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     world = World(loop, fate=lambda *_: None)

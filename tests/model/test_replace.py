@@ -105,7 +105,7 @@ def second_hub_of_a_start(loop: asyncio.AbstractEventLoop, planner: Planner) -> 
 
 
 @pytest.mark.fault("O7")
-def test_after_a_crash_in_a_whole_start_nobody_makes_a_second_hub_of_one_number(
+def test_after_a_crash_in_a_whole_start_no_second_hub_has_its_number(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     world = second_hub_of_a_start(loop, plan)

@@ -87,7 +87,7 @@ def test_the_success_of_a_round_that_was_stopped_is_none(loop: asyncio.AbstractE
 
 @pytest.mark.parametrize("leaver", [1, 2], ids=["another", "it"])
 @pytest.mark.fault("T16")
-def test_who_saves_as_the_hub_is_lost_has_stopped_before_one_that_stood_by_begins(
+def test_who_saves_as_the_hub_is_lost_stops_before_a_standby_begins(
     loop: asyncio.AbstractEventLoop, leaver: int
 ) -> None:
     """Its node shuts down, so nobody deletes the pod; workers save until they are killed."""
@@ -177,7 +177,7 @@ def calls(loop: asyncio.AbstractEventLoop, lost: int) -> range:
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
 @pytest.mark.fault("O7")
-def test_what_only_the_operator_meets_costs_no_other_pod_and_counts_nothing_twice(
+def test_what_only_the_operator_meets_costs_no_pod_and_counts_once(
     loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
 ) -> None:
     """It dies before or after any write of a replacement, or a call fails."""

@@ -154,7 +154,7 @@ def test_an_odd_script_gets_a_clear_word(name: str, tmp_path: Path):
 
 
 @pytest.mark.tier("all")
-def test_arguments_for_the_second_start_a_step_to_kill_at_and_one_to_stop_at(tmp_path: Path):
+def test_resume_args_kill_after_and_stop_after_are_taken(tmp_path: Path):
     text = "import os, sys\nif '--resume' not in sys.argv: os.system('rm -rf checkpoints')\n"
     given = ("--resume-args", "--resume", "--kill-after", "28", "--stop-after", "40")
     found = odd(tmp_path, text, options=given)
@@ -191,7 +191,7 @@ def test_the_newest_checkpoint_at_the_kill_is_named_to_the_second_start(tmp_path
 
 
 @pytest.mark.tier("all")
-def test_a_checkpoint_that_comes_after_the_kill_is_no_mistake_of_the_script(tmp_path: Path):
+def test_a_checkpoint_that_comes_after_the_kill_is_no_mistake(tmp_path: Path):
     found = odd(tmp_path, NAMED, options=("--resume-args", "--from checkpoints/step-40.pt"))
     assert found.code == 64, found.out
     assert "checkpoints/step-40.pt: not there after the kill at step 17" in found.out

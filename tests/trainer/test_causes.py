@@ -107,7 +107,7 @@ def test_a_code_of_a_program_without_our_library_is_its_own(script, tmp_path, co
     assert (returned, found["kind"], found["code"]) == (code, "exit", code), err
 
 
-def test_a_script_that_fails_in_its_first_lines_is_not_started_a_third_time(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_script_that_fails_at_once_is_not_started_a_third_time(script, tmp_path):  # type: ignore[no-untyped-def]
     starts = tmp_path / "starts"
     starts.touch()
     program = script(

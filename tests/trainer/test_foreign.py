@@ -91,7 +91,7 @@ def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
     assert outcome(killed) == pytest.approx(outcome(calm), rel=1e-4, abs=1e-6)
 
 
-def test_with_its_adapter_a_script_tells_how_far_it_is_and_is_ended_when_it_hangs(
+def test_with_an_adapter_a_script_reports_progress_and_a_hang_ends_it(
     script: Path, tmp_path: Path, wait_until: Callable[..., None]
 ):
     """Rank 1 is stopped by SIGSTOP where all wait, the others in a collective or for their data."""

@@ -54,7 +54,7 @@ def test_one_process() -> None:
     assert float(value("test_accuracy", out)) > 0.95
 
 
-def test_any_number_of_processes_trains_alike_and_all_end_with_the_same_weights() -> None:
+def test_any_number_of_processes_ends_with_the_same_weights() -> None:
     """Rows 15 and 18: the losses are equal to rounding; the script itself compares the ranks."""
     one, two = (
         finish(sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", n, PROCESSES, *EPOCHS)

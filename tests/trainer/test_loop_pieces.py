@@ -210,7 +210,7 @@ def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, t
     ("directories", "steps", "code"),
     [(("a", "a"), (4, 4), 64), (("a", "b"), (4, 4), 0), (("a", "a"), (4, 6), 0)],
 )
-def test_a_second_run_in_one_process_does_not_begin_where_the_first_has_ended(
+def test_a_second_run_in_a_process_does_not_begin_where_the_first_ended(
     gang, tmp_path, directories, steps, code
 ):  # type: ignore[no-untyped-def]
     """As one for each fold: it would train nothing, and its weights be the first's."""

@@ -264,7 +264,7 @@ if os.environ["DDPJOB_ROUND"] == "0":
         assert not any("True" in one for one in told), told
 
 
-def test_one_of_two_that_saves_and_ends_with_0_when_told_to_end_has_not_succeeded(  # type: ignore[no-untyped-def]
+def test_who_saves_and_ends_with_0_at_a_sigterm_has_not_succeeded(  # type: ignore[no-untyped-def]
     script, tmp_path, wait_until
 ):
     program = script(

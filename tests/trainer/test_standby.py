@@ -37,7 +37,7 @@ def gang(tmp_path: Path) -> Iterator[Waited]:
 
 
 @pytest.mark.fault("T5", "N25")
-def test_a_standby_serves_at_once_and_the_newcomer_after_it_and_then_the_hub_is_lost(
+def test_a_standby_serves_at_once_and_a_newcomer_when_that_hub_is_lost(
     gang: Waited, undisturbed: Outcome
 ) -> None:
     """In the midst of the second epoch. Who serves other replicas goes on with a new hub."""
@@ -66,7 +66,7 @@ def test_a_standby_serves_at_once_and_the_newcomer_after_it_and_then_the_hub_is_
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T16", "N26")
-def test_a_lost_standby_stops_nobody_and_who_comes_back_too_late_is_turned_away(
+def test_a_lost_standby_stops_nobody_and_a_late_comer_is_turned_away(
     gang: Waited, undisturbed: Outcome
 ) -> None:
     gang.hold("1-0-step-9", "1-1-step-12")

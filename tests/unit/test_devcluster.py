@@ -97,7 +97,7 @@ def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet() -> None:
     assert not lifecycle.is_ready(node)
 
 
-def test_names_and_homes_that_paths_sockets_or_configuration_would_misread_are_refused() -> None:
+def test_names_and_homes_that_a_path_or_a_socket_would_misread_are_refused() -> None:
     usual = Path("/var/lib/devcluster")
     for name in ("dev", "t-residue", "a", "a" * 20):
         check_name(name, usual)

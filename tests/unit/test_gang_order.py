@@ -68,7 +68,7 @@ def test_who_had_room_for_long_should_have_been_first() -> None:
     assert (long.explained, long.reason) == (False, "there was room, for 21.0 s")
 
 
-def test_room_that_others_took_in_the_same_look_was_free_for_who_came_first() -> None:
+def test_room_that_others_took_in_one_look_was_free_for_the_first() -> None:
     wide = gang("wide", 4, 2)
     waiting, on = pods(wide) + pods(LATE), pods(wide) + pods(LATE, ["one", "two"])
     (found,) = order([wide, LATE], looks(*[waiting] * 20, on)).inversions()

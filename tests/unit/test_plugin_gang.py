@@ -81,7 +81,7 @@ def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port() -> None:
     assert job().page("state", 1, None).path.endswith("/d-1:9400/proxy/state?uid=u")
 
 
-def test_in_the_list_the_first_pods_on_the_hosts_network_are_looked_up_together() -> None:
+def test_the_list_looks_up_first_pods_on_the_hosts_network_together() -> None:
     host = job()
     host.obj["spec"]["template"] = {"spec": {"hostNetwork": True}}
     owner = {"controller": True, "uid": host.uid}
@@ -313,7 +313,7 @@ class TestStatus:
         told = [line for line in head(found) if "DeadlineExceeded" in line]
         assert told == ["Failed:    DeadlineExceeded: m"]
 
-    def test_the_trainers_word_is_newer_than_the_status_but_not_whose_snapshots_it_began_from(
+    def test_the_trainers_word_is_newer_than_the_status_but_for_its_origin(
         self,
     ) -> None:
         resumed = "another DDPJob (uid a): its snapshot"
@@ -361,7 +361,7 @@ class TestStatus:
         assert "Progress:  step 9, 5 samples/s" in head(found, fresh)
         assert row(found, {0: Told(words, rate=2.0)})[5:7] == ["9", "-"]
 
-    def test_the_exception_is_shown_and_else_the_end_of_the_log_and_all_if_wanted(self) -> None:
+    def test_the_exception_is_shown_or_the_end_of_the_log_or_all_of_it(self) -> None:
         log = "\n".join(f"line {n}" for n in range(9))
         message = f"init container git: exit code 127\n{log}\nsh: git: not found"
         said = "init container git: exit code 127: sh: git: not found"

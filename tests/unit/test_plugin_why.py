@@ -327,7 +327,7 @@ def test_the_right_to_get_the_job_is_enough(cluster: Any, capsys: Any) -> None:
     assert "(without what launchers kept beside the snapshots: you may not get pods)" in out
 
 
-def test_where_nothing_failed_no_evidence_is_missed_and_the_pods_event_is_told(
+def test_where_nothing_failed_no_evidence_is_missed_and_events_are_shown(
     cluster: Any, capsys: Any
 ) -> None:
     stalled = {"type": "Stalled", "status": "True", "reason": "ContainerCreating", "message": "x"}

@@ -98,7 +98,7 @@ def waits(site: Site, name: str) -> str:
     return message
 
 
-def test_of_two_gangs_that_each_fit_alone_one_runs_and_the_other_holds_nothing(
+def test_of_two_gangs_that_fit_only_alone_one_runs_and_one_holds_nothing(
     site: Site, gangs: Callable[..., str]
 ) -> None:
     names = {gangs("left", 3, 2), gangs("right", 3, 2)}
@@ -128,7 +128,7 @@ def test_a_gang_larger_than_the_cluster_leaves_its_room_to_a_small_pod(
     assert site.status(name)["restarts"]["total"] == 0
 
 
-def test_a_higher_priority_takes_the_room_of_a_whole_gang_which_comes_back_later(
+def test_a_higher_priority_takes_a_whole_gangs_room_until_it_comes_back(
     site: Site, gangs: Callable[..., str]
 ) -> None:
     low = gangs("low", 3, 2)
@@ -175,7 +175,7 @@ def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(
     site.wait_phase("waiting", "Running")
 
 
-def test_pods_that_end_slowly_keep_their_room_and_their_group_till_their_end(
+def test_pods_that_end_slowly_keep_room_and_group_until_their_end(
     site: Site, gangs: Callable[..., str]
 ) -> None:
     body = job("stubborn", STUBBORN)

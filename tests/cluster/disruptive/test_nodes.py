@@ -119,7 +119,7 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N14")
-def test_peers_that_end_before_kubernetes_knows_of_the_node_do_not_fail_the_job(
+def test_peers_that_end_before_their_node_is_known_lost_fail_no_job(
     site: Site, machines: None
 ) -> None:
     """A program without our launcher: what it ends with says nothing of a lost peer."""

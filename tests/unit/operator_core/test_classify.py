@@ -332,7 +332,7 @@ def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw: dict[str, Any
     assert ("step 7" in found.message) == ("step 7" in str(raw))
 
 
-def test_a_survived_out_of_memory_does_not_hide_the_cause_on_another_replica():
+def test_a_survived_out_of_memory_hides_no_cause_on_another_replica():
     loss = running().end(0, 75, reason=OOM).end(1, 1).loss
     assert (loss["replica"], loss["class"]) == (1, "User")
 
@@ -456,7 +456,7 @@ def test_the_kubelets_sentence_comes_before_the_end_of_the_log(words: str, told:
     assert len(found.message) <= observe.MESSAGE_MAX
 
 
-def test_outgrown_limits_use_up_the_budget_and_rules_for_evictions_meet_them():
+def test_outgrown_limits_are_charged_and_meet_the_rules_for_evictions():
     def outgrow(world: World) -> World:
         world.run().end(0, 143, settle=False)
         world.pods["job-0"]["status"] |= {"phase": "Failed", "reason": "Evicted", "message": POD}
@@ -493,7 +493,7 @@ RUNC = ("failed to create containerd task: failed to create shim task: OCI runti
 INIT = "error during container init: "
 
 
-def test_the_words_of_a_runtime_are_told_without_the_layers_that_handed_them_on():
+def test_a_runtimes_words_are_shown_without_the_layers_around_them():
     words = RUNC.format(INIT + 'exec: "no-such-program": executable file not found in $PATH')
     loss = failure(pod(ended(128, "StartError", words)))
     assert loss.exception.startswith('exec: "no-such-program": executable file not found in $PATH')
@@ -547,7 +547,7 @@ ANOTHER_NODE = ("Infrastructure", "StartError")
         ("", ANOTHER_NODE),
     ],
 )  # fmt: skip
-def test_a_start_that_failed_is_final_only_if_no_other_node_would_change_it(
+def test_a_failed_start_is_final_only_if_no_other_node_would_help(
     words: str, judgement: tuple[str, str]
 ):
     assert judged(pod(ended(128, "StartError", RUNC.format(words)))) == judgement
@@ -566,12 +566,12 @@ def test_a_node_that_starts_no_container_is_avoided_and_not_for_ever_free():
     assert refuse(world).phase == "Failed"
 
 
-def test_neither_a_failed_sidecar_nor_a_survived_lack_of_memory_takes_a_success_away():
+def test_a_failed_sidecar_or_survived_out_of_memory_undoes_no_success():
     assert evidence.succeeded(observe.pod(pod(ended(0, "Completed"))))
     assert evidence.succeeded(observe.pod(pod(ended(0, OOM), phase="Succeeded")))
 
 
-def test_who_is_killed_did_not_die_of_an_exception_that_its_log_has_from_before():
+def test_who_is_killed_did_not_die_of_an_earlier_exception_in_its_log():
     """The kubelet gives the log's end where nobody was left to write last words."""
     log = "Traceback (most recent call last):\nKeyError: 'weight_decay'\n[launcher] round 3"
     found = evidence.failure(observe.pod(pod(ended(137, message=log))), 1, START)

@@ -110,7 +110,7 @@ def test_the_environment_of_the_contract():
     assert all(name in reserved or name.startswith(contract.OWN_PREFIX) for name in ours)
 
 
-def test_init_containers_have_the_variables_of_the_rendezvous_and_no_secret():
+def test_init_containers_have_the_rendezvous_variables_and_no_secret():
     """A check of the gang before training, as NVSentinel's, reads them."""
     mine = {"name": "A", "value": "$(RANK)"}
     inits = [{"name": "check", "env": [mine]}, {"name": "proxy", "restartPolicy": "Always"}]
@@ -122,7 +122,7 @@ def test_init_containers_have_the_variables_of_the_rendezvous_and_no_secret():
         assert env.keys() == set(contract.RESERVED_ENV)
 
 
-def test_the_labels_that_a_chart_sets_for_all_of_a_release_stay_and_ours_do():
+def test_labels_that_a_chart_sets_for_a_release_stay_and_so_do_ours():
     """Its Service and its spread constraints select by them."""
     given = {f"app.kubernetes.io/{name}": "x" for name in ("name", "instance", "managed-by")}
     wrong = {crd.LABEL_JOB_UID: "x", crd.LABEL_JOB_NAME: "x", crd.LABEL_ATTEMPT: "x"}

@@ -45,7 +45,7 @@ def report(**fields: Any) -> str:
     return json.dumps({"version": 1, "kind": "signal", "rank": 1, "signal": 9, **fields})
 
 
-def test_an_hour_without_a_failure_heals_both_budgets_and_the_backoff_in_one_write():
+def test_an_hour_without_a_failure_resets_budgets_and_backoff_at_once():
     world = restarted().wait(10)
     assert world.plan().requeue_after == HOUR - 10
     world.wait(HOUR - 11)
@@ -91,7 +91,7 @@ def test_a_suspended_job_does_not_heal_by_time():
 
 
 @pytest.mark.parametrize("seconds", [1, HOUR])
-def test_a_gang_found_broken_does_not_heal_by_time_however_long_the_operator_was_away(
+def test_a_gang_found_broken_does_not_heal_by_time(
     seconds: int,
 ):
     world = restarted()

@@ -114,7 +114,7 @@ def rather_off(pod: dict[str, Any]) -> list[str]:
     return [term["preference"]["matchFields"][0]["values"][0] for term in terms]
 
 
-def test_where_failures_begin_again_and_again_is_avoided_while_there_is_a_choice():
+def test_a_node_where_failures_repeat_is_avoided_while_there_is_a_choice():
     """Replica 1 is on node2, the others on node1."""
     world = running(restart={"maxRestarts": 20})
     for replica, nodes in ((1, []), (0, []), (1, ["node2"]), (0, ["node1", "node2"])):

@@ -54,7 +54,7 @@ def away(world: World, *replicas: int) -> World:
 
 
 @pytest.mark.fault("N21")
-def test_a_pod_that_its_hub_has_lost_on_a_node_without_a_new_lease_is_given_up():
+def test_a_pod_lost_to_its_hub_on_a_node_without_new_lease_is_given_up():
     """Long before Kubernetes calls the node not ready: new pods are kept off it until then."""
     world, machines = on_nodes(**FENCE)
     world.poll(holds=True).wait(2).log.clear()
@@ -103,7 +103,7 @@ def test_neither_a_lost_link_nor_an_old_lease_alone_gives_a_pod_up(
 
 
 @pytest.mark.parametrize("policy", ["Fence", "Wait"])
-def test_a_pod_that_ended_as_its_node_fell_silent_holds_nothing_up_for_ever(policy: str):
+def test_a_pod_that_ended_as_its_node_fell_silent_blocks_nothing(policy: str):
     """Deleted before it ended, it is removed by its kubelet only, and the barrier waits for it."""
     world, _ = on_nodes(snapshot=SNAPSHOT, nodeLost={"policy": policy, "afterSeconds": 30})
     world.graceful = True
@@ -223,7 +223,7 @@ def test_a_node_of_which_no_watch_has_told_yet_is_no_trouble():
     assert world.counts[1] == 1
 
 
-def test_a_deleted_node_takes_its_pods_along_and_under_wait_if_kubernetes_leaves_them():
+def test_a_deleted_node_takes_its_pods_and_under_wait_if_they_are_left():
     world, _ = on_nodes(**FENCE)
     assert world.node_gone("node2").settle().attempts() == {2}, "at once"
     assert "does not exist any more" in world.loss["message"]
@@ -245,7 +245,7 @@ def test_peers_that_die_of_a_silent_node_are_charged_to_nobody(code: int):
 
 
 @pytest.mark.fault("U5")
-def test_a_pod_that_cannot_start_since_its_node_is_silent_is_charged_to_nobody():
+def test_a_pod_that_cannot_start_on_a_silent_node_is_charged_to_nobody():
     """When none is ready Kubernetes evicts nobody, so nothing else tells."""
     world = World(job_object(startupDeadlineSeconds=60), machines=Machines()).settle()
     world.run(0, 2).waiting(1, "ContainerCreating")
@@ -254,7 +254,7 @@ def test_a_pod_that_cannot_start_since_its_node_is_silent_is_charged_to_nobody()
     assert (world.status["attempt"], world.counts[1]) == (2, 0)
 
 
-def test_the_barrier_under_fence_lets_go_of_a_node_that_falls_silent_during_it():
+def test_the_barrier_under_fence_lets_go_of_a_node_that_falls_silent():
     world, _ = on_nodes(**FENCE)
     world.graceful = True
     world.end(0, 1).fall_silent("node2").finish_deletions("node1")
@@ -263,7 +263,7 @@ def test_the_barrier_under_fence_lets_go_of_a_node_that_falls_silent_during_it()
     assert world.attempts() == {2}
 
 
-def test_a_finished_replica_with_a_sidecar_is_not_lost_but_does_not_block_either():
+def test_a_finished_replica_with_a_sidecar_is_not_lost_nor_in_the_way():
     world = on_nodes(**FENCE)[0].end(1, 0)
     world.pods["job-1"]["status"]["phase"] = "Running"  # its sidecar
     world.pods["job-1"]["spec"]["containers"].append({"name": "sidecar", "image": "i"})

@@ -92,7 +92,7 @@ def test_while_the_other_lives_it_does_nothing_but_ask(two: Two) -> None:
     assert (world.status["attempt"], two.operator["lease"]) == (2, A)
 
 
-def test_an_answer_is_enough_for_five_minutes_and_silence_after_it_is_noticed(two: Two) -> None:
+def test_an_answer_is_enough_for_five_minutes_then_silence_is_noticed(two: Two) -> None:
     world = two.runs()
     two.play(B)
     two.play(A)
@@ -108,7 +108,7 @@ def test_an_answer_is_enough_for_five_minutes_and_silence_after_it_is_noticed(tw
 
 
 @pytest.mark.fault("O5")
-def test_it_takes_over_from_a_dead_one_and_what_that_has_read_counts_no_more(two: Two) -> None:
+def test_an_operator_takes_over_from_a_dead_one_which_then_waits(two: Two) -> None:
     """helm uninstall A, helm install B: within a minute a lost pod is replaced."""
     world = two.runs()
     two.play(B)
@@ -201,7 +201,7 @@ def test_one_that_goes_is_not_asked_for(two: Two) -> None:
 
 
 @pytest.mark.parametrize("lease", [A, B])
-def test_with_an_old_definition_that_drops_the_name_nothing_is_written_for_ever(
+def test_an_old_definition_that_drops_the_name_causes_no_endless_writes(
     two: Two, lease: str
 ) -> None:
     two.world.api.prunes = frozenset({"operator", "observedGeneration"})

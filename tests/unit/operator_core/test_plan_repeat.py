@@ -95,7 +95,7 @@ def test_the_same_exception_at_the_same_step_three_times_ends_the_job():
     assert world.loss["exception"] == SHAPES
 
 
-def test_attempts_and_rounds_are_counted_alike_and_whatever_was_saved_in_between():
+def test_attempts_and_rounds_count_alike_whatever_was_saved_between():
     rest = {"exception": SHAPES + "!" * 300}
     world = running().end(0, 1, message=report(40, **rest)).run()
     world.end(0, 1, message=report(40, record(0, 40, snapshotStep=10, **rest), **rest))
@@ -175,7 +175,7 @@ def refused(world: World, reason: str, message: str = REJECTED) -> World:
 
 @pytest.mark.fault("N19")
 @pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
-def test_a_pod_that_kubelets_refuse_again_and_again_is_told_and_ends_the_job(reason: str):
+def test_a_pod_that_kubelets_refuse_repeatedly_is_shown_and_ends_the_job(reason: str):
     """A template that names its node, or a scheduler that sees room where its kubelet sees none."""
     world = running()
     began = world.now

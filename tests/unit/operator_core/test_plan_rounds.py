@@ -92,7 +92,7 @@ def test_a_drill_is_told_and_counted_as_nothing():
     assert told.count(("Warning", "RestartedInPlace")) == 2
 
 
-def test_rounds_of_all_attempts_add_up_and_the_last_are_in_the_termination_report():
+def test_rounds_of_all_attempts_add_up_the_last_in_the_termination_report():
     world = poll(running(), 1, killed(0))
     last = report(3, killed(1), killed(2), rank=1, signal=9, step=50)
     world.end(1, 137, message=last).run()

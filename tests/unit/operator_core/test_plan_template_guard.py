@@ -100,7 +100,7 @@ def test_another_volume_of_snapshots_is_taken_by_no_attempt():
     assert world.condition("Invalid")["status"] == "False"
 
 
-def test_a_volume_that_an_older_operator_did_not_note_is_noted_at_the_next_attempt():
+def test_a_volume_that_an_older_operator_left_out_is_noted_at_an_attempt():
     world = started(snapshot=snapshot(path="/a")).run()
     noted = world.status.pop("snapshotHash")
     assert world.wait(60).condition("Invalid") == {}

@@ -30,7 +30,7 @@ def test_a_gang_on_the_hosts_network_finds_its_names_and_declares_no_port():
     assert "dnsPolicy" not in rendered()["spec"]
 
 
-def test_all_replicas_know_the_same_master_and_hub_and_have_pages_of_their_own():
+def test_all_replicas_know_one_master_and_hub_and_have_own_pages():
     names = ("MASTER_PORT", contract.HUB_PORT, contract.METRICS_PORT)
     found = [[env_of(host_pod(replica))[name] for name in names] for replica in range(3)]
     assert [len({*column}) for column in zip(*found, strict=True)] == [1, 1, 3]

@@ -120,7 +120,7 @@ def test_a_pod_keeps_what_the_template_asks_beside_the_placement():
     assert "nodeSelector" not in rendered()["spec"]
 
 
-def test_a_write_keeps_what_others_wrote_and_moves_a_time_only_with_its_status():
+def test_a_write_keeps_what_others_wrote_and_times_of_unchanged_conditions():
     body = workloads.admit(made(), START)
     body["status"]["schedulingStats"] = {"evictions": []}
     told = {"Admitted": Condition(False, "NoReservation", "words", "")}

@@ -43,7 +43,7 @@ class Machine:
 
 @pytest.mark.fault("U4")
 @pytest.mark.parametrize("jump", [HOUR, -HOUR, 9600 * HOUR])
-def test_a_clock_that_is_set_is_followed_and_what_came_before_does_not_count(jump: timedelta):
+def test_a_clock_that_is_set_is_followed_and_earlier_times_do_not_count(jump: timedelta):
     machine = Machine()
     machine.live(600)
     assert (machine.clock.seen_since(), machine.set) == (START, 0)
@@ -61,7 +61,7 @@ def test_a_clock_that_is_corrected_a_little_is_not_set():
     assert (machine.clock.seen_since(), machine.set) == (START, 0)
 
 
-def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
+def test_sight_counts_from_the_end_of_a_gap_and_from_now_during_one():
     machine = Machine()
     machine.live(600)
     assert machine.clock.seen_since() == START
@@ -74,7 +74,7 @@ def test_a_gap_in_sight_begins_anew_and_while_it_lasts_nothing_has_been_seen():
     assert machine.clock.seen_since() == healed
 
 
-def test_what_cannot_be_seen_of_one_namespace_is_no_gap_in_anothers_but_a_take_over_is():
+def test_a_gap_of_one_namespace_is_its_own_and_a_take_over_is_one_of_all():
     """Or whoever takes the operator's rights in one would stop every deadline in all."""
     machine = Machine()
     machine.clock = Clock(

@@ -633,7 +633,7 @@ async def test_a_priority_class_that_is_missing_is_no_missing_api(stage: Stage) 
     assert stage.feedback.network_refusal.message == wrong
 
 
-async def test_a_late_removal_by_a_deposed_operator_spares_the_group_of_a_newer_attempt(
+async def test_a_deposed_operators_late_removal_spares_a_newer_attempts_group(
     stage: Stage,
 ) -> None:
     """Without pods so far nothing protects it, and all pods would wait for a group in vain."""

@@ -75,9 +75,7 @@ def test_the_kubelet_reaches_it_in_a_cluster_of_ipv6_too(address: str) -> None:
     assert asyncio.run(ask()).endswith(b"ok\n")
 
 
-async def test_the_metrics_are_put_into_words_once_a_second_however_often_they_are_asked_for() -> (
-    None
-):
+async def test_metrics_are_rendered_at_most_once_a_second() -> None:
     """It takes long where there are many namespaces, and whoever asks on and on costs the lease."""
     told, clock = Told(), [100.0]
     async with probing(told, clock) as port:

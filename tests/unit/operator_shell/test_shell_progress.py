@@ -86,9 +86,7 @@ async def until(check: Callable[[], object]) -> None:
 
 
 @needs_address
-async def test_news_reach_the_outcomes_and_the_queue_once_and_who_does_not_lead_asks_nobody() -> (
-    None
-):
+async def test_news_reach_outcomes_and_queue_once_and_only_a_leader_asks() -> None:
     asked: list[str] = []
     questions = 0
 

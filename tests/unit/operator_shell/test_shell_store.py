@@ -170,7 +170,7 @@ def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
 
 
 @pytest.mark.fault("A7")
-def test_a_list_older_than_what_was_known_when_it_began_is_of_a_restored_etcd() -> None:
+def test_a_list_older_than_what_was_known_is_of_a_restored_etcd() -> None:
     store = store_with_a_job()
     store.put_pod(pod(30))
     with pytest.raises(RewoundError, match="pods were read at version 29 after 30"):

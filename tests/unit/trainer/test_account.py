@@ -15,7 +15,7 @@ def state(**seconds: float) -> RankState:
     return RankState(0, "step", 5, seconds=StepSeconds(**seconds))
 
 
-def test_the_first_step_belongs_to_the_start_and_repeated_ones_are_told_apart(tmp_path: Path):
+def test_the_first_step_is_of_the_start_and_repeated_ones_are_apart(tmp_path: Path):
     steps = StepAccount(reached=12)
     steps.passed("data", 9.0)
     assert steps.stepped(11, 10.0, 110.0) == StepSeconds(last=110.0)

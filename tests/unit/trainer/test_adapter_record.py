@@ -85,7 +85,7 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(
     assert "totalSteps" not in state_body(state, attempt=1, round_=0), "nobody knows it"
 
 
-def test_a_data_loaders_worker_is_no_rank_and_rank_1_tells_of_no_checkpoint(
+def test_a_data_loaders_worker_is_no_rank_and_rank_1_names_no_checkpoint(
     tmp_path: Path, mine: record.Record, monkeypatch: pytest.MonkeyPatch
 ):
     mine.begin()

@@ -158,7 +158,7 @@ def test_a_cause_is_named_and_what_follows_from_it_is_not(name: str):
         assert cures.cure(one, cures.OWN)
 
 
-def test_all_causes_of_the_first_step_are_named_and_wrong_samples_that_come_later():
+def test_all_causes_of_the_first_step_and_later_wrong_samples_are_named():
     first = astray(state="", empty=True, hyper=({"lr": 0.1},))
 
     def change(index: int, step: Step) -> Step:
@@ -204,7 +204,7 @@ def test_what_the_script_does_not_repeat_is_no_fault_of_the_restart():
     assert (found.label, [one.kind for one in found.findings]) == (WRONG, ["state"])
 
 
-def test_what_may_be_chance_is_not_judged_where_the_script_does_not_repeat_itself():
+def test_chance_is_not_judged_where_the_script_does_not_repeat_itself():
     calm = run(astray(4, weights=lambda i: f"v{i}"))
     drawn = astray(16, rng=lambda i: {"torch": f"q{i}"})
     found = judged(run(drawn, begin=SAVED, end=TOTAL + 4), calm=calm)
@@ -213,7 +213,7 @@ def test_what_may_be_chance_is_not_judged_where_the_script_does_not_repeat_itsel
 
 
 @pytest.mark.parametrize(("end", "label"), [(TOTAL, WRONG), (TOTAL + 2, UNKNOWN)])
-def test_the_number_of_steps_is_judged_where_undisturbed_runs_make_the_same(end: int, label: str):
+def test_the_number_of_steps_is_judged_where_undisturbed_runs_agree(end: int, label: str):
     """Samples are drawn without a seed; ``end``: of a second undisturbed run."""
     calm, again = run(astray(4)), run(astray(4, weights=lambda i: f"u{i}"), end=end)
     found = judged(run(begin=SAVED, end=TOTAL + 4), calm=calm, again=again)
@@ -236,7 +236,7 @@ def test_where_weights_never_change_a_checkpoint_says_where_it_went_on():
     assert found.findings == (Finding("length", 45, facts={"total": TOTAL, "ended": 45}),)
 
 
-def test_samples_drawn_from_random_numbers_that_begin_again_have_another_cure():
+def test_samples_from_random_numbers_that_begin_again_have_another_cure():
     def again(index: int, step: Step) -> Step:
         first = ordinary(index - SAVED)
         step = dataclasses.replace(astray()(index, step), rng=first.rng)
@@ -256,7 +256,7 @@ def test_only_a_torn_file_is_called_half_written():
         assert ("half written" in cures.cure(found, cures.OWN)) == torn
 
 
-def test_a_script_that_repeats_itself_up_to_rounding_resumes_rightly_up_to_rounding():
+def test_a_script_that_repeats_up_to_rounding_resumes_up_to_rounding():
     near = changed(2, gradients=lambda i: f"h{i}", after=lambda i: f"v{i + 1}", norm=2.0000001)
     weights = changed(3, weights=lambda i: f"v{i}")
     calm = run(lambda i, s: weights(i, near(i, s)))
@@ -287,7 +287,7 @@ def test_a_second_undisturbed_run_clears_the_restart():
     assert (found.label, found.findings) == (UNKNOWN, ())
 
 
-def test_steps_whose_weights_are_equal_are_told_apart_by_what_else_is_loaded():
+def test_steps_of_equal_weights_are_told_apart_by_what_else_is_loaded():
     """A warm-up from lr 0: the weights of the first steps are those of the beginning."""
     still = changed(0, weights=lambda i: "w0" if i < 4 else f"w{i}",
                     after=lambda i: "w0" if i < 3 else f"w{i + 1}")  # fmt: skip

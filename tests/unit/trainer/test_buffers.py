@@ -9,7 +9,7 @@ from torch import nn
 from ddpjob_trainer.state.buffers import Backup, Steady
 
 
-def test_a_graph_that_is_open_when_buffers_are_put_back_has_its_backward_still():
+def test_a_graph_open_when_buffers_are_put_back_still_has_its_backward():
     """A GAN's update of D may be left out while G's graph waits for its loss."""
     norm = nn.BatchNorm1d(4)
     backup = Backup(norm)
@@ -30,7 +30,7 @@ def model() -> nn.Sequential:
     return found
 
 
-def test_ranks_share_a_buffer_outside_of_the_state_dict_while_it_has_its_shape():
+def test_ranks_share_a_buffer_outside_the_state_dict_while_shapes_agree():
     found = model()
     steady, first = Steady(found), found[1].other
     assert [id(t) for t in steady.tensors()] == [id(first)]

@@ -222,7 +222,7 @@ class Fixed(DataLoader[Any]):
     def of_mine(self) -> None: ...
 
 
-def test_a_dataloader_that_goes_through_its_batches_itself_is_read_as_it_is():
+def test_a_dataloader_that_walks_its_batches_itself_is_read_as_it_is():
     for kind in (Zeros, Own):
         found = opened(kind(Noisy(), 4))
         assert isinstance(found, Stream)
@@ -230,7 +230,7 @@ def test_a_dataloader_that_goes_through_its_batches_itself_is_read_as_it_is():
     assert isinstance(opened(Fixed()), Indexed)
 
 
-def test_the_sampler_of_a_dataloader_that_is_read_as_it_is_is_given_the_epoch():
+def test_the_sampler_of_a_dataloader_read_as_it_is_gets_the_epoch():
     sampler: Any = DistributedSampler(Noisy(), 2, 1)
 
     class Indices(DataLoader[Any]):
@@ -441,7 +441,7 @@ def test_batches_that_are_not_whole_or_not_asked_for_are_passed_over():
     assert taken(found, 1) + taken(found, 1, first=3) == [whole[0], whole[3]]
 
 
-def test_workers_give_what_this_process_would_and_pass_over_what_is_not_asked_for():
+def test_workers_give_what_this_process_would_and_skip_what_is_not_asked():
     here, there = opened(Noisy()), opened(Noisy(), workers=2)
 
     def plan(step: int) -> list[np.ndarray]:
@@ -476,7 +476,7 @@ def test_workers_start_by_a_fork_server_where_that_is_pythons_default(start_meth
     there.close()
 
 
-def test_the_script_may_choose_how_processes_start_after_its_workers_are_known(start_method):
+def test_a_script_may_choose_how_processes_start_after_its_workers_exist(start_method):
     start_method(None)
     dying_with_parent(None)
     assert multiprocessing.get_start_method(allow_none=True) is None

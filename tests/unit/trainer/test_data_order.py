@@ -64,7 +64,7 @@ def test_all_orders_of_a_few_samples_are_equally_frequent():
 
 
 @pytest.mark.parametrize("length", [100, 1000, 1025, 1500])
-def test_every_sample_is_equally_frequent_at_every_place_and_after_every_other(length):
+def test_every_sample_is_equally_frequent_at_every_place_and_after_others(length):
     places, steps = np.zeros((length, length)), np.zeros(length)
     for number in range(800):
         found = permuted(key64(number), length)
@@ -119,7 +119,7 @@ def test_shards_partition_each_batch_and_batches_an_epoch(shards):
     assert batch(order, 8) != batch(order, 0)
 
 
-def test_positions_count_the_samples_of_the_run_in_the_datasets_order_or_another():
+def test_positions_count_a_runs_samples_in_any_order_of_the_dataset():
     order = DataOrder(Shuffled(3, 10), 4)
     assert [order.batch(step).tolist() for step in (2, 3)] == [[8, 9, 10, 11], [12, 13, 14, 15]]
     found = [batch(DataOrder(Sequential(10), 4), step) for step in range(3)]

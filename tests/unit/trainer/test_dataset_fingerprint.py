@@ -116,7 +116,7 @@ def test_of_a_dataset_of_the_scripts_own_rank_0_warns(other: Any, workers: int) 
     assert "generators=[...]" in told
 
 
-def test_three_samples_of_the_first_step_are_made_once_and_nothing_else_moves() -> None:
+def test_three_samples_of_the_first_step_are_made_once_and_move_nothing() -> None:
     torch.manual_seed(1)
     before = rng.capture()
     every = [Own(X) for _ in range(3)]
@@ -148,7 +148,7 @@ def test_a_snapshot_knows_the_length_and_the_indices() -> None:
     assert take_data({"data": stored}, None) == ""
 
 
-def test_last_bits_of_other_processors_and_folders_of_other_machines_are_no_difference() -> None:
+def test_last_bits_and_folders_of_other_machines_are_no_difference() -> None:
     def of(sample: Any) -> list[list[list[float]]]:
         return [[dataset_fingerprint.numbers(sample)]]
 

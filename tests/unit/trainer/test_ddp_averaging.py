@@ -53,7 +53,7 @@ def idle(module: nn.Module, rebuild: Callable[[], object] = lambda: None) -> Any
     )  # fmt: skip
 
 
-def test_the_warm_up_drops_its_gradients_before_memory_is_taken_for_other_buckets():
+def test_the_warm_up_drops_its_gradients_before_new_buckets_take_memory():
     """Else a GPU would hold a second set of them, in pieces that nothing else fits into."""
     held: list[bool] = []
     module = nn.Linear(3, 2)

@@ -56,7 +56,7 @@ def test_a_torn_last_line_is_cut_off_at_the_next_start(tmp_path, torn):  # type:
         assert read_losses(path) == before | {2: 0.25}
 
 
-def test_a_full_disk_ends_the_log_and_a_path_that_cannot_be_written_is_refused(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_full_disk_ends_the_log_and_an_unwritable_path_is_refused(tmp_path):  # type: ignore[no-untyped-def]
     log = EventLog(Path("/dev/full"))
     assert "ends here: No space left on device" in log.write("step")
     assert log.write("step") == ""

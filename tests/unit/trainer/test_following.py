@@ -235,7 +235,7 @@ def test_a_new_hub_calls_until_all_are_linked() -> None:
 
 
 @pytest.mark.fault("T18")
-def test_a_new_hub_takes_a_launcher_from_one_that_still_answers_at_its_name() -> None:
+def test_a_new_hub_takes_a_launcher_from_one_still_answering_at_its_name() -> None:
     """Over sockets, with hubs of two."""
     selector = selectors.DefaultSelector()
     own = dataclasses.replace(RUNNING, replicas=2)

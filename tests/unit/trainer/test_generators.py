@@ -141,7 +141,7 @@ class Odd:
         raise AssertionError("the class is asked for")
 
 
-def test_a_search_ends_whatever_it_is_given_and_runs_no_code_of_the_scripts() -> None:
+def test_a_search_ends_whatever_it_is_given_and_runs_no_script_code() -> None:
     assert generators.found_in(Holds(Odd())) == []
     nodes: list[Any] = [SimpleNamespace(near=[]) for _ in range(50_000)]
     for number, node in enumerate(nodes):
@@ -193,7 +193,7 @@ class Own(Dataset[float]):
         return first, float(self.second.random()), LAZY.random(), self.samples[0].rng.random()
 
 
-def test_what_is_drawn_from_its_own_and_from_those_named_depends_on_the_position_only() -> None:
+def test_draws_from_own_and_named_generators_depend_on_the_position_only() -> None:
     def of(*, named: bool) -> list[list[tuple[float, ...]]]:
         dataset = Own()
         batches = Batches(dataset, list, 5, [LAZY, dataset.samples[0].rng] if named else ())
@@ -320,7 +320,7 @@ def test_batches_that_all_ranks_shuffle_are_shuffled_alike(by: str, workers: int
     assert workers or read(sources) == epochs, "in a second run over the same loaders"
 
 
-def test_ranks_that_take_no_part_of_their_own_are_told_of_whatever_they_do_to_samples() -> None:
+def test_ranks_that_read_the_same_part_are_found_by_their_first_batches() -> None:
     """Loop.compare_streams() warns by what tells their first batches apart."""
     for ranks, different in (((0, 0, 0), 1), ((0, 1, 2), 3)):
         found = streams([loader(rank, "torch") for rank in ranks])

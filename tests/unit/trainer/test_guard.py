@@ -169,7 +169,7 @@ def test_gradients_that_another_backward_has_left_are_refused() -> None:
         watched.touched.before_backward(0, first=True)
 
 
-def test_between_two_losses_of_a_batch_the_gradients_of_one_model_may_be_dropped() -> None:
+def test_between_two_losses_of_a_batch_a_models_gradients_may_be_dropped() -> None:
     """As a GAN drops what the generator's loss has left in the discriminator."""
     watched = Backwards()
     for _ in range(3):

@@ -75,7 +75,7 @@ def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: 
     assert (found[3].rank, found[3].phase, found[3].sign.state.activity) == (1, "startup", "start")
 
 
-def test_who_has_the_library_and_never_comes_to_start_is_named_without_others(tmp_path):  # type: ignore[no-untyped-def]
+def test_that_nobody_comes_to_start_is_a_hang_where_the_source_calls_it(tmp_path):  # type: ignore[no-untyped-def]
     """All wait, for the lock of a killed build say. ``starts``: the source calls ddp.start()."""
     for starts, found in ((True, 0), (False, None)):
         watch = HangWatch(LIMITS, starts=starts)

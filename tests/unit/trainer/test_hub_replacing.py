@@ -130,7 +130,7 @@ def test_a_newcomer_may_come_before_all_have_stopped() -> None:
 
 
 @pytest.mark.fault("T17")
-def test_a_link_that_broke_and_came_back_costs_a_round_of_the_budget_and_a_new_pod_none() -> None:
+def test_a_broken_link_costs_a_round_of_the_budget_and_a_new_pod_none() -> None:
     gang = Gang(budget=2)
     for round_ in range(9):
         gang.hub.lost(2, 1.0)
@@ -258,7 +258,7 @@ def test_one_that_leaves_lets_the_others_save_and_is_replaced() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("done", [True, False])
-def test_one_that_is_told_to_end_in_the_last_step_takes_no_success_from_the_others(done, first):  # type: ignore[no-untyped-def]
+def test_one_ended_in_the_last_step_takes_no_success_from_the_others(done, first):  # type: ignore[no-untyped-def]
     """Programs that save and end with 0 at a signal have not come to that step."""
     gang = Gang()
     ends = [
@@ -330,7 +330,7 @@ def test_a_newer_pod_takes_the_place_and_the_older_is_out() -> None:
 
 
 @pytest.mark.fault("N7")
-def test_a_pod_comes_back_once_its_old_link_is_closed_and_nothing_runs_there() -> None:
+def test_a_pod_comes_back_once_its_old_link_is_closed_and_nothing_runs() -> None:
     gang = Gang()
     for running in (False, True):
         refused = gang.comes(2, running=running)
@@ -472,7 +472,7 @@ def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_stands_by() -> No
     assert gang.hub.history.records[-1]["replica"] == 2
 
 
-def test_who_is_back_in_time_keeps_its_place_and_no_more_are_lost_than_wait() -> None:
+def test_who_is_back_in_time_keeps_its_place_and_a_standby_takes_another() -> None:
     gang = Waited(standby=1)
     gang.hub.lost(1, 1.0)
     gang.hub.lost(2, 1.0)
@@ -515,7 +515,7 @@ def test_the_hub_never_goes_on_without_its_own_launcher() -> None:
     assert gang.hub._phase.value == "holding"
 
 
-def test_a_new_hub_begins_with_the_first_that_come_and_asks_who_served_what() -> None:
+def test_a_new_hub_begins_with_the_first_to_come_and_asks_who_served_what() -> None:
     gang = Waited(whole=False)
     assert gang.comes(4, birth=1) is None
     assert not gang.hub.complete

@@ -233,7 +233,7 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     assert b"2 objects of kind DDPJob in the file" in told
 
 
-def test_an_edited_file_is_another_template_and_an_executable_can_be_executed(
+def test_an_edited_file_is_another_template_and_programs_are_executable(
     script: Path, manifest: Any
 ) -> None:
     templates = []

@@ -119,7 +119,7 @@ class Warm(torch.optim.lr_scheduler.LRScheduler):
         return [base / (1 + self.last_epoch) for base in self.base_lrs]
 
 
-def test_a_rate_of_a_readers_own_type_and_an_enum_of_a_scheduler_go_through_a_resume() -> None:
+def test_a_rate_of_a_readers_type_and_a_schedulers_enum_survive_a_resume() -> None:
     """Only a dict's values are the script's to see."""
     kept = []
     for _ in range(2):
@@ -273,7 +273,7 @@ def test_parameters_that_change_their_group_in_the_loop_are_refused(change: Any)
         state.capture(0)
 
 
-def test_a_rate_that_is_a_tensor_stays_the_one_that_the_loop_and_all_groups_hold() -> None:
+def test_a_rate_that_is_a_tensor_stays_the_one_that_all_groups_hold() -> None:
     def made(rate: torch.Tensor) -> torch.optim.Optimizer:
         groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
         return torch.optim.Adam(groups, lr=rate)

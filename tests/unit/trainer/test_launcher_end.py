@@ -122,7 +122,7 @@ def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):  # t
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_failure_of_a_program_that_goes_on_from_checkpoints_may_be_theirs(  # type: ignore[no-untyped-def]
+def test_a_program_that_resumes_from_checkpoints_may_fail_because_of_them(  # type: ignore[no-untyped-def]
     tmp_path, sent, monkeypatch, resumes
 ):
     """Its newest may be half written and an older one sound, so two failures prove nothing."""
@@ -179,7 +179,7 @@ def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
 
 
-def test_the_report_names_who_ended_early_elsewhere_and_a_signal_between_two_rounds(tmp_path, sent):  # type: ignore[no-untyped-def]
+def test_the_report_names_an_early_end_elsewhere_and_a_signal_in_between(tmp_path, sent):  # type: ignore[no-untyped-def]
     ended = termination.Ended(end=End(1, "no", graceful=False, early="rank 7 ended with 0"))
     code, content = finish(tmp_path, stopped(tmp_path, 75), ended)
     assert (code, content["kind"], content["rank"]) == (75, "peerLost", 1)
@@ -296,7 +296,7 @@ def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, 
     assert sent == [(NEVER, 15), (NEVER + 1, 15), (NEVER + 2, 15)]
 
 
-def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]
     """Else a victim here would be the first, and blamed."""
     heard, seen = list[float](), list[float]()
 
@@ -313,7 +313,7 @@ def test_a_failure_that_is_heard_of_is_older_than_an_end_that_is_seen_after_it(m
     assert heard[0] <= seen[0]
 
 
-def test_who_loses_its_peers_after_an_end_elsewhere_does_not_wait_out_the_grace_period(  # type: ignore[no-untyped-def]
+def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(  # type: ignore[no-untyped-def]
     tmp_path, sent
 ):
     supervisor = object.__new__(Supervisor)

@@ -75,7 +75,7 @@ def test_strangers_who_connect_and_say_nothing_make_room_for_others(serve):  # t
         one.close()
 
 
-def test_a_request_that_does_not_end_is_answered_and_closed_before_it_fills_the_memory(serve):  # type: ignore[no-untyped-def]
+def test_an_endless_request_is_answered_and_closed_before_memory_fills(serve):  # type: ignore[no-untyped-def]
     address = ("127.0.0.1", port_of(serve()))
     with socket.create_connection(address, timeout=PATIENCE) as stranger:
         begin = b"GET /healthz HTTP/1.1\r\na: "

@@ -117,7 +117,7 @@ def test_reports_and_evidence_show_no_password_of_the_uploads_url():  # type: ig
     os.close(err)
 
 
-def test_last_words_of_a_worker_are_known_though_nobody_reads_and_a_stray_holds_its_pipe():  # type: ignore[no-untyped-def]
+def test_a_workers_last_words_are_known_though_a_stray_holds_its_pipe():  # type: ignore[no-untyped-def]
     with unread(1, 2) as pipe:
         log = Log()
         log.put(1, b"x" * 1_000_000)  # no room: the thread that reads pipes waits

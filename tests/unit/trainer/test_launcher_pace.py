@@ -23,7 +23,7 @@ def test_the_rate_is_that_of_the_last_minute_in_bounded_state():
     assert len(pace._marks) < 65
 
 
-def test_the_rate_falls_in_a_stall_and_steps_slower_than_the_window_have_one():
+def test_the_rate_falls_in_a_stall_and_very_slow_steps_have_one():
     pace = Pace()
     for second in range(100):
         seen(pace, 10 * second, float(second))

@@ -106,7 +106,7 @@ def test_fields_of_a_later_version_are_left_out(message: Message) -> None:
     assert decode(json.dumps(body).encode()) == message
 
 
-def test_a_field_of_this_version_that_an_earlier_one_does_not_send_is_its_default() -> None:
+def test_a_field_that_an_earlier_version_does_not_send_is_its_default() -> None:
     body = json.loads(encode(HUB))
     del body["held"], body["token"]
     assert decode(json.dumps(body).encode()) == replace(HUB, token="")

@@ -25,7 +25,7 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), 0.1)
 
 
-def test_a_model_moves_unless_its_user_has_put_it_or_a_part_of_it_elsewhere():
+def test_a_model_moves_unless_its_user_has_put_some_of_it_elsewhere():
     apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=META))
     place(apart, META)
     place(apart, CPU)
@@ -124,7 +124,7 @@ def test_a_schedule_that_fits_the_epochs_and_not_the_steps_is_warned_of(make, le
     assert not schedules(make).check_schedules(1, 10)  # an epoch is a step
 
 
-def test_what_a_schedule_without_a_length_or_for_more_epochs_than_ten_counts_is_said():
+def test_a_schedule_that_may_count_epochs_is_named_with_both_counts():
     for make in (
         lambda o: kinds.LambdaLR(o, lambda count: 0.9**count),
         lambda o: kinds.ExponentialLR(o, 0.9),

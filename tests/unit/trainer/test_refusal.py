@@ -46,7 +46,7 @@ def test_one_rank_says_it_for_all_that_have_the_same_to_say(errors):  # type: ig
     assert second.startswith("ddpjob: rank 2: ConfigError: ")
 
 
-def test_without_a_launcher_and_where_nothing_can_be_written_every_rank_says_it(  # type: ignore[no-untyped-def]
+def test_without_a_launcher_or_a_writable_place_every_rank_says_it(  # type: ignore[no-untyped-def]
     errors, monkeypatch, tmp_path
 ):
     error = refused()

@@ -210,7 +210,7 @@ def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said
     assert not (tmp_path / "r").exists()
 
 
-def test_a_difference_is_told_once_and_each_restart_before_it_differs_again(
+def test_a_difference_is_said_once_and_each_restart_before_it_differs(
     tmp_path: Path, said: list[str]
 ):
     Life(tmp_path / "r", 0).do(*LOSSES)
@@ -276,7 +276,7 @@ def test_a_disk_without_room_stops_no_training(tmp_path: Path, said: list[str]):
     assert ["for want of a record" in text for text in said] == [True]
 
 
-def test_the_launcher_reads_the_proof_which_no_unchecked_restart_takes_back(tmp_path: Path):
+def test_the_launcher_reads_the_proof_and_no_unchecked_restart_undoes_it(tmp_path: Path):
     gang: Any = SimpleNamespace(
         state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
     )

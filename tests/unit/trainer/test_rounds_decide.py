@@ -201,7 +201,7 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'base.yaml'"
          False),
     ],
 )  # fmt: skip
-def test_a_script_that_fails_twice_before_its_first_step_has_no_third_start(  # type: ignore[no-untyped-def]
+def test_a_script_that_fails_twice_before_its_first_step_ends(  # type: ignore[no-untyped-def]
     first, second, lasted, another
 ):
     limits = Limits(3)

@@ -130,7 +130,7 @@ def test_how_long_a_round_lasted_and_a_newer_file_count_as_progress(
     assert isinstance(scene.told()[2][-1], end)
 
 
-def test_all_go_on_from_the_checkpoint_that_the_hub_has_found_once_all_have_stopped() -> None:
+def test_all_go_on_from_the_checkpoint_that_the_hub_found_when_all_stopped() -> None:
     scene = Scene()
     scene.fails(1, -9)
     scene.stops(0, 1)
@@ -196,7 +196,7 @@ def test_a_victim_that_says_so_in_words_waits_for_one_that_cleans_up_first() -> 
     assert (go.records[0]["rank"], go.records[0]["exception"]) == (2, "ValueError: boom at step 3")
 
 
-def test_a_script_that_fails_at_once_is_waited_for_on_all_ranks_and_ends_with_64() -> None:
+def test_a_script_that_fails_at_once_on_all_ranks_ends_with_64() -> None:
     scene = Scene()
     for round_, following in ((0, Go), (1, End)):
         ends = [
@@ -387,7 +387,7 @@ def test_the_others_of_one_that_was_done_and_told_to_end_can_finish() -> None:
     assert scene.told() == {0: [Finished()], 2: [Finished()]}
 
 
-def test_who_is_done_and_told_to_end_when_a_round_needs_it_or_the_hub_ends_all() -> None:
+def test_who_is_done_and_has_to_leave_ends_the_gang_gracefully() -> None:
     for leaving in (0, 1):
         scene = Scene()
         scene.hub.receive(leaving, Done(0), 0.0)

@@ -38,7 +38,7 @@ def full(monkeypatch):  # type: ignore[no-untyped-def]
     return prefixes
 
 
-def test_a_killed_launchers_directory_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_killed_launchers_directory_is_removed_a_living_ones_is_not(tmp_path):  # type: ignore[no-untyped-def]
     foreign = tmp_path / "ddpjob-trainer-of-an-earlier-version"
     foreign.mkdir()
     (tmp_path / "ddpjob-launcher-file").touch()

@@ -66,7 +66,7 @@ def test_collected_batches_have_one_loss_each_between_two_updates():
         backward(ahead)
 
 
-def test_at_level_elastic_each_batch_has_its_forward_before_the_next_is_taken():
+def test_at_level_elastic_a_batch_has_its_forward_before_the_next_comes():
     found = step(2, 3)
     found.received = 1
     backward(found)

@@ -119,7 +119,7 @@ def test_the_last_time_of_the_progress_path_is_in_report_and_state():
 
 
 @pytest.mark.parametrize("char", ["y", "\u4e2d", "\U0001f600", "\x01", "\x9b", "\ud800", '"'])
-def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_round(char: str):
+def test_a_report_of_any_letters_keeps_exception_last_lines_and_a_round(char: str):
     round_: contract.Round = {
         "round": 123456, "at": "2026-01-01T00:00:00Z", "replica": 1234, "rank": 12345, "code": 143,
         "signal": 15, "kind": "exception", "exception": char * 400, "step": 2**40,
@@ -145,7 +145,7 @@ def test_whatever_they_are_written_in_a_report_keeps_exception_last_lines_and_a_
         assert (len(found["exception"]), len(found["log"][0])) == (300, 200)
 
 
-def test_a_report_has_no_loss_that_is_none_and_goes_to_an_existing_file_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_report_leaves_out_a_nan_loss_and_makes_no_file_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
     state = RankState(0, step=3, loss=float("nan"))
     made = termination.make_report(None, state, [], round_=0, terminated=False, results=KNOWN)
     assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}

@@ -92,7 +92,7 @@ def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
     assert told == ["no warm spares: a spare died 3 times in a row"]
 
 
-def test_a_fork_server_that_imports_keeps_no_launcher_with_many_workers_waiting():
+def test_a_fork_server_that_imports_keeps_no_launcher_waiting():
     """What its socket does not take is refused, and a fresh interpreter takes its place."""
     spares = made(1000)
     theirs = served(spares, warm=False)

@@ -25,7 +25,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_wrapped_model_tells_and_is_copied_and_saved_as_it_would_be_without_us() -> None:
+def test_a_wrapped_model_prints_copies_and_saves_as_it_would_without_us() -> None:
     told: list[object] = []
 
     @contextmanager
