@@ -20,18 +20,17 @@ COPY dev/requirements/install.sh dev/requirements/uv.txt dev/requirements/build.
 RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
     sh /opt/requirements/install.sh build.txt && mv /opt/ddpjob /opt/builder
 COPY dev/requirements/package.sh /opt/requirements/
-# Each wheel holds the contract.
 COPY contract /src/contract
 
 FROM builder AS operator-code
 COPY operator /src/operator
-RUN sh /opt/requirements/package.sh /src/operator
+RUN sh /opt/requirements/package.sh /src/contract /src/operator
 
 FROM builder AS trainer-code
 # Its wheel holds the tools, too.
 COPY tools /src/tools
 COPY trainer /src/trainer
-RUN sh /opt/requirements/package.sh /src/trainer
+RUN sh /opt/requirements/package.sh /src/contract /src/trainer
 
 # --- Operator --------------------------------------------------------------------------------
 FROM base AS operator

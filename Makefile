@@ -130,7 +130,7 @@ images: setup ## build the operator's and the trainer's image
 
 # The same bytes from the same source: timestamps are those of the newest commit.
 .PHONY: wheel
-wheel: ## build dist/*.whl of operator and trainer, for images of your own
+wheel: ## build dist/*.whl of contract, operator, trainer (with the tools) and plugin
 	@$(PYTHON) dev/release/release.py wheels; ls dist/*.whl
 
 # Python's own modules only, so it runs on any machine with Python 3.11 or newer and kubectl.

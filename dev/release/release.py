@@ -36,13 +36,13 @@ from devcluster.failure import Failure
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {
+    "contract": "ddpjob_contract",
     "operator": "ddpjob_operator",
     "trainer": "ddpjob_trainer",
     "plugin": "kubectl_ddp",
 }
-#: In each of them.
-CONTRACT = "ddpjob_contract"
-WHEELS = ("operator", "trainer")
+#: Which the others need, in their own version.
+CONTRACT = "ddpjob-contract"
 #: The lock files that each image is made of.
 BILLS = {"operator": ("operator",), "trainer": ("torch", "trainer")}
 SUMS = "SHA256SUMS"
@@ -73,6 +73,10 @@ def versions(root: Path = ROOT) -> dict[str, str]:
     for folder, package in DISTRIBUTIONS.items():
         about = tomllib.loads((root / folder / "pyproject.toml").read_text())
         found[f"{folder}/pyproject.toml"] = about["project"]["version"]
+        if folder != "contract":
+            needed = (each.partition("==") for each in about["project"]["dependencies"])
+            pins = " and ".join(version for name, _, version in needed if name == CONTRACT)
+            found[f"{folder}/pyproject.toml ({CONTRACT})"] = pins or "none"
         read(f"{folder}/src/{package}/__init__.py", r'^__version__ = "(.+)"$')
     read("charts/ddpjob/Chart.yaml", r'^(?:version|appVersion): "?([^"\s]+)"?$')
     read("Dockerfile", r'org\.opencontainers\.image\.version="(.+?)"')
@@ -166,7 +170,7 @@ def wheels(root: Path, out: Path, when: int) -> None:
     """Build the wheels, with build tools whose hashes dev/requirements/build.txt knows."""
     uv = venv.ensure_uv(root / "dev/requirements", say)
     variables = {**venv.uv_variables(uv), "SOURCE_DATE_EPOCH": str(when)}
-    for folder in WHEELS:
+    for folder in DISTRIBUTIONS:
         command: list[str | Path] = [
             uv / "bin/uv",
             "build",
@@ -181,13 +185,12 @@ def wheels(root: Path, out: Path, when: int) -> None:
 
 def plugin(root: Path, out: Path, when: int) -> None:
     """Write kubectl-ddp: a zip of Python's own modules only, that a shell can start."""
-    sources = ((root / "plugin/src", DISTRIBUTIONS["plugin"]), (root / "contract/src", CONTRACT))
     package = DISTRIBUTIONS["plugin"]
     start = f"import sys\nimport {package}.__main__\nsys.exit({package}.__main__.main())\n"
     files = {
         str(path.relative_to(source)): path.read_text()
-        for source, name in sources
-        for path in sorted((source / name).rglob("*.py"))
+        for source in (root / "plugin/src", root / "contract/src")
+        for path in sorted(source.rglob("*.py"))
     }
     stamp = datetime.fromtimestamp(max(when, ZIP_BEGINS), UTC).timetuple()[:6]
     target = out / "kubectl-ddp"

@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
-from importlib.metadata import distributions
+from collections import Counter
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
 
+from devcluster import venv
 from support import release as support
 from support.chart import Helm
 from support.cluster import ROOT
@@ -43,13 +46,15 @@ def test_is_whole_and_the_chart_is_the_chart(made: Path, helm: Helm) -> None:
     version = made.name.removeprefix("ddpjob-")
     assert {path.name for path in made.iterdir()} == {
         f"ddpjob-{version}.tgz",
+        f"ddpjob_contract-{version}-py3-none-any.whl",
         f"ddpjob_operator-{version}-py3-none-any.whl",
         f"ddpjob_trainer-{version}-py3-none-any.whl",
+        f"kubectl_ddp-{version}-py3-none-any.whl",
         "RELEASE_NOTES.md", "SHA256SUMS", "crd.yaml", "install.yaml", "kubectl-ddp",
         "operator.cdx.json", "provenance.json", "trainer.cdx.json",
     }  # fmt: skip
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=made, check=True)
-    assert len((made / "SHA256SUMS").read_text().splitlines()) == 10
+    assert len((made / "SHA256SUMS").read_text().splitlines()) == 12
     chart = made / f"ddpjob-{version}.tgz"
     shown = [
         helm("template", "ddpjob", str(where), "--include-crds").stdout
@@ -94,30 +99,45 @@ def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> No
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
-def test_the_trainers_wheel_is_all_that_an_image_of_the_users_needs(
+def test_wheels_share_no_file_and_two_are_all_that_an_image_of_the_users_needs(
     made: Path, tmp_path: Path
 ) -> None:
-    """The third way of docs/start/your-script.md: nothing of this checkout is on the path."""
-    [wheel] = made.glob("ddpjob_trainer-*.whl")
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    [found] = distributions(path=[str(site)])
-    assert found.metadata["Requires-Python"] == ">=3.11"
-    page = (ROOT / "docs/start/your-script.md").read_text()
-    assert f"{wheel.name} /tmp/" in page
-    for needed in found.requires or []:
-        name = re.split(r"[ ;<>=\[]", needed, maxsplit=1)[0]
-        assert "extra ==" in needed or name.lower() in page.lower(), f"{name} is not told of"
-    [command] = found.entry_points.select(group="console_scripts", name="ddpjob-trainer")
-    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])\n")
-    start = f"import sys, {command.module} as m; sys.exit(m.{command.attr}())"
-    env, output = {**os.environ, "PYTHONPATH": str(site)}, ""
-    for words in (["init", "train.py"], ["local", "-"]):
+    """The last way of docs/start/your-script.md: nothing of this checkout is on the path."""
+    tool, home = venv.ensure_uv(ROOT / "requirements", print), tmp_path / "home"
+    env = {**venv.uv_variables(tool), "UV_PYTHON": str(home / "bin/python")}
+    env["PYTHONPATH"] = sysconfig.get_path("purelib")  # the packages of others
+
+    def run(*words: object, given: str = "") -> str:
         done = subprocess.run(
-            [sys.executable, "-c", start, *words], input=output, cwd=tmp_path,
-            env=env, capture_output=True, text=True, check=False,
+            [*map(str, words)], input=given, cwd=tmp_path, env=env,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        output = done.stdout
+        return done.stdout
+
+    def pip(*words: object) -> dict[str, Distribution]:
+        run(tool / "bin/uv", "pip", *words, "--offline")
+        [site] = home.glob("lib/python3*/site-packages")
+        return {each.name: each for each in distributions(path=[str(site)])}
+
+    run(tool / "bin/uv", "venv", "--offline", "--python", sys.executable, home)
+    found = pip("install", "--no-index", "--find-links", made, "kubectl-ddp")
+    assert found.keys() == {"ddpjob-contract", "kubectl-ddp"}
+    found = pip("install", "--no-deps", *made.glob("*.whl"))
+    assert len(found) == 4
+    owners = Counter(str(file) for each in found.values() for file in each.files or [])
+    assert [file for file, number in owners.items() if number > 1] == []
+    page = (ROOT / "docs/start/your-script.md").read_text()
+    for wheel in made.glob("ddpjob_[ct]*.whl"):
+        assert f"COPY {wheel.name} /tmp/" in page
+    assert found["ddpjob-trainer"].metadata["Requires-Python"] == ">=3.11"
+    for needed in found["ddpjob-trainer"].requires or []:
+        name = re.split(r"[ ;<>=\[]", needed, maxsplit=1)[0].replace("ddpjob-", "ddpjob_")
+        assert "extra ==" in needed or name.lower() in page.lower(), f"{name} is not told of"
+    for program in ("ddpjob-operator", "kubectl-ddp"):
+        run(home / "bin" / program, "--help")
+        pip("uninstall", program)
+    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])\n")
+    ddpjob = home / "bin/ddpjob-trainer"
+    output = run(ddpjob, "local", "-", given=run(ddpjob, "init", "train.py"))
     assert sorted(output.splitlines()) == ["[train-0] rank 0", "[train-1] rank 1"]

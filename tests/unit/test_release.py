@@ -55,6 +55,7 @@ def test_a_version_that_disagrees_is_named(release: ModuleType, checkout: Path) 
         ("charts/ddpjob/Chart.yaml", 'appVersion: "0'),
         ("Dockerfile", 'image.version="0'),
         ("trainer/pyproject.toml", '\nversion = "0'),
+        *((f"{one}/pyproject.toml", "contract==0") for one in ("operator", "trainer", "plugin")),
         ("operator/src/ddpjob_operator/__init__.py", '__version__ = "0'),
         ("dev/devcluster/src/devcluster/images.py", 'VERSION = "0'),
         ("CHANGELOG.md", "## 0"),
@@ -79,7 +80,7 @@ def test_what_is_not_ready_is_refused_with_the_cure(
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
-    assert len(release.versions()) == 10
+    assert len(release.versions()) == 15
     assert release.not_ready(checkout, "2026-12-01", with_images=True) == []
     (checkout / "new.txt").write_text("")
     assert "not committed (new.txt): commit them (or make a draft" in refusal()
@@ -135,8 +136,8 @@ def test_a_wheel_is_built_with_wheels_alone(
     (tmp_path / "dev/requirements").mkdir(parents=True)
     (tmp_path / "dev/requirements/uv.txt").symlink_to(ROOT / "dev/requirements/uv.txt")
     (tmp_path / "dev/requirements/build.txt").write_text(support.source_archive(tmp_path))
-    (tmp_path / "operator").mkdir()
-    (tmp_path / "operator/pyproject.toml").write_text(
+    (tmp_path / "contract").mkdir()
+    (tmp_path / "contract/pyproject.toml").write_text(
         '[build-system]\nrequires = ["evil"]\nbuild-backend = "evil"\n'
         '[project]\nname = "x"\nversion = "1"\n'
     )

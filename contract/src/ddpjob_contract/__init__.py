@@ -1,13 +1,15 @@
 """Define names and numbers for operator, trainer and plugin: environment, exit codes, reports.
 
-Each of their wheels, the plugin's file and both images hold this package. Pure: it imports the
-standard library only, and does nothing.
+Their wheels need exactly this version of it; the plugin's single file holds it. Pure: it imports
+the standard library only, and does nothing.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import Final, Literal, TypedDict
+
+__version__ = "0.1.0"
 
 # --- Environment of the trainer container -------------------------------------------------
 

@@ -38,6 +38,7 @@ _COMMON = (
     "dev/requirements/package.sh",
     "dev/requirements/uv.txt",
     "dev/requirements/build.txt",
+    "contract/pyproject.toml",
     "contract/src",
 )
 _INPUTS = {
