@@ -1,4 +1,4 @@
-"""Hundreds of kills: `ddpjob-trainer chaos` at 3, 4 and 5 ranks, one seed after the other.
+"""Hundreds of kills: `ddpjob chaos` at 3, 4 and 5 ranks, one seed after the other.
 
 Ends with exit code 1 when any run differs from its undisturbed one in a single bit.
 """
@@ -21,7 +21,7 @@ HOWS = ("in place", "new launch", "went on", "finished", "")
 def one_run(nproc: int, seed: int, kills: int, steps: int, workload: str) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", str(nproc)]
+        command = [sys.executable, "-m", "ddpjob_tools", "chaos", "--nproc", str(nproc)]
         command += ["--kills", str(kills), "--seed", str(seed), "--json", str(out)]
         command += [programs.program("ours.py"), "--workload", workload, "--steps", str(steps)]
         began = time.monotonic()

@@ -30,7 +30,7 @@ bench() { # part of dev/bench/gpu.py, more options
 
 bench restart --kills "${KILLS:-2}"
 bench speed
-part gpu-check "$python" -m ddpjob_trainer gpu-check --checks 5 --json "$to/gpu-check.json"
+part gpu-check "$python" -m ddpjob_tools gpu-check --checks 5 --json "$to/gpu-check.json"
 bench stall
 bench launch --kills 1
 exit $failed

@@ -1,6 +1,6 @@
 """`make try`: the demo's manifest on this machine; a process is killed, the weights are the same.
 
-No cluster, no root, no Go: `ddpjob-trainer local` starts the launchers of
+No cluster, no root, no Go: `ddpjob local` starts the launchers of
 manifests/examples/digits.yaml on 127.0.0.1. The job trains twice: the first run loses a training
 process half-way, by SIGKILL, the second is left alone. What both print at their end is compared.
 """
@@ -41,7 +41,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.lines: list[str] = []
-        command = [sys.executable, "-m", "ddpjob_trainer", "local", str(MANIFEST)]
+        command = [sys.executable, "-m", "ddpjob_tools", "local", str(MANIFEST)]
         command += ["--map", f"/workspace={ROOT}", "--snapshots", str(folder)]
         self.process = subprocess.Popen(
             command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -142,7 +142,7 @@ def main() -> int:
     rounds: list[int] = []
     with tempfile.TemporaryDirectory(prefix="ddpjob-try-") as folder:
         for name in ("disturbed", "undisturbed"):
-            print(f"ddpjob-trainer local {MANIFEST.relative_to(ROOT)}    ({name})", flush=True)
+            print(f"ddpjob local {MANIFEST.relative_to(ROOT)}    ({name})", flush=True)
             deadline, job = time.monotonic() + PATIENCE, Job(Path(folder, name))
             try:
                 if not results:
@@ -156,7 +156,7 @@ def main() -> int:
                 job.end()
     ok = compare(results[0], results[1], rounds[0])
     print("Next: make demo (a real cluster; root and Go), or a script of yours:")
-    print("  ddpjob-trainer init train.py | ddpjob-trainer local -")
+    print("  ddpjob init train.py | ddpjob local -")
     print("  (docs/start/your-script.md: `make wheel` and pip install that command)")
     return 0 if ok else 1
 

@@ -16,7 +16,7 @@ import yaml
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_operator.core.objects import spec
-from ddpjob_trainer import cli
+from ddpjob_tools import cli
 from devcluster import binaries
 from support.cluster import CRD, ROOT
 from support.manifest import changed, ddpjob, example, examples
@@ -138,5 +138,5 @@ def test_the_check_of_gpus_is_one_pod_per_node_with_a_command_that_exists() -> N
     assert apart["topologyKey"] == "kubernetes.io/hostname"
     assert apart["labelSelector"] == {"matchLabels": {"ddpjob.dev/job-name": "gpu-check"}}
     program, *words = pod["containers"][0]["command"]
-    assert program == "ddpjob-trainer"
+    assert program == "ddpjob"
     assert cli._parser().parse_args(words).command == "gpu-check"

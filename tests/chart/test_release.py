@@ -138,6 +138,6 @@ def test_wheels_share_no_file_and_two_are_all_that_an_image_of_the_users_needs(
         run(home / "bin" / program, "--help")
         pip("uninstall", program)
     (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])\n")
-    ddpjob = home / "bin/ddpjob-trainer"
+    ddpjob = home / "bin/ddpjob"
     output = run(ddpjob, "local", "-", given=run(ddpjob, "init", "train.py"))
     assert sorted(output.splitlines()) == ["[train-0] rank 0", "[train-1] rank 1"]

@@ -49,10 +49,10 @@ def applied(site: Site) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def own(site: Site) -> Iterator[None]:
-    """What `ddpjob-trainer init` makes of a script that no image holds."""
+    """What `ddpjob init` makes of a script that no image holds."""
     script = ("3_faults.py", "--name", "own-script", "--claim", "1Gi", "--", "--epochs", "2")
     done = subprocess.run(
-        [sys.executable, "-m", "ddpjob_trainer", "init", "--replicas", "2", *script],
+        [sys.executable, "-m", "ddpjob_tools", "init", "--replicas", "2", *script],
         capture_output=True, text=True, check=True, cwd=ROOT / "examples" / "ladder",
         env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip

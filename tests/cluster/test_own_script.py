@@ -32,11 +32,11 @@ print(f"rank {rank} has {NAME} in {pathlib.Path.cwd()}, beside {pathlib.Path(__f
 
 @pytest.fixture
 def here(site: Site, tmp_path: Path) -> Iterator[Path]:
-    """A folder with the code, where `kubectl` and `ddpjob-trainer` are those of the tests."""
+    """A folder with the code, where `kubectl` and `ddpjob` are those of the tests."""
     kubectl = [site.cluster.kubectl_path, "--kubeconfig", site.cluster.kubeconfig]
     commands = {
         "kubectl": " ".join(map(str, [*kubectl, "-n", site.namespace])),
-        "ddpjob-trainer": f"env PYTHONPATH={PATHS} {sys.executable} -m ddpjob_trainer",
+        "ddpjob": f"env PYTHONPATH={PATHS} {sys.executable} -m ddpjob_tools",
     }
     files = {f"../bin/{n}": f'#!/bin/sh\nexec {line} "$@"\n' for n, line in commands.items()}
     # Files of the page that commands of more than one section name.

@@ -1,4 +1,4 @@
-"""Runs `ddpjob-trainer audit` as users do, on the loops of support/audited."""
+"""Runs `ddpjob audit` as users do, on the loops of support/audited."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(folder: Path, script: str, *words: str, options: tuple[str, ...] = (
     """The command, on a copy of the script in a folder of its own."""
     shutil.copy(LOOPS / script, folder)
     own = ("--patience", str(PATIENCE), *options)
-    return [sys.executable, "-m", "ddpjob_trainer", "audit", *own, "--", script, *words]
+    return [sys.executable, "-m", "ddpjob_tools", "audit", *own, "--", script, *words]
 
 
 def environment(temporary: Path, first: str = "") -> dict[str, str]:

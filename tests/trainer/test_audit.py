@@ -1,4 +1,4 @@
-"""`ddpjob-trainer audit` on loops of many kinds, as users start it: right ones and wrong ones."""
+"""`ddpjob audit` on loops of many kinds, as users start it: right ones and wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ddpjob-trainer audit` on scripts of other trainers, in releases that resume wrongly and rightly.
+"""`ddpjob audit` on scripts of other trainers, in releases that resume wrongly and rightly.
 
 `make foreign` runs this, with the packages of today; .venv-foreign-broken holds older ones, which
 take the first epoch's order after a restart (accelerate#4071, transformers#40691).

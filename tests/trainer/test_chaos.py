@@ -18,7 +18,7 @@ import pytest
 from support.launching import PATHS, ROOT, finished
 from support.patience import PATIENCE, WHOLE
 
-CHAOS = ("-m", "ddpjob_trainer", "chaos")
+CHAOS = ("-m", "ddpjob_tools", "chaos")
 
 #: Three buckets, dropout, buffers, a scheduler, a registered object. {BEFORE} and {FACTOR} are
 #: where a test plants a mistake.

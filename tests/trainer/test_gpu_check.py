@@ -17,7 +17,7 @@ from support.launching import PATHS, ROOT, RUN, finished
 from support.rounds import alive
 
 pytestmark = pytest.mark.tier("all")
-GPU_CHECK = ("-m", "ddpjob_trainer", "gpu-check")
+GPU_CHECK = ("-m", "ddpjob_tools", "gpu-check")
 
 
 @pytest.mark.parametrize("numbers", ["1,2,3,4,6,7", "5,8"])

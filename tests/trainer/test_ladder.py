@@ -94,7 +94,7 @@ def test_a_checkpoint_by_hand_is_gone_on_from(tmp_path: Path) -> None:
 def test_whatever_is_killed_the_weights_are_the_same(tmp_path: Path) -> None:
     """As ladder.md has the reader do it: chaos kills, and compares with an undisturbed run."""
     report, kept = tmp_path / "report.json", tmp_path / "kept"
-    chaos = (sys.executable, "-m", "ddpjob_trainer", "chaos", "--nproc", "3", "--kills", "2")
+    chaos = (sys.executable, "-m", "ddpjob_tools", "chaos", "--nproc", "3", "--kills", "2")
     where = ("--json", str(report), "--keep", str(kept), "--patience", str(PATIENCE))
     out = finish(*chaos, "--every", "10", "--seed", "3", *where, FAULTS, *EPOCHS)
     result = json.loads(report.read_text())

@@ -1,4 +1,4 @@
-"""`ddpjob-trainer local` and `make try` with real processes: the same bits, no orphans."""
+"""`ddpjob local` and `make try` with real processes: the same bits, no orphans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpjob_trainer import cli
+from ddpjob_tools import cli
 from support.launching import PATHS, ROOT, finished
 from support.manifest import changed, ddpjob
 from support.patience import WHOLE
@@ -48,7 +48,7 @@ def local(directory: Path, manifest: str, *options: str) -> Iterator[subprocess.
     """A run in ``directory``; killed when the test is over."""
     (directory / "job.yaml").write_text(manifest)
     with subprocess.Popen(
-        [sys.executable, "-m", "ddpjob_trainer", "local", "job.yaml", *options],
+        [sys.executable, "-m", "ddpjob_tools", "local", "job.yaml", *options],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

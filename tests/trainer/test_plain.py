@@ -1,6 +1,6 @@
 """Six plain scripts of usual habits run unchanged from what `init` prints, as pods run them.
 
-They are run by `ddpjob-trainer local` in a folder that has the manifest and nothing else.
+They are run by `ddpjob local` in a folder that has the manifest and nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCRIPTS = {
 
 def command(here: Path, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddpjob_trainer", *words],
+        [sys.executable, "-m", "ddpjob_tools", *words],
         cwd=here, input=given, capture_output=True, text=True, check=False, timeout=WHOLE,
         env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -55,8 +55,6 @@ def test_a_plain_script_runs_as_it_did_on_the_laptop(words: str, tmp_path: Path)
     printed, gone = SCRIPTS[words]
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == printed
     lost = [line for line in done.stderr.splitlines() if "gone with the working directory" in line]
-    assert [f": {gone}; ddpjob-trainer init --output" in line for line in lost] == [True] * bool(
-        gone
-    )
+    assert [f": {gone}; ddpjob init --output" in line for line in lost] == [True] * bool(gone)
     kept = sorted(path.name for path in elsewhere.glob("*-snapshots/*/output/*"))
     assert kept == (["rank-0.pt", "rank-1.pt"] if "--output" in words else [])

@@ -1,4 +1,4 @@
-"""The judgement of `ddpjob-trainer audit`, without a process: stories that were made up."""
+"""The judgement of `ddpjob audit`, without a process: stories that were made up."""
 
 from __future__ import annotations
 

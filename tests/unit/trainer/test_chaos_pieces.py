@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import nn
 
+from ddpjob_tools import cli
 from ddpjob_tools.chaos import command, compare
 from ddpjob_tools.chaos.disturbance import ChaosError, Disturbance, Made, Pace
 from ddpjob_tools.chaos.experiment import Result
 from ddpjob_tools.chaos.job import environment_of_job
 from ddpjob_tools.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_tools.chaos.records import RankStory, Records, open_gate
-from ddpjob_trainer import cli, failpoints
+from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 from ddpjob_trainer.snapshot.training_state import TrainingState

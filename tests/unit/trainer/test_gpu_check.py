@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ddpjob_tools import cli
 from ddpjob_tools.gpu_check import checks, command, launches
 from ddpjob_tools.gpu_check.checks import CHECKS, QUICK, Check
 from ddpjob_tools.gpu_check.launches import Launch, Setup
-from ddpjob_trainer import cli
 
 #: The first training of check 5, which check 8 shares.
 FIRST = "both_resume_fp32"

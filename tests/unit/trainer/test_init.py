@@ -1,4 +1,4 @@
-"""`ddpjob-trainer init`: YAML that reads back as the files were, a valid job, clear refusals."""
+"""`ddpjob init`: YAML that reads back as the files were, a valid job, clear refusals."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob_tools import init, stock
-from ddpjob_trainer import cli
+from ddpjob_tools import cli, init, stock
 from support.launching import PATHS
 from support.world import crd_schema
 
@@ -194,7 +193,7 @@ def test_packages_and_files_that_the_pods_lack_are_named(script: Path, capsys: A
     def said(*words: str) -> list[str]:
         assert cli.main(["init", script.name, "model.py", "src", *words]) == 0
         lines = capsys.readouterr().err.splitlines()
-        return [line.removeprefix("ddpjob-trainer: ").partition(":")[0] for line in lines]
+        return [line.removeprefix("ddpjob: ").partition(":")[0] for line in lines]
 
     assert said() == ["timm", "torchvision"]
     assert said("--image", "r/mine:1") == []
@@ -224,7 +223,7 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     env = poor | {"PYTHONPATH": PATHS}
 
     def run(*words: object, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-m", "ddpjob_trainer", *map(str, words)]
+        command = [sys.executable, "-m", "ddpjob_tools", *map(str, words)]
         return subprocess.run(command, env=env, input=stdin, capture_output=True, check=False)
 
     written = run("init", script).stdout
@@ -342,9 +341,9 @@ def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory
 def test_an_unknown_option_is_the_scripts(capsys: Any) -> None:
     for words, says in (
         ("init", "are required: SCRIPT\n"),
-        ("init a.py --lr 0.1", "ddpjob-trainer init a.py -- --lr 0.1"),
+        ("init a.py --lr 0.1", "ddpjob init a.py -- --lr 0.1"),
         # No short form of --output, which would take it.
-        ("init a.py --out=x -- y", "ddpjob-trainer init a.py -- --out=x y"),
+        ("init a.py --out=x -- y", "ddpjob init a.py -- --out=x y"),
         ("local x.yaml --lr 0.1", ""),
     ):
         with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""`ddpjob-trainer local`: what a manifest becomes here, held against CRD and operator."""
+"""`ddpjob local`: what a manifest becomes here, held against CRD and operator."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import ddpjob_contract as contract
 from ddpjob_contract import exits
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
-from ddpjob_tools import stock
+from ddpjob_tools import cli, stock
 from ddpjob_tools.local import job as local_job
 from ddpjob_tools.local import restarts
 from ddpjob_tools.local.command import alone
 from ddpjob_tools.local.job import Job, expand
 from ddpjob_tools.local.manifest import read
-from ddpjob_trainer import cli
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from support.manifest import EXAMPLES, changed, ddpjob, examples
@@ -354,7 +353,7 @@ def test_yaml_that_holds_no_such_objects_is_refused() -> None:
     [
         (["no-such.yaml"], "no-such.yaml"),
         (["x/look.ipynb"], "jupyter nbconvert --to script x/look.ipynb writes x/look.py"),
-        (["look.py"], "look.py: a script, where a manifest is expected: ddpjob-trainer init"),
+        (["look.py"], "look.py: a script, where a manifest is expected: ddpjob init"),
         (["{file}"], "neither YAML nor JSON"),
         (["{bytes}"], "bytes: neither YAML nor JSON, but other bytes: give a manifest"),
         (["{file}", "--map", "x=."], "--map x=.: must be"),

@@ -1,4 +1,4 @@
-"""Write the DDPJob manifest for a script: `ddpjob-trainer init`, ready for `kubectl apply`.
+"""Write the DDPJob manifest for a script: `ddpjob init`, ready for `kubectl apply`.
 
 Files of this machine travel in a ConfigMap, so that the stock image runs a script that is in no
 image. Writes text without a connection; checks names and sizes by the API server's rules, earlier.
@@ -58,24 +58,24 @@ arguments.
 """
 _EPILOG = """\
 examples:
-  ddpjob-trainer init train.py | kubectl apply --server-side -f -
-  ddpjob-trainer init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
-  ddpjob-trainer init src/train.py data --output runs > job.yaml
-  ddpjob-trainer init a.py --output out --resume-args '--from {newest}' --resume-when 'out/*.pt'
-  ddpjob-trainer init -m package.train > job.yaml            all of the folder package
-  ddpjob-trainer init /app/train.py --image REGISTRY/mine:1 > job.yaml
-  ddpjob-trainer init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
+  ddpjob init train.py | kubectl apply --server-side -f -
+  ddpjob init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
+  ddpjob init src/train.py data --output runs > job.yaml
+  ddpjob init a.py --output out --resume-args '--from {newest}' --resume-when 'out/*.pt'
+  ddpjob init -m package.train > job.yaml            all of the folder package
+  ddpjob init /app/train.py --image REGISTRY/mine:1 > job.yaml
+  ddpjob init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
 
 The claim of --snapshots must exist and offer ReadWriteMany; --claim 10Gi makes it, too.
 """
 
 _HEAD = """\
-# Written by ddpjob-trainer init; `kubectl explain ddpjob.spec` describes every field.
+# Written by ddpjob init; `kubectl explain ddpjob.spec` describes every field.
 """
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser of `ddpjob-trainer`."""
+    """Add the command to the parser of `ddpjob`."""
     parser = commands.add_parser(
         "init",
         help="print the DDPJob manifest for a script",
@@ -142,9 +142,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         objects = _objects(options, name, files, arguments)
         print(_HEAD + "---\n".join(map(_dumped, objects)), end="")
         for note in _notes(options, files, arguments):
-            print(f"ddpjob-trainer: {note}", file=sys.stderr)
+            print(f"ddpjob: {note}", file=sys.stderr)
     except ConfigError as error:
-        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        print(f"ddpjob: {error}", file=sys.stderr)
         return contract.ExitCode.BAD_CONFIG
     return 0
 
@@ -436,7 +436,7 @@ def _size(path: Path) -> int:
 
 def _dumped(body: Mapping[str, Any]) -> str:
     """Format an object as YAML, with a script as it is in its file."""
-    import yaml  # here: `run` starts without it
+    import yaml  # here: gpu-check and others run where it is not installed
 
     class Dumper(yaml.SafeDumper):
         """Writes lines as a block where YAML allows it. It quotes what may read as no string."""

@@ -1,6 +1,6 @@
 """Choose the files that travel with a script, and their places in its working directory.
 
-`ddpjob-trainer init` calls it: the folder of that call is the pods' working directory, too.
+`ddpjob init` calls it: the folder of that call is the pods' working directory, too.
 """
 
 from __future__ import annotations

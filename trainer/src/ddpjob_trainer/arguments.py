@@ -23,6 +23,8 @@ from ddpjob_trainer.errors import ConfigError
 GREATEST = 2**53
 #: More processes than any machine can use: a typing error.
 MOST_PROCESSES = 1024
+#: Options without a value, after which the program's name may follow.
+_FLAGS = ("-m", "--module", "--anew", "--standalone", "--no-python")
 
 
 def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int:
@@ -139,6 +141,21 @@ def check_notebook(path: Path) -> None:
             f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
             f" writes {path.with_suffix('.py')}: give that"
         )
+
+
+def joined(words: Sequence[str], *, anywhere: bool = False) -> list[str]:
+    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours.
+
+    ``anywhere``: our options may follow the program's name, not its options alone.
+    """
+    for at, word in enumerate(words[:-1]):
+        if word == "--resume-args":
+            return [*words[:at], f"{word}={words[at + 1]}", *words[at + 2 :]]
+        before = words[at - 1] if at else ""
+        option = before.startswith("-") and "=" not in before and before not in _FLAGS
+        if word == "--" or (at and not anywhere and word[:1] != "-" and not option):
+            break  # what follows is the program's
+    return [*words]
 
 
 def resume_words(given: str) -> tuple[str, ...]:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import shlex
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_contract.text import without_credentials
-from ddpjob_tools import init
-from ddpjob_tools.audit import command as audit
-from ddpjob_tools.chaos import command as chaos
-from ddpjob_tools.gpu_check import command as gpu_check
-from ddpjob_tools.local import command as local
 from ddpjob_trainer import printing
+from ddpjob_trainer.arguments import joined
 from ddpjob_trainer.environment import EVENTS, TRACEBACK, read_launcher, wants_traceback
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.evidence import commands as evidence
@@ -43,22 +34,16 @@ examples:
 
 exit code: that of the first process that failed, 128+n when signal n killed it
 """
-#: Options without a value, after which the program's name may follow.
-_FLAGS = ("-m", "--module", "--anew", "--standalone", "--no-python")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("ddpjob-trainer")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "0.1.0"
+#: Verbs of `ddpjob` that were this command's: until 0.2.0 it hands them over.
+_MOVED = ("audit", "chaos", "gpu-check", "init", "local")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ddpjob-trainer", description="Run PyTorch DDP training that resumes bit for bit."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+        prog="ddpjob-trainer", description="Run PyTorch DDP training that resumes bit for bit.",
+        epilog=f"{', '.join(_MOVED)}: see ddpjob --help",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"%(prog)s {contract.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
@@ -99,11 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_snapshot(commands)
     evidence.add(commands)
-    audit.add(commands)
-    chaos.add(commands)
-    gpu_check.add(commands)
-    init.add(commands)
-    local.add(commands)
     return parser
 
 
@@ -278,65 +258,24 @@ def _say(text: str) -> None:
     printing.warn(f"ddpjob-trainer: {text}")
 
 
-def _joined(words: list[str]) -> list[str]:
-    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours."""
-    for at, word in enumerate(words[:-1]):
-        if word == "--resume-args":
-            return [*words[:at], f"{word}={words[at + 1]}", *words[at + 2 :]]
-        before = words[at - 1] if at else ""
-        option = before.startswith("-") and "=" not in before and before not in _FLAGS
-        if word == "--" or (at and words[0] != "init" and word[:1] != "-" and not option):
-            break  # what follows is the program's
-    return words
-
-
-def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:
-    """Tell a user of `init` to put the script's own options after --."""
-    if words[0] != "init":
-        return ""
-    ours = [word for word in words if word not in unknown]
-    shown = shlex.join(["ddpjob-trainer", *ours, "--", *unknown, *rest])
-    return f"; those of the script follow --, as in: {shown}"
+def _moved(words: Sequence[str]) -> NoReturn:
+    """Become `ddpjob`, in this process: signals and standard files reach it as they are."""
+    _say(f"write `ddpjob {words[0]}`, from version 0.2.0 on the only spelling")
+    # Without -P the folder of the call would come first on the path, as it does for no program.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "ddpjob_tools", *words])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    rest: list[str] = []
-    parser = _parser()
-    if words[:1] == ["init"] and "--" in words:
-        at = words.index("--")
-        words, rest = words[:at], words[at + 1 :]
-    options, unknown = parser.parse_known_args(_joined(words))
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")
-    if options.command == "init":
-        return init.main(options, rest)
-    if options.command == "local":
-        return local.main(options)
+    if words and words[0] in _MOVED:
+        _moved(words)
+    options = _parser().parse_args(joined(words))
     if options.command == "evidence":
         return _evidence(options)
     if options.command == "snapshot":
         return _snapshot(options)
-    if options.command == "run":
-        return _run(options)
-    with _ended_by_sigterm():
-        tools = {"audit": audit.main, "chaos": chaos.main, "gpu-check": gpu_check.main}
-        return tools[options.command](options)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM, for every `finally` that ends processes."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    old = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
+    return _run(options)
 
 
 if __name__ == "__main__":

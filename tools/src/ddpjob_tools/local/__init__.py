@@ -1,4 +1,4 @@
-"""Run a DDPJob manifest on one machine, without a cluster: `ddpjob-trainer local`.
+"""Run a DDPJob manifest on one machine, without a cluster: `ddpjob local`.
 
 command -> manifest (what is written) -> job and mounts (what is started here) -> attempts
 (processes, and the restarts that the operator would make, as restarts decides).

@@ -147,7 +147,7 @@ class Attempts:
             more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
             self._say(
                 f"gone with the working directory, as with a pod: {', '.join(lost[:_NAMED])}{more};"
-                " ddpjob-trainer init --output DIR keeps what is written below DIR"
+                " ddpjob init --output DIR keeps what is written below DIR"
             )
 
     def _tell(self, running: dict[int, int], signum: int) -> None:

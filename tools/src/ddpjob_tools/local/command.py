@@ -1,4 +1,4 @@
-"""Parse and run the command `ddpjob-trainer local`."""
+"""Parse and run the command `ddpjob local`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ they are mounted; the image is not used, this Python and the PATH are.
 """
 _EPILOG = """\
 examples:
-  ddpjob-trainer local job.yaml
-  ddpjob-trainer init train.py | ddpjob-trainer local -
-  ddpjob-trainer local manifests/examples/digits.yaml --map /workspace=. --replicas 2
+  ddpjob local job.yaml
+  ddpjob init train.py | ddpjob local -
+  ddpjob local manifests/examples/digits.yaml --map /workspace=. --replicas 2
 
 Ctrl-C ends the job as a pod is ended, with a last snapshot; a second one at once. The next run goes
 on from the newest snapshot: remove the directory, or name another, to begin anew.
@@ -37,7 +37,7 @@ exit code: 0, that of the replica that failed first, or 128+n after signal n
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser of `ddpjob-trainer`."""
+    """Add the command to the parser of `ddpjob`."""
     parser = commands.add_parser(
         "local",
         help="run a DDPJob manifest on this machine, without a cluster",
@@ -75,9 +75,9 @@ def main(options: argparse.Namespace) -> int:
                 return Attempts(job).run()
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"ddpjob-trainer: {said}", file=sys.stderr)
+        print(f"ddpjob: {said}", file=sys.stderr)
     except (ConfigError, ValueError) as error:
-        print(f"ddpjob-trainer: {error}", file=sys.stderr)
+        print(f"ddpjob: {error}", file=sys.stderr)
     return contract.ExitCode.BAD_CONFIG
 
 
@@ -103,8 +103,8 @@ def _job(options: argparse.Namespace, scratch: Path) -> local_job.Job:
     check_notebook(Path(options.file))
     if options.file.endswith(".py"):
         raise ConfigError(
-            f"{options.file}: a script, where a manifest is expected: ddpjob-trainer init"
-            f" {options.file} | ddpjob-trainer local -"
+            f"{options.file}: a script, where a manifest is expected: ddpjob init"
+            f" {options.file} | ddpjob local -"
         )
     try:
         # YAML is UTF-8, whatever the locale is.

@@ -34,6 +34,8 @@ _HOST = "127.0.0.1"
 _VARIABLE = re.compile(r"\$(\$|\(([^()]*)\))")
 _SCRIPT = re.compile(r"\S+\.py")  # with a space it is more likely a line for a shell
 _CONTAINER = "the trainer container's"
+#: Started with this Python, whatever PATH has.
+_OURS = {"ddpjob-trainer": "ddpjob_trainer", "ddpjob": "ddpjob_tools"}
 _FEW = 16  # processes, of each of which torch alone takes some 300 MB
 #: Fields of a pod that have a like here.
 _FIELDS = {
@@ -100,8 +102,8 @@ class Job:
         folder = work or Path(self.directory or ".")
         if script and not self._has(folder, script):
             raise ConfigError(f"{_CONTAINER} command: {script}: no such file here; {_cure(script)}")
-        if first == "ddpjob-trainer":
-            return [sys.executable, "-m", "ddpjob_trainer", *rest]
+        if first in _OURS:
+            return [sys.executable, "-m", _OURS[first], *rest]
         found = shutil.which(first, path=variables.get("PATH", self.shell["PATH"]))
         if found is None and not self._has(folder, first):
             raise ConfigError(f"{_CONTAINER} command: {first}: not found here; {_cure(first)}")

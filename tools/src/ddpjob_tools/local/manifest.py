@@ -194,7 +194,7 @@ def _objects(content: str) -> list[dict[str, Any]]:
     try:
         found = [json.loads(content)]
     except ValueError:
-        import yaml  # here: no other command reads YAML, and pods start without it
+        import yaml  # here: gpu-check and others run where it is not installed
 
         class Loader(yaml.SafeLoader):
             """As kubectl reads: a time is a string, a key that comes twice is refused."""

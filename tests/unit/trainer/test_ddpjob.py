@@ -1,0 +1,49 @@
+"""`ddpjob`: one command on a laptop; what it hands over, and how its old spelling comes to it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from ddpjob_tools import cli, cluster
+from kubectl_ddp.cli import parser
+from support.launching import PATHS
+
+
+def run(module: str, *words: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module, *words], cwd=path, capture_output=True, text=True,
+        check=False, env={"PYTHONPATH": PATHS, "PATH": str(path)},
+    )  # fmt: skip
+
+
+def test_the_old_spelling_does_the_same_with_a_line_of_advice(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "yaml.py").write_text("raise SystemExit('of the script, not of the command')")
+    words = ("init", "train.py", "--", "--lr", "1")
+    old, new = (run(f"ddpjob_{one}", *words, path=tmp_path) for one in ("trainer", "tools"))
+    assert (old.returncode, old.stdout) == (new.returncode, new.stdout) == (0, new.stdout)
+    advice = "ddpjob-trainer: write `ddpjob init`, from version 0.2.0 on the only spelling\n"
+    assert old.stderr == advice + new.stderr
+    assert run("ddpjob_trainer", "audit", "--", "no.py", path=tmp_path).returncode == 64
+
+
+def test_what_is_the_plugins_is_handed_over(tmp_path: Path) -> None:
+    lacking = run("ddpjob_tools", "status", "digits", path=tmp_path)
+    assert (lacking.returncode, lacking.stdout) == (127, "")
+    assert lacking.stderr.startswith("ddpjob status: needs kubectl-ddp on PATH (No such file")
+    (tmp_path / "kubectl-ddp").write_text('#!/bin/sh\necho "$@"\nexit 7\n')
+    (tmp_path / "kubectl-ddp").chmod(0o755)
+    for words in (("logs", "digits", "--help"), ("--context=c", "why", "digits")):
+        done = run("ddpjob_tools", *words, path=tmp_path)
+        assert (done.returncode, done.stdout) == (7, f"{' '.join(words)}\n")
+
+
+def test_its_help_has_a_line_for_each_of_its_commands_and_of_the_plugins() -> None:
+    [plugins] = (one for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
+    assert {one.dest: one.help for one in plugins._choices_actions} == cluster.COMMANDS
+    shown = cli._parser().format_help()
+    for name in ("audit", "chaos", "gpu-check", "init", "local", *cluster.COMMANDS):
+        assert f"\n    {name} " in shown or f"\n    {name}\n" in shown

@@ -1,0 +1,49 @@
+"""Hand over to the kubectl plugin: `ddpjob status` is `kubectl ddp status`.
+
+One program to know on a laptop. It imports neither the trainer nor the tools, for that takes longer
+than the plugin itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from ddpjob_contract import ExitCode
+
+_PLUGIN = "kubectl-ddp"
+#: Its commands in its own words: a test compares.
+COMMANDS = {
+    "status": "all jobs, or one with the table of its gang",
+    "why": "why a job failed, on one page, newest first",
+    "logs": "logs of all replicas, each line with its pod",
+    "events": "the story of a job and its pods: Events and failures",
+    "account": "where the job's pod-hours went, its goodput and its end",
+    "stacks": "stacks of the last process that hung, from each pod",
+    "suspend": "remove the pods and keep the job",
+    "resume": "start a suspended job again, from its newest snapshot",
+    "snapshots": "the snapshots of a job, looked up in one of its pods",
+    "plan": "the useful share of a gang's time, from numbers",
+}
+#: kubectl's, which may come before a command.
+_FLAGS = ("-n", "--namespace", "--context", "--kubeconfig")
+
+
+def asked(words: Sequence[str]) -> bool:
+    """Return whether the plugin is to do it."""
+    return bool(words) and words[0].partition("=")[0] in (*COMMANDS, *_FLAGS)
+
+
+def hand_over(words: Sequence[str]) -> int:
+    """Become the plugin; return an exit code where it is not there."""
+    try:
+        os.execvp(_PLUGIN, [_PLUGIN, *words])
+    except OSError as error:
+        print(
+            f"ddpjob {words[0]}: needs {_PLUGIN} on PATH ({error.strerror}): pip install"
+            " kubectl_ddp-*.whl, or copy the file kubectl-ddp there; a release has both, `make"
+            " wheel` and `make plugin` make them (docs/reference/plugin.md)",
+            file=sys.stderr,
+        )
+    return ExitCode.NOT_FOUND
