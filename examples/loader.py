@@ -3,7 +3,7 @@
 The number of workers changes no bit of the result.
 
     ddpjob-trainer run --nproc 3 loader.py --workers 2
-    ddpjob-trainer chaos --nproc 3 --kills 10 loader.py --total-steps 60
+    ddpjob chaos --nproc 3 --kills 10 loader.py --total-steps 60
 """
 
 import argparse

@@ -3,7 +3,7 @@
 One model, two optimizers, each with a learning rate schedule of its own. Needs torch >= 2.9.
 
     ddpjob-trainer run --nproc 3 muon.py
-    ddpjob-trainer chaos --nproc 3 --kills 10 muon.py --total-steps 60
+    ddpjob chaos --nproc 3 --kills 10 muon.py --total-steps 60
 """
 
 import argparse

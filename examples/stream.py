@@ -3,7 +3,7 @@
 Each process reads its own part of endless noisy sine waves, and learns to continue them.
 
     ddpjob-trainer run --nproc 3 stream.py
-    ddpjob-trainer chaos --nproc 3 --kills 10 stream.py --total-steps 60
+    ddpjob chaos --nproc 3 --kills 10 stream.py --total-steps 60
 """
 
 import argparse

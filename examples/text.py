@@ -3,7 +3,7 @@
 With gradient accumulation, a moving average of the weights, and fp16 with its loss scaler.
 
     ddpjob-trainer run --nproc 3 text.py
-    ddpjob-trainer chaos --nproc 3 --kills 10 text.py --total-steps 60
+    ddpjob chaos --nproc 3 --kills 10 text.py --total-steps 60
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Name the DDPJob for the API server, and fill in what a manifest omits.
 
-The operator reads specs with these, `ddpjob-trainer local` too; the launcher alone takes the same
+The operator reads specs with these, `ddpjob local` too; the launcher alone takes the same
 defaults. The chart's CRD is held to them by tests/chart/test_crd.py.
 """
 

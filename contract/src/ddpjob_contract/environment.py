@@ -1,4 +1,4 @@
-"""Write the environment of a trainer container, as the operator and `ddpjob-trainer local` set it.
+"""Write the environment of a trainer container, as the operator and `ddpjob local` set it.
 
 Any program that torchrun can start finds in it what torchrun and init_method="env://" read.
 """

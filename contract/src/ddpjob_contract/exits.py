@@ -1,7 +1,6 @@
 """Judge an exit code: its class, its names, and what follows without a user's rule.
 
-The operator judges pods and rounds so, with what else it knows of them; `ddpjob-trainer local`
-judges launchers.
+The operator judges pods and rounds so, with what else it knows of them; `ddpjob local` launchers.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ KEY_FILE = "ddpjob-store-key"
 ROUND_DRILL = "DDPJOB_TRAINER_DRILL"
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.
 TRACE = "DDPJOB_TRAINER_TRACE"
-#: Where `ddpjob-trainer chaos` wants records and arms fail points; only it sets this.
+#: Where `ddpjob chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"

@@ -1,4 +1,4 @@
-"""Let `ddpjob-trainer chaos` have this process signal itself at named places.
+"""Let `ddpjob chaos` have this process signal itself at named places.
 
 The chaos driver arms one point by writing a file; the process that reaches it renames the file,
 which only one can, and then sends itself the signal. Costs nothing outside a chaos run. Never

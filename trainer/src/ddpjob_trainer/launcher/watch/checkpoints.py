@@ -1,7 +1,7 @@
 """Find the newest checkpoint of a program that resumes by its arguments (restart.resumeArgs).
 
 The launcher with the hub looks for all of the gang, when nothing runs: hub.py hands the answer on
-with Go. `ddpjob-trainer audit` looks by the same rules.
+with Go. `ddpjob audit` looks by the same rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Record what each rank computes, bit for bit, for `ddpjob-trainer chaos` to compare.
+"""Record what each rank computes, bit for bit, for `ddpjob chaos` to compare.
 
 One file per rank with a JSON line per event: where it began, the losses of every step, hashes
 at the end. Appended by every incarnation of the rank, one write per line, so a SIGKILL loses at
