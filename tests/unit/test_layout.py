@@ -32,13 +32,13 @@ ALLOWED_LARGE = {"dev/devcluster/src/devcluster"}
 MOST_LINES = {
     "contract/src": 789,
     "operator/src": 11_887,
-    "trainer/src": 26_385,
-    "tools/src": 6_140,
+    "trainer/src": 26_347,
+    "tools/src": 6_294,
     "plugin/src": 3_104,
     "dev/bench": 4_476,
     "dev/devcluster": 4_116,
     "studies": 3_723,
-    "tests": 62_822,
+    "tests": 62_890,
 }
 MOST_WORDS = 74_849  # of all pages in docs
 #: Words that make a reader stop.
