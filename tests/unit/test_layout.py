@@ -30,15 +30,15 @@ ALLOWED_LARGE = {"dev/devcluster/src/devcluster"}
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 789,
+    "contract/src": 790,
     "operator/src": 11_887,
     "trainer/src": 26_347,
     "tools/src": 6_294,
     "plugin/src": 3_104,
     "dev/bench": 4_476,
-    "dev/devcluster": 4_116,
+    "dev/devcluster": 4_114,
     "studies": 3_723,
-    "tests": 62_890,
+    "tests": 62_888,
 }
 MOST_WORDS = 74_849  # of all pages in docs
 #: Words that make a reader stop.

@@ -34,10 +34,7 @@ _KEPT = 4
 _COMMON = (
     "Dockerfile",
     ".dockerignore",
-    "dev/requirements/install.sh",
-    "dev/requirements/package.sh",
-    "dev/requirements/uv.txt",
-    "dev/requirements/build.txt",
+    *(f"dev/requirements/{one}" for one in ("install.sh", "package.sh", "uv.txt", "build.txt")),
     "contract/pyproject.toml",
     "contract/src",
 )
