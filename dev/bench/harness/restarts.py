@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_tools.chaos.job import Job, environment_of_job
-from ddpjob_tools.chaos.records import Incarnation, Records, open_gate
+from ddpjob_tools.prove.record import Incarnation, Records, open_gate
+from ddpjob_tools.prove.run import Job, environment_of_job
 from ddpjob_trainer.environment import CHAOS, TRACE
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children

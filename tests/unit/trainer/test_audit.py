@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddpjob_tools.audit import cures, judge, order, workspace
-from ddpjob_tools.audit.judge import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
-from ddpjob_tools.audit.records import Gang, Step, Story, read
+from ddpjob_tools.prove import cause, cures, folder, samples
+from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
+from ddpjob_tools.prove.steps import Gang, Step, Story, read
 from ddpjob_trainer.errors import ConfigError
 
 EPOCH, TOTAL, KILLED, SAVED = 10, 40, 18, 15
@@ -74,9 +74,9 @@ def astray(begin: int = SAVED, **values: Any) -> Change:
     return change
 
 
-def judged(resumed: Gang, **more: Any) -> judge.Verdict:
+def judged(resumed: Gang, **more: Any) -> cause.Verdict:
     given = {"calm": run(), "killed": run(end=KILLED), "resumed": resumed, **more}
-    return judge.judge(Runs(**given))
+    return cause.judge(Runs(**given))
 
 
 def of_step(index: int) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def test_a_rank_that_died_one_step_earlier_is_compared_as_far_as_it_got():
 def test_the_kill_comes_within_an_epoch_after_the_first(
     total: int, saved: Sequence[int], epoch: int | None, expected: int
 ):
-    assert order.kill_after(total, saved, epoch) == expected
+    assert samples.kill_after(total, saved, epoch) == expected
 
 
 def test_checkpoints_are_told_from_logs():
@@ -393,9 +393,9 @@ def test_checkpoints_are_told_from_logs():
         return dataclasses.replace(step, files=files)
 
     found = run(at)[0]
-    assert order.saved_after(dataclasses.replace(found, bytes=4000)) == [5, 10, 15]
+    assert samples.saved_after(dataclasses.replace(found, bytes=4000)) == [5, 10, 15]
     only_log = tuple(dataclasses.replace(one, files={"small.json": 10}) for one in found.steps)
-    assert order.saved_after(dataclasses.replace(found, bytes=4000, steps=only_log)) == []
+    assert samples.saved_after(dataclasses.replace(found, bytes=4000, steps=only_log)) == []
 
 
 def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path: Path):
@@ -417,7 +417,7 @@ def test_the_copy_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.Mo
         (here / name).write_text("here")
     (here / "dangling").symlink_to("nowhere")
     (here / "script").symlink_to("train.py")
-    source = workspace.Source(here, left_out=["runs"], linked=["data/"])
+    source = folder.Source(here, left_out=["runs"], linked=["data/"])
     for _ in range(2):  # the second time over the first
         source.fill(work)
         names = [".git", ".hidden", "data", "env", "script", "train.py"]
@@ -427,7 +427,7 @@ def test_the_copy_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.Mo
         assert (work / "train.py").read_text() == "here"
         (work / "train.py").write_text("there")
     assert (here / "train.py").read_text() == "here"
-    monkeypatch.setattr(workspace, "MOST_FILES", 1)
+    monkeypatch.setattr(folder, "MOST_FILES", 1)
     with pytest.raises(ConfigError, match="--link NAME"):
         source.fill(work)
 
@@ -437,7 +437,7 @@ def test_what_lies_outside_is_linked_beside_the_copy(tmp_path: Path):
     for name in ("a/b/here/train.py", "a/data/x.bin", "a/b/more/y.bin"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    source = workspace.Source(here, linked=["../../data/", "../more", str(tmp_path / "a/data")])
+    source = folder.Source(here, linked=["../../data/", "../more", str(tmp_path / "a/data")])
     source.check()
     for _ in range(2):
         source.fill(root)
@@ -456,7 +456,7 @@ def test_what_matches_nothing_is_refused(option: str, name: str, tmp_path: Path)
     here = tmp_path / "here"
     (here / "data").mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"{name}: .* holds no such file"):
-        workspace.Source(here, **{option: [name]}).check()
+        folder.Source(here, **{option: [name]}).check()
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers", cures.OWN])

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from ddpjob_tools import cli
-from ddpjob_tools.chaos import command, compare
-from ddpjob_tools.chaos.disturbance import ChaosError, Disturbance, Made, Pace
+from ddpjob_tools.chaos import command
 from ddpjob_tools.chaos.experiment import Result
-from ddpjob_tools.chaos.job import environment_of_job
-from ddpjob_tools.chaos.kills import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
-from ddpjob_tools.chaos.records import RankStory, Records, open_gate
+from ddpjob_tools.prove import compare
+from ddpjob_tools.prove.disturb import ChaosError, Disturbance, Made, Pace
+from ddpjob_tools.prove.kill import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
+from ddpjob_tools.prove.record import RankStory, Records, open_gate
+from ddpjob_tools.prove.run import environment_of_job
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
@@ -333,13 +334,11 @@ def at_the_end(directory: Path, total: int = 10) -> Disturbance:
         pid = {"event": "start", "attempt": 1, "round": 0, "pid": 100 + rank}
         steps = [step(number) for number in range(1, 11)]
         write(directory, rank, pid, *steps, {"event": "end", "hashes": END})
-    ended = SimpleNamespace(
-        launch=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0
-    )
+    job = SimpleNamespace(launch=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0)
     records = Records(directory, 2)
     records.look()
     pace = replace(PACE, total_steps=total)
-    return Disturbance(ended, records, directory, pace, 5.0, print)  # type: ignore[arg-type]
+    return Disturbance(job, records, directory, pace, 5.0, print)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("restarting", [False, True])

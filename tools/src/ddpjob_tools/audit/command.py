@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_contract import ExitCode
-from ddpjob_tools.audit import judge, report
+from ddpjob_tools.audit import report
 from ddpjob_tools.audit.experiment import Result, Settings, audit
 from ddpjob_tools.audit.runs import AuditError, Script
-from ddpjob_tools.audit.workspace import Source
+from ddpjob_tools.prove import cause
+from ddpjob_tools.prove.folder import Source
 from ddpjob_trainer.arguments import (
     MOST_PROCESSES,
     check_notebook,
@@ -200,7 +201,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
 
 def _code(result: Result) -> int:
     label = result.verdict.label
-    return {judge.RIGHT: 0, judge.ROUNDING: 0, judge.WRONG: 1}.get(label, _NOT_JUDGED)
+    return {cause.RIGHT: 0, cause.ROUNDING: 0, cause.WRONG: 1}.get(label, _NOT_JUDGED)
 
 
 class _Progress:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpjob_contract import NEWEST
-from ddpjob_tools.audit import judge, order, records, runs
-from ddpjob_tools.audit.judge import Verdict
-from ddpjob_tools.audit.records import Gang
+from ddpjob_tools.audit import runs
 from ddpjob_tools.audit.runs import AuditError, End, Script
-from ddpjob_tools.audit.workspace import Source
+from ddpjob_tools.prove import cause, samples, steps
+from ddpjob_tools.prove.cause import Verdict
+from ddpjob_tools.prove.folder import Source
+from ddpjob_tools.prove.steps import Gang
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.imports import parsed
 from ddpjob_trainer.launcher.watch import checkpoints
@@ -81,7 +82,7 @@ class _Audit:
             self._settings.script, self.work, out, more=more, stop_at=stop_at, enough=enough,
             show=lambda steps: self._show(title, steps),
         )  # fmt: skip
-        return records.read(out), end
+        return steps.read(out), end
 
 
 def audit(settings: Settings, show: Show) -> Result:
@@ -89,10 +90,10 @@ def audit(settings: Settings, show: Show) -> Result:
     audit = _Audit(settings, show)
     calm, total = _undisturbed(audit, settings, "undisturbed", "1/3 undisturbed")
     named = _named(settings, audit.work)
-    joined = order.lines(calm)
-    epoch = order.epoch_length(joined)
-    saved = order.saved_after(calm[0])
-    kill = settings.kill_after or order.kill_after(total, saved, epoch)
+    joined = samples.lines(calm)
+    epoch = samples.epoch_length(joined)
+    saved = samples.saved_after(calm[0])
+    kill = settings.kill_after or samples.kill_after(total, saved, epoch)
     if kill >= total:
         raise ConfigError(f"--kill-after {kill}: the run has {total} steps; choose fewer")
     audit.fill()
@@ -101,10 +102,10 @@ def audit(settings: Settings, show: Show) -> Result:
     _check_killed(calm, killed, end, kill)
     words = _resume_words(settings, audit.work, killed, named)
     recorded, end = _started_again(audit, settings, calm, killed, words)
-    verdict = judge.judge(recorded)
+    verdict = cause.judge(recorded)
     if _hangs_on_chance(verdict):
         again, _ = _undisturbed(audit, settings, "again", "undisturbed once more, to compare")
-        verdict = judge.judge(replace(recorded, again=again))
+        verdict = cause.judge(replace(recorded, again=again))
     failed = end.code or end.silent
     tail = end.tail() if failed else ""
     when = settings.resume_when
@@ -203,7 +204,7 @@ def _resume_words(
         kept = sorted(path for path in files if (work / path).exists())
         raise ConfigError(
             f"{what}: not there after the kill at step {len(killed[0].steps)}; the script has"
-            f" written {order.named(kept[::-1]) or 'nothing'}. Take --kill-after STEP, later, or"
+            f" written {samples.named(kept[::-1]) or 'nothing'}. Take --kill-after STEP, later, or"
             f" {NEWEST} in --resume-args and --resume-when GLOB, the checkpoints of which it stands"
             " for the newest"
         )
@@ -212,24 +213,24 @@ def _resume_words(
 
 def _started_again(
     audit: _Audit, settings: Settings, calm: Gang, killed: Gang, words: Sequence[str]
-) -> tuple[judge.Runs, End]:
+) -> tuple[cause.Runs, End]:
     """Start the killed run again, in its folder, until it ends or is as far as the first."""
     out = settings.directory / "resumed"
     place: list[int] = []
 
-    def enough(steps: int) -> bool:
-        if settings.stop_after is None or not steps:
+    def enough(made: int) -> bool:
+        if settings.stop_after is None or not made:
             return False
         if not place:
-            place.append(judge.resumed_after(calm, killed, records.read(out)))
-        return place[0] + steps >= settings.stop_after
+            place.append(cause.resumed_after(calm, killed, steps.read(out)))
+        return place[0] + made >= settings.stop_after
 
     title = f"3/3 killed after step {len(killed[0].steps)}, started again"
     resumed, end = audit.run(out.name, title, None, words, enough)
-    kept = bool(order.saved_after(killed[0]))
+    kept = bool(samples.saved_after(killed[0]))
     whole = settings.stop_after is None
     torn = bool(end.code and _TORN.search(end.tail()))
-    return judge.Runs(calm, killed, resumed, (), kept, end.code or 0, whole, end.silent, torn), end
+    return cause.Runs(calm, killed, resumed, (), kept, end.code or 0, whole, end.silent, torn), end
 
 
 def _hangs_on_chance(verdict: Verdict) -> bool:

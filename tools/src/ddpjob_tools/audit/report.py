@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from ddpjob_tools.audit import cures
 from ddpjob_tools.audit.experiment import Result
-from ddpjob_tools.audit.judge import COMPARED, RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
-from ddpjob_tools.audit.records import Gang
+from ddpjob_tools.prove import cures
+from ddpjob_tools.prove.cause import COMPARED, RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
+from ddpjob_tools.prove.steps import Gang
 from ddpjob_trainer.arguments import shown_words
 
 #: What is compared, as a user calls it.

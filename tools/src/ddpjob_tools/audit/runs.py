@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.05
 #: A rank that does not reach the step of the kill soon after another waits for that one.
 _TOGETHER_SECONDS = 10.0
 _LOG_BYTES = 64 << 20
-_PROBE = "ddpjob_tools.audit.probe"
+_PROBE = "ddpjob_tools.prove.probe"
 
 
 class AuditError(Exception):

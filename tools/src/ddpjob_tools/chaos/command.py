@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
-from ddpjob_tools.chaos.disturbance import ChaosError
 from ddpjob_tools.chaos.experiment import Result, Settings, run
-from ddpjob_tools.chaos.kills import SIGNALS
+from ddpjob_tools.prove.disturb import ChaosError
+from ddpjob_tools.prove.kill import SIGNALS
 from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import POINTS

@@ -11,11 +11,11 @@ from pathlib import Path
 from signal import Signals
 
 import ddpjob_contract as contract
-from ddpjob_tools.chaos import compare
-from ddpjob_tools.chaos.disturbance import ChaosError, Disturbance, Made, Pace
-from ddpjob_tools.chaos.job import Job, environment_of_job
-from ddpjob_tools.chaos.kills import plan_kills
-from ddpjob_tools.chaos.records import Records, open_gate
+from ddpjob_tools.prove import compare
+from ddpjob_tools.prove.disturb import ChaosError, Disturbance, Made, Pace
+from ddpjob_tools.prove.kill import plan_kills
+from ddpjob_tools.prove.record import Records, open_gate
+from ddpjob_tools.prove.run import Job, environment_of_job
 from ddpjob_trainer.environment import CHAOS
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN

@@ -80,7 +80,7 @@ class Check:
 
 def environment() -> dict[str, Any]:
     """Name what a result depends on; ``error``: the driver's words where there is no GPU."""
-    code, output = launches.alone("probe", "environment")
+    code, output = launches.alone("machine", "environment")
     try:
         found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -120,7 +120,7 @@ def _spares(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:
 def _collective(setup: Setup, number: int) -> Launch:
     """Launch the collectives; the second time a process dies then with its GPU's memory full."""
     fill = ("--fill",) if setup.cuda and number == 2 else ()
-    return launches.run(setup, f"collectives-{number}", "probe", "collectives", *fill)
+    return launches.run(setup, f"collectives-{number}", "machine", "collectives", *fill)
 
 
 def _one_gpu_each(setup: Setup) -> Iterator[tuple[Verdict, str, str]]:

@@ -17,6 +17,7 @@ from ddpjob_trainer.launcher.processes import children
 
 #: What takes longer hangs; the launcher's own deadlines end it long before.
 _LIMIT_SECONDS = 900.0
+_TRIALS = "ddpjob_tools.prove.trials"
 _LAST = 3  # lines of output that describe a failed launch
 
 
@@ -71,7 +72,7 @@ def run(
         contract.DRILL: "Never",
     }  # fmt: skip
     files = ("--termination-log", str(place / "report.json"), "--events", str(place / "events"))
-    words = ("-m", f"{__package__}.{program}", *arguments, "--out", str(place))
+    words = ("-m", f"{_TRIALS}.{program}", *arguments, "--out", str(place))
     return _once(setup, name, ("run", *files, *words), more | dict(env or {}))
 
 
@@ -80,7 +81,7 @@ def chaos(setup: Setup, name: str, *arguments: str, kills: int) -> Launch:
     place = setup.directory / name
     words = (
         *("--kills", str(kills), "--every", "3", "--signals", "KILL", "--points", "none"),
-        *("--json", str(place / "rank-0.json"), "-m", f"{__package__}.workload", *arguments),
+        *("--json", str(place / "rank-0.json"), "-m", f"{_TRIALS}.workload", *arguments),
         *("--out", str(place)),
     )
     # Only what is compiled here: another run's choice of kernels would be in the user's own.
@@ -104,7 +105,7 @@ def _once(setup: Setup, name: str, words: Sequence[str], more: Mapping[str, str]
 
 def alone(module: str, *arguments: str) -> tuple[int, str]:
     """Run a module of this package without a launcher: exit code and output."""
-    return complete((sys.executable, "-m", f"{__package__}.{module}", *arguments), {})
+    return complete((sys.executable, "-m", f"{_TRIALS}.{module}", *arguments), {})
 
 
 def complete(command: Sequence[str], more: Mapping[str, str]) -> tuple[int, str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from ddpjob_tools.audit.judge import Finding, Verdict
-from ddpjob_tools.audit.order import named
+from ddpjob_tools.prove.cause import Finding, Verdict
+from ddpjob_tools.prove.samples import named
 
 #: Whose words are taken where a script imports several.
 _FIRST: Final = (

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from ddpjob_tools.chaos.records import RankStory
+from ddpjob_tools.prove.record import RankStory
 
 Key = TypeVar("Key", int, tuple[int, str])
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_tools.chaos.job import TRACE_FILE, Job
-from ddpjob_tools.chaos.kills import LAUNCHER, Kill
-from ddpjob_tools.chaos.records import Incarnation, Records, open_gate, process_state
+from ddpjob_tools.prove.kill import LAUNCHER, Kill
+from ddpjob_tools.prove.record import Incarnation, Records, open_gate, process_state
+from ddpjob_tools.prove.run import TRACE_FILE, Job
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children

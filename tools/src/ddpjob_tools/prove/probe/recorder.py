@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpjob_tools.audit.probe import fingerprint
-from ddpjob_tools.audit.probe.watched import Watched
+from ddpjob_tools.prove.probe import fingerprint
+from ddpjob_tools.prove.probe.watched import Watched
 
 #: Forwards of one step that are written one by one; the others are in one hash.
 _CALLS: Final = 64

@@ -1,6 +1,6 @@
 """Run a script as `python` does, after the hooks are registered; runs.py starts it per process.
 
-`python -m ddpjob_tools.audit.probe ORDER script.py args`; ORDER is JSON: out, watch, stop_at,
+`python -m ddpjob_tools.prove.probe ORDER script.py args`; ORDER is JSON: out, watch, stop_at,
 module, shown, seed. The script sees its own arguments, its folder on sys.path, itself as __main__.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import numpy
 import torch
 
-from ddpjob_tools.audit.probe.recorder import Recorder
-from ddpjob_tools.audit.probe.watched import Watched
+from ddpjob_tools.prove.probe.recorder import Recorder
+from ddpjob_tools.prove.probe.watched import Watched
 
 
 def main(words: list[str]) -> None:

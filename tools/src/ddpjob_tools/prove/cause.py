@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ddpjob_tools.audit import order
-from ddpjob_tools.audit.records import Gang, Step, Story
+from ddpjob_tools.prove import samples
+from ddpjob_tools.prove.steps import Gang, Step, Story
 
 #: Compared in each step, in the order in which one causes the next.
 COMPARED: Final = (
@@ -210,7 +210,7 @@ def _start(
     steps, first = reference[0].steps, runs.resumed[0].steps[0]
     if fitting := _fitting(steps, runs, killed_after):
         # Weights that do not change fit several: a checkpoint is what it went on from.
-        saved = [i for i in fitting if i in (0, *order.saved_after(runs.killed[0]))]
+        saved = [i for i in fitting if i in (0, *samples.saved_after(runs.killed[0]))]
         start = max(saved or fitting, key=lambda i: (steps[i].inputs == first.inputs, i))
         return start, (_nothing(runs),) if start == 0 else ()
     possible = _possible(steps, first, killed_after)
@@ -372,10 +372,10 @@ def _finding(
 def _samples(
     comparison: _Comparison, runs: Runs, reference: Gang, start: int, index: int
 ) -> dict[str, Any]:
-    calm, new = order.lines(reference), order.lines(runs.resumed)
-    epoch = order.epoch_length(calm)
+    calm, new = samples.lines(reference), samples.lines(runs.resumed)
+    epoch = samples.epoch_length(calm)
     at = start + index
-    found = order.place(calm, new[index:], at, epoch)
+    found = samples.place(calm, new[index:], at, epoch)
     return {
         "place": found.kind, "step": found.step, "again": found.again, "missing": found.missing,
         "count": found.count, "epoch": at // epoch + 1 if epoch else 0,
