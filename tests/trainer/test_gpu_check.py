@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.launching import PATHS, ROOT, RUN, finished
-from support.rounds import alive
+from support.launching import ROOT, finished
 
 pytestmark = pytest.mark.tier("all")
 GPU_CHECK = ("-m", "ddpjob_tools", "gpu-check")
@@ -37,33 +31,6 @@ def test_no_gpu() -> None:
     code, out = finished(*GPU_CHECK, "--quick", CUDA_VISIBLE_DEVICES="")
     assert code == 64
     assert out.startswith("gpu-check: no GPU: ")
-
-
-def test_what_it_has_started_ends_with_it(tmp_path: Path, wait_until: Callable[..., None]) -> None:
-    """Also by SIGKILL: launchers that run on would hold all the GPUs."""
-    there, script = tmp_path / "pid", tmp_path / "script.py"
-    script.write_text(f"""
-import os, time
-with open("{there}.draft", "w") as draft:
-    draft.write(f"{{os.getppid()}} {{os.getpid()}}")
-os.rename("{there}.draft", "{there}")
-time.sleep(3600)
-""")
-    complete = "import sys; from ddpjob_tools.gpu_check import launches;"
-    complete += " launches.complete(sys.argv[1:], {})"
-    command = [sys.executable, "-c", complete, *RUN, str(script)]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PATHS}) as check:
-        try:
-            wait_until(there.exists, "a launcher and its worker")
-            started = list(map(int, there.read_text().split()))
-            assert all(map(alive, started))
-        finally:
-            check.kill()
-    try:
-        wait_until(lambda: not any(map(alive, started)), "nothing runs on")
-    finally:
-        for pid in filter(alive, started):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:

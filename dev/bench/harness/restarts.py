@@ -19,10 +19,8 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_tools.prove.record import Incarnation, Records, open_gate
-from ddpjob_tools.prove.run import Job, environment_of_job
-from ddpjob_trainer.environment import CHAOS, TRACE
+from ddpjob_tools.prove.run import Run, environment_of_job, launcher
 from ddpjob_trainer.failpoints import GATE, OPEN
-from ddpjob_trainer.launcher.processes import children
 from harness import programs
 
 FOR_EVER = 10_000_000
@@ -58,22 +56,6 @@ class Recovery:
     lost_rounds: int = 0  # restarts that died of themselves
 
 
-class Torchrun(Job):
-    """The same handling for another launcher."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        super().__init__((), 0, environment, log)
-        self._line = tuple(command)
-
-    def launch(self) -> None:
-        self.attempt += 1
-        self.exit_code = None
-        children.adopt_orphans()
-        fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.pid = children.spawn(self._line, self._environment, fd, fd)
-        os.close(fd)
-
-
 class Subject:
     """One way to come back, on a training of its own.
 
@@ -103,7 +85,7 @@ class Subject:
         self.job = self._make(program)
         self.launches = 0
 
-    def _make(self, program: Sequence[str]) -> Job:
+    def _make(self, program: Sequence[str]) -> Run:
         base = programs.environment()
         if self._torchrun:
             file = str(self._directory / "checkpoint.pt")
@@ -112,12 +94,11 @@ class Subject:
                 *(*program, "--checkpoint", file, "--every", str(EVERY)),
             ]
             base["BENCH_RECORD"] = str(self._directory)
-            return Torchrun(command, base, self._directory / "log")
+            return Run(command, base, self._directory / "log")
         environment = environment_of_job(base, self._directory, "bench", EVERY, None)
-        environment |= {CHAOS: str(self._directory), TRACE: str(self._trace)}
         if not self.rounds:
             environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
-        return Job(program, self._nproc, environment, self._directory / "log")
+        return Run(launcher(self._nproc, *program), environment, self._directory / "log")
 
     def _until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         """Raises TimeoutError."""
@@ -125,14 +106,14 @@ class Subject:
         while not condition():
             self.records.look()
             if not self.job.running():
-                self.job.launch()
+                self.job.start()
                 self.launches += 1
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.way}: not in {seconds:g} s: {what}\n{self.job.tail()}")
             time.sleep(_LOOK_SECONDS)
 
     def start(self) -> None:
-        self.job.launch()
+        self.job.start()
         begun = time.monotonic()
         self._until(
             lambda: (

@@ -12,7 +12,7 @@ import pytest
 
 from ddpjob_tools.prove import cause, cures, folder, samples
 from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
-from ddpjob_tools.prove.steps import Gang, Step, Story, read
+from ddpjob_tools.prove.record import Gang, Step, Steps, Story
 from ddpjob_trainer.errors import ConfigError
 
 EPOCH, TOTAL, KILLED, SAVED = 10, 40, 18, 15
@@ -404,7 +404,7 @@ def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path: Path):
     (tmp_path / "rank-0.7.jsonl").write_text(head + line * 2 + '{"weights": "b')
     (tmp_path / "rank-0.8.jsonl").write_text(head + line)
     (tmp_path / "rank-1.9.jsonl").write_text("")
-    (found,) = read(tmp_path)
+    (found,) = Steps(tmp_path).look()
     assert [step.weights for step in found.steps] == ["a", "a"]
     assert found.steps[0].inputs == ("x",)
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from ddpjob_tools import cli
 from ddpjob_tools.chaos import command
-from ddpjob_tools.chaos.experiment import Result
+from ddpjob_tools.chaos.command import Result
 from ddpjob_tools.prove import compare
-from ddpjob_tools.prove.disturb import ChaosError, Disturbance, Made, Pace
+from ddpjob_tools.prove.disturb import Disturbance, Made, Pace
 from ddpjob_tools.prove.kill import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_tools.prove.record import RankStory, Records, open_gate
-from ddpjob_tools.prove.run import environment_of_job
+from ddpjob_tools.prove.run import ProofError, environment_of_job
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
@@ -292,7 +292,7 @@ def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # ty
 ) -> None:
     pace = replace(PACE, every=every)
     result = Result([], 1, restarts, pace, "aa", "aa", differences)
-    monkeypatch.setattr(command, "run", lambda *_: result)
+    monkeypatch.setattr(command, "prove", lambda *_: result)
     report = tmp_path / "report.json"
     words = ["chaos", "--nproc", "3", "--keep", str(tmp_path / "kept"), "--json", str(report), "x"]
     assert cli.main(words) == code
@@ -334,7 +334,7 @@ def at_the_end(directory: Path, total: int = 10) -> Disturbance:
         pid = {"event": "start", "attempt": 1, "round": 0, "pid": 100 + rank}
         steps = [step(number) for number in range(1, 11)]
         write(directory, rank, pid, *steps, {"event": "end", "hashes": END})
-    job = SimpleNamespace(launch=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0)
+    job = SimpleNamespace(start=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0)
     records = Records(directory, 2)
     records.look()
     pace = replace(PACE, total_steps=total)
@@ -360,7 +360,7 @@ def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path: Path) -
     """An early end is a difference, to be told as such; where no gate could hold it, an error."""
     driver = at_the_end(tmp_path)
     driver._await(replace(KILL, step=15))
-    with pytest.raises(ChaosError, match="training ended before"):
+    with pytest.raises(ProofError, match="training ended before"):
         driver.run([KILL])
 
 

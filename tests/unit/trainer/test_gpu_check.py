@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from ddpjob_tools import cli
-from ddpjob_tools.gpu_check import checks, command, launches
-from ddpjob_tools.gpu_check.checks import CHECKS, QUICK, Check
-from ddpjob_tools.gpu_check.launches import Launch, Setup
+from ddpjob_tools.gpu_check import command
+from ddpjob_tools.gpu_check.command import CHECKS, QUICK, Check, Launch, Setup, machine
+from ddpjob_trainer.errors import ConfigError
+from support.patience import PATIENCE
 
 #: The first training of check 5, which check 8 shares.
 FIRST = "both_resume_fp32"
@@ -27,7 +29,7 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "environment", lambda: FACTS)
+    monkeypatch.setattr(command, "machine", lambda _: FACTS)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +56,14 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):  # type: igno
         cli.main(["gpu-check", "--checks", "1,9"])
     assert "'9' is no check: 1 to 8" in capsys.readouterr().err
     none = {**FACTS, "gpus": [], "error": "no NVIDIA driver"}
-    monkeypatch.setattr(command, "environment", lambda: none)
+    monkeypatch.setattr(command, "machine", lambda _: none)
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == 64
     assert "no GPU: no NVIDIA driver" in capsys.readouterr().err
     assert json.loads(report.read_text())["environment"]["error"] == "no NVIDIA driver"
-    monkeypatch.setattr(launches, "alone", lambda *_: (1, "ImportError: no torch"))
-    with pytest.raises(checks.ConfigError, match="ImportError: no torch"):
-        checks.environment()
+    monkeypatch.setattr(command, "Run", started([], "ImportError: no torch"))
+    with pytest.raises(ConfigError, match="ImportError: no torch"):
+        machine(tmp_path)
 
 
 def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
@@ -72,6 +74,25 @@ def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(command, "CHECKS", made)
     assert cli.main(["gpu-check", "--quick"]) == 0
     assert tuple(ran) == QUICK == (1, 2, 3, 4)
+
+
+def started(asked: list[Sequence[str]], output: str) -> type:
+    """Stand for a Run that has ended as soon as it has started: elastic fails."""
+
+    class Ended:
+        def __init__(self, words: Sequence[str], _: object, log: Path) -> None:
+            asked.append(words)
+            self.log, self.words = log, words
+            self.exit_code: int | None = None
+
+        def start(self) -> None:
+            self.log.write_text(output)
+            self.exit_code = int("elastic" in self.words)
+
+        def running(self) -> bool:
+            return False
+
+    return Ended
 
 
 def setup(tmp_path: Path, *, cuda: bool = True, **ended: Launch) -> Setup:
@@ -159,12 +180,7 @@ def test_what_a_check_finds(tmp_path, monkeypatch, number, ended, verdict, says)
 
 def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
     asked: list[Sequence[str]] = []
-
-    def complete(command: Sequence[str], _: object) -> tuple[int, str]:
-        asked.append(command)
-        return int("elastic" in command), "DIFFERENT"
-
-    monkeypatch.setattr(launches, "complete", complete)
+    monkeypatch.setattr(command, "Run", started(asked, "DIFFERENT"))
     given = setup(tmp_path)
     found = list(CHECKS[4].run(given))
     assert [f.verdict for f in found] == ["PASS", "PASS", "PASS", "FAIL", "PASS"]
@@ -176,12 +192,26 @@ def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):
     assert len(asked) == 5, "each once"
 
 
-def test_what_is_started_belongs_to_no_job(monkeypatch):  # type: ignore[no-untyped-def]
-    names = {"DDPJOB_REPLICA", "RANK", "MASTER_ADDR"}
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    _, output = launches.complete([sys.executable, "-c", "import os; print([*os.environ])"], {})
-    assert not names & set(re.findall(r"'(\w+)'", output))
+#: In a process of its own, whose children all end.
+IN_TURN = """
+import pathlib, sys
+from ddpjob_tools.prove.run import Run, in_turn
+def run(name, words):
+    return Run(("sh", "-c", words), {"PATH": "/bin"}, pathlib.Path(sys.argv[1]) / name)
+waits = "echo a; until [ -e b ]; do sleep 0.1; done"
+for runs, seconds in (
+    ([run("a", f"cd {sys.argv[1]}; {waits}"), run("b", "echo b; exit 3")], 300.0),
+    ([run("c", "sleep 3600")], 0.1),
+):
+    for one in in_turn(runs, 2, seconds):
+        print(one.exit_code, one.tail(1))
+"""
+
+
+def test_runs_go_side_by_side_and_what_takes_too_long_is_killed(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", IN_TURN, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.stdout.splitlines() == ["0   | a", "3   | b", "137 "], done.stderr
 
 
 def test_the_page_names_every_check() -> None:

@@ -1,34 +1,34 @@
-"""Parse and run the command `ddpjob-trainer audit`."""
+"""Run any script undisturbed, kill it, start it again, and judge: `ddpjob-trainer audit`.
+
+A second undisturbed run is made only where the judgement hangs on what the script itself repeats.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
 import shlex
 import shutil
-import signal
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpjob_contract import ExitCode
-from ddpjob_tools.audit import report
-from ddpjob_tools.audit.experiment import Result, Settings, audit
-from ddpjob_tools.audit.runs import AuditError, Script
-from ddpjob_tools.prove import cause
+from ddpjob_contract import NEWEST
+from ddpjob_tools.prove import cause, report, samples, verb
 from ddpjob_tools.prove.folder import Source
-from ddpjob_trainer.arguments import (
-    MOST_PROCESSES,
-    check_notebook,
-    check_resume,
-    real,
-    resume_words,
-    whole,
-)
+from ddpjob_tools.prove.record import Gang, Steps, made
+from ddpjob_tools.prove.report import Result
+from ddpjob_tools.prove.run import LOOK_SECONDS, ProofError, Run, environment, launcher
+from ddpjob_trainer.arguments import check_notebook, check_resume, resume_words, whole
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.imports import parsed
+from ddpjob_trainer.launcher.watch import checkpoints
 
 _DESCRIPTION = """\
 Does training go on rightly after a kill? Run any script undisturbed, then kill it and start it
@@ -52,160 +52,365 @@ exit code: 0 it goes on rightly, 1 it does not, 3 not to be judged (it fails by 
 step, does not repeat itself), 64 not possible as asked
 """
 _NOT_JUDGED = 3
+_CODES = {cause.RIGHT: 0, cause.ROUNDING: 0, cause.WRONG: 1, cause.UNKNOWN: _NOT_JUDGED}
+_PROBE = "ddpjob_tools.prove.probe"
+_STARTERS = ("torchrun", "accelerate", "lightning", "deepspeed")
 _SHOWN_SECONDS = 10.0  # where there is no terminal
+#: A rank that does not reach the step of the kill soon after another waits for that one.
+_TOGETHER_SECONDS = 10.0
+_FEWEST = 3
+#: Findings that chance could make, too: only a second undisturbed run can tell.
+_BY_CHANCE = ("rng", "rounding", "unseen", "length")
+_BEYOND = re.compile(r"(\.\./)+[\w.-][\w./-]*")
+#: What reading a file says that is not whole.
+_TORN = re.compile(
+    r"EOFError|UnpicklingError|BadZipFile|PytorchStreamReader|JSONDecodeError|Ran out of input"
+    r"|unexpected end of|truncated|Error while deserializing|IncompleteMetadata"
+)
+
+_STEP = {"type": int, "metavar": "STEP"}
+_NAMES = {"action": "append", "default": [], "metavar": "NAME"}
+_OPTIONS: verb.Options = {
+    "--nproc": {
+        "type": int, "metavar": "N",
+        "help": "processes, started as torchrun does (default: one, as `python` does)",
+    },
+    "--resume-args": {
+        "default": "", "metavar": "WORDS",
+        "help": "more arguments when it is started again, as '--resume last.pt' (default: none)",
+    },
+    "--resume-when": {
+        "default": "", "metavar": "GLOB",
+        "help": "checkpoints, as 'out/*.pt': {newest} in --resume-args stands for the newest",
+    },
+    "--seed": {
+        "type": int, "metavar": "N",
+        "help": "seed torch, random and numpy at each start, of a script that does not",
+    },
+    "--kill-after": {
+        **_STEP, "help": "default: within an epoch after the first, past a checkpoint"
+    },
+    "--stop-after": {**_STEP, "help": "end each run there (default: at its end)"},
+    "--link": {
+        **_NAMES, "help": "a file or folder that is only read, such as data or ../data: linked into"
+        " the copies",
+    },
+    "--leave-out": {
+        **_NAMES, "help": "a file or folder that no run should see, such as earlier checkpoints"
+    },
+    **verb.of_program("SCRIPT", "a Python script", 300.0),
+}  # fmt: skip
 
 
 def add(commands: Any) -> None:
     """Describe the command to argparse."""
-    parser = commands.add_parser(
-        "audit",
-        help="find out whether any script goes on rightly after a kill, and what is wrong",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # the script's --resume is not our --resume-args
-    )
-    step = {"type": int, "metavar": "STEP"}
-    parser.add_argument(
-        "--nproc", type=int, metavar="N",
-        help="processes, started as torchrun does (default: one, as `python` does)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--resume-args", default="", metavar="WORDS",
-        help="more arguments when it is started again, as '--resume last.pt' (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--resume-when", default="", metavar="GLOB",
-        help="checkpoints, as 'out/*.pt': {newest} in --resume-args stands for the newest",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, metavar="N",
-        help="seed torch, random and numpy at each start, of a script that does not",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kill-after", **step, help="default: within an epoch after the first, past a checkpoint"
-    )
-    parser.add_argument("--stop-after", **step, help="end each run there (default: at its end)")
-    parser.add_argument(
-        "--patience", type=float, default=300.0, metavar="SECONDS",
-        help="give up when no step is made for so long (default: 300)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--link", action="append", default=[], metavar="NAME",
-        help="a file or folder that is only read, such as data or ../data: linked into the copies",
-    )  # fmt: skip
-    parser.add_argument(
-        "--leave-out", action="append", default=[], metavar="NAME",
-        help="a file or folder that no run should see, such as earlier checkpoints",
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR",
-        help="keep records and logs in DIR, which must be new or empty",
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE too")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a Python module")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for SCRIPT")
+    summary = "find out whether any script goes on rightly after a kill, and what is wrong"
+    about = {"description": _DESCRIPTION, "epilog": _EPILOG}
+    # The script's --resume is not our --resume-args.
+    verb.add(commands, "audit", summary, options=_OPTIONS, allow_abbrev=False, **about)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    code: int = ExitCode.BAD_CONFIG
-    directory = None
-    try:
-        settings = _settings(options)
-        directory = settings.directory
-        code = _run(settings, options)
-    except ConfigError as error:
-        _say(str(error))
-    except AuditError as error:
-        _say(str(error))
-        code = _NOT_JUDGED
-    except KeyboardInterrupt:
-        _say("interrupted")
-        code = 128 + signal.SIGINT
-    finally:
-        if directory is not None:
-            if options.keep is None:
-                shutil.rmtree(directory, ignore_errors=True)
-            else:
-                shutil.rmtree(directory / "work", ignore_errors=True)
-                _say(f"records and logs are in {directory}")
-    return code
+
+    def body(script: Script, folder: Path) -> int:
+        result = Audit(script, folder).result()
+        print("", *report.lines(result, shlex.quote(script.program)), sep="\n", flush=True)
+        verb.write(options.json, report.as_json(result))
+        return _CODES[result.verdict.label]
+
+    return verb.run("audit", options, _checked, body, unproved=_NOT_JUDGED)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    words = [options.script, *options.arguments]
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the user starts, and how. ``nproc`` None: as plain `python`, no launcher."""
+
+    program: str
+    arguments: tuple[str, ...]
+    module: bool
+    nproc: int | None
+    source: Source
+    patience: float
+    seed: int | None = None
+    resume_arguments: tuple[str, ...] = ()
+    resume_when: str = ""  # glob of the checkpoint that they name
+    kill_after: int | None = None
+    stop_after: int | None = None
+
+
+def _checked(options: argparse.Namespace) -> Script:
+    words = [options.program, *options.arguments]
     module = options.module
     if not module and Path(words[0]).name.startswith("python") and len(words) > 1:
         words = words[1:]  # python train.py
     if not module and words[0] == "-m" and len(words) > 1:
         module, words = True, words[1:]
-    _check(options, words[0], module)
-    if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
-    directory = options.keep or Path(tempfile.mkdtemp(prefix="ddpjob-audit-"))
-    script = Script(
-        words[0], tuple(words[1:]), module, options.nproc, Path.cwd(), os.environ,
-        options.patience, options.seed,
-    )  # fmt: skip
-    return Settings(
-        script, _source(options), directory.resolve(), resume_words(options.resume_args),
-        options.resume_when, options.kill_after, options.stop_after,
-    )  # fmt: skip
-
-
-def _source(options: argparse.Namespace) -> Source:
-    return Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
-
-
-def _check(options: argparse.Namespace, script: str, module: bool) -> None:
-    if options.nproc is not None:
-        whole("--nproc", options.nproc, least=1, most=MOST_PROCESSES)
+    verb.check(options)
     for name in ("kill_after", "stop_after"):
         if getattr(options, name) is not None:
             whole(f"--{name.replace('_', '-')}", getattr(options, name), least=1)
     if options.kill_after and options.stop_after and options.kill_after >= options.stop_after:
         raise ConfigError("--kill-after must be less than --stop-after: nothing would follow it")
-    real("--patience", options.patience)
-    check_resume(resume_words(options.resume_args), options.resume_when)
+    again = resume_words(options.resume_args)
+    check_resume(again, options.resume_when)
     if options.seed is not None:
         whole("--seed", options.seed, most=2**32 - 1)  # numpy's bound
-    _source(options).check()
+    source = Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
+    source.check()
     if not module:
-        check_notebook(Path(script))
-        if Path(script).name in ("torchrun", "accelerate", "lightning", "deepspeed"):
-            raise ConfigError(
-                f"{script} starts processes that audit does not see: give the script itself, and"
-                " --nproc N, as in: ddpjob-trainer audit --nproc 2 -- train.py"
+        _check_script(Path(words[0]))
+    return Script(
+        words[0], tuple(words[1:]), module, options.nproc, source, options.patience, options.seed,
+        again, options.resume_when, options.kill_after, options.stop_after,
+    )  # fmt: skip
+
+
+def _check_script(path: Path) -> None:
+    check_notebook(path)
+    if path.name in _STARTERS:
+        raise ConfigError(
+            f"{path} starts processes that audit does not see: give the script itself, and"
+            " --nproc N, as in: ddpjob-trainer audit --nproc 2 -- train.py"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such script")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended: ``code`` None when it was cut off; ``silent``: as nothing happened."""
+
+    gang: Gang
+    code: int | None
+    silent: bool
+    tail: str
+
+    @property
+    def steps(self) -> int:
+        """Return the steps that all ranks have made."""
+        return made(self.gang)
+
+
+class Audit:
+    """The runs of one audit, each in the same folder, which is made afresh."""
+
+    def __init__(self, script: Script, folder: Path) -> None:
+        self._script = script
+        self._folder = folder
+        self._copies = folder / "work"
+        self._work = script.source.place(self._copies)
+        self._show = _Progress()
+
+    def result(self) -> Result:
+        """Do the runs and judge. Raises ProofError, ConfigError; leaves no process behind."""
+        try:
+            return self._result()
+        finally:
+            shutil.rmtree(self._copies, ignore_errors=True)
+
+    def _result(self) -> Result:
+        calm = self._undisturbed("undisturbed", "1/3 undisturbed")
+        total, named = made(calm), self._named()
+        epoch = samples.epoch_length(samples.lines(calm))
+        saved = samples.saved_after(calm[0])
+        kill = self._script.kill_after or samples.kill_after(total, saved, epoch)
+        if kill >= total:
+            raise ConfigError(f"--kill-after {kill}: the run has {total} steps; choose fewer")
+        killed = self._killed(calm, kill)
+        words = self._resume_words(killed, named)
+        recorded, tail = self._started_again(calm, killed, words)
+        verdict = cause.judge(recorded)
+        if _hangs_on_chance(verdict):
+            again = self._undisturbed("again", "undisturbed once more, to compare")
+            verdict = cause.judge(replace(recorded, again=again))
+        given = self._script.resume_arguments, self._script.resume_when
+        return Result(verdict, calm, tuple(saved), epoch, tail, *given)
+
+    # --- The runs ------------------------------------------------------------------------
+
+    def _undisturbed(self, name: str, title: str) -> Gang:
+        self._script.source.fill(self._copies)
+        end = self._run(name, title, stop_at=self._script.stop_after)
+        if end.code:
+            raise ProofError(
+                f"the script fails by itself, with exit code {end.code} after step {end.steps}; see"
+                f" that it runs to its end (or give --stop-after STEP){self._beyond()}. The end of"
+                f" its output:\n{end.tail}"
             )
-        if not Path(script).is_file():
-            raise ConfigError(f"{script}: no such script")
-    if (
-        options.keep is not None
-        and options.keep.exists()
-        and (not options.keep.is_dir() or any(options.keep.iterdir()))
-    ):
-        raise ConfigError(f"--keep {options.keep} is not empty: choose a new directory")
+        if end.steps < _FEWEST:
+            few = f"only {end.steps} steps" if end.steps else "no step"
+            raise ProofError(
+                f"{few} of an optimizer of torch: {_FEWEST} are needed. Perhaps it found"
+                " training complete, from a checkpoint in this folder (--leave-out NAME) or at an"
+                " absolute path; or it starts its processes itself: give the script, and --nproc N,"
+                f" instead. The end of its output:\n{end.tail}"
+            )
+        if len(end.gang) > 1 and all(story.world == 1 for story in end.gang):
+            raise ProofError(
+                "each process trained by itself: none joined a process group"
+                " (torch.distributed.init_process_group), so all do the same work; leave --nproc"
+                " out"
+            )
+        return end.gang
+
+    def _killed(self, calm: Gang, kill: int) -> Gang:
+        """Run up to the kill. Refuse a run that did not begin as the first, or ended before."""
+        self._script.source.fill(self._copies)
+        end = self._run("killed", f"2/3 to be killed after step {kill}", stop_at=kill)
+        first = end.gang[0].steps[0].weights if end.steps else ""
+        later = [i for i, step in enumerate(calm[0].steps) if step.after == first]
+        if (first and first != calm[0].steps[0].weights and later) or not (end.steps or end.code):
+            after = f"with the weights of step {later[-1] + 1}" if later else "at the end"
+            raise ProofError(
+                f"the second run began {after} of the first: the script keeps its checkpoints"
+                " outside of its working directory, of which each run here gets a fresh copy. Give"
+                " it a relative path for them, such as --output_dir checkpoints, and try again"
+            )
+        if end.code is not None:
+            raise ProofError(
+                f"the second run ended by itself (exit code {end.code}) after step {end.steps},"
+                f" before it could be killed after step {kill}: the first took {made(calm)} steps."
+                " Seed what decides its end, or try --kill-after. The end of its output:\n"
+                f"{end.tail}"
+            )
+        return end.gang
+
+    def _started_again(
+        self, calm: Gang, killed: Gang, words: Sequence[str]
+    ) -> tuple[cause.Runs, str]:
+        """Start the killed run again, in its folder, until it ends or is as far as the first."""
+        stop_after = self._script.stop_after
+        place: list[int] = []
+
+        def enough(gang: Gang) -> bool:
+            if stop_after is None or not made(gang):
+                return False
+            if not place:
+                place.append(cause.resumed_after(calm, killed, gang))
+            return place[0] + made(gang) >= stop_after
+
+        title = f"3/3 killed after step {made(killed)}, started again"
+        end = self._run("resumed", title, more=words, enough=enough)
+        recorded = cause.Runs(
+            calm, killed, end.gang, kept=bool(samples.saved_after(killed[0])), code=end.code or 0,
+            whole=stop_after is None, silent=end.silent,
+            torn=bool(end.code and _TORN.search(end.tail)),
+        )  # fmt: skip
+        return recorded, end.tail if end.code or end.silent else ""
+
+    def _run(
+        self, name: str, title: str, *, stop_at: int | None = None, more: Sequence[str] = (),
+        enough: Callable[[Gang], bool] = lambda gang: False,
+    ) -> End:  # fmt: skip
+        """Run the script until it ends, stops at a step, has done ``enough``, or does nothing."""
+        out = self._folder / name
+        out.mkdir()
+        base = {"PYTHONUNBUFFERED": "1", **os.environ}
+        snapshots = self._work / ".ddpjob-snapshots"  # of scripts with our library
+        run = Run(
+            self._command(out, stop_at, more), environment(base, snapshots),
+            out.with_suffix(".log"), str(self._work),
+        )  # fmt: skip
+        steps, silent = Steps(out), False
+        seen, since, first = -1, time.monotonic(), 0.0
+        run.start()
+        try:
+            while run.running():
+                gang = steps.look()
+                self._show(title, made(gang))
+                now, counts = time.monotonic(), [len(story.steps) for story in gang]
+                if sum(counts) != seen:
+                    seen, since = sum(counts), now
+                silent = now - since > self._script.patience
+                there = sum(count >= stop_at for count in counts) if stop_at else 0
+                first = first or (now if there else 0.0)
+                together = there >= (self._script.nproc or len(counts))
+                waited = now - first > _TOGETHER_SECONDS
+                if silent or enough(gang) or (there and (together or waited)):
+                    break
+                time.sleep(LOOK_SECONDS)
+            code = run.exit_code
+        finally:
+            run.end()
+        end = End(steps.look(), code, silent, run.tail())
+        if silent and name != "resumed":
+            where = f"after step {end.steps}" if end.steps else "without a first step"
+            raise ProofError(
+                f"nothing happened for {self._script.patience:g} s, {where}: --patience SECONDS"
+                f" allows more. The end of its output:\n{end.tail}"
+            )
+        return end
+
+    def _command(self, out: Path, stop_at: int | None, more: Sequence[str]) -> list[str]:
+        script, here = self._script, self._script.source.folder
+        program = script.program
+        if not script.module:
+            path = (here / program).resolve()
+            inside = path.is_relative_to(here)
+            program = str(self._work / path.relative_to(here) if inside else path)
+        order = {
+            "out": str(out), "watch": str(self._work), "stop_at": stop_at,
+            "module": script.module, "shown": script.program, "seed": script.seed,
+        }  # fmt: skip
+        words = ["-m", _PROBE, json.dumps(order), program, *script.arguments, *more]
+        if script.nproc is None:
+            return [sys.executable, *words]
+        once = ("--spares", "0", "--max-rounds-without-progress", "0")
+        return launcher(script.nproc, *once, *words)
+
+    # --- What the script is given, and what it names --------------------------------------
+
+    def _named(self) -> list[str]:
+        """Return what --resume-args name that is there now, after a whole run."""
+        values = (word.partition("=")[2] or word for word in self._script.resume_arguments)
+        return [value for value in values if (self._work / value).exists()]
+
+    def _resume_words(self, killed: Gang, named: Sequence[str]) -> tuple[str, ...]:
+        """Return the arguments of the start after the kill. Raises ConfigError."""
+        when, work = self._script.resume_when, self._work
+        there = checkpoints.matches(when, work) if when else []
+        *_, found = there[0] if there else ("",)
+        missing = [one for one in named if not (work / one).exists()]
+        if missing or (when and not found):
+            what = f"--resume-args: {missing[0]}" if missing else f"--resume-when {when}"
+            files = {path for step in killed[0].steps for path in step.files}
+            kept = sorted(path for path in files if (work / path).exists())
+            raise ConfigError(
+                f"{what}: not there after the kill at step {made(killed)}; the script has"
+                f" written {samples.named(kept[::-1]) or 'nothing'}. Take --kill-after STEP, later,"
+                f" or {NEWEST} in --resume-args and --resume-when GLOB, the checkpoints of which it"
+                " stands for the newest"
+            )
+        return tuple(word.replace(NEWEST, found) for word in self._script.resume_arguments)
+
+    def _beyond(self) -> str:
+        """Name the paths in script and arguments that lead out of the folder; "" for none."""
+        source = self._script.source
+        tree = parsed(source.folder / self._script.program)
+        nodes = ast.walk(tree) if tree else ()
+        paths = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        paths += [word.rpartition("=")[2] for word in self._script.arguments]
+        beyond = {path for path in paths if isinstance(path, str) and _BEYOND.fullmatch(path)}
+        if not (missed := sorted(beyond - {*source.linked})):
+            return ""
+        return (
+            f". {missed[0]} is outside of the folder, of which each run gets a copy: --link"
+            f" {missed[0]}, once it is there, links it beside the copy"
+        )
 
 
-def _run(settings: Settings, options: argparse.Namespace) -> int:
-    result = audit(settings, _Progress())
-    print(flush=True)
-    for line in report.lines(result, shlex.join([settings.script.program])):
-        print(line, flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(result), indent=1) + "\n")
-    return _code(result)
-
-
-def _code(result: Result) -> int:
-    label = result.verdict.label
-    return {cause.RIGHT: 0, cause.ROUNDING: 0, cause.WRONG: 1}.get(label, _NOT_JUDGED)
+def _hangs_on_chance(verdict: cause.Verdict) -> bool:
+    """Return whether another undisturbed run decides; how many steps it makes it always does."""
+    return any(
+        one.kind == "length"
+        or (not verdict.loose and (one.kind in _BY_CHANCE or one.facts.get("place") == "unknown"))
+        for one in verdict.findings
+    )
 
 
 class _Progress:
-    """Show what runs, and at which step: one line that changes, or one now and then."""
+    """Shows what runs, and at which step: one line that changes, or one now and then."""
 
     def __init__(self) -> None:
         self._title = ""
@@ -215,19 +420,14 @@ class _Progress:
 
     def __call__(self, title: str, step: int) -> None:
         """Show a step of a run."""
-        now = time.monotonic()
-        new = title != self._title
-        if not new and (step == self._step or now - self._at < (0.2 if self._live else
-                                                                 _SHOWN_SECONDS)):  # fmt: skip
+        now, new = time.monotonic(), title != self._title
+        pause = 0.2 if self._live else _SHOWN_SECONDS
+        if not new and (step == self._step or now - self._at < pause):
             return
         if self._live:
             begin = "\n" if new and self._title else "\r"
             sys.stderr.write(f"{begin}audit: {title}: step {step}")
             sys.stderr.flush()
         else:
-            _say(f"{title}: step {step}" if step else title)
+            verb.say("audit", f"{title}: step {step}" if step else title)
         self._title, self._at, self._step = title, now, step
-
-
-def _say(text: str) -> None:
-    print(f"audit: {text}", file=sys.stderr, flush=True)

@@ -1,26 +1,27 @@
-"""Parse and run the command `ddpjob-trainer chaos`."""
+"""Run a script undisturbed, then under kills, and compare every bit: `ddpjob-trainer chaos`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
-import signal
-import sys
-import tempfile
+import secrets
+import statistics
+import time
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
-import ddpjob_contract as contract
-from ddpjob_tools.chaos.experiment import Result, Settings, run
-from ddpjob_tools.prove.disturb import ChaosError
-from ddpjob_tools.prove.kill import SIGNALS
-from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
+from ddpjob_contract import ExitCode
+from ddpjob_tools.prove import compare, verb
+from ddpjob_tools.prove.disturb import Disturbance, Made, Pace
+from ddpjob_tools.prove.kill import SIGNALS, plan_kills
+from ddpjob_tools.prove.record import Records, open_gate
+from ddpjob_tools.prove.run import LOOK_SECONDS, ProofError, Run, environment_of_job, launcher
+from ddpjob_trainer.arguments import whole
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.failpoints import POINTS
+from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 
 _DESCRIPTION = """\
 Does training survive? Run a script undisturbed, then once more while its processes are killed, and
@@ -44,9 +45,11 @@ on from a snapshot), 64 not possible as asked
 """
 _NOTHING_SHOWN = 3
 _NAMES = {s.name.removeprefix("SIG"): s for s in SIGNALS}
+_LEAST_HANG_SECONDS = 5.0
+_SLOWEST_STEPS = 20  # a step that takes so many times the slowest one hangs
 
 
-def _signals(text: str) -> tuple[signal.Signals, ...]:
+def _signals(text: str) -> tuple[Signals, ...]:
     return tuple(_NAMES[name] for name in _listed(text.upper().replace("SIG", ""), _NAMES))
 
 
@@ -63,121 +66,94 @@ def _listed(text: str, known: Collection[str]) -> list[str]:
     return names
 
 
+_WHOLE = {"type": int, "metavar": "N"}
+_OPTIONS: verb.Options = {
+    "--nproc": {"required": True, **_WHOLE, "help": "processes on this machine"},
+    "--kills": {"default": 20, **_WHOLE, "help": "how many (default: 20)"},
+    "--seed": {"default": 1, **_WHOLE, "help": "draws the kills (default: 1)"},
+    "--signals": {
+        "type": _signals, "default": SIGNALS, "metavar": "LIST",
+        "help": "of KILL,TERM,STOP (default: all). Half of the stopped processes are continued"
+        " after a moment, the others must be found by the hang detection",
+    },
+    "--points": {
+        "type": _points, "default": POINTS, "metavar": "LIST",
+        "help": f"all (default), none, or of {','.join(POINTS)}; other kills come at random"
+        " instants",
+    },
+    "--every": {"default": 5, **_WHOLE, "help": "steps between snapshots (default: 5)"},
+    **verb.of_program("PROGRAM", "a script (*.py), or an executable", 120.0),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome. ``differences`` empty: the two runs are equal bit for bit.
+
+    ``restarts``: see Records.restarts().
+    """
+
+    made: list[Made]
+    launches: int
+    restarts: list[int | None]
+    pace: Pace
+    calm: str
+    wild: str
+    differences: list[str]
+
+    @property
+    def went_on(self) -> list[int]:
+        """Return the steps after which restarts continued from a snapshot."""
+        return [step for step in self.restarts if step]
+
+    @property
+    def verdict(self) -> str:
+        """Return the result; a run without a resume shows nothing about snapshots."""
+        if self.differences:
+            return "DIFFERENT"
+        if self.went_on:
+            return "identical"
+        return (
+            f"nothing shown: of {len(self.restarts)} restarts none went on from a snapshot. One is"
+            f" made every {self.pace.every} steps, and the run has {self.pace.total_steps}: lower"
+            " --every, or snapshot_every where the script gives it to start(); choose more --kills,"
+            " or --signals KILL; or have the script train longer"
+        )
+
+
 def add(commands: Any) -> None:
     """Describe the command to argparse."""
-    parser = commands.add_parser(
-        "chaos",
-        help="kill training at random and compare with an undisturbed run, bit for bit",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    whole = {"type": int, "metavar": "N"}
-    parser.add_argument("--nproc", required=True, **whole, help="processes on this machine")
-    parser.add_argument("--kills", default=20, **whole, help="how many (default: 20)")
-    parser.add_argument("--seed", default=1, **whole, help="draws the kills (default: 1)")
-    parser.add_argument(
-        "--signals",
-        type=_signals,
-        default=SIGNALS,
-        metavar="LIST",
-        help="of KILL,TERM,STOP (default: all). Half of the stopped processes are continued after"
-        " a moment, the others must be found by the hang detection",
-    )
-    parser.add_argument(
-        "--points",
-        type=_points,
-        default=POINTS,
-        metavar="LIST",
-        help=f"all (default), none, or of {','.join(POINTS)}; other kills come at random instants",
-    )
-    parser.add_argument("--every", default=5, **whole, help="steps between snapshots (default: 5)")
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="give up when nothing happens for so long (default: 120)",
-    )
-    parser.add_argument(
-        "--keep",
-        type=Path,
-        metavar="DIR",
-        help="keep records, logs and snapshots in DIR, which must be new or empty",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE too")
-    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a Python module")
-    parser.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for PROGRAM")
-
-
-def _check(options: argparse.Namespace) -> None:
-    whole("--nproc", options.nproc, least=1, most=MOST_PROCESSES)
-    for name in ("kills", "every"):
-        whole(f"--{name}", getattr(options, name), least=1)
-    real("--patience", options.patience)
-    is_script = options.program.endswith(".py") and not options.module
-    if is_script and not Path(options.program).is_file():
-        raise ConfigError(f"{options.program}: no such script")
-    if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
-        raise ConfigError(f"--keep {options.keep} is not empty: choose a new directory")
+    summary = "kill training at random and compare with an undisturbed run, bit for bit"
+    about = {"description": _DESCRIPTION, "epilog": _EPILOG}
+    verb.add(commands, "chaos", summary, options=_OPTIONS, **about)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    code: int = contract.ExitCode.BAD_CONFIG
-    directory = None
-    try:
-        _check(options)
-        directory = options.keep or Path(tempfile.mkdtemp(prefix="ddpjob-chaos-"))
-        code = _run(_settings(options, directory.absolute()), options.json)
-    except ConfigError as error:
-        _say(str(error))
-    except ChaosError as error:
-        _say(str(error))
-        code = 1
-    except KeyboardInterrupt:
-        _say("interrupted")
-        code = 128 + signal.SIGINT
-    finally:
-        if directory is not None and (options.keep or code in (1, _NOTHING_SHOWN)):
-            _say(f"records, logs and snapshots are in {directory}")
-        elif directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-    return code
+    return verb.run("chaos", options, _checked, _report, evidence=(1, _NOTHING_SHOWN))
 
 
-def _settings(options: argparse.Namespace, directory: Path) -> Settings:
-    return Settings(
-        program=(*["-m"] * options.module, options.program, *options.arguments),
-        nproc=options.nproc,
-        kills=options.kills,
-        seed=options.seed,
-        signals=options.signals,
-        points=options.points,
-        every=options.every,
-        patience=options.patience,
-        directory=directory,
-        environment=os.environ,
-    )
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
+    verb.check(options)
+    for name in ("kills", "every"):
+        whole(f"--{name}", getattr(options, name), least=1)
+    is_script = options.program.endswith(".py") and not options.module
+    if is_script and not Path(options.program).is_file():
+        raise ConfigError(f"{options.program}: no such script")
+    return options
 
 
-def _say(text: str) -> None:
-    print(f"chaos: {text}", file=sys.stderr, flush=True)
-
-
-def _run(settings: Settings, report: Path | None) -> int:
-    result = run(settings, lambda text: print(text, flush=True))
+def _report(options: argparse.Namespace, folder: Path) -> int:
+    result = prove(options, folder)
     print(f"sha256 undisturbed {result.calm}\nsha256 disturbed   {result.wild}")
     for difference in result.differences:
         print(f"  {difference}")
     print(result.verdict, flush=True)
-    if report is not None:
-        report.write_text(json.dumps(_as_json(settings, result), indent=1))
+    verb.write(options.json, _as_json(options, result))
     return {"identical": 0, "DIFFERENT": 1}.get(result.verdict, _NOTHING_SHOWN)
 
 
-def _as_json(settings: Settings, result: Result) -> dict[str, Any]:
+def _as_json(options: argparse.Namespace, result: Result) -> dict[str, Any]:
     kills = [
         {**asdict(made.kill), "signal": made.kill.signal.name, "how": made.how}
         | ({"seconds": round(made.seconds, 4)} if made.seconds else {})
@@ -186,8 +162,8 @@ def _as_json(settings: Settings, result: Result) -> dict[str, Any]:
     return {
         "identical": result.verdict == "identical",
         "verdict": result.verdict,
-        "nproc": settings.nproc,
-        "seed": settings.seed,
+        "nproc": options.nproc,
+        "seed": options.seed,
         "kills": kills,
         "launches": result.launches,
         "restarts": result.restarts,
@@ -195,3 +171,125 @@ def _as_json(settings: Settings, result: Result) -> dict[str, Any]:
         "disturbed_sha256": result.wild,
         "differences": result.differences,
     }
+
+
+def prove(options: argparse.Namespace, folder: Path) -> Result:
+    """Do both runs. Raises ConfigError, ProofError; leaves no process behind."""
+    calm, pace = _undisturbed(options, folder / "undisturbed")
+    _say(
+        f"undisturbed: {pace.total_steps} steps of {pace.step_seconds:.3f} s on {options.nproc}"
+        f" ranks, a snapshot every {pace.every}, weights {compare.weights(calm.stories)}"
+    )
+    kills = plan_kills(
+        seed=options.seed, count=options.kills, nproc=options.nproc, total_steps=pace.total_steps,
+        epoch=pace.epoch, every=pace.every, signals=options.signals, points=options.points,
+    )  # fmt: skip
+    directory = folder / "disturbed"
+    slowest = max(_LEAST_HANG_SECONDS, _SLOWEST_STEPS * pace.step_seconds)
+    job, records = _prepared(options, directory, slowest)
+    disturbance = Disturbance(job, records, directory, pace, options.patience, _say)
+    try:
+        disturbance.run(kills)
+    except ProofError as error:
+        raise ProofError(f"{error}. The end of its output:\n{job.tail()}") from None
+    finally:
+        job.end()
+    result = Result(
+        made=disturbance.made,
+        launches=job.attempt,
+        restarts=records.restarts(),
+        pace=pace,
+        calm=compare.sha256(calm.stories, calm.stories),
+        wild=compare.sha256(records.stories, calm.stories),
+        differences=compare.differences(calm.stories, records.stories),
+    )
+    _say(f"disturbed:   {_summary(result.made)}, weights {compare.weights(records.stories)}")
+    steps = ", ".join(map(str, result.went_on)) or "-"
+    _say(
+        f"restarts:    {len(result.restarts)}, {len(result.went_on)} of which went on from a"
+        f" snapshot, after step {steps}"
+    )
+    return result
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _summary(made: Collection[Made]) -> str:
+    texts = []
+    for how in ("in place", "new launch", "went on", "finished", ""):
+        times = [one.seconds for one in made if one.how == how]
+        if times:
+            median = statistics.median(times)
+            texts.append(f"{len(times)} {how or 'killed again before it was back'}")
+            texts[-1] += f" (median {median:.2f} s)" if median else ""
+    return f"{len(made)} kills: {', '.join(texts)}"
+
+
+def _prepared(
+    options: argparse.Namespace, directory: Path, hang_seconds: float | None = None
+) -> tuple[Run, Records]:
+    directory.mkdir()
+    open_gate(directory / GATE, OPEN)
+    uid = f"chaos-{directory.name}-{secrets.token_hex(4)}"
+    environment = environment_of_job(os.environ, directory, uid, options.every, hang_seconds)
+    program = (*["-m"] * options.module, options.program, *options.arguments)
+    job = Run(launcher(options.nproc, *program), environment, directory / "log")
+    return job, Records(directory, options.nproc)
+
+
+def _undisturbed(options: argparse.Namespace, directory: Path) -> tuple[Records, Pace]:
+    """Run undisturbed, once. Raises ConfigError for a script that cannot be compared."""
+    job, records = _prepared(options, directory)
+    began = time.monotonic()
+    try:
+        job.start()
+        while job.running():
+            time.sleep(LOOK_SECONDS)
+            records.look()
+            _check_directory(records, directory)
+    finally:
+        job.end()
+    records.look()
+    if job.exit_code != ExitCode.SUCCESS:
+        raise ProofError(
+            f"the undisturbed run failed with exit code {job.exit_code}; see that the script runs"
+            f" to its end. The end of its output:\n{job.tail()}"
+        )
+    for rank, story in enumerate(records.stories):
+        if story.step and not story.hashes:
+            raise ConfigError(
+                f"rank {rank} left the loop after step {story.step}, and the script ended without"
+                " run.finish(): whether training was over nobody knows. Call run.finish() after"
+                " the loop"
+            )
+        if not story.hashes:
+            raise ConfigError(
+                "the script did not train with ddpjob_trainer.start() and run.steps() on every"
+                " rank: chaos can only compare what the library records. Train with them, or try"
+                " `ddpjob-trainer audit`, which needs no library"
+            )
+    return records, _pace(records, began)
+
+
+def _check_directory(records: Records, directory: Path) -> None:
+    for story in records.stories:
+        given = story.facts.get("directory", str(directory / "snapshots"))
+        if given != str(directory / "snapshots"):
+            raise ConfigError(
+                f"the script keeps snapshots in {given}, because it gives start() a snapshot_dir:"
+                " leave it out, or take it from the environment, so that chaos can choose one"
+            )
+
+
+def _pace(records: Records, began: float) -> Pace:
+    story = records.stories[0]
+    steps = max(1, len(story.losses))
+    return Pace(
+        total_steps=story.step,  # the script may end before the steps asked for
+        epoch=story.epoch,
+        every=int(story.facts["every"]),
+        step_seconds=max(0.001, (story.last_at - story.progress_at) / steps),
+        start_seconds=max(0.1, story.progress_at - began),
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ddpjob_tools.prove import samples
-from ddpjob_tools.prove.steps import Gang, Step, Story
+from ddpjob_tools.prove.record import Gang, Step, Story
 
 #: Compared in each step, in the order in which one causes the next.
 COMPARED: Final = (

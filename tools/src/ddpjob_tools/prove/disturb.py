@@ -18,7 +18,7 @@ from pathlib import Path
 import ddpjob_contract as contract
 from ddpjob_tools.prove.kill import LAUNCHER, Kill
 from ddpjob_tools.prove.record import Incarnation, Records, open_gate, process_state
-from ddpjob_tools.prove.run import TRACE_FILE, Job
+from ddpjob_tools.prove.run import TRACE_FILE, ProofError, Run
 from ddpjob_trainer import failpoints, trace
 from ddpjob_trainer.failpoints import GATE, OPEN
 from ddpjob_trainer.launcher.processes import children
@@ -30,10 +30,6 @@ _SHORTEST_PAUSE = 0.1
 _STOP_STEPS = 3  # a gang may still make these after SIGTERM, and one for the gate
 
 Say = Callable[[str], None]
-
-
-class ChaosError(Exception):
-    """The run did not reach its end; the message says how far it got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class Made:
 class Disturbance:
     """One disturbed run."""
 
-    job: Job
+    job: Run
     records: Records
     directory: Path
     pace: Pace
@@ -80,9 +76,9 @@ class Disturbance:
     _room: int = 0  # steps that a gang may need to come to an end
 
     def run(self, kills: list[Kill]) -> None:
-        """Make all kills, then let training end. Raises ChaosError."""
+        """Make all kills, then let training end. Raises ProofError."""
         self._limit(kills[0])
-        self.job.launch()
+        self.job.start()
         self._until(self.records.together, "all ranks made a first step")
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
@@ -108,16 +104,16 @@ class Disturbance:
             self._finished = True
             return
         if code in contract.PERMANENT_EXIT_CODES or code == contract.ExitCode.DIVERGED:
-            raise ChaosError(f"the launcher ended with exit code {code}, for good")
+            raise ProofError(f"the launcher ended with exit code {code}, for good")
         events = sum(story.events for story in self.records.stories) + len(self.made)
         self._useless = self._useless + 1 if events == self._events else 0
         self._events = events
         if self._useless > _USELESS_LAUNCHES:
-            raise ChaosError(f"{self._useless} launches in a row made no step (exit code {code})")
-        self.job.launch()
+            raise ProofError(f"{self._useless} launches in a row made no step (exit code {code})")
+        self.job.start()
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition. Raises ChaosError when no rank recorded anything for too long."""
+        """Wait for a condition. Raises ProofError when no rank recorded anything for too long."""
         seen, since = -1.0, time.monotonic()
         while not condition():
             self._look()
@@ -125,9 +121,9 @@ class Disturbance:
             if newest != seen:
                 seen, since = newest, time.monotonic()
             elif time.monotonic() - since > self.patience:
-                raise ChaosError(f"no sign of life for {self.patience:g} s, still not: {what}")
+                raise ProofError(f"no sign of life for {self.patience:g} s, still not: {what}")
             if self._finished and not condition():
-                raise ChaosError(f"training ended before: {what}")
+                raise ProofError(f"training ended before: {what}")
             time.sleep(_LOOK_SECONDS)
 
     def _pause(self, seconds: float) -> None:

@@ -1,12 +1,125 @@
-"""Read the ranks' records (training/replay/recorder.py) while they run, and locate the ranks."""
+"""Read what runs write while they go on: JSON lines in files that grow, one or more for each rank.
+
+Steps has what audit's probe writes of any script, Records what the library writes for chaos
+(training/replay/recorder.py). A line that SIGKILL has torn is left out.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+
+class Lines:
+    """The JSON objects of a growing file, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._rest = b""
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return those that have come since the last call."""
+        found: list[dict[str, Any]] = []
+        try:
+            if self._path.stat().st_size == self._at:
+                return found
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return found
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):  # empty, or cut off by a kill
+                found.append(json.loads(line))
+        return found
+
+
+# --- What the probe writes ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one optimizer. Hashes; ``parts``: of each of its weights, before it."""
+
+    optimizer: int = 0
+    weights: str = ""
+    parts: tuple[str, ...] = ()
+    state: str = ""
+    empty: bool = False  # the optimizer had no state yet
+    hyper: Sequence[Mapping[str, Any]] = ()
+    rng: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)  # of each module that was called
+    inputs: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    loss: float | None = None
+    gradients: str = ""
+    norm: float | None = None
+    after: str = ""  # the weights
+    files: Mapping[str, int] = field(default_factory=dict)  # written before it: path -> bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """The steps of one process. ``bytes``: of the weights of the optimizer that stepped first."""
+
+    rank: int = 0
+    world: int = 1
+    names: Sequence[str] = ()
+    bytes: int = 0
+    frameworks: Mapping[str, str] = field(default_factory=dict)
+    torch: str = ""  # its version
+    steps: Sequence[Step] = ()
+
+
+Gang = tuple[Story, ...]  # by rank
+
+
+def made(gang: Gang) -> int:
+    """Return the steps that all ranks have made."""
+    return min((len(story.steps) for story in gang), default=0)
+
+
+class Steps:
+    """The stories of one run's ranks, as its files grow: one for each process of a rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines: dict[Path, Lines] = {}
+        self._stories: dict[Path, Story] = {}
+        self._steps: dict[Path, list[Step]] = {}
+
+    def look(self) -> Gang:
+        """Return the ranks' stories; of several processes of a rank the one with most steps."""
+        for path in sorted(self._folder.glob("rank-*.jsonl")):
+            for line in self._lines.setdefault(path, Lines(path)).new():
+                if path in self._stories:
+                    self._steps[path].append(_of(Step, line))
+                else:
+                    self._steps[path] = []
+                    self._stories[path] = replace(_of(Story, line), steps=self._steps[path])
+        found: dict[int, Story] = {}
+        for story in self._stories.values():
+            if len(story.steps) > len(found.setdefault(story.rank, story).steps):
+                found[story.rank] = story
+        return tuple(found[rank] for rank in sorted(found))
+
+
+def _of(kind: type[Any], line: Mapping[str, Any]) -> Any:
+    known = {name: line[name] for name in kind.__dataclass_fields__ if name in line}
+    lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    return kind(**{**known, **lists})
+
+
+# --- What the library writes for chaos ----------------------------------------------------
 
 Incarnation = tuple[int, int]  # attempt, round
 
@@ -60,36 +173,17 @@ class RankStory:
 
 
 class Records:
-    """Follows the record files of one run."""
+    """The stories of one run's ranks, over all their incarnations."""
 
-    def __init__(self, directory: Path, ranks: int, name: str = "rank-{}.jsonl") -> None:
+    def __init__(self, directory: Path, ranks: int) -> None:
         self.stories = [RankStory() for _ in range(ranks)]
-        self._paths = [directory / name.format(rank) for rank in range(ranks)]
-        self._offsets = [0] * ranks
-        self._rests = [b""] * ranks
+        self._lines = [Lines(directory / f"rank-{rank}.jsonl") for rank in range(ranks)]
 
     def look(self) -> None:
         """Read new records."""
-        for rank, path in enumerate(self._paths):
-            try:
-                if path.stat().st_size == self._offsets[rank]:
-                    continue
-            except FileNotFoundError:
-                continue
-            with path.open("rb") as file:
-                file.seek(self._offsets[rank])
-                data = file.read()
-            self._offsets[rank] += len(data)
-            *lines, self._rests[rank] = (self._rests[rank] + data).split(b"\n")
-            for line in lines:
-                self._take(rank, line)
-
-    def _take(self, rank: int, line: bytes) -> None:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            return  # empty, or cut off by a kill
-        self.stories[rank].take(event)
+        for story, lines in zip(self.stories, self._lines, strict=True):
+            for line in lines.new():
+                story.take(line)
 
     @property
     def step(self) -> int:

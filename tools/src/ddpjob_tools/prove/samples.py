@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ddpjob_tools.prove.steps import Gang, Story
+from ddpjob_tools.prove.record import Gang, Story
 
 #: A step opens the next epoch when so large a part of its samples came before: noise never does.
 _SEEN: Final = 0.25

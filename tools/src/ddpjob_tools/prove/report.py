@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ddpjob_tools.audit.experiment import Result
 from ddpjob_tools.prove import cures
 from ddpjob_tools.prove.cause import COMPARED, RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
-from ddpjob_tools.prove.steps import Gang
+from ddpjob_tools.prove.record import Gang
 from ddpjob_trainer.arguments import shown_words
 
 #: What is compared, as a user calls it.
@@ -28,6 +27,19 @@ _TITLES: Final = {
     "after": "weights after the step",
     "rng": "random numbers",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The verdict and what it rests on. ``tail``: the last output of a run that failed."""
+
+    verdict: Verdict
+    calm: Gang
+    saved: tuple[int, ...]
+    epoch: int | None
+    tail: str = ""
+    resume_arguments: tuple[str, ...] = ()
+    resume_when: str = ""
 
 
 def lines(result: Result, script: str) -> Iterator[str]:
