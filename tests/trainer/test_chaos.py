@@ -74,7 +74,7 @@ def chaos(script: Path, *options: object) -> tuple[int, str]:
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize(("nproc", "seed"), [(3, 10), (4, 2), (5, 3)])
+@pytest.mark.parametrize(("nproc", "seed"), [(3, 10), (5, 3)])
 @pytest.mark.fault("T1", "T2", "T3", "T4")
 def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  # type: ignore[no-untyped-def]
     report = tmp_path / "report.json"
@@ -94,8 +94,10 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("script", ["gan.py", "muon.py", "text.py", "loader.py", "stream.py"])
-@pytest.mark.parametrize("nproc", [3, 4])
+@pytest.mark.parametrize(
+    ("script", "nproc"),
+    [("gan.py", 3), ("muon.py", 4), ("text.py", 3), ("loader.py", 4), ("stream.py", 3)],
+)
 @pytest.mark.fault("T1", "T4")
 def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):  # type: ignore[no-untyped-def]
     """Several models or optimizers, accumulation, fp16, an average, workers, a stream's state."""
@@ -117,44 +119,35 @@ PATIENT = ("bad = 0", "bad += step.index > 4\n    if bad == 25:\n        break")
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize(
-    ("lines", "factor", "words"),
-    [
-        # Nobody registered it: proves that the comparison can fail.
-        (("", "pass"), "* grow()", "rank 0: parameters differ"),
-        (PATIENT, "", "losses differ, the first after step"),
-    ],
-    ids=["state", "patience"],
-)
 @pytest.mark.fault("T14")
-def test_the_scripts_own_mistake_is_a_difference(training, lines, factor, words):  # type: ignore[no-untyped-def]
-    path = training(before=FORGETFUL, factor=factor)
-    before, after = lines
+def test_the_scripts_own_mistakes_are_differences(training):  # type: ignore[no-untyped-def]
+    """Nobody registered what it keeps: proves that the comparison can fail."""
+    path = training(before=FORGETFUL, factor="* grow()")
+    before, after = PATIENT
     text = path.read_text().replace("for step in", f"{before}\nfor step in")
     path.write_text(text.replace("    step.commit()\n", f"    step.commit()\n    {after}\n"))
     code, out = chaos(path, "--nproc", 3, "--kills", 1, "--signals", "KILL")
     assert code == 1, out
     assert "\nDIFFERENT" in out
-    assert words in out
+    assert "losses differ, the first after step" in out
+    assert "rank 0: parameters differ" in out
     kept = Path(out.rstrip().rpartition(" ")[2])
     assert (kept / "disturbed/rank-0.jsonl").exists(), "evidence is kept"
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.fault("T1")
-def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path, committed):  # type: ignore[no-untyped-def]
-    """After or before the commit of a step in the fifth epoch."""
+def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path):  # type: ignore[no-untyped-def]
+    """Before the commit of a step in the fifth epoch."""
     report, script = tmp_path / "report.json", training(steps=60)
     text = script.read_text()
     text = text.replace("for step in", 'run.register("best", best := {"loss": 1e9})\nfor step in')
-    place = "    step.commit()\n" if committed else "    for x, y in"
     leave = f"    if step.ends_epoch:\n        {KEPT}\n    if step.index == 36:\n        break\n"
-    script.write_text(text.replace(place, place + leave if committed else leave + place))
+    script.write_text(text.replace("    for x, y in", leave + "    for x, y in"))
     options = ("--kills", 2, "--signals", "KILL", "--points", "barrier", "--seed", 11)
     code, out = chaos(script, "--nproc", 3, *options, "--json", report)
     assert code == 0, out
-    assert f"undisturbed: {37 if committed else 36} steps" in out
+    assert "undisturbed: 36 steps" in out
     result = json.loads(report.read_text())
     assert any(kill["point"] == "barrier" for kill in result["kills"]), "also after its end"
     assert max(step or 0 for step in result["restarts"]) >= 25
@@ -162,38 +155,26 @@ def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path,
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize(
-    ("text", "code", "complaints"),
+    ("text", "code", "complaint"),
     [
-        ("print('no training')", 64, ["did not train with ddpjob_trainer.start()"]),
-        ("import sys; sys.exit(9)", 1, ["the undisturbed run failed with exit code 9"]),
+        ("print('no training')", 64, "did not train with ddpjob_trainer.start()"),
+        ("import sys; sys.exit(9)", 1, "the undisturbed run failed with exit code 9"),
         (
             "import ddpjob_trainer as d; d.start(total_steps=9, global_batch=9, snapshot_dir='x')",
-            64,
-            ["leave it out"],
-        ),
-        (
-            "",  # each restart begins anew
-            3,
-            [
-                "restarts:    1, 0 of which went on from a snapshot, after step -",
-                "\nnothing shown: ",
-                "lower --every",
-            ],
+            64, "leave it out",
         ),
     ],
-)
-def test_what_cannot_be_compared_is_told(training, text, code, complaints):  # type: ignore[no-untyped-def]
-    script = training()
-    if text:
-        script.write_text(text)
-    more = ("--nproc", 1) if text else ("--nproc", 3, "--kills", 1, "--signals", "KILL")
-    found, out = chaos(script, *more, "--every", 40)
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused(tmp_path, text, code, complaint):  # type: ignore[no-untyped-def]
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    found, out = chaos(script, "--nproc", 1)
     assert found == code, out
-    assert [complaint for complaint in complaints if complaint not in out] == []
+    assert complaint in out
     assert "\nidentical" not in out
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # type: ignore[no-untyped-def]
     script = tmp_path / "script.py"
     pid_file = tmp_path / "pid"

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.tier("all")
 GPU_CHECK = ("-m", "ddpjob_tools", "gpu-check")
 
 
-@pytest.mark.parametrize("numbers", ["1,2,3,4,6,7", "5,8"])
-def test_on_the_cpu(tmp_path: Path, numbers: str) -> None:
-    report = tmp_path / "report.json"
+def test_on_the_cpu(tmp_path: Path) -> None:
+    """All but check 5, which has chaos kill more cases of what check 8 shares with it."""
+    report, numbers = tmp_path / "report.json", "1,2,3,4,6,7,8"
     words = ("--device", "cpu", "--nproc", 3, "--checks", numbers, "--json", report)
     code, out = finished(*GPU_CHECK, *words)
     assert code == 0, out
@@ -25,12 +25,6 @@ def test_on_the_cpu(tmp_path: Path, numbers: str) -> None:
     for check in found:
         if check["number"] != 1:  # what this machine is like is no business of a test
             assert check["verdict"] == ("SKIP" if check["number"] in (3, 6) else "PASS"), out
-
-
-def test_no_gpu() -> None:
-    code, out = finished(*GPU_CHECK, "--quick", CUDA_VISIBLE_DEVICES="")
-    assert code == 64
-    assert out.startswith("gpu-check: no GPU: ")
 
 
 def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
