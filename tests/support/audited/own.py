@@ -1,4 +1,4 @@
-"""A loop of one's own, as many have it, right with ``--mistake none``; else with one mistake.
+"""A loop of one's own, as many have it, right without ``--mistakes``; else with some.
 
 Epochs are shuffled, dropout draws random numbers, Adam has a state, lr falls by a schedule.
 """
@@ -12,15 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--mistake", default="none")
-parser.add_argument("--every", type=int, default=5)
+parser.add_argument("--mistakes", default="")
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--out", default="checkpoints")
 parser.add_argument("--resume", action="store_true")
 options = parser.parse_args()
-mistake = options.mistake
+mistakes = set(options.mistakes.split(","))
 
-if mistake != "no-seed":
+if "no-seed" not in mistakes:
     torch.manual_seed(1)
     random.seed(1)
 rows = torch.Generator().manual_seed(5)
@@ -41,46 +40,33 @@ def random_states():
 
 def save():
     os.makedirs(options.out, exist_ok=True)
-    kept = {
-        "model": dict(model.named_parameters()) if mistake == "no-buffers" else model.state_dict(),
-        "step": step,
-    }
-    if mistake == "half-model":
-        kept["model"] = {name: one for name, one in kept["model"].items() if name[0] != "4"}
-    if mistake != "model-only":
-        kept["optimizer"] = optimizer.state_dict()
-        if mistake != "no-scheduler":
-            kept["scheduler"] = scheduler.state_dict()
-        if mistake != "no-rng":
-            kept["random"] = random_states()
+    named = dict(model.named_parameters()) if "no-buffers" in mistakes else model.state_dict()
+    kept = {"step": step, "model": named, "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(), "random": random_states()}  # fmt: skip
+    if "half-model" in mistakes:
+        kept["model"] = {name: one for name, one in named.items() if name[0] != "4"}
+    kept = {name: one for name, one in kept.items() if f"no-{name}" not in mistakes}
     torch.save(kept, path + ".new")
     os.replace(path + ".new", path)
 
 
-if os.path.exists(path) and mistake != "no-load":
+if os.path.exists(path) and "no-load" not in mistakes:
     kept = torch.load(path, weights_only=False)
-    model.load_state_dict(kept["model"], strict=mistake not in ("no-buffers", "half-model"))
+    model.load_state_dict(kept["model"], strict=not {"no-buffers", "half-model"} & mistakes)
     if "optimizer" in kept:
         optimizer.load_state_dict(kept["optimizer"])
     if "scheduler" in kept:
         scheduler.load_state_dict(kept["scheduler"])
     step = kept["step"]
-    if "random" in kept:
-        torch.set_rng_state(kept["random"]["torch"])
-        random.setstate(kept["random"]["python"])
+    torch.set_rng_state(kept["random"]["torch"])
+    random.setstate(kept["random"]["python"])
 
 per_epoch = len(data) // 8
 while step < options.epochs * per_epoch:
-    epoch = 0 if mistake == "no-set-epoch" and step % per_epoch else step // per_epoch
-    states = random_states()
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()
-    if mistake == "unseeded-order":
-        order = torch.randperm(len(data)).tolist()
-    done = step % per_epoch
-    if mistake == "epoch-again":
-        done = 0
-    if mistake == "skips-more" and done:
-        done, mistake = done + 2, ""
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(step // per_epoch))
+    if "unseeded-order" in mistakes:
+        order = torch.randperm(len(data))
+    order, done = order.tolist(), step % per_epoch
     batches = [order[i : i + 8] for i in range(done * 8, len(data), 8)]
     for batch in batches:
         x, y = data[batch]
@@ -90,6 +76,6 @@ while step < options.epochs * per_epoch:
         optimizer.step()
         scheduler.step()
         step += 1
-        if step % options.every == 0 and mistake != "no-save":
+        if step % 5 == 0:
             save()
 print("loss", loss.item())

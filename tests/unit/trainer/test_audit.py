@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from ddpjob_tools.prove import cause, cures, folder, samples
+from ddpjob_tools.prove import cause, folder, report, samples
 from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
 from ddpjob_tools.prove.record import Gang, Step, Steps, Story
+from ddpjob_trainer import cli
 from ddpjob_trainer.errors import ConfigError
 
 EPOCH, TOTAL, KILLED, SAVED = 10, 40, 18, 15
@@ -154,8 +155,8 @@ def test_a_cause_is_named_and_what_follows_from_it_is_not(name: str):
     assert found.findings[0].facts.items() >= facts.items()
     assert found.label == WRONG
     for one in found.findings:
-        assert cures.said(one)
-        assert cures.cure(one, cures.OWN)
+        assert report.said(one)
+        assert report.cure(one, report.OWN)
 
 
 def test_all_causes_of_the_first_step_and_later_wrong_samples_are_named():
@@ -182,7 +183,7 @@ def test_rounding_is_no_mistake_and_hides_none(world: int):
     calm, killed = run(world=world), run(end=KILLED, world=world)
     found = judged(run(change, begin=SAVED, world=world), calm=calm, killed=killed)
     assert (found.label, [one.kind for one in found.findings]) == (ROUNDING, ["rounding"])
-    assert ("DistributedDataParallel" in cures.said(found.findings[0])) == (world > 2)
+    assert ("DistributedDataParallel" in report.said(found.findings[0])) == (world > 2)
 
     def wrong(index: int, step: Step) -> Step:
         new = of_step(index - EPOCH if index >= 30 else index)
@@ -197,7 +198,7 @@ def test_what_the_script_does_not_repeat_is_no_fault_of_the_restart():
     by_chance = astray(4, weights=lambda i: f"v{i}")
     found = judged(run(begin=SAVED), calm=run(by_chance))
     assert (found.label, found.findings) == (UNKNOWN, ())
-    assert "step 5" in cures.chance(found)
+    assert "step 5" in report.not_repeated(found)
     # What it did load is judged all the same, by the killed run itself.
     lost = astray(state="", empty=True)
     found = judged(run(lost, begin=SAVED), calm=run(by_chance))
@@ -244,8 +245,8 @@ def test_samples_from_random_numbers_that_begin_again_have_another_cure():
 
     [found] = judged(run(again, begin=SAVED)).findings
     assert (found.kind, found.facts["seed"]) == ("inputs", True)
-    assert "begin again from the seed" in cures.said(found)
-    assert "get_rng_state" in cures.cure(found, cures.OWN)
+    assert "begin again from the seed" in report.said(found)
+    assert "get_rng_state" in report.cure(found, report.OWN)
     restored = judged(run(samples_from(lambda i: i - SAVED), begin=SAVED)).findings[0]
     assert restored.facts["seed"] is False, "a sampler whose epoch was not set"
 
@@ -253,7 +254,7 @@ def test_samples_from_random_numbers_that_begin_again_have_another_cure():
 def test_only_a_torn_file_is_called_half_written():
     for torn in (True, False):
         [found] = judged((), code=1, torn=torn).findings
-        assert ("half written" in cures.cure(found, cures.OWN)) == torn
+        assert ("half written" in report.cure(found, report.OWN)) == torn
 
 
 def test_a_script_that_repeats_up_to_rounding_resumes_up_to_rounding():
@@ -300,11 +301,11 @@ def test_weights_of_no_step_are_named():
     found = judged(run(half, begin=SAVED))
     assert found.resumed_after is None
     assert found.findings[0].facts == {"after": SAVED, "other": ["second"], "count": 2}
-    assert "after step 15" in cures.said(found.findings[0])
+    assert "after step 15" in report.said(found.findings[0])
     none = changed(weights="w?", parts=("a?", "b?"))
-    assert "no step" in cures.said(judged(run(none, begin=SAVED)).findings[0])
+    assert "no step" in report.said(judged(run(none, begin=SAVED)).findings[0])
     fresh = changed(weights="w?", parts=("a?", "b?"), empty=True)
-    assert "no step" in cures.said(judged(run(fresh, begin=SAVED)).findings[0]), "plain SGD"
+    assert "no step" in report.said(judged(run(fresh, begin=SAVED)).findings[0]), "plain SGD"
     chance = run(changed(0, weights=lambda i: f"x{i}"))  # as they are made without a seed
     found = judged(run(fresh, begin=SAVED), calm=chance)
     assert found.findings == (Finding("nothing-loaded", 1),)
@@ -333,7 +334,7 @@ def test_an_optimizer_that_steps_second_is_not_taken_for_other_samples():
 def test_weights_that_are_changed_between_steps_are_named():
     found = judged(run(astray(20, weights=lambda i: f"v{i}"), begin=SAVED))
     assert [(one.kind, one.step) for one in found.findings] == [("between", 21)]
-    assert cures.said(found.findings[0])
+    assert report.said(found.findings[0])
 
 
 def test_nothing_kept_a_crash_a_hang_and_no_step_are_told_apart():
@@ -459,9 +460,53 @@ def test_what_matches_nothing_is_refused(option: str, name: str, tmp_path: Path)
         folder.Source(here, **{option: [name]}).check()
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers", cures.OWN])
-def test_each_kind_of_finding_has_its_cure(framework: str):
-    for kind in cures._SAID:
-        assert cures.cure(Finding(kind), framework), kind
-    assert cures.framework({"accelerate": "1", "transformers": "5"}) == "transformers"
-    assert cures.framework({}) == cures.OWN
+#: What of a cure solves this cause, in a loop of one's own.
+SOLVES = {
+    "nothing-loaded": "load it at the start", "nothing-kept": "every so many steps save",
+    "no-step": "load it at the start", "weights": "strict=True", "buffers": "has the buffers",
+    "state": "save optimizer.state_dict()", "hyper": "scheduler.state_dict()",
+    "inputs": "skip the batches that were trained", "rng": "of each rank", "between": "averages",
+    "unseen": "generators", "length": "from which it counts", "crash": "see the end of its output",
+    "hang": "--patience", "rounding": "nothing, unless",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOLVES)
+def test_a_cure_fits_its_cause_in_the_words_of_every_framework(kind: str):
+    assert SOLVES[kind] in report.cure(Finding(kind), report.OWN)
+    for framework in ("accelerate", "lightning", "transformers", "pytorch_lightning"):
+        assert report.cure(Finding(kind), framework)
+    assert report._CURES.keys() == SOLVES.keys() | {"seed"}
+
+
+def test_of_several_frameworks_the_outermost_resumes():
+    assert report.framework({"accelerate": "1", "transformers": "5"}) == "transformers"
+    assert report.framework({}) == report.OWN
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("no.py", "no.py: no such script"),
+        ("--nproc 0 own.py", "--nproc=0"),
+        ("--kill-after 9 --stop-after 9 own.py", "--kill-after must be less"),
+        ("--resume-args ' own.py", "--resume-args"),
+        ("--resume-args {newest} own.py", "needs --resume-when"),
+        ("--link ../dta own.py", "--link ../dta"),
+        ("--seed -1 own.py", "--seed=-1"),
+        ("--patience nan own.py", "--patience=nan"),
+        ("torchrun own.py", "--nproc N"),
+        ("--keep . own.py", "is not empty"),
+        ("book.ipynb", "notebook"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_runs(
+    words: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").touch()
+    assert cli.main(["audit", *words.split()]) == 64
+    said = capsys.readouterr()
+    assert (said.out, complaint in said.err) == ("", True), said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["own.py"]

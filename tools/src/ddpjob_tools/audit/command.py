@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
 
     def body(script: Script, folder: Path) -> int:
         result = Audit(script, folder).result()
-        print("", *report.lines(result, shlex.quote(script.program)), sep="\n", flush=True)
+        print(f"\n{report.text(result, shlex.quote(script.program))}", flush=True)
         verb.write(options.json, report.as_json(result))
         return _CODES[result.verdict.label]
 

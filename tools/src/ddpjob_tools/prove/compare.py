@@ -1,13 +1,104 @@
-"""Compare two runs bit for bit: each rank's losses, evaluations and state hashes. Pure."""
+"""Find where a run differs from another first, and in what. Pure.
+
+Comparison is of the steps of any script, for cause.py; differences() is of two runs of chaos.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final, TypeVar
 
-from ddpjob_tools.prove.record import RankStory
+from ddpjob_tools.prove.record import Gang, RankStory, Step
+
+#: Compared in each step, in the order in which one causes the next.
+COMPARED: Final = (
+    "weights", "buffers", "state", "hyper", "inputs", "outputs", "gradients", "after",
+)  # fmt: skip
+#: Set before a step by what was loaded; the others follow from these and from random numbers.
+CAUSES: Final = ("weights", "buffers", "state", "hyper", "inputs")
+_CLOSE: Final = 1e-3  # relative: sums in another order, never other samples
+
+
+class Comparison:
+    """A run beside its reference, which had made ``start`` steps before the other's first one.
+
+    ``since``: thing -> the first step, from 1, at which it differs; ``ranks``: and on which ranks.
+    The things in ``only``, or all, are compared up to step ``until``.
+    """
+
+    def __init__(
+        self, reference: Gang, other: Gang, start: int = 0, *, until: int | None = None,
+        only: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.reference, self.other, self.start = reference, other, start
+        self.since: dict[str, int] = {}
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        for what in (*COMPARED, "rng"):
+            end = until if only is None or what in only else None
+            found = dict(self._differing(what, end))
+            if found:
+                self.since[what] = min(found.values())
+                self.ranks[what] = tuple(n for n, at in found.items() if at == self.since[what])
+
+    def _differing(self, what: str, end: int | None) -> Iterator[tuple[int, int]]:
+        for one, other in zip(self.reference, self.other, strict=False):
+            if what == "buffers" and one.rank:
+                continue  # DDP gives rank 0's to the others before they are used
+            pairs = zip(one.steps[self.start : end], other.steps, strict=False)
+            for step, (mine, its) in enumerate(pairs, self.start + 1):
+                if _differs(what, mine, its, opening=step == self.start + 1 > 1):
+                    yield one.rank, step
+                    break
+
+    @property
+    def first(self) -> int:
+        """Return the first step with any difference that has an effect, 0 for none."""
+        return min((self.since[what] for what in COMPARED if what in self.since), default=0)
+
+    def at(self, step: int) -> Iterator[tuple[int, Step, Step]]:
+        """Yield each rank with the reference's step, and the other's."""
+        for one, other in zip(self.reference, self.other, strict=False):
+            yield one.rank, one.steps[step - 1], other.steps[step - 1 - self.start]
+
+    def only_rounding(self) -> bool:
+        """Return whether the first difference is one of gradients or results, nearly equal."""
+        first = self.first
+        return first not in (0, *(self.since.get(what) for what in CAUSES)) and all(
+            _close(mine.norm, its.norm) and _close(mine.loss, its.loss)
+            for _, mine, its in self.at(first)
+        )
+
+    def drawn(self, step: int, ranks: Collection[int]) -> bool:
+        """Return whether random numbers differed that the step, or its data, did draw."""
+        following = {one.rank: one.steps[step : step + 1] for one in self.reference}
+        return any(
+            mine.rng != its.rng and all(later.rng != mine.rng for later in following[rank])
+            for rank, mine, its in self.at(step)
+            if rank in ranks
+        )
+
+
+def _differs(what: str, one: Step, other: Step, *, opening: bool) -> bool:
+    mine, its = getattr(one, what), getattr(other, what)
+    if what == "buffers":  # an evaluation may have called another module, too
+        return any(mine[name] != its[name] for name in mine.keys() & its.keys())
+    if what in ("inputs", "outputs") and opening and its:
+        # Between the checkpoint and the kill it may have evaluated, which is not done again.
+        same_end = mine[-len(its) :] == its
+        return not (same_end if one.gradients == other.gradients else mine == its)
+    return bool(mine != its)
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=_CLOSE, abs_tol=1e-12)
+
+
+# --- Two runs of chaos --------------------------------------------------------------------
 
 Key = TypeVar("Key", int, tuple[int, str])
 

@@ -1,18 +1,19 @@
-"""Print a verdict for a stranger: what was done, the verdict, what differs, the cure. Pure text.
+"""Put a verdict of audit into words: what was done, what differs, its cause and its cure. Pure.
 
-command.py prints the lines, and writes as_json() where it is asked for.
+A cause has one of eight cures, in the words of the framework that the script uses. A new kind of
+finding gets its words here and its row in docs/start/audit.md.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ddpjob_tools.prove import cures
-from ddpjob_tools.prove.cause import COMPARED, RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
+from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
 from ddpjob_tools.prove.record import Gang
+from ddpjob_tools.prove.samples import named
 from ddpjob_trainer.arguments import shown_words
 
 #: What is compared, as a user calls it.
@@ -27,6 +28,215 @@ _TITLES: Final = {
     "after": "weights after the step",
     "rng": "random numbers",
 }
+#: Whose words are taken where a script imports several: of the outermost.
+_FRAMEWORKS: Final = (
+    "ddpjob_trainer", "lightning", "pytorch_lightning", "transformers", "accelerate",
+)  # fmt: skip
+OWN: Final = "own loop"
+
+_CHECKPOINT: Final = {
+    OWN: "every so many steps save model.state_dict(), optimizer.state_dict(), the scheduler's,"
+    " random states, epoch and position into a new file, os.replace() it over the last one, and"
+    " load it at the start if it exists",
+    "lightning": "ModelCheckpoint(every_n_train_steps=N, save_last=True) and trainer.fit(...,"
+    ' ckpt_path="last")',
+    "accelerate": "accelerator.save_state(DIR) every so many steps, accelerator.load_state(DIR) at"
+    " the start if DIR exists",
+    "transformers": "TrainingArguments(save_steps=N) and"
+    " trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir)); True fails where there"
+    " is none yet",
+    "ddpjob_trainer": "leave snapshot_dir to the environment, or name one directory for all starts",
+}
+_MODEL: Final = {
+    OWN: "save model.state_dict(), which has the buffers, not model.parameters(), and that of every"
+    " other model, such as a teacher; load it with strict=True after the model is built and before"
+    " the optimizer is; write to a new file, then os.replace(), so that none is half written",
+}
+_OPTIMIZER: Final = {
+    OWN: "save optimizer.state_dict() and scheduler.state_dict() with the model's; make both, for"
+    " the same parameters in the same order, before either is loaded: a new scheduler sets lr",
+    "lightning": "save_weights_only=False, and trainer.fit(ckpt_path=...) instead of"
+    " load_from_checkpoint(), which loads weights only; return the scheduler from"
+    " configure_optimizers(), which Lightning then saves",
+    "accelerate": "accelerator.load_state() after prepare(model, optimizer, scheduler, ...): it"
+    " loads what was prepared, or given to accelerator.register_for_checkpointing()",
+    "transformers": "save_only_model=False, and trainer.train(resume_from_checkpoint=...) instead"
+    " of from_pretrained(checkpoint), which loads weights only; the same max_steps, warmup and"
+    " epochs at each start",
+}
+_SAMPLES: Final = {
+    OWN: "save epoch and position; call sampler.set_epoch(epoch), or seed the shuffle from the"
+    " epoch, then skip the batches that were trained, and restore random states after that",
+    "lightning": "a sampler whose order is a function of (seed, epoch), and torchdata's"
+    " StatefulDataLoader, whose state Lightning keeps in its checkpoints; a plain DataLoader begins"
+    " the epoch with another order",
+    "accelerate": "accelerate 1.15 or newer (older ones take the first epoch's order,"
+    " accelerate#4071), with DataLoaderConfiguration(use_seedable_sampler=True), then"
+    " loader.set_epoch(epoch) and skip_first_batches(loader, done) for the rest of that epoch; or"
+    " use_stateful_dataloader=True",
+    "transformers": "transformers 5 or newer with accelerate 1.15 or newer (older ones take the"
+    " first epoch's order, transformers#40691), ignore_data_skip=False, a fixed data_seed",
+    "ddpjob_trainer": "take batches from run.steps(); an own DataLoader needs run.register(...)",
+}
+_RANDOM: Final = {
+    OWN: "save torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate(),"
+    " numpy.random.get_state() of each rank, and put them back just before the first step or draw;"
+    " or seed each epoch by its number (a sampler: sampler.set_epoch(epoch))",
+    "lightning": "Lightning keeps no random states: put them into on_save_checkpoint() and back in"
+    " on_train_batch_start() of the first batch",
+    "accelerate": "load_state() puts them back, but skipping batches may draw from them: put them"
+    " back after that, or seed each epoch",
+    "transformers": "its rng_state*.pth is put back after batches are skipped: all ranks need"
+    " theirs in the checkpoint's folder",
+}
+_KEPT: Final = {
+    OWN: "save and load what the script keeps beside model and optimizer: the step (or epoch and"
+    " position) from which it counts, averages, generators of its loaders and transforms, memory"
+    " banks",
+}
+_OUTPUT: Final = {
+    OWN: "see the end of its output below, and start the script by hand from a checkpoint; where it"
+    " waits for data that it has skipped, or for another process, --patience SECONDS allows more",
+}
+_NONE: Final = {
+    OWN: "nothing, unless equal bits are wanted: then this project's library, whose sums do not"
+    " depend on a restart",
+}
+_CURES: Final[Mapping[str, Mapping[str, str]]] = {
+    "nothing-loaded": _CHECKPOINT, "nothing-kept": _CHECKPOINT, "no-step": _CHECKPOINT,
+    "weights": _MODEL, "buffers": _MODEL, "state": _OPTIMIZER, "hyper": _OPTIMIZER,
+    "inputs": _SAMPLES, "seed": {**_SAMPLES, OWN: _RANDOM[OWN]}, "rng": _RANDOM,
+    "between": _KEPT, "unseen": _KEPT, "length": _KEPT, "crash": _OUTPUT, "hang": _OUTPUT,
+    "rounding": _NONE,
+}  # fmt: skip
+#: Seven of ten known programs load only then.
+_ARGUED: Final = "; where an argument says that it loads: --resume-args, of audit and of run"
+_TORN: Final = (
+    "; a checkpoint that is half written at the kill must not be taken: write to a new file, then"
+    " os.replace()"
+)
+_LIBRARY: Final = (
+    "All of this comes by itself with ddpjob's library (ddp.start(), run.prepare(), run.steps()):"
+    " docs/guides/training.md"
+)
+
+
+def framework(found: Mapping[str, str]) -> str:
+    """Return the framework that resumes: of several the outermost."""
+    return next((name for name in _FRAMEWORKS if name in found), OWN)
+
+
+def cure(finding: Finding, framework: str) -> str:
+    """Return what to do, in the framework's words where it has some."""
+    facts = finding.facts
+    rows = _CURES["seed" if facts.get("seed") else finding.kind]
+    name = "lightning" if framework == "pytorch_lightning" else framework
+    more = _ARGUED if finding.kind == "nothing-loaded" else _TORN if facts.get("torn") else ""
+    return rows.get(name, rows[OWN]) + more
+
+
+# --- What was found -----------------------------------------------------------------------
+
+_SAID: Final[Mapping[str, str]] = {
+    "nothing-loaded": "nothing was loaded, though files were written: training starts over from"
+    " step 1",
+    "nothing-kept": "nothing was kept: no file that can be a checkpoint was written before the"
+    " kill, and training starts over from step 1",
+    "between": "equal weights after the step before were changed otherwise before this one (an"
+    " average that was swapped in, clipping)",
+    "buffers": "buffers or frozen weights (BatchNorm's averages, or another model, such as a"
+    " teacher or a moving average) are not those of this step",
+    "rng": "random numbers differ (dropout, noise): the generators' states were not put back",
+    "unseen": "{what} differ from equal weights, samples and random numbers: something that this"
+    " audit does not see (a generator or hidden state of the script, a gradient that was kept"
+    " between steps)",
+    "length": "training ended after step {ended}, undisturbed after step {total}",
+    "crash": "started again, it failed with exit code {code}",
+    "hang": "started again, it made no further step, and did not end",
+    "no-step": "started again, it ended without a step, as if training had been complete",
+    "rounding": "gradients differ by rounding only, from the same weights, samples and random"
+    " numbers: ",
+}
+
+
+def said(finding: Finding) -> str:
+    """Describe a finding in one or two sentences."""
+    kind, facts = finding.kind, finding.facts
+    if kind == "weights":
+        return _weights(facts)
+    if kind == "inputs":
+        return _inputs(facts)
+    if kind == "state":
+        if facts["empty"]:
+            return (
+                "the optimizer's state (momentum, Adam's averages) was not loaded: it starts empty"
+            )
+        return "the optimizer's state was loaded in part, or changed: it is not that of this step"
+    if kind == "hyper":
+        shown = [f"{name} {_short(its)} instead of {_short(mine)}" for name, mine, its in
+                 facts["changed"]]  # fmt: skip
+        return f"the optimizer's settings differ: {', '.join(shown) or 'another number of groups'}"
+    text = _SAID[kind].format(**facts)
+    if kind == "rng" and facts["world"] > 1:
+        return f"{text} on these ranks"
+    if kind != "rounding":
+        return text
+    if facts["world"] > 2:
+        return (
+            f"{text}after a restart DistributedDataParallel packs its buckets in another order, and"
+            f" with {facts['world']} processes sums are rounded otherwise"
+        )
+    return f"{text}kernels or threads add up in another order"
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _weights(facts: Mapping[str, Any]) -> str:
+    other, count = facts["other"], facts["count"]
+    if len(other) == count:
+        return (
+            "the weights loaded are those of no step: not the saved ones, or changed on the way"
+            " (another dtype, an average, one saved while a step was under way)"
+        )
+    return (
+        f"of {count} weights {count - len(other)} are those after step {facts['after']}, others are"
+        f" not: {named(other)}"
+    )
+
+
+def _inputs(facts: Mapping[str, Any]) -> str:
+    kind, step, count, epoch = (facts[name] for name in ("place", "step", "count", "epoch"))
+    if facts["seed"]:
+        return (
+            f"the samples are those of step {step}, drawn from random numbers that begin again from"
+            " the seed at each start"
+        )
+    where = f" of epoch {epoch}" if epoch else ""
+    if kind == "begins":
+        return (
+            f"epoch {epoch} begins again: the samples of its first {count} steps are trained a"
+            " second time"
+        )
+    if kind == "repeated":
+        return f"the samples of step {step} come again: {count} steps{where} are repeated"
+    if kind == "skipped":
+        return f"the samples of step {step} come at once: {count} steps{where} are left out"
+    if kind in ("earlier", "later"):
+        of = f", which is in epoch {facts['from']}," if facts["from"] else ""
+        this = f"epoch {epoch}" if epoch else "this step"
+        return f"the samples are those of step {step}{of} instead of {this}"
+    if kind == "shuffled":
+        return (
+            f"the samples come in another order: of the {count} until the end{where or ' of it'},"
+            f" {facts['again']} are trained a second time and {facts['missing']} never"
+        )
+    drawn = "; random numbers differ too, so they may be drawn (augmentation, noise)"
+    return "the inputs are none of the undisturbed run's" + (drawn if facts["rng"] else "")
+
+
+# --- The whole report ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +252,93 @@ class Result:
     resume_when: str = ""
 
 
-def lines(result: Result, script: str) -> Iterator[str]:
-    """Yield the report, line by line."""
+def text(result: Result, script: str) -> str:
+    """Return the report for a stranger: what was done, the verdict, what differs, the cure."""
     verdict, head = result.verdict, result.calm[0]
     versions = ", ".join(f"{name} {version}".strip() for name, version in head.frameworks.items())
     processes = f"{len(result.calm)} process" + ("es" if len(result.calm) > 1 else "")
-    yield f"{script}: {versions or cures.OWN}, {processes}"
-    yield ""
-    yield from _story(result)
-    yield ""
-    yield f"{_HEADLINES[verdict.label]}{_headline(verdict)}"
-    framework = cures.framework(head.frameworks)
-    for finding in verdict.findings:
-        yield ""
-        yield f"  {_where(finding, result)}{cures.said(finding)}"
-        if found := cures.cure(finding, framework):
-            yield f"    cure: {found}"
-    if verdict.label == WRONG and framework != "ddpjob_trainer":
-        yield ""
-        yield f"  {cures.LIBRARY}"
-    if result.resume_arguments and verdict.label in (RIGHT, ROUNDING):
-        yield ""
-        yield f"  {_with(result)}"
-    for text in _ranks(result.calm):
-        yield ""
-        yield f"  {text}"
-    if text := cures.chance(verdict):
-        yield ""
-        yield f"  not repeated: {text}"
-    if verdict.since:
-        yield ""
-        yield from _table(verdict)
-    if result.tail:
-        yield ""
-        yield "  the end of its output when it was started again:"
-        yield result.tail
+    ours = framework(head.frameworks)
+    right = verdict.label in (RIGHT, ROUNDING)
+    paragraphs = [
+        f"{script}: {versions or OWN}, {processes}",
+        "\n".join(_story(result)),
+        _headline(verdict),
+        *(f"  {_where(one, result)}{said(one)}\n    cure: {cure(one, ours)}"
+          for one in verdict.findings),
+        f"  {_LIBRARY}" if verdict.label == WRONG and ours != "ddpjob_trainer" else "",
+        f"  {_with(result)}" if result.resume_arguments and right else "",
+        *(f"  {note}" for note in _notes(result.calm)),
+        not_repeated(verdict),
+        "\n".join(_table(verdict)) if verdict.since else "",
+        result.tail and f"  the end of its output when it was started again:\n{result.tail}",
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def _story(result: Result) -> Iterator[str]:
+    verdict, epoch, steps = result.verdict, result.epoch, result.calm[0].steps
+    an_epoch = f", {epoch} in an epoch" if epoch else ""
+    kept = f"files written after step {_numbers(result.saved)}"
+    kept = kept if result.saved else "no file that can be a checkpoint"
+    yield f"  undisturbed    {verdict.total} steps{an_epoch}; {kept}"
+    if steps and not steps[0].empty:
+        yield "                 it began from a checkpoint in this folder (--leave-out NAME)"
+    killed, after = verdict.killed_after, verdict.resumed_after
+    yield f"  killed         after step {killed}" + (
+        f", in epoch {(killed - 1) // epoch + 1}" if epoch else ""
+    )
+    if given := result.resume_arguments:
+        yield f"  with           {shown_words(given)}, at each start but the first"
+    if after is None:
+        where = "with the state of no step that it had made"
+    elif verdict.unclear:
+        where = "after which step cannot be told: several have the same weights"
+    elif after == 0:
+        where = "at the beginning: all steps done again"
+    elif lost := killed - after:
+        where = f"after step {after}, {lost} step{'s' * (lost != 1)} done again"
+    else:
+        where = f"after step {after}, no step lost"
+    yield f"  started again  {where}"
+
+
+def _numbers(steps: Sequence[int]) -> str:
+    shown = [*map(str, steps)]
+    return ", ".join(shown if len(shown) <= 4 else [*shown[:3], f"... {shown[-1]}"])
+
+
+def _headline(verdict: Verdict) -> str:
+    if verdict.label == RIGHT:
+        final = ", and ends in the same weights" if verdict.final else ""
+        after = f"each of the {verdict.compared} steps after the restart"
+        return f"RIGHT: {after} is as undisturbed, bit for bit{final}"
+    if verdict.label == ROUNDING:
+        return (
+            "RIGHT, but for rounding: all that was loaded, and every sample after it, is as"
+            " undisturbed; sums are not"
+        )
+    if verdict.label == UNKNOWN:
+        return (
+            "NOT TO BE JUDGED: nothing wrong was found up to the kill, but even undisturbed the"
+            " script does not repeat itself"
+        )
+    first = verdict.findings[0]
+    if first.kind.startswith("nothing"):
+        same = "other ones" if any(verdict.since.values()) else "ends in the same weights"
+        end = f", and {same}" if verdict.since else ""
+        return (
+            "WRONG: a kill loses all that was trained. Started again, it does all steps again" + end
+        )
+    since = f". It differs from step {first.step} on" if first.step else ""
+    return f"WRONG: a killed run does not end as an undisturbed one{since}"
+
+
+def _where(finding: Finding, result: Result) -> str:
+    if not finding.step:
+        return ""
+    everywhere = len(finding.ranks) in (0, len(result.calm))
+    ranks = "" if everywhere else f", rank {', '.join(map(str, finding.ranks))}"
+    return f"step {finding.step}{ranks}: "
 
 
 def _with(result: Result) -> str:
@@ -90,7 +352,7 @@ def _with(result: Result) -> str:
     )
 
 
-def _ranks(calm: Gang) -> Iterator[str]:
+def _notes(calm: Gang) -> Iterator[str]:
     """Say what a run of several processes shows that do not train one model."""
     if len({story.steps[0].after for story in calm if story.steps}) > 1:
         yield (
@@ -101,102 +363,32 @@ def _ranks(calm: Gang) -> Iterator[str]:
         yield "the weights never change: equal ones prove nothing here"
 
 
-def _story(result: Result) -> Iterator[str]:
-    verdict, epoch = result.verdict, result.epoch
-    an_epoch = f", {epoch} in an epoch" if epoch else ""
-    saved = _numbers(result.saved)
-    kept = f"files written after {saved}" if saved else "no file that can be a checkpoint"
-    yield f"  undisturbed    {verdict.total} steps{an_epoch}; {kept}"
-    if result.calm[0].steps and not result.calm[0].steps[0].empty:
-        yield "                 it began from a checkpoint in this folder (--leave-out NAME)"
-    yield f"  killed         after step {verdict.killed_after}{_epoch(verdict.killed_after, epoch)}"
-    after = verdict.resumed_after
-    if given := result.resume_arguments:
-        yield f"  with           {shown_words(given)}, at each start but the first"
-    if after is not None and verdict.unclear:
-        yield "  started again  after which step cannot be told: several have the same weights"
-    elif after is not None:
-        lost = verdict.killed_after - after
-        again = f", {lost} step{'s' * (lost != 1)} done again" if lost else ", no step lost"
-        where = f"after step {after}{again}" if after else "at the beginning: all steps done again"
-        yield f"  started again  {where}"
-    else:
-        yield "  started again  with the state of no step that it had made"
-
-
-def _numbers(steps: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, steps[:3]))
-    return (
-        f"step {shown}, ... {steps[-1]}"
-        if len(steps) > 4
-        else f"step {', '.join(map(str, steps))}"
-        if steps
-        else ""
-    )
-
-
-def _epoch(step: int, epoch: int | None) -> str:
-    return f", in epoch {(step - 1) // epoch + 1}" if epoch else ""
-
-
-_HEADLINES: Final = {
-    RIGHT: "RIGHT: ",
-    ROUNDING: "RIGHT, but for rounding: ",
-    WRONG: "WRONG: ",
-    UNKNOWN: "NOT TO BE JUDGED: ",
-}
-
-
-def _headline(verdict: Verdict) -> str:
-    if verdict.label == RIGHT:
-        final = ", and ends in the same weights" if verdict.final else ""
-        after = f"each of the {verdict.compared} steps after the restart"
-        return f"{after} is as undisturbed, bit for bit{final}"
-    if verdict.label == ROUNDING:
-        return "all that was loaded, and every sample after it, is as undisturbed; sums are not"
-    if verdict.label == UNKNOWN:
-        return (
-            "nothing wrong was found up to the kill, but even undisturbed the script does not"
-            " repeat itself"
-        )
-    first = verdict.findings[0]
-    if first.kind.startswith("nothing"):
-        same = all(step is None for step in verdict.since.values())
-        more = (
-            ", and ends in the same weights"
-            if same
-            else ", and other ones"
-            if verdict.since
-            else ""
-        )
-        return f"a kill loses all that was trained. Started again, it does all steps again{more}"
-    if first.step:
-        return (
-            f"a killed run does not end as an undisturbed one. It differs from step {first.step} on"
-        )
-    return "a killed run does not end as an undisturbed one"
-
-
-def _where(finding: Finding, result: Result) -> str:
-    if not finding.step:
-        return ""
-    everywhere = len(finding.ranks) in (0, len(result.calm))
-    ranks = "" if everywhere else f", rank {', '.join(map(str, finding.ranks))}"
-    return f"step {finding.step}{ranks}: "
+def not_repeated(verdict: Verdict) -> str:
+    """Say which first difference two undisturbed runs have, and its cure; "" for none."""
+    for one in verdict.loose:
+        if one.facts["root"]:
+            return (
+                f"  not repeated: even undisturbed, {_TITLES[one.facts['what']]} differ from step"
+                f" {one.step} on\n    cure: seed all that is drawn at the script's head"
+                " (torch.manual_seed(SEED), random.seed(SEED), numpy.random.seed(SEED)), or give"
+                " --seed 1; results and gradients that differ all the same: kernels or threads add"
+                " up in another order (torch.use_deterministic_algorithms(True))"
+            )
+    return ""
 
 
 def _table(verdict: Verdict) -> Iterator[str]:
-    last = (verdict.resumed_after or 0) + verdict.compared
-    yield f"  compared, steps {(verdict.resumed_after or 0) + 1} to {last}:"
+    begin = verdict.resumed_after or 0
+    yield f"  compared, steps {begin + 1} to {begin + verdict.compared}:"
     loose = {one.facts["what"] for one in verdict.loose}
-    for what in (*COMPARED, "rng"):
+    for what, title in _TITLES.items():
         step = verdict.since[what]
-        text = "equal" if step is None else f"differ from step {step} on"
-        if what == "rng" and step is not None and verdict.label in (RIGHT, ROUNDING):
+        text = f"differ from step {step} on" if step else "equal"
+        if what == "rng" and step and verdict.label in (RIGHT, ROUNDING):
             text += ", without effect"
         if what in loose:
             text += " (not repeated by the script itself, so compared up to the kill)"
-        yield f"    {_TITLES[what]:<27}{text}"
+        yield f"    {title:<27}{text}"
     if verdict.final is not None:
         yield f"    {'weights at the end':<27}{'equal' if verdict.final else 'differ'}"
 
@@ -204,10 +396,10 @@ def _table(verdict: Verdict) -> Iterator[str]:
 def as_json(result: Result) -> dict[str, Any]:
     """Return the result for machines."""
     head, verdict = result.calm[0], result.verdict
-    framework = cures.framework(head.frameworks)
+    ours = framework(head.frameworks)
     return {
         "verdict": verdict.label,
-        "framework": framework,
+        "framework": ours,
         "versions": {"torch": head.torch, **head.frameworks},
         "processes": len(result.calm),
         "total_steps": verdict.total,
@@ -218,11 +410,10 @@ def as_json(result: Result) -> dict[str, Any]:
         "final_weights_equal": verdict.final,
         "resume_args": list(result.resume_arguments),
         "resume_when": result.resume_when,
-        "notes": list(_ranks(result.calm)),
+        "notes": list(_notes(result.calm)),
         "first_difference": verdict.since,
         "findings": [
-            {**asdict(one), "said": cures.said(one), "cure": cures.cure(one, framework)}
-            for one in verdict.findings
+            {**asdict(one), "said": said(one), "cure": cure(one, ours)} for one in verdict.findings
         ],
         "not_repeated": [asdict(one) for one in verdict.loose],
     }

@@ -1,6 +1,6 @@
 """Find out where in a run samples come from, where its epochs end, and when to kill it. Pure.
 
-judge.py asks for the samples of a resumed run, experiment.py for the step of the kill.
+cause.py asks for the samples of a resumed run, audit for the step of the kill.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ddpjob_tools.prove.record import Gang, Story
 
@@ -27,17 +27,6 @@ class Line:
 
     key: tuple[tuple[str, ...], ...]
     samples: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where samples come from. ``step``: of the undisturbed run, from 1; 0: found nowhere."""
-
-    kind: str  # repeated, skipped, begins, earlier, shuffled, unknown
-    step: int = 0
-    again: int = 0
-    missing: int = 0
-    count: int = 0
 
 
 def lines(gang: Gang) -> list[Line]:
@@ -62,21 +51,30 @@ def epoch_length(run: Sequence[Line]) -> int | None:
     return None
 
 
-def place(calm: Sequence[Line], new: Sequence[Line], at: int, epoch: int | None) -> Place:
-    """Find ``new``, the data from step index ``at`` on of a resumed run, in the calm run."""
+def place(calm: Sequence[Line], new: Sequence[Line], at: int) -> dict[str, Any]:
+    """Find ``new``, the data from step index ``at`` on of a resumed run, in the calm run.
+
+    ``place``: begins, repeated, skipped, earlier, later, shuffled or unknown. ``step``: of the calm
+    run, from 1, in epoch ``from``; 0: found nowhere. ``count``, ``again``, ``missing``: of steps,
+    or of samples where they are shuffled.
+    """
+    epoch = epoch_length(calm)
     begin = at // epoch * epoch if epoch else 0
     end = begin + epoch if epoch else len(calm)
+    facts = dict.fromkeys(("step", "again", "missing", "count", "from"), 0)
+    facts["epoch"] = at // epoch + 1 if epoch else 0
     found = [index for index, line in enumerate(calm) if line.key == new[0].key and any(line.key)]
-    if found:
-        index = max(found, key=lambda one: (_alike(calm, new, one), begin <= one < end,
-                                            -abs(one - at), one))  # fmt: skip
-        inside = begin <= index < end
-        if index == begin and at > begin and epoch:
-            return Place("begins", index + 1, count=at - begin)
-        if inside:
-            return Place("repeated" if index < at else "skipped", index + 1, count=abs(index - at))
-        return Place("earlier" if index < at else "later", index + 1)
-    return _by_samples(calm, new, at, begin, end)
+    if not found:
+        return {**facts, **_by_samples(calm, new, at, begin, end)}
+    index = max(found, key=lambda one: (_alike(calm, new, one), begin <= one < end,
+                                        -abs(one - at), one))  # fmt: skip
+    facts |= {"step": index + 1, "from": index // epoch + 1 if epoch else 0}
+    if not begin <= index < end:
+        return {**facts, "place": "earlier" if index < at else "later"}
+    facts["count"] = abs(index - at)
+    if index == begin and at > begin and epoch:
+        return {**facts, "place": "begins"}
+    return {**facts, "place": "repeated" if index < at else "skipped"}
 
 
 def _alike(calm: Sequence[Line], new: Sequence[Line], index: int) -> int:
@@ -84,16 +82,17 @@ def _alike(calm: Sequence[Line], new: Sequence[Line], index: int) -> int:
     return sum(one.key == other.key for one, other in both)
 
 
-def _by_samples(calm: Sequence[Line], new: Sequence[Line], at: int, begin: int, end: int) -> Place:
+def _by_samples(
+    calm: Sequence[Line], new: Sequence[Line], at: int, begin: int, end: int
+) -> dict[str, Any]:
     def of(some: Sequence[Line]) -> set[str]:
         return {sample for line in some for sample in line.samples}
 
     rest, planned = of(new[: end - at]), of(calm[at:end])
-    known = rest & of(calm)
-    if not rest or 2 * len(known) < len(rest):
-        return Place("unknown", count=len(rest))
-    again = len(rest & of(calm[begin:at]))
-    return Place("shuffled", again=again, missing=len(planned - rest), count=len(rest))
+    if not rest or 2 * len(rest & of(calm)) < len(rest):
+        return {"place": "unknown", "count": len(rest)}
+    again, missing = len(rest & of(calm[begin:at])), len(planned - rest)
+    return {"place": "shuffled", "again": again, "missing": missing, "count": len(rest)}
 
 
 def saved_after(story: Story) -> list[int]:
