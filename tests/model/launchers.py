@@ -18,7 +18,6 @@ from unittest import mock
 from ddpjob_contract import POD_UID, State, TerminationReport
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher import supervisor
-from ddpjob_trainer.launcher.hub import hub as hub_module
 from ddpjob_trainer.launcher.hub import membership
 from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
@@ -275,7 +274,7 @@ class Launcher(Supervisor):
     def stands_by(self) -> bool:
         """It waits for the loss of another while a round runs."""
         hub = self.hub_of.hub if self._phase is _Phase.PARKED and self.hub_of else None
-        return hub is not None and hub._phase is hub_module._Phase.RUNNING and self.due is None
+        return hub is not None and hub.runs and self.due is None
 
     @property
     def there(self) -> bool:

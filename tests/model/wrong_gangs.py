@@ -13,6 +13,7 @@ from ddpjob_operator.core.actions import Plan, WriteStatus
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Key
 from ddpjob_trainer.launcher.hub.rounds import History
+from ddpjob_trainer.launcher.hub.seats import Seats
 from ddpjob_trainer.launcher.supervisor import _Phase
 from model.cluster import Object
 from model.gang import GangWorld
@@ -21,13 +22,25 @@ from model.network import ModelClient
 from model.wrong import Question
 
 
+def _seated(seats: type[Seats]) -> type[Hub]:
+    """A hub that seats its launchers otherwise."""
+
+    class _Hub(Hub):
+        def __init__(self, own: Hello, *more: Any) -> None:
+            super().__init__(own, *more)
+            self.seats = seats(own, rounds=self.limits.budget > 0)
+
+    return _Hub
+
+
 class TakesTheNewcomersNumber(Launcher):
     """Its hub has the attempt of the newest pod in the gang, and counts rounds from 0."""
 
     class _Hub(Hub):
         def admit(self, hello: Hello, now: float) -> None:
-            if hello.birth > self._own.birth:
-                self._own = replace(self._own, birth=hello.birth)
+            own = self.seats.own
+            if hello.birth > own.birth:
+                self.seats.own = replace(own, birth=hello.birth)
                 self.history = History(round=-1)
             super().admit(hello, now)
 
@@ -37,25 +50,25 @@ class TakesTheNewcomersNumber(Launcher):
 class GoesBeforeAllHaveStopped(Launcher):
     """Its hub takes Stop for the end of what runs."""
 
-    class _Hub(Hub):
-        def _wait_for_all(self, now: float) -> float | None:
-            self._stopped |= self._present
-            return super()._wait_for_all(now)
+    class _Seats(Seats):
+        def running(self) -> set[int]:
+            self.stopped |= self.present
+            return super().running()
 
-    hub_class = _Hub
+    hub_class = _seated(_Seats)
 
 
 class FillsPlacesOfThoseThatLeave(Launcher):
     """Its hub lets one that stood by begin while the workers of a pod that is deleted still run."""
 
-    class _Hub(Hub):
-        def _fill(self) -> dict[int, int]:
-            leaving, self._leaving = self._leaving, set()
-            filled = super()._fill()
-            self._leaving = leaving
+    class _Seats(Seats):
+        def fill(self) -> dict[int, int]:
+            leaving, self.leaving = self.leaving, set()
+            filled = super().fill()
+            self.leaving = leaving
             return filled
 
-    hub_class = _Hub
+    hub_class = _seated(_Seats)
 
 
 class _FollowsAny(ModelClient):
@@ -130,7 +143,7 @@ class ActsOnLostLinks:
         there = self.world.launchers.values() if self.world is not None else ()
         hubs = [one.hub for one in there if one.alive and one.hub is not None]
         for hub in hubs:
-            now = frozenset(hub._members) - hub._present
+            now = frozenset(hub.seats.away)
             if not self._old:
                 return now
             self._heard = self._heard or now

@@ -99,7 +99,7 @@ def ended(told: Told) -> set[int]:
 
 def test_only_the_lost_launcher_is_replaced() -> None:
     gang = Gang()
-    assert gang.hub.holds
+    assert gang.hub.seats.can_wait
     gang.hub.lost(2, 1.0)
     assert gang.told() == {0: [Stop(0)], 1: [Stop(0)]}
     gang.stop(0, 1, step=7)
@@ -174,7 +174,7 @@ def test_more_are_lost_while_they_hold(in_time: bool) -> None:
 @pytest.mark.parametrize("way", ["holds", "budget", "done"])
 def test_a_gang_that_cannot_hold_ends_at_once(way: str) -> None:
     gang = Gang(holds=way != "holds", budget=0 if way == "budget" else 3)
-    assert gang.hub.holds is (way == "done")
+    assert gang.hub.seats.can_wait is (way == "done")
     if way == "done":
         gang.says(1, Done(0))
         gang.hub.lost(1, 0.5)
@@ -189,7 +189,7 @@ def test_before_all_have_come_nobody_holds() -> None:
     young.admit(OWN, 0.0)
     young.admit(dataclasses.replace(OWN, seat=1, pod="pod-1"), 0.0)
     gang.told()
-    assert not young.holds
+    assert not young.seats.can_wait
     young.lost(1, 1.0)
     assert ended(gang.told()) == {0}
 
@@ -361,14 +361,14 @@ def test_a_newcomer_for_one_that_never_came_stops_the_round() -> None:
 
 def test_a_hub_that_replaces_one_waits_for_all_and_begins_with_round_0() -> None:
     gang = Gang(whole=False)
-    assert not gang.hub.holds
+    assert not gang.hub.seats.can_wait
     assert gang.comes(1, 1.0, birth=1) is None, "a survivor"
     gang.hub.lost(1, 2.0)
     gang.comes(2, 3.0, birth=4)
     gang.hub.tick(4.0)
     assert not any(isinstance(message, Go) for said in gang.told().values() for message in said)
     assert gang.comes(1, 5.0, birth=1, pod="pod-1-1") is None, "it is back"
-    assert gang.hub.holds
+    assert gang.hub.seats.can_wait
     assert gang.goes(0).records == ()
     gang.hub.lost(2, 6.0)
     gang.stop(0, 1, now=6.0)
@@ -410,7 +410,7 @@ class Waited(Gang):
 
     def __init__(self, *, whole: bool = True, standby: int = 2) -> None:
         super().__init__(whole=whole)
-        self.hub._own = dataclasses.replace(self.hub._own, standby=standby)
+        self.hub.seats.own = dataclasses.replace(self.hub.seats.own, standby=standby)
         self.standby = standby
         for seat in range(3, 3 + standby) if whole else ():
             assert self.comes(seat) is None
@@ -429,25 +429,25 @@ class Waited(Gang):
             if isinstance(said[-1], Go) and said[-1].round == round_
         }
         assert went == {seat: replica for replica, seat in enumerate(seats)}
-        assert self.hub._phase.value == "running"
+        assert self.hub.runs
 
     def ends(self, *seats: int, round_: int) -> None:
         """These stop, by the replicas that they serve."""
         for seat in seats:
-            replica = self.hub._serving.index(seat)
+            replica = self.hub.seats.serving.index(seat)
             ours = tuple(Exit(replica * 2 + i, i, -9, 0.0, ours=True) for i in range(2))
             self.says(seat, Stopped(round_, ours, -1), 1.0)
 
 
 def test_a_standby_takes_the_place_as_soon_as_all_have_stopped() -> None:
     gang = Waited()
-    assert (gang.hub.holds, gang.hub.serving) == (True, "")
+    assert (gang.hub.seats.can_wait, gang.hub.seats.moved) == (True, "")
     gang.hub.lost(2, 1.0)
     gang.ends(0, round_=0)
     assert not any(isinstance(said[-1], Go) for said in gang.told().values())
     gang.ends(1, round_=0)
     gang.serve(1, 0, 1, 3)
-    assert gang.hub.serving == "2:3"
+    assert gang.hub.seats.moved == "2:3"
     [record] = gang.hub.history.records
     assert (record["kind"], record["replica"]) == ("lost", 2)
     assert gang.hub.history.failures == 0, "the operator counts it"
@@ -465,7 +465,7 @@ def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_stands_by() -> No
     gang.hub.lost(1, 2.0)
     gang.ends(0, 3, round_=1)
     gang.serve(2, 0, 2, 3)
-    assert gang.hub.serving == "1:2,2:3"
+    assert gang.hub.seats.moved == "1:2,2:3"
     gang.says(3, Failed(2, (Exit(4, 0, -11, 0.0),), 1))
     gang.ends(0, 2, 3, round_=2)
     gang.serve(3, 0, 2, 3)
@@ -477,7 +477,7 @@ def test_who_is_back_in_time_keeps_its_place_and_a_standby_takes_another() -> No
     gang.hub.lost(1, 1.0)
     gang.hub.lost(2, 1.0)
     gang.ends(0, round_=0)
-    assert gang.hub._phase.value == "holding"
+    assert gang.hub.waits
     gang.told()
     assert gang.comes(2) is None
     gang.serve(1, 0, 3, 2)
@@ -488,7 +488,7 @@ def test_the_place_of_one_that_leaves_is_taken_when_it_has_left() -> None:
     gang = Waited()
     gang.says(2, Leaving(15), 1.0)
     gang.ends(0, 1, round_=0)
-    assert gang.hub._phase.value == "holding"
+    assert gang.hub.waits
     gang.hub.lost(2, 2.0)
     gang.hub.tick(2.0)
     gang.serve(1, 0, 1, 3)
@@ -499,10 +499,10 @@ def test_a_lost_standby_is_nobodys_business() -> None:
     gang.hub.lost(3, 1.0)
     gang.says(4, Leaving(15))
     assert gang.told() == {}
-    assert gang.hub._phase.value == "running"
+    assert gang.hub.runs
     gang.hub.lost(2, 1.0)
     gang.ends(0, 1, round_=0)
-    assert gang.hub._phase.value == "holding", "one that leaves takes no place"
+    assert gang.hub.waits, "one that leaves takes no place"
     gang.told()
     assert gang.comes(3, birth=5) is None
     gang.serve(1, 0, 1, 3)
@@ -512,7 +512,7 @@ def test_the_hub_never_goes_on_without_its_own_launcher() -> None:
     gang = Waited()
     gang.says(0, Leaving(15))
     gang.ends(1, 2, round_=0)
-    assert gang.hub._phase.value == "holding"
+    assert gang.hub.waits
 
 
 def test_a_new_hub_begins_with_the_first_to_come_and_asks_who_served_what() -> None:

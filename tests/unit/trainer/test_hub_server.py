@@ -122,7 +122,7 @@ def test_a_launcher_that_does_not_answer_the_hub_is_away(port: Port) -> None:
         port.server.tick(100.0 + 3600.0)
         said = launcher.recv(1000)
         assert said.startswith(WELCOME + encode(Beat()))
-    assert port.hub._final is not None, "a gang that does not hold ends"
+    assert not port.hub.runs, "a gang that does not hold ends"
     assert not port.hub.is_present(1)
 
 
@@ -135,7 +135,7 @@ def test_nobody_is_admitted_or_followed_without_the_secret(
     port: Port, here: str, there: str, enters: bool
 ) -> None:
     """It may be right later; a pod that was made without one asks for none."""
-    port.hub._own = replace(GANG, token=here)
+    port.hub.seats.own = replace(GANG, token=here)
     with port.connect() as launcher:
         launcher.sendall(encode(replace(OTHER, token=there)))
         port.hear(100.0)

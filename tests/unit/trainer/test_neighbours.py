@@ -124,7 +124,7 @@ def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port: P
         launcher.sendall(encode(OTHER) + LATER * 100 + encode(Failed(0, (EXIT,), 0)))
         port.hear()
         assert port.hub.is_present(1)
-        assert port.hub._exits.keys() == {1}, "what comes after it is heard"
+        assert port.hub.outcome.exits.keys() == {1}, "what comes after it is heard"
     [said] = port.said
     assert "Regrow" in said
     assert "the same image?" in said

@@ -51,7 +51,8 @@ class Membership:
         hub = self.hub
         if hub is None or self.server is None:
             return {}
-        return {"holds": hub.holds, "away": hub.away, "serving": hub.serving}
+        seats = hub.seats
+        return {"holds": seats.can_wait, "away": hub.away, "serving": seats.moved}
 
     def close(self) -> None:
         """Close all links; connected launchers notice."""

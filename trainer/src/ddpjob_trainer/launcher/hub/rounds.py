@@ -1,13 +1,13 @@
 """Decide, after all workers of the gang have ended, whether another round follows.
 
-The hub calls decide(); it is pure. A round is one incarnation of the gang's processes within an
-attempt; the first is 0.
+The hub notes in an Outcome what it hears of a round, then calls decide(); both are pure. A round is
+one incarnation of the gang's processes within an attempt; the first is 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
 from ddpjob_contract.exits import SAME_EXCEPTION, alike
@@ -60,6 +60,58 @@ class Loss:
 
     replica: int
     replaced: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of a round of ``replicas`` launchers with ``nproc`` workers each."""
+
+    replicas: int
+    nproc: int
+    exits: dict[int, Exit] = field(default_factory=dict)  # by rank
+    done: set[int] = field(default_factory=set)  # seats where all workers have ended with 0
+    snapshot_step: int = -1
+    lasted: float = 0.0  # seconds until Stop
+    lost: dict[int, str] = field(default_factory=dict)  # replicas without their launcher -> its pod
+    lost_first: bool = False  # a loss, and no worker's failure, ended the round
+    wait_until: float | None = None  # for the replacement of the first that was lost
+
+    @property
+    def cause(self) -> Exit | None:
+        """Return the failure that came first as far as is known."""
+        return first_failure(self.exits.values())
+
+    def note(self, replica: int, exits: Collection[Exit], now: float) -> None:
+        """Record exits by the hub's clock: the launchers' clocks cannot be compared."""
+        for exit_ in exits:
+            # Without rounds the hub hears its own launcher only, whose ranks are the gang's.
+            if self.replicas > 1 and exit_.rank // self.nproc != replica:
+                raise ValueError(f"rank {exit_.rank} is not of replica {replica}")
+            if exit_.rank not in self.exits:
+                said = exit_.exception[:400]
+                self.exits[exit_.rank] = replace(exit_, at=now, exception=said)
+
+    def is_success(self) -> bool:
+        """Return whether all have succeeded, also beside one that leaves after the last step.
+
+        Else some programs save and end with 0 together, unfinished.
+        """
+        ends = self.exits.values()
+        finished = all(one.done and not one.status for one in ends)
+        return len(self.done) == self.replicas or (
+            finished and len(ends) == self.replicas * self.nproc
+        )
+
+    def loss(self, idle_pods: Collection[str]) -> Loss | None:
+        """Return the loss that ended the round, None if a worker's failure did."""
+        if not self.lost:
+            return None
+        cause = self.cause
+        collateral = cause is None or cause.lost_peer or cause.rank // self.nproc in self.lost
+        if not collateral and not self.lost_first:
+            return None
+        back = set(idle_pods).issuperset(self.lost.values())
+        return Loss(next(iter(self.lost)), replaced=not back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,9 +265,8 @@ def _end(exit_: Exit | None, signal: int, kill_at: float | None) -> End:
 
 def _lost(hub: Hub | None, round_: int) -> Mapping[str, str] | None:
     """Return the replicas that the hub, if it is here, lost in this round."""
-    if hub is None or hub.gone_in != round_:
-        return None
-    return {str(replica): how for replica, how in hub.gone.items()} or None
+    lost = hub.lost_in.get(round_, {}) if hub is not None else {}
+    return {str(replica): how for replica, how in lost.items()} or None
 
 
 def _known(**found: object) -> Evidence:
