@@ -21,11 +21,13 @@ def config_of_three(report: Path | None = None) -> LaunchConfig:
 
 
 def make_group(
-    tmp_path: Path, start: Callable[[int], int | None] = lambda local_rank: NEVER + local_rank
+    tmp_path: Path,
+    start: Callable[[int], int | None] = lambda local_rank: NEVER + local_rank,
+    unresolved: Callable[[], str] = str,
 ) -> tuple[WorkerGroup, list[str]]:
     """The workers, and what is said of them."""
     said: list[str] = []
     pump = OutputPump(Log(), prefixed=True)
-    workers = WorkerGroup(config_of_three(), Key(1, 0), tmp_path, pump, said.append)
+    workers = WorkerGroup(config_of_three(), Key(1, 0), tmp_path, pump, said.append, unresolved)
     workers.start(lambda local_rank, out, err: start(local_rank), 0.0)
     return workers, said

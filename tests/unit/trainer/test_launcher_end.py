@@ -268,7 +268,6 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
 def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: ignore[no-untyped-def]
     """The fork server may import for seconds: a SIGTERM, or another rank's failure, comes first."""
     workers, _ = make_group(tmp_path, start=lambda local_rank: None if local_rank else NEVER)
-    workers.recall = lambda: [1, 2]
     if how == "signal":
         workers.signal(15, 1.0)
         assert (sent, workers.running) == ([(NEVER, 15)], 1)
@@ -307,6 +306,7 @@ def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):  # 
     supervisor = object.__new__(Supervisor)
     supervisor._sleep = lambda seconds: heard.append(time.monotonic())  # type: ignore[method-assign]
     supervisor._workers = SimpleNamespace(ended=ended)  # type: ignore[assignment]
+    supervisor._starter = SimpleNamespace(hand_over=lambda now: None)  # type: ignore[assignment]
     monkeypatch.setattr(children, "reap", lambda: [(NEVER, 1)])
     with pytest.raises(StopIteration):
         supervisor._watch()

@@ -73,10 +73,10 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
 @pytest.mark.fault("T11")
 def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path: Path) -> None:
     """Torch tells of a socket that has timed out, and nothing of the name."""
-    workers, _ = make_group(tmp_path)
     words = f"{MASTER} does not resolve (no such name)"
-    for local_rank, found in enumerate(("", words)):
-        workers.unresolved = lambda found=found: found
+    found = ["", words]
+    workers, _ = make_group(tmp_path, unresolved=lambda: found.pop(0))
+    for local_rank in range(2):
         workers.ended(NEVER + local_rank, 1, 1.0)
     assert [one.exception for one in workers.exits] == ["", words]
 

@@ -19,10 +19,9 @@ from ddpjob_trainer.launcher.processes.spares import Call, Spares
 from ddpjob_trainer.launcher.starter import Starter
 
 
-def made(count: int = 1, told: Callable[[str], object] = pytest.fail, **more: Any) -> Spares:
-    given: dict[str, Any] = {"arrived": lambda *_: None, "selector": selectors.DefaultSelector()}
+def made(count: int = 1, told: Callable[[str], None] = pytest.fail) -> Spares:
     program = Program("x.py", (), False)
-    return Spares(program, count, {}, (), tell=told, **(given | more))
+    return Spares(program, count, {}, (), selectors.DefaultSelector(), told)
 
 
 def served(spares: Spares, *, warm: bool) -> socket.socket:
@@ -110,14 +109,14 @@ def test_a_fork_server_that_imports_keeps_no_launcher_waiting():
         with contextlib.suppress(LookupError):
             assert spares.call(len(taken), call, 0.0) is None
             break
-    assert spares.recall() == [*taken, len(taken)]
+    spares.recall()
     theirs.close()
+    assert spares.arrivals() == []
 
 
 def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
     """They are answered by fresh interpreters when it dies, and by nobody once taken back."""
-    came: list[tuple[int, int]] = []
-    spares = made(3, arrived=lambda local_rank, pid, call, now: came.append((local_rank, pid)))
+    spares = made(3)
     call = Call({"RANK": "0"}, 1, 2, {})
     with pytest.raises(LookupError):
         spares.call(0, call, 0.0)
@@ -125,7 +124,8 @@ def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
     assert [spares.call(local_rank, call, 0.0) for local_rank in range(3)] == [None] * 3
     assert spares.tick(60.0) == 120.0
     body, fd = heard(theirs)
-    assert (body, came) == ({"env": {"RANK": "0"}, "called": True, "compiler": False}, [])
+    assert body == {"env": {"RANK": "0"}, "called": True, "compiler": False}
+    assert spares.arrivals() == []
     fork_server.send(theirs, {"warm": True, "warnings": ""}, [])
     spares._server_spoke(100.0)
     assert spares.tick(100.0) == 110.0  # from now on it answers at once
@@ -136,12 +136,15 @@ def test_calls_wait_for_a_fork_server_that_imports_and_can_be_taken_back():
         assert found["env"] == {"RANK": "0"}
         for one in given:
             os.close(one)
-    assert came == [(0, os.getpid())]
-    assert spares.recall() == [1, 2]
+    assert spares.arrivals() == [(0, os.getpid())]
+    spares.recall(awaited=[2])
     theirs.close()
     for key, _ in spares._selector.select(0):
         key.data(102.0)
-    assert came == [(0, os.getpid())]
+    [(local_rank, failed)] = spares.arrivals()
+    assert isinstance(failed, Call)
+    assert (local_rank, failed.env) == (2, call.env)
+    failed.close()
 
 
 def test_the_last_words_of_who_ended_with_messages_unread_are_heard():
@@ -158,7 +161,7 @@ def test_the_last_words_of_who_ended_with_messages_unread_are_heard():
 def test_without_spares_nothing_is_preloaded_which_is_told():
     told: list[str] = []
     program = Program("x.py", (), False)
-    Spares(program, 0, {}, ("json",), selectors.DefaultSelector(), lambda *_: None, told.append)
+    Spares(program, 0, {}, ("json",), selectors.DefaultSelector(), told.append)
     assert told == ["warning: --preload is left to each process, as there are no warm spares"]
 
 
@@ -189,7 +192,7 @@ def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, fo
     )
     starter._begun = 0.0
     starter.spares = SimpleNamespace(
-        tick=lambda now: None, full=False, start=lambda: did.append("server"),
+        tick=lambda now: None, arrivals=list, full=False, start=lambda: did.append("server"),
         refill=lambda env, compiler: did.append("spares"),
     )  # fmt: skip
     starter.refill(5.0, parked=True)

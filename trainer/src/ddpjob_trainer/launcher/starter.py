@@ -64,7 +64,6 @@ class Starter:
             {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
             config.preload,
             selector,
-            self._arrived,
             tell,
         )
 
@@ -111,7 +110,6 @@ class Starter:
             workers.cannot_start(0, error, now)
             return
         self._store = self._store or self._bind_store()
-        workers.recall = self.spares.recall
         if self._rounds == 1 and self._config.first_round_from_spares:
             self.spares.start()
         workers.start(lambda local_rank, out, err: self._start(local_rank, out, err, now), now)
@@ -162,14 +160,22 @@ class Starter:
             tuple(call.fds.values()),
         )
 
-    def _arrived(self, local_rank: int, pid: int, call: Call, now: float) -> None:
-        """Register a spare that was called during its fork, else start a fresh process."""
-        try:
-            self._workers.arrived(local_rank, pid or self._spawn(call))
-        except OSError as error:
-            self._workers.cannot_start(local_rank, error, now)
-
     # --- Spares --------------------------------------------------------------------------
+
+    def hand_over(self, now: float) -> None:
+        """Give their group those who were called during their fork, or a fresh process instead."""
+        for local_rank, came in self.spares.arrivals():
+            try:
+                pid = came if isinstance(came, int) else self._spawn(came)
+                self._workers.arrived(local_rank, pid)
+            except OSError as error:
+                self._workers.cannot_start(local_rank, error, now)
+            if isinstance(came, Call):
+                came.close()
+
+    def recall(self) -> None:
+        """Cancel the calls of those that their group awaits no more, before a spare gets them."""
+        self.spares.recall(self._workers.awaited)
 
     def refill(self, now: float, *, parked: bool = False) -> float | None:
         """Order spares once training is under way; return when to call next.
@@ -177,6 +183,7 @@ class Starter:
         ``parked``: there is none that they could slow down.
         """
         due = self.spares.tick(now)
+        self.hand_over(now)
         if self.spares.full or (self._workers.stopping and not parked):
             return due
         if self._config.replica >= self._config.replicas:

@@ -238,9 +238,8 @@ class Supervisor:
 
     def _group(self, key: Key) -> WorkerGroup:
         path = self._runtime_dir.round_path(key)
-        group = WorkerGroup(self._config, key, path, self._pump, self._log.say)
-        group.unresolved = lambda: self._names.lasting
-        return group
+        unresolved = lambda: self._names.lasting  # noqa: E731
+        return WorkerGroup(self._config, key, path, self._pump, self._log.say, unresolved)
 
     def _park(self) -> None:
         """Wait for the hub's Go: this launcher replaces a lost one, or is a standby."""
@@ -287,9 +286,10 @@ class Supervisor:
             # the hub reports here is older than an exit that is reaped below.
             self._sleep(0)
             now = self._tick = time.monotonic()
+            self._starter.hand_over(now)
             for pid, status in children.reap():
                 self._workers.ended(pid, status, now)
-                self._starter.spares.ended(pid, now)
+                self._starter.spares.ended(pid)
             self._counted.workers = self._workers.running
             self._forward(now)
             terminating = self._ended.signal != 0
@@ -303,6 +303,7 @@ class Supervisor:
             self._stop_the_rest(now)
             self._book(now)
             kill_due = self._workers.kill_when_due(now)
+            self._starter.recall()
             self._report_stopped(now)
             if self._is_finished(now):
                 return

@@ -37,7 +37,8 @@ _CHILD_KILLED = re.compile(
 class WorkerGroup:
     """The workers of one round, none before start().
 
-    ``state_dir`` is the round's: it holds no earlier record.
+    ``state_dir`` is the round's: it holds no earlier record. ``unresolved``: says that rank 0's
+    name does not resolve, "" if it does.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WorkerGroup:
         state_dir: Path,
         pump: OutputPump,
         say: Callable[[str], None],
+        unresolved: Callable[[], str] = str,
     ) -> None:
         self.key = key
         self.state_dir = state_dir
@@ -56,11 +58,8 @@ class WorkerGroup:
         self._pump = pump
         self._say = say
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
-        self._awaited: set[int] = set()  # local ranks whose pid is not known yet
-        #: Cancels the spares that were called and have not started; returns their local ranks.
-        self.recall: Callable[[], Collection[int]] = tuple
-        #: Says that rank 0's name does not resolve, "" if it does.
-        self.unresolved: Callable[[], str] = str
+        self.awaited: set[int] = set()  # local ranks of spares that were called and have not come
+        self._unresolved = unresolved
         self._hung: dict[int, str] = {}  # local rank -> the exception of its exit
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
@@ -86,19 +85,19 @@ class WorkerGroup:
                 self.cannot_start(local_rank, error, now)
                 return
             if pid is None:
-                self._awaited.add(local_rank)
+                self.awaited.add(local_rank)
             else:
                 self.arrived(local_rank, pid)
 
     def arrived(self, local_rank: int, pid: int) -> None:
         """Register a worker, which may have been promised."""
-        self._awaited.discard(local_rank)
+        self.awaited.discard(local_rank)
         self._pids[pid] = local_rank
         trace.mark("worker", rank=self._config.rank(local_rank), pid=pid)
 
     def cannot_start(self, local_rank: int, error: OSError, now: float) -> None:
         """Count a worker that cannot start as failed."""
-        self._awaited.discard(local_rank)
+        self.awaited.discard(local_rank)
         code = 1  # no memory, no room, too many processes: the next attempt may succeed
         if isinstance(error, FileNotFoundError):
             code = ExitCode.NOT_FOUND
@@ -120,7 +119,7 @@ class WorkerGroup:
     @property
     def running(self) -> int:
         """Return how many workers run or are being started."""
-        return len(self._pids) + len(self._awaited)
+        return len(self._pids) + len(self.awaited)
 
     @property
     def failed(self) -> bool:
@@ -172,7 +171,7 @@ class WorkerGroup:
             exception = f"{oom}; {exception}" if exception else oom
             self._say(f"rank {rank}: {oom}")
         step = state.step if state and state.phase != "startup" else -1
-        lost = self.unresolved() if status > 0 and not ours and step < 0 else ""
+        lost = self._unresolved() if status > 0 and not ours and step < 0 else ""
         if lost and kind_of("", exception) != "unresolved":  # torch tells of a socket only
             exception = f"{lost}; {exception}" if exception else lost
         exception = shorten(exception)
@@ -250,10 +249,11 @@ class WorkerGroup:
         return state.pid if children.group_of(state.pid) == pid else pid
 
     def _recall(self, signum: int, now: float) -> None:
-        for local_rank in self.recall():
-            self._awaited.discard(local_rank)
+        """Count those that have not come as ended; the starter cancels their calls."""
+        for local_rank in sorted(self.awaited):
             rank = self._config.rank(local_rank)
             self.exits.append(Exit(rank, local_rank, -signum, now, ours=self.stopping))
+        self.awaited.clear()
 
     def mark_hung(self, rank: int, why: str, last_lines: Sequence[str], now: float) -> None:
         """Kill an overdue worker. ``last_lines`` count as the last of its output."""

@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from subprocess import DEVNULL
 
@@ -41,6 +41,11 @@ class Call:
     fds: Mapping[str, int]
     arguments: Sequence[str] = ()
 
+    def close(self) -> None:
+        """Close stdout and stderr here."""
+        os.close(self.out)
+        os.close(self.err)
+
 
 @dataclass(slots=True)
 class _Spare:
@@ -52,10 +57,9 @@ class _Spare:
 
 
 class Spares:
-    """``arrived``: gets (local rank, pid) of a worker that call() promised; pid 0: it failed.
+    """``count`` 0: no spares, and every call is refused.
 
-    ``count`` 0: no spares, and every call is refused. ``preload``: modules that the fork server
-    imports for all of them.
+    ``preload``: modules that the fork server imports for all of them.
     """
 
     def __init__(
@@ -65,7 +69,6 @@ class Spares:
         env: Mapping[str, str],
         preload: Sequence[str],
         selector: selectors.BaseSelector,
-        arrived: Callable[[int, int, Call, float], None],
         tell: Callable[[str], None],
     ) -> None:
         self._program = program
@@ -73,7 +76,6 @@ class Spares:
         self._env = env
         self._preload = preload
         self._selector = selector
-        self._arrived = arrived
         self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
@@ -81,6 +83,7 @@ class Spares:
         self._warm = False
         self._deaths = 0
         self._spares: dict[int, _Spare] = {}  # by local rank
+        self._arrivals: list[tuple[int, int | Call]] = []
         if preload and not count:
             tell("warning: --preload is left to each process, as there are no warm spares")
 
@@ -112,7 +115,7 @@ class Spares:
         return len(self._spares) >= self._count
 
     def call(self, local_rank: int, call: Call, now: float) -> int | None:
-        """Turn a spare into a worker and return its pid; None: ``arrived`` will follow.
+        """Turn a spare into a worker and return its pid; None: arrivals() will have it.
 
         A fork server that still imports handles the call afterwards. Raises LookupError when there
         is no spare and none can be forked.
@@ -138,24 +141,26 @@ class Spares:
             if one.called_at is None:
                 self._drop(local_rank)
 
-    def recall(self) -> list[int]:
-        """Cancel every call that no spare has received; return their local ranks.
+    def arrivals(self) -> list[tuple[int, int | Call]]:
+        """Take who has come of those that call() promised: (local rank, pid).
 
-        ``arrived`` is not called for them.
+        Where a spare has failed the call comes back, to be answered otherwise and closed.
         """
-        found = []
-        for local_rank, one in self._spares.items():
-            if one.call is not None:
-                _close(one.call)
-                one.call = one.called_at = None
-                found.append(local_rank)
-        return found
+        came, self._arrivals = self._arrivals, []
+        return came
 
-    def ended(self, pid: int, now: float) -> None:
+    def recall(self, awaited: Collection[int] = ()) -> None:
+        """Cancel the calls that no spare has received, other than of ``awaited`` local ranks."""
+        for local_rank, one in self._spares.items():
+            if one.call is not None and local_rank not in awaited:
+                one.call.close()
+                one.call = one.called_at = None
+
+    def ended(self, pid: int) -> None:
         """Handle a reaped child of the launcher; it may be one of these."""
         for local_rank, one in list(self._spares.items()):
             if one.pid == pid:
-                self._lost(local_rank, now)
+                self._lost(local_rank)
         if pid == self._server_pid:
             self._server_pid = 0
             if self._warm:  # else its last message is still unread
@@ -175,7 +180,7 @@ class Spares:
                 children.send(one.pid, signal.SIGKILL)  # stopped, it seems: a worker that failed
             else:
                 self._kill_server()
-                self._lost(local_rank, now)
+                self._lost(local_rank)
         return min(dues, default=None)
 
     # --- The fork server -----------------------------------------------------------------
@@ -274,13 +279,13 @@ class Spares:
             return
         received = fork_server.receive(line)
         if received is None:
-            self._lost(local_rank, now)  # or it has received the call, and closed this line
+            self._lost(local_rank)  # or it has received the call, and closed this line
             return
         body = received[0]
         if "pid" in body:
             one.pid = body["pid"]
             if one.call is not None:
-                self._deliver(local_rank, one, one.call, now)
+                self._deliver(local_rank, one, one.call)
         elif "unfit" in body and one.called_at is None:  # else it is a worker by now
             self._drop(local_rank)
             self._off(body["unfit"])
@@ -293,13 +298,14 @@ class Spares:
         if one.ready and one.called_at is not None:
             one.called_at = now
 
-    def _deliver(self, local_rank: int, one: _Spare, call: Call, now: float) -> None:
-        delivered = self._send(one, call)
+    def _deliver(self, local_rank: int, one: _Spare, call: Call) -> None:
         one.call = None
-        if not delivered:
+        if self._send(one, call):
+            call.close()
+            self._arrivals.append((local_rank, one.pid))
+        else:
             self._drop(local_rank)
-        self._arrived(local_rank, one.pid if delivered else 0, call, now)
-        _close(call)
+            self._arrivals.append((local_rank, call))
 
     def _send(self, one: _Spare, call: Call) -> bool:
         try:
@@ -312,12 +318,11 @@ class Spares:
             return False
         return True
 
-    def _lost(self, local_rank: int, now: float) -> None:
+    def _lost(self, local_rank: int) -> None:
         one = self._spares[local_rank]
         self._drop(local_rank)
         if one.call is not None:
-            self._arrived(local_rank, 0, one.call, now)
-            _close(one.call)
+            self._arrivals.append((local_rank, one.call))
         # One whose pid is not known yet is killed with the round's other leftovers.
         elif one.pid and not one.ready and one.called_at is None:
             self._died("a spare")
@@ -326,8 +331,3 @@ class Spares:
         one = self._spares.pop(local_rank)
         self._selector.unregister(one.line)
         one.line.close()
-
-
-def _close(call: Call) -> None:
-    os.close(call.out)
-    os.close(call.err)
