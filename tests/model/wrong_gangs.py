@@ -143,7 +143,7 @@ class ActsOnLostLinks:
         there = self.world.launchers.values() if self.world is not None else ()
         hubs = [one.hub for one in there if one.alive and one.hub is not None]
         for hub in hubs:
-            now = frozenset(hub.seats.away)
+            now = frozenset(hub.seats.members) - hub.seats.present
             if not self._old:
                 return now
             self._heard = self._heard or now

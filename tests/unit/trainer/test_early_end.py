@@ -7,7 +7,7 @@ import pytest
 from ddpjob_contract.exits import kind_of
 from ddpjob_trainer.launcher.hub import rounds
 from ddpjob_trainer.launcher.hub.root_cause import Exit, ended_early, ended_long_ago
-from ddpjob_trainer.launcher.hub.rounds import History, Limits
+from ddpjob_trainer.launcher.hub.rounds import History, Limits, Outcome
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
 
@@ -18,14 +18,15 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 )
 def test_who_ended_early_is_named_before_its_victim(code: int, exception: str):
     exits = [Exit(1, 0, 0, 5.0, step=12), Exit(0, 0, code, 6.0, exception=exception)]
-    verdict = rounds.decide(History(), exits, -1, Limits(3), nproc=1, at="now")
+    outcome = Outcome(2, 1, {one.rank: one for one in exits})
+    verdict = rounds.decide(History(), outcome, Limits(3), at="now")
     assert verdict.next is not None
     record = verdict.next.records[-1]
     assert record["exception"].startswith("rank 1 after step 12 ended with exit code 0 while")
     assert f"then rank 0: {exception or code}" in record["exception"]
     assert kind_of("hang", record["exception"]) == "leftEarly"
     assert kind_of("hang", exception) == "hang"
-    last = rounds.decide(History(failures=3), exits, -1, Limits(3), nproc=1, at="now")
+    last = rounds.decide(History(failures=3), outcome, Limits(3), at="now")
     assert (last.next, "progress in between" in last.why) == (None, True)
     assert "rank 1 after step 12 ended with exit code 0 while" in last.why
     own = Exit(0, 0, 1, 6.0, exception="OSError: disk full")

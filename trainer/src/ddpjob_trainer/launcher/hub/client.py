@@ -18,18 +18,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ddpjob_trainer import trace
+from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import (
-    Beat,
-    Call,
-    Go,
-    Hello,
-    Message,
-    Refused,
-    Unknown,
-    Welcome,
-    is_of_the_job,
-)
+from ddpjob_trainer.launcher.hub.messages import Hello, Message, Refused, is_of_the_job
 from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS, Wire
 
 _CONNECT_SECONDS = 3.0
@@ -212,7 +203,7 @@ class HubClient(Link):
 
     def called(self, wire: Wire, message: Message, now: float) -> Refused | None:
         """Take the first message over a connection that somebody has made to this launcher."""
-        if not isinstance(message, Call):
+        if not isinstance(message, messages.Call):
             raise ValueError("the first message must be Call")
         hub = (message.number, message.pod)
         if message.uid != self._hello.uid:
@@ -248,22 +239,22 @@ class HubClient(Link):
     def _received(self, wire: Wire, message: Message, now: float) -> None:
         if isinstance(message, Refused):
             self._refused(wire, message)
-        elif wire is self._wire and isinstance(message, Beat):
+        elif wire is self._wire and isinstance(message, messages.Beat):
             wire.send(message)
-        elif wire is self._wire and isinstance(message, Unknown):
+        elif wire is self._wire and isinstance(message, messages.Unknown):
             if not self._passed_over:
                 self._tell(str(message))
             self._passed_over = True
         elif wire is self._wire:
-            if isinstance(message, Go):
+            if isinstance(message, messages.Go):
                 self._hello = replace(self._hello, held=message.replica)
             self.inbox.append(message)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, messages.Welcome):
             self._welcomed(wire, message)
         else:
             raise ValueError(f"a hub must not say {type(message).__name__} before Welcome")
 
-    def _welcomed(self, wire: Wire, message: Welcome) -> None:
+    def _welcomed(self, wire: Wire, message: messages.Welcome) -> None:
         hub = (message.number, message.pod)
         if not self._may_follow(hub):
             why = f"hub {message.number} at {self._where} is older than this launcher's"

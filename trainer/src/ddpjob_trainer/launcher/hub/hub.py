@@ -12,22 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from ddpjob_contract import STATE_MAX_AWAY, Round
-from ddpjob_trainer.launcher.hub import root_cause, rounds
-from ddpjob_trainer.launcher.hub.messages import (
-    Done,
-    End,
-    Exiting,
-    Failed,
-    Finished,
-    Go,
-    Hello,
-    Leaving,
-    Message,
-    Refused,
-    Stop,
-    Stopped,
-    Welcome,
-)
+from ddpjob_trainer.launcher.hub import messages, root_cause, rounds
+from ddpjob_trainer.launcher.hub.messages import Hello, Message, OfRound
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import History, Limits, Outcome
 from ddpjob_trainer.launcher.hub.seats import Seats
@@ -67,13 +53,14 @@ class Hub:
         self.post, self.drop = post, drop
         self.modified, self.newest = modified, newest
         self.phase: _Phase = _Running(self) if own.running else _Waiting(self)
+        self.final: messages.End | messages.Finished | None = None  # the last word
         self._polled = 0.0
 
     @property
     def needed(self) -> bool:
         """Return whether another connected launcher, still running, needs the hub."""
         busy = self.seats.present.intersection(self.seats.serving) - self.outcome.done - {0}
-        return not isinstance(self.phase, _Over) and bool(busy)
+        return self.final is None and bool(busy)
 
     def is_present(self, seat: int) -> bool:
         """Return whether a launcher is linked to the hub."""
@@ -92,12 +79,14 @@ class Hub:
     @property
     def complete(self) -> bool:
         """Return whether a round has begun and every pod of the job is linked."""
-        return self.history.round >= 0 and self.seats.full
+        everybody = self.seats.own.replicas + self.seats.own.standby
+        return self.history.round >= 0 and len(self.seats.present) == everybody
 
     @property
     def away(self) -> list[int]:
         """Return the seats that were linked and are not now, from another thread, too."""
-        return [] if isinstance(self.phase, _Over) else self.seats.away[:STATE_MAX_AWAY]
+        away = sorted(self.seats.members.keys() - self.seats.present)
+        return away[:STATE_MAX_AWAY] if self.final is None else []
 
     @property
     def others(self) -> tuple[list[Exit], int]:
@@ -111,7 +100,7 @@ class Hub:
 
     # --- Who comes and goes --------------------------------------------------------------
 
-    def refuses(self, hello: Hello) -> Refused | None:
+    def refuses(self, hello: Hello) -> messages.Refused | None:
         """Return why a launcher is not admitted, None if it can be (H1)."""
         return self.seats.refuses(hello, waiting=self.waits)
 
@@ -120,7 +109,9 @@ class Hub:
         if self.is_present(hello.seat):  # of an older pod
             self.lost(hello.seat, now)
         before = self.seats.admit(hello)
-        self.post(hello.seat, Welcome(self.seats.own.birth, self.seats.own.pod))
+        self.post(hello.seat, messages.Welcome(self.seats.own.birth, self.seats.own.pod))
+        if self.final is not None:
+            self.post(hello.seat, self.final)
         self.phase = self.phase.admitted(hello, before, now)
         if not hello.running:
             self.seats.stopped.add(hello.seat)
@@ -131,7 +122,7 @@ class Hub:
         self.seats.present.discard(seat)
         self.seats.leaving.discard(seat)
         # Who has succeeded is not missed, but no round can follow without it.
-        if not (isinstance(self.phase, _Over) or (self.runs and seat in self.outcome.done)):
+        if self.final is None and not (self.runs and seat in self.outcome.done):
             self._vacate(seat, "was lost", now)
 
     def _vacate(self, seat: int, how: str, now: float, *, graceful: bool = False) -> None:
@@ -146,7 +137,7 @@ class Hub:
     def note_loss(self, seat: int, how: str, now: float) -> int:
         """Note that a replica has lost its launcher; return which."""
         replica = self.seats.serving.index(seat)
-        self.outcome.lost.setdefault(replica, self.seats.pod(seat))
+        self.outcome.lost.setdefault(replica, self.seats.members[seat].pod)
         if self.history.round not in self.lost_in:
             self.lost_in = {self.history.round: {}}
         self.lost_in[self.history.round].setdefault(replica, how)
@@ -159,24 +150,24 @@ class Hub:
     def receive(self, seat: int, message: Message, now: float) -> None:
         """Handle an admitted launcher's message. Raise ValueError for what it must not say."""
         self._allow_for_pause(now)
-        if isinstance(self.phase, _Over):
+        if self.final is not None:
             return
-        if isinstance(message, Leaving):
+        if isinstance(message, messages.Leaving):
             self._leave(seat, now)
             return
-        if not isinstance(message, Failed | Exiting | Stopped | Done):
+        if not isinstance(message, OfRound):
             raise ValueError(f"a launcher must not say {type(message).__name__}")
         if message.round != self.history.round or seat not in self.seats.serving:
             return
-        if isinstance(message, Exiting):
+        if isinstance(message, messages.Exiting):
             self.phase.take(seat, message, now)
             return
         self.outcome.note(self.seats.serving.index(seat), message.exits, now)
-        if isinstance(message, Done):
+        if isinstance(message, messages.Done):
             self.outcome.done.add(seat)
         if self.outcome.is_success():
-            self.phase = self.end(Finished())
-        elif not isinstance(message, Done):
+            self.phase = self.end(messages.Finished())
+        elif not isinstance(message, messages.Done):
             self.phase.take(seat, message, now)
             self.tick(now)
 
@@ -209,16 +200,17 @@ class Hub:
 
     def end_by(
         self, cause: Exit | None, why: str, *, graceful: bool = False, code: int = 0
-    ) -> _Over:
+    ) -> _Phase:
         """End the attempt. ``cause``: the process that is blamed."""
         early = root_cause.ended_early(self.outcome.exits.values(), cause)
         rank = cause.rank if cause is not None else -1
-        return self.end(End(rank, why, graceful, early, code))
+        return self.end(messages.End(rank, why, graceful, early, code))
 
-    def end(self, message: End | Finished) -> _Over:
-        """Post the last word."""
+    def end(self, message: messages.End | messages.Finished) -> _Phase:
+        """Post the last word; in the phase that follows nothing happens."""
+        self.final = message
         self.post_all(message)
-        return _Over(self, message)
+        return _Phase(self)
 
     def post_all(self, message: Message) -> None:
         """Post to all."""
@@ -255,7 +247,7 @@ class _Phase:
         why = f"the launcher of replica {replica} {how}"
         return hub.end_by(None if mine else cause, why, graceful=graceful)
 
-    def take(self, seat: int, message: Failed | Exiting | Stopped, now: float) -> None:
+    def take(self, seat: int, message: OfRound, now: float) -> None:
         """Note what a launcher says beside the exits of its workers."""
 
     def _follow(self, now: float) -> _Phase:
@@ -265,13 +257,10 @@ class _Phase:
         if hub.history.round >= 0:
             decision = rounds.decide(
                 hub.history,
-                outcome.exits.values(),
-                outcome.snapshot_step,
+                outcome,
                 hub.limits,
-                modified=hub.modified(),
-                lasted=outcome.lasted,
-                nproc=outcome.nproc,
                 at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+                modified=hub.modified(),
                 loss=outcome.loss(seats.idle_pods()),
             )
             if decision.next is None:
@@ -289,7 +278,7 @@ class _Phase:
         hub.history = following
         hub.outcome = Outcome(outcome.replicas, outcome.nproc)
         for replica, seat in enumerate(seats.serving):
-            go = Go(seats.own.birth, following.round, replica, following.records, newest)
+            go = messages.Go(seats.own.birth, following.round, replica, following.records, newest)
             hub.post(seat, go)
         return _Running(hub)
 
@@ -325,8 +314,8 @@ class _Running(_Phase):
         following = super().vacated(seat, how, now, graceful=graceful)
         return self._stop(now, graceful=graceful) if following is self else following
 
-    def take(self, seat: int, message: Failed | Exiting | Stopped, now: float) -> None:
-        if isinstance(message, Failed):
+    def take(self, seat: int, message: OfRound, now: float) -> None:
+        if isinstance(message, messages.Failed):
             self._left[seat] = message.running
 
     def _stop(self, now: float, *, graceful: bool = False) -> _Phase:
@@ -336,7 +325,7 @@ class _Running(_Phase):
             return hub.end_by(outcome.cause, why, graceful=graceful)
         outcome.lost_first = outcome.loss(hub.seats.idle_pods()) is not None
         outcome.lasted = 0.0 if self._begun_at is None else now - self._begun_at
-        hub.post_all(Stop(hub.history.round, graceful))
+        hub.post_all(messages.Stop(hub.history.round, graceful))
         return _Stopping(hub, now)
 
 
@@ -356,7 +345,7 @@ class _Stopping(_Phase):
         if self.due is not None:
             return self
         if missing and not (seats.can_wait and 0 not in missing):
-            absent = seats.never_came(missing)
+            absent = missing - seats.members.keys()
             which = ", ".join(map(str, sorted(absent or missing)[:8]))
             what = "has not come to the hub" if absent else "did not stop"
             why = f"replica {which} {what} within {now - self._since:.0f} s"
@@ -369,14 +358,14 @@ class _Stopping(_Phase):
 
     def admitted(self, hello: Hello, before: str, now: float) -> _Phase:
         if hello.running:
-            self._hub.post(hello.seat, Stop(self._hub.history.round))
+            self._hub.post(hello.seat, messages.Stop(self._hub.history.round))
         return self
 
-    def take(self, seat: int, message: Failed | Exiting | Stopped, now: float) -> None:
+    def take(self, seat: int, message: OfRound, now: float) -> None:
         outcome, seats = self._hub.outcome, self._hub.seats
-        if isinstance(message, Exiting):
+        if isinstance(message, messages.Exiting):
             self.barrier_at = now + BARRIER_SECONDS
-        elif seat not in seats.leaving and isinstance(message, Stopped):
+        elif seat not in seats.leaving and isinstance(message, messages.Stopped):
             seats.stopped.add(seat)
             outcome.done.discard(seat)
             outcome.snapshot_step = max(outcome.snapshot_step, message.snapshot_step)
@@ -401,14 +390,4 @@ class _Waiting(_Phase):
 
     def vacated(self, seat: int, how: str, now: float, *, graceful: bool) -> _Phase:
         self._hub.note_loss(seat, how, now)
-        return self
-
-
-class _Over(_Phase):
-    def __init__(self, hub: Hub, final: End | Finished) -> None:
-        super().__init__(hub)
-        self._final = final
-
-    def admitted(self, hello: Hello, before: str, now: float) -> _Phase:
-        self._hub.post(hello.seat, self._final)
         return self

@@ -195,6 +195,7 @@ Message = (
     Hello | Failed | Exiting | Stopped | Done | Leaving
     | Call | Welcome | Refused | Stop | Go | End | Beat | Finished | Unknown
 )  # fmt: skip
+OfRound = Failed | Exiting | Stopped | Done  # what a launcher says of its round
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in Message.__args__ if kind is not Unknown
 }

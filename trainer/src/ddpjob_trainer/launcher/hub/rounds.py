@@ -70,8 +70,8 @@ class Outcome:
     nproc: int
     exits: dict[int, Exit] = field(default_factory=dict)  # by rank
     done: set[int] = field(default_factory=set)  # seats where all workers have ended with 0
-    snapshot_step: int = -1
-    lasted: float = 0.0  # seconds until Stop
+    snapshot_step: int = -1  # the newest that a worker knows of
+    lasted: float = 0.0  # seconds from its begin to Stop
     lost: dict[int, str] = field(default_factory=dict)  # replicas without their launcher -> its pod
     lost_first: bool = False  # a loss, and no worker's failure, ended the round
     wait_until: float | None = None  # for the replacement of the first that was lost
@@ -129,30 +129,26 @@ class Verdict:
 
 def decide(
     history: History,
-    exits: Collection[Exit],
-    snapshot_step: int,
+    outcome: Outcome,
     limits: Limits,
     *,
-    nproc: int,
     at: str,
     modified: int = -1,
-    lasted: float = 0.0,
     loss: Loss | None = None,
 ) -> Verdict:
     """Decide on another round, or the end of the attempt.
 
-    ``exits``: of all workers of the round. ``snapshot_step``: the newest any worker knows of.
-    ``nproc``: workers per launcher. ``at``: now, RFC 3339. ``modified``: newest mtime at the
-    progress path. ``lasted``: seconds from the round's begin to its end. ``loss``: what ended it,
-    rather than a worker.
+    ``at``: now, RFC 3339. ``modified``: newest mtime at the progress path. ``loss``: what ended the
+    round, rather than a worker.
     """
+    exits, snapshot_step = outcome.exits.values(), outcome.snapshot_step
     cause = first_failure(exits) if loss is None else None
     if cause and limits.budget and (step := _drilled(exits)) and drills_left(history.records):
         return Verdict(_after_drill(history, step, snapshot_step, at), None, "a drill")
     progress = (
         snapshot_step > history.snapshot_step
         or modified > history.modified
-        or 0 < limits.heal_after <= lasted
+        or 0 < limits.heal_after <= outcome.lasted
     )
     # The operator counts a lost pod. One that only lost its link may do so again and again.
     failures = (0 if progress else history.failures) + (loss is None or not loss.replaced)
@@ -167,7 +163,7 @@ def decide(
         return Verdict(None, cause, why)
     if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
-    at_start = "" if progress or cause is None else _at_start(exits, cause, lasted)
+    at_start = "" if progress or cause is None else _at_start(exits, cause, outcome.lasted)
     # Its numbers count: where they differ a program has got on, which shows no steps.
     if cause is not None and at_start and at_start == history.at_start:
         why = (
@@ -179,7 +175,7 @@ def decide(
         why = f"failed {failures} times without progress in between"
         early = ended_early(exits, cause)
         return Verdict(None, cause, f"{why}; {early}" if early else why)
-    record = _record(history.round, cause, newest, nproc=nproc, at=at)
+    record = _record(history.round, cause, newest, nproc=outcome.nproc, at=at)
     if loss is not None:
         record |= {"kind": "lost", "replica": loss.replica}
     if early := ended_early(exits, cause):

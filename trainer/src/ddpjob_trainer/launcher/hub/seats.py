@@ -25,31 +25,13 @@ class Seats:
         self.stopped: set[int] = set()  # present, and nothing of the gang runs there
         self.can_wait = False  # all have come, and each can wait for the replacement of a lost one
         self._rounds = rounds
-        self._members: dict[int, Hello] = {}  # the newest ever admitted
+        self.members: dict[int, Hello] = {}  # the newest ever admitted
         self._out: set[str] = set()  # pods that others have replaced
-
-    @property
-    def full(self) -> bool:
-        """Return whether every pod of the job is linked."""
-        return len(self.present) == self.own.replicas + self.own.standby
-
-    @property
-    def away(self) -> list[int]:
-        """Return the seats that were linked and are not now."""
-        return sorted(self._members.keys() - self.present)
 
     @property
     def moved(self) -> str:
         """Return replica:seat where the two differ."""
         return ",".join(f"{r}:{seat}" for r, seat in enumerate(self.serving) if r != seat)
-
-    def pod(self, seat: int) -> str:
-        """Return the pod of the newest launcher with this seat."""
-        return self._members[seat].pod
-
-    def never_came(self, seats: set[int]) -> set[int]:
-        """Return those of which no launcher was ever admitted."""
-        return seats - self._members.keys()
 
     # --- Admission ---------------------------------------------------------------------------
 
@@ -73,7 +55,7 @@ class Seats:
         seats = mine.replicas + (0 if hello.running else mine.standby)
         if not 0 <= seat < seats:
             return Refused(f"replica {seat} is not one of {seats}", final=True)
-        known = self._members.get(seat)
+        known = self.members.get(seat)
         if known is None:
             return None
         if hello.pod in self._out or hello.birth < known.birth:  # H3
@@ -85,17 +67,17 @@ class Seats:
 
     def admit(self, hello: Hello) -> str:
         """Give a launcher its seat; return the pod that had it before, "" for none."""
-        known = self._members.get(hello.seat)
+        known = self.members.get(hello.seat)
         before = known.pod if known is not None else ""
         if known is not None and before != hello.pod:
             self._out.add(before)
-        self._members[hello.seat] = hello
+        self.members[hello.seat] = hello
         self.present.add(hello.seat)
         self.can_wait = (
             self._rounds
-            and len(self._members) >= self.own.replicas
-            and self._members.keys() >= set(self.serving)
-            and all(one.holds for one in self._members.values())
+            and len(self.members) >= self.own.replicas
+            and self.members.keys() >= set(self.serving)
+            and all(one.holds for one in self.members.values())
         )
         return before
 
@@ -114,7 +96,7 @@ class Seats:
         when it has left, for till then its workers may run.
         """
         serving = {seat: replica for replica, seat in enumerate(self.serving)}
-        held = {seat: self._members[seat].held for seat in self.stopped}
+        held = {seat: self.members[seat].held for seat in self.stopped}
         own = {seat: seat for seat in self.stopped}
         filled = {0: 0} if 0 in self.stopped else {}
         idle = self.stopped - {0}
@@ -136,7 +118,7 @@ class Seats:
 
     def idle_pods(self) -> set[str]:
         """Return the pods of the launchers that are linked and where nothing runs."""
-        return {self.pod(seat) for seat in self.stopped}
+        return {self.members[seat].pod for seat in self.stopped}
 
 
 def _sizes(hello: Hello) -> str:
