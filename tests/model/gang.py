@@ -139,7 +139,7 @@ class GangWorld(World):
         found = self.cluster.status("job")
         told = {key: found.get(key) for key in ("phase", "attempt", "births", "message")}
         there = {
-            f"{one.pod['metadata']['name']}/{uid}": (one._phase.value, one.workers.key, one.due)
+            f"{one.pod['metadata']['name']}/{uid}": (one.fingerprint()[:2], one.due)
             for uid, one in self.launchers.items()
             if one.alive
         }

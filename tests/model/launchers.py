@@ -25,9 +25,10 @@ from ddpjob_trainer.launcher.hub.messages import Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
+from ddpjob_trainer.launcher.local_round import LocalRound, Parked, Running, Succeeded
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
-from ddpjob_trainer.launcher.supervisor import Supervisor, _Phase
+from ddpjob_trainer.launcher.supervisor import Supervisor
 from model.cluster import Cluster, Object
 from model.network import Line, ModelCalls, ModelClient, Network, Silent
 
@@ -135,7 +136,6 @@ class Launcher(Supervisor):
             go_on=_hush,
             spares=SimpleNamespace(pids=tuple),
         )
-        self._workers = self._group(config.first)
         self._member = self._join(config, now)
         self._serves = config.hub_port is not None
         if config.replacement:
@@ -161,8 +161,9 @@ class Launcher(Supervisor):
 
     # --- The supervisor's parts -----------------------------------------------------------
 
-    def _group(self, key: Key) -> Any:
-        return Workers(self._config, key)
+    def _round(self, key: Key) -> LocalRound:
+        workers: Any = Workers(self._config, key)
+        return LocalRound(self._config, workers, self._member, self._ended, self._log.say)
 
     def _start(self, workers: Workers, now: float, drill: str, reached: int) -> None:
         self.world.begins(self, workers.key)
@@ -177,19 +178,22 @@ class Launcher(Supervisor):
         if isinstance(member.calls, ModelCalls):
             member.calls.dial(now)
         self._tick = now
-        self._forward(now)
-        self._report(now)
+        while self._signals.pending:
+            self._phase.forward(self._signals.pending.pop(0), now)
+        if isinstance(self._phase, Running):
+            self._phase = self._phase.report(now)
         due = member.tick(now)
         self._take_messages(now)
-        self._stop_the_rest(now)
+        self._phase.stop_the_rest(now)
         self._workers.kill_when_due(now)
         self._report_stopped(now)
         # A beat is always due within a second; only other dues are worth a look.
         self.due = due if due is not None and due > now + BEAT_SECONDS else None
-        if self._is_finished(now):
+        if self._phase.is_over(now):
             with mock.patch.object(termination, "_save", self._write):
+                results, ended = self._summary.results, self._ended
                 self.code = termination.finish(
-                    self._config, self._workers, self._pump, self._results, self._ended, [], _hush
+                    self._config, self._workers, self._pump, results, ended, [], _hush
                 )
             member.close()
             network.kill(self)
@@ -264,16 +268,16 @@ class Launcher(Supervisor):
     @property
     def settled(self) -> bool:
         """In a round, with its hub, and nothing waits; or done."""
-        if self._phase is _Phase.SUCCEEDED or self.stands_by:
+        if isinstance(self._phase, Succeeded) or self.stands_by:
             return True
         linked = self.hub is not None or self.link_line is not None
-        calm = self._phase is _Phase.RUNNING and not self._ended.waiting_since
+        calm = isinstance(self._phase, Running) and not self._phase.waiting_since
         return linked and calm and self.workers.running == 1 and self.due is None
 
     @property
     def stands_by(self) -> bool:
         """It waits for the loss of another while a round runs."""
-        hub = self.hub_of.hub if self._phase is _Phase.PARKED and self.hub_of else None
+        hub = self.hub_of.hub if isinstance(self._phase, Parked) and self.hub_of else None
         return hub is not None and hub.runs and self.due is None
 
     @property
@@ -289,9 +293,9 @@ class Launcher(Supervisor):
 
     def fingerprint(self) -> tuple[object, ...]:
         ended, workers = self._ended, self.workers
-        return (self._phase, workers.key, workers.killed, workers.stopping, workers.kill_at,
-                ended.end, ended.lost, self.alive, self._reported, len(self._member.link.inbox),
-                len(self._signals.pending))  # fmt: skip
+        return (type(self._phase), workers.key, workers.killed, workers.stopping, workers.kill_at,
+                ended.end, ended.lost, self.alive, getattr(self._phase, "reported", 0),
+                len(self._member.link.inbox), len(self._signals.pending))  # fmt: skip
 
     def terminate(self) -> None:
         self._signals.pending.append(signal.SIGTERM)

@@ -14,7 +14,7 @@ from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Key
 from ddpjob_trainer.launcher.hub.rounds import History
 from ddpjob_trainer.launcher.hub.seats import Seats
-from ddpjob_trainer.launcher.supervisor import _Phase
+from ddpjob_trainer.launcher.local_round import Parked, Stopping
 from model.cluster import Object
 from model.gang import GangWorld
 from model.launchers import Launcher
@@ -92,9 +92,9 @@ class SucceedsTheHub(Launcher):
     """Who loses the hub goes on in the next round of its number."""
 
     def _report_stopped(self, now: float) -> None:
-        stopping = self._phase is _Phase.STOPPING
+        stopping = isinstance(self._phase, Stopping)
         super()._report_stopped(now)
-        if stopping and self._phase is _Phase.PARKED and self.hub_of is None:
+        if stopping and isinstance(self._phase, Parked) and self.hub_of is None:
             number, round_ = self.workers.key
             self._begin(Key(number, round_ + 1), now)
 
@@ -102,9 +102,10 @@ class SucceedsTheHub(Launcher):
 class SaysHelloBeforeWorkersAreGone(Launcher):
     """It looks for the next hub at once."""
 
-    def _leave_hub(self, lost: str, now: float) -> None:
-        super()._leave_hub(lost, now)
-        self._member.link.join()
+    def _take_messages(self, now: float) -> None:
+        super()._take_messages(now)
+        if self._phase.round.hub_lost:
+            self._member.link.join()
 
 
 def records_no_seat(*args: Any) -> Plan:

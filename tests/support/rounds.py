@@ -234,7 +234,7 @@ class Training:
 #: For `patched`: no launcher or spare that stands still is given up for it.
 UNHURRIED: Final = {
     "launcher.hub.hub.BARRIER_SECONDS": PATIENCE,
-    "launcher.supervisor._ANSWER_SECONDS": PATIENCE,
+    "launcher.local_round._ANSWER_SECONDS": PATIENCE,
     "launcher.processes.spares._ANSWER_SECONDS": PATIENCE,
 }
 

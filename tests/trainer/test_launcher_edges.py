@@ -118,7 +118,7 @@ if round < 3:
 sys.exit(1)
 """)
     words = ("--max-rounds-without-progress", "1", "--termination-log", str(report), program)
-    env = patched(tmp_path, {"launcher.supervisor._POLL_SECONDS": PATIENCE})
+    env = patched(tmp_path, {"launcher.reports.state._POLL_SECONDS": PATIENCE})
     code, _, err = run(*words, env=env | {"DDPJOB_PROGRESS_PATH": str(path.parent)})
     assert (code, "failed 2 times without progress in between" in err) == (1, True)
     found = json.loads(report.read_text())

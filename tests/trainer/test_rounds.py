@@ -273,7 +273,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 open({str(tmp_path)!r} + f"/here-{{rank}}", "w").close()
 {HANDLES}"""
     )
-    env = patched(tmp_path, {"launcher.supervisor._ANSWER_SECONDS": PATIENCE})
+    env = patched(tmp_path, {"launcher.local_round._ANSWER_SECONDS": PATIENCE})
     with two_launchers(tmp_path, program, nproc=2, **env) as launchers:
         wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 4, "all four run")
         launchers[1].send_signal(signal.SIGTERM)
@@ -295,7 +295,7 @@ if rank == 2: sys.exit(2)
 time.sleep(3600)
 """
     )
-    env = patched(tmp_path, {"launcher.supervisor._ANSWER_SECONDS": 1.0})
+    env = patched(tmp_path, {"launcher.local_round._ANSWER_SECONDS": 1.0})
     with two_launchers(tmp_path, program, nproc=2, **env) as (hub, other):
         wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 4, "all four run")
         hub.send_signal(signal.SIGSTOP)
@@ -311,7 +311,7 @@ def test_the_hub_stays_until_all_others_are_done(script, tmp_path, taken):  # ty
     """Where its port is another's there is none, and nobody waits for long."""
     with socket.create_server(("", 0)) as other:
         hub = other.getsockname()[1] if taken else 0
-        env = patched(tmp_path, {"launcher.supervisor._SUCCESS_SECONDS": 0.2})
+        env = patched(tmp_path, {"launcher.local_round._SUCCESS_SECONDS": 0.2})
         program = script("time.sleep(1.5 * rank)")
         with two_launchers(tmp_path, program, nproc=2, hub=hub, **env) as launchers:
             errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
@@ -337,7 +337,7 @@ sys.exit({code} if rank == 2 else 0)
     [nobody] = free_ports(1)
     other = Forwarder(nobody)  # takes connections, and closes them
     hub, replicas = (other.port, (0, 1)) if taken else (nobody, (1,))
-    env = patched(tmp_path, {f"launcher.supervisor.{constant}": 10 * PATIENCE})
+    env = patched(tmp_path, {f"launcher.local_round.{constant}": 10 * PATIENCE})
     with two_launchers(tmp_path, program, nproc=2, hub=hub, replicas=replicas, **env) as launchers:
         errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     other.cut()

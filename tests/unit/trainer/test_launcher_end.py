@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher.hub.messages import End
+from ddpjob_trainer.launcher.local_round import LocalRound, Running
 from ddpjob_trainer.launcher.log import Log
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.processes import children
@@ -26,6 +29,7 @@ from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter, path_of
+from support.patience import PATIENCE
 from support.worker_group import NEVER, config_of_three, make_group
 
 
@@ -303,24 +307,36 @@ def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):  # 
         seen.append(at)
         raise StopIteration  # so far
 
-    supervisor = object.__new__(Supervisor)
-    supervisor._sleep = lambda seconds: heard.append(time.monotonic())  # type: ignore[method-assign]
-    supervisor._workers = SimpleNamespace(ended=ended)  # type: ignore[assignment]
-    supervisor._starter = SimpleNamespace(hand_over=lambda now: None)  # type: ignore[assignment]
+    supervisor: Any = object.__new__(Supervisor)
+    supervisor._sleep = lambda seconds: heard.append(time.monotonic())
+    supervisor._phase = SimpleNamespace(round=SimpleNamespace(workers=SimpleNamespace(ended=ended)))
+    supervisor._starter = SimpleNamespace(hand_over=lambda now: None)
     monkeypatch.setattr(children, "reap", lambda: [(NEVER, 1)])
     with pytest.raises(StopIteration):
         supervisor._watch()
     assert heard[0] <= seen[0]
 
 
+def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path):  # type: ignore[no-untyped-def]
+    answered, ticked = list[bool](), Event()
+    supervisor: Any = object.__new__(Supervisor)
+    supervisor._selector = selectors.DefaultSelector()
+    supervisor._runtime_dir = SimpleNamespace(path=tmp_path)
+    supervisor._member = SimpleNamespace(tick=lambda now: ticked.set())
+    supervisor._restore(lambda path: answered.append(ticked.wait(PATIENCE)))
+    supervisor._selector.close()
+    assert answered == [True]
+
+
 def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(  # type: ignore[no-untyped-def]
     tmp_path, sent
 ):
-    supervisor = object.__new__(Supervisor)
-    workers = supervisor._workers = make_group(tmp_path)[0]
-    supervisor._ended = termination.Ended(end=End(-1, "replica 1 leaves", graceful=True))
-    supervisor._stop_the_rest(1.0)
+    workers, _ = make_group(tmp_path)
+    nobody: Any = None
+    ended = termination.Ended(end=End(-1, "replica 1 leaves", graceful=True))
+    phase = Running(LocalRound(config_of_three(), workers, nobody, ended, nobody), 0.0)
+    phase.stop_the_rest(1.0)
     assert not workers.stopping
     workers.ended(NEVER, 75, 2.0)
-    supervisor._stop_the_rest(2.0)
+    phase.stop_the_rest(2.0)
     assert (workers.stopping, workers.kill_at) == (True, 3.0)

@@ -35,11 +35,9 @@ def test_the_rate_falls_in_a_stall_and_very_slow_steps_have_one():
     assert 0.005 <= (rate or 0) <= 0.01
 
 
-def test_a_start_has_none_and_a_round_begins_anew():
+def test_a_start_has_none():
     pace = Pace()
     pace.poll(None, 1.0)
     pace.poll(RankState(0), 2.0)
     assert seen(pace, 100, 3.0) is None
     assert seen(pace, 110, 13.0) == 1.0
-    pace.begin()
-    assert seen(pace, 50, 14.0) is None, "it goes back to a snapshot"

@@ -49,10 +49,7 @@ _FLIGHT_DEFAULTS: Final = ("~/.cache/torch/comm_lib_trace_rank_", "/tmp/nccl_tra
 
 
 class Keeper:
-    """Keeps one launcher's evidence; without a snapshot directory it does nothing.
-
-    ``why``: how the hub was lost, which ended the round.
-    """
+    """Keeps one launcher's evidence; without a snapshot directory it does nothing."""
 
     def __init__(self, config: LaunchConfig, say: Callable[[str], None]) -> None:
         root = config.env.snapshot_dir
@@ -67,12 +64,11 @@ class Keeper:
         self._due = 0.0
         self._pruned = False  # in this round
         self._last: Evidence | None = None  # of a round that is over
-        self.why = ""
 
     def begin(self, config: LaunchConfig, workers: WorkerGroup, tail: Tail, now: float) -> None:
         """Turn to a round that begins."""
         self._config, self._workers, self._tail = config, workers, tail
-        self._tails, self._stacks, self.why = [], "", ""
+        self._tails, self._stacks = [], ""
         self._began = time.time()
         self._due = now + _FIRST_SECONDS
         self._pruned = False
@@ -90,14 +86,17 @@ class Keeper:
             self._tails = tails
             self._put(self._body(workers, tails, over=False))
 
-    def stopped(self, hub: Hub | None) -> None:
-        """Write how the round ended here, as far as this launcher knows."""
+    def stopped(self, hub: Hub | None, why: str) -> None:
+        """Write how the round ended here, as far as this launcher knows.
+
+        ``why``: how the hub was lost, which ended the round.
+        """
         workers = self._workers
         if self._writer is None or workers is None or any(one.drill for one in workers.exits):
             return
         tails = self._read()
         self._last = self._body(workers, tails, over=True)
-        self._last |= _known(why=self.why or None, lost=_lost(hub, workers.round))
+        self._last |= _known(why=why or None, lost=_lost(hub, workers.round))
         self._put(self._last, flights=self._flights())
 
     def follows(self, records: Sequence[Round]) -> None:
@@ -106,14 +105,14 @@ class Keeper:
             self._last = {**self._last, "cause": records[-1]}
             self._put(self._last)
 
-    def end(self, ended: Ended, hub: Hub | None, code: int) -> None:
+    def end(self, ended: Ended, hub: Hub | None, why: str, code: int) -> None:
         """Write the round that no other follows, and wait for that a moment."""
         workers = self._workers
         if self._writer is None or workers is None:
             return
-        why = ended.lost or (ended.end.why if ended.end else "")
+        why = why or ended.lost or (ended.end.why if ended.end else "")
         said: Evidence = _known(
-            why=self.why or why or None, signal=ended.signal or None, report=ended.report,
+            why=why or None, signal=ended.signal or None, report=ended.report,
             lost=_lost(hub, workers.round),
         )  # fmt: skip
         # Without rounds each launcher's hub hears that launcher alone.

@@ -1,12 +1,13 @@
 """Build the answer to GET /state: the ranks' reports, and earlier rounds' outcomes.
 
-The supervisor keeps the Results of earlier rounds and the Pace; a thread that serves HTTP asks.
+The supervisor keeps a Summary of all rounds and each round's Pace; a thread that serves HTTP asks.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,12 +15,16 @@ from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
 from ddpjob_contract import Proof, Resumed, Round, Spent, State, Straggler
-from ddpjob_trainer.launcher.reports.progress_path import NEVER, as_text
+from ddpjob_trainer.launcher.launch_config import LaunchConfig
+from ddpjob_trainer.launcher.reports.account import Account
+from ddpjob_trainer.launcher.reports.progress_path import NEVER, ProgressPath, as_text
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, STRAGGLER, RankState, read_told
 
 _VERSION: Final = 1
 _WINDOW_SECONDS: Final = 60.0
+#: For the progress path: a file server that does not answer must not delay the launcher.
+_POLL_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,39 @@ class Results:
             "resumed": self.resumed,
             "spent": self.spent,
         }
+
+
+class Summary:
+    """What all rounds of a launcher came to. ``results``: of those before the present one.
+
+    ``account`` is shown by the launcher with the hub, which asks for the ``progress``.
+    """
+
+    def __init__(self, config: LaunchConfig, now: float) -> None:
+        self.results = Results()
+        self.account = Account(now, config.env.reached, reports_steps=config.uses_our_library)
+        self.progress = ProgressPath(config.env.progress_path if config.replica == 0 else None)
+        self._leads = config.replica == 0
+
+    def add(self, workers: WorkerGroup) -> int:
+        """Add a round that has ended; return the newest snapshot's step."""
+        self.results = self.results.after(workers)
+        self.progress.poll(_POLL_SECONDS)  # the hub decides on it
+        return self.results.snapshot_step
+
+    def read(self, workers: WorkerGroup) -> Results:
+        """Return all results, with those of workers that run; from another thread, too."""
+        spent = self.account.read(time.monotonic(), workers.state(0)) if self._leads else None
+        found = self.results.after(workers)
+        return replace(found, modified=self.progress.newest, spent=spent)
+
+    def close(self, workers: WorkerGroup, *, signalled: bool) -> Results:
+        """Close the account, whose last stretch went to saving where a signal has ended it."""
+        self.progress.poll(_POLL_SECONDS)
+        now, rest = time.monotonic(), "snapshot" if signalled else None
+        self.account.begin("idle", now, workers.state(0), rest=rest)
+        spent = self.account.read(now, None) if self._leads else None
+        return replace(self.results, modified=self.progress.newest, spent=spent)
 
 
 def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
@@ -140,14 +178,10 @@ def answer(state: State, query: str, *, local: bool) -> State | None:
 
 
 class Pace:
-    """The steps per second of the last minute, or of the last two slower changes."""
+    """A round's steps per second in the last minute, or of the last two slower changes."""
 
     def __init__(self) -> None:
         self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
-
-    def begin(self) -> None:
-        """Start over with a round."""
-        self._marks = ()
 
     def poll(self, state: RankState | None, now: float) -> None:
         """Take in a worker's record."""

@@ -41,11 +41,16 @@ class Ended:
     between_rounds: bool = False  # the signal came after the round's workers had been stopped
     stood_by: bool = False  # the others succeeded while nothing ran here
     abandoned: bool = False  # the last round here was stopped, and none followed: no success
+    finished: bool = False  # all have succeeded, as the hub says
     end: End | None = None
     lost: str = ""  # how the hub was lost
     before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
-    waiting_since: float = 0.0  # since when the hub knows of a failure, 0: none
     report: TerminationReport | None = None  # as finish() has written it
+
+    @property
+    def over(self) -> bool:
+        """Return whether no round follows."""
+        return bool(self.finished or self.signal or self.end is not None or self.lost)
 
 
 def finish(

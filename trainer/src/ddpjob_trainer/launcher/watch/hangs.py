@@ -137,7 +137,7 @@ class HangResponse:
     ) -> None:
         self.stacks = self.found = ""
         self._starts = starts
-        self._names = names
+        self.names = names
         self._deadlines = deadlines
         self._counted = counted
         self._log = log
@@ -146,7 +146,7 @@ class HangResponse:
     def begin(self) -> None:
         """Start over with a round."""
         self.found = ""
-        self._names.begin()
+        self.names.begin()
         self._watch = HangWatch(self._deadlines, starts=self._starts)
         self._request: StackRequest | None = None
         self._answer_at = 0.0
@@ -180,6 +180,6 @@ class HangResponse:
         self._log.put(2, self.found.encode(errors="replace"))
         if not workers.stopping:
             hang = request.hang
-            lost = self._names.trouble if hang.phase == "startup" else ""
+            lost = self.names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
             workers.mark_hung(hang.rank, why, request.brief(), now)

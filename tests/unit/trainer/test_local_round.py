@@ -1,0 +1,176 @@
+"""What a launcher does in each phase of a round at each word of the hub, and when it loses it.
+
+L2 to L4 are rules of the protocol; test_following.py has which hub it follows.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpjob_trainer.environment import Key
+from ddpjob_trainer.launcher.hub.messages import End, Finished, Go, Message, Stop
+from ddpjob_trainer.launcher.local_round import (
+    LocalRound,
+    Parked,
+    Phase,
+    Running,
+    Stopping,
+    Succeeded,
+)
+from ddpjob_trainer.launcher.reports.termination import Ended
+
+GO = Go(5, 3, 1, ())
+SAVE = Stop(2, graceful=True)
+
+
+class Part:
+    """A launcher in round 2 of hub 5 since second 100, without processes, and what it did."""
+
+    def __init__(self, phase: type[Phase], *, can_wait: bool = True, met: bool = True) -> None:
+        did = self.did = list[str]()
+        self.link = SimpleNamespace(
+            lost="", unmet="", met=met, linked=False,
+            leave=lambda: did.append("leave"), join=lambda: did.append("join"),
+            send=lambda message, now: did.append(type(message).__name__),
+        )  # fmt: skip
+        self.workers = SimpleNamespace(
+            key=Key(5, 2), round=2, exits=[], stopping=False, kill_at=None, failed=False,
+            running=0, succeeded=False, is_training=lambda: True, signal=lambda signum, now: None,
+            stop=lambda now, last_words: did.append(f"stop {last_words:g}"),
+            kill_by=lambda moment: did.append("grace"),
+        )  # fmt: skip
+        env = SimpleNamespace(grace_seconds=30.0, standby=0)
+        config: Any = SimpleNamespace(
+            holds=can_wait, hold_seconds=330.0, exit_seconds=10.0, env=env
+        )
+        member: Any = SimpleNamespace(link=self.link, rounds=True, hub=None)
+        workers: Any = self.workers
+        self.ended = Ended()
+        self.phase = phase(LocalRound(config, workers, member, self.ended, print), 100.0)
+
+    def take(self, *messages: Message, lost: str = "", now: float = 101.0) -> type[Phase]:
+        """One turn of the supervisor's loop."""
+        for message in messages:
+            if not isinstance(message, Go):
+                self.phase = self.phase.handle(message, now)
+            elif self.phase.begins(message):
+                self.did.append(f"round {message.round}")
+        self.link.lost = lost
+        self.phase = self.phase.check_hub(now)
+        return type(self.phase)
+
+
+@pytest.mark.parametrize(
+    ("phase", "messages", "lost", "then", "did"),
+    [
+        (Running, [Stop(2)], "", Stopping, ["stop 0"]),
+        (Running, [SAVE], "", Stopping, ["grace"]),
+        (Running, [Stop(1)], "", Running, []),
+        (Running, [GO], "", Running, []),
+        (Succeeded, [Stop(2)], "", Stopping, ["stop 0"]),
+        (Stopping, [GO], "", Stopping, []),
+        (Parked, [Stop(2)], "", Parked, []),
+        # Only a newer round begins (L4).
+        (Parked, [GO], "", Parked, ["round 3"]),
+        (Parked, [Go(6, 0, 1, ())], "", Parked, ["round 0"]),
+        (Parked, [Go(5, 2, 1, ())], "", Parked, []),
+        (Parked, [Go(4, 9, 1, ())], "", Parked, []),
+        # The hub is lost (L3), also while it says Stop. Nothing runs when the next is asked (L2).
+        (Running, [], "gone", Stopping, ["leave", "stop 0"]),
+        (Running, [Stop(2)], "gone", Stopping, ["stop 0", "leave"]),
+        (Running, [SAVE], "gone", Stopping, ["grace", "leave"]),
+        (Stopping, [], "gone", Stopping, ["leave"]),
+        (Parked, [], "gone", Parked, ["leave", "join"]),
+    ],
+)
+def test_each_word_of_the_hub_in_each_phase(  # type: ignore[no-untyped-def]
+    phase, messages, lost, then, did
+):
+    part = Part(phase)
+    assert (part.take(*messages, lost=lost), part.did) == (then, did)
+    assert not part.ended.lost
+
+
+@pytest.mark.parametrize(
+    ("phase", "made", "ended"),
+    [
+        (Running, {"can_wait": False}, {}),
+        (Running, {"met": False}, {}),
+        (Succeeded, {}, {}),
+        (Running, {}, {"signal": 15}),
+        (Running, {}, {"end": End(-1, "no", graceful=False)}),
+    ],
+)
+def test_some_end_when_the_hub_is_lost(phase, made, ended):  # type: ignore[no-untyped-def]
+    part = Part(phase, **made)
+    for name, value in ended.items():
+        setattr(part.ended, name, value)
+    part.take(lost="gone")
+    assert part.ended.lost == "gone"
+    assert "leave" not in part.did
+
+
+@pytest.mark.parametrize(
+    ("phase", "kill_at", "until"),
+    [
+        (Stopping, None, 120.0),  # processes that nothing can end
+        (Stopping, 130.0, 150.0),  # until then workers may save
+        (Parked, None, 430.0),
+    ],
+)
+def test_nobody_waits_for_ever(phase: type[Phase], kill_at: float | None, until: float) -> None:
+    part = Part(phase)
+    part.workers.kill_at = kill_at
+    part.take(now=until)
+    assert not part.ended.lost
+    part.take(now=until + 0.1)
+    assert (part.ended.lost, part.did) == ("it does not answer", ["stop 1"])
+
+
+def test_a_parked_launcher_waits_as_long_as_there_is_a_hub() -> None:
+    part = Part(Parked)
+    part.link.linked = True
+    part.take(now=5000.0)
+    part.link.linked = False
+    assert part.take(lost="gone", now=5001.0) is Parked
+    assert part.did == ["leave", "join"]
+    part.take(now=5330.0)
+    assert not part.ended.lost
+    part.take(now=5340.0)
+    assert part.ended.lost == "it does not answer"
+
+
+def test_a_parked_launcher_may_look_for_a_hub_where_nobody_listens_yet() -> None:
+    part = Part(Running)
+    part.workers.exits, part.workers.failed = [None], True
+    assert isinstance(part.phase, Running)
+    part.phase.report(99.0)
+    part.link.unmet = "nobody listens at job-0 port 2"
+    part.take(Stop(2), now=101.0)
+    assert isinstance(part.phase, Stopping)
+    part.phase = part.phase.report_stopped(7, 101.0)
+    part.take(now=200.0)
+    assert (part.did, part.ended.lost) == (["Failed", "stop 0", "Stopped", "join"], "")
+
+
+def test_a_parked_launcher_ends_at_a_signal() -> None:
+    part = Part(Parked)
+    part.phase.forward(15, 101.0)
+    part.take(GO)
+    assert part.did == ["Leaving", "grace"]
+    assert part.ended.between_rounds
+    assert part.phase.is_over(101.0)
+
+
+@pytest.mark.parametrize("succeeded", [True, False])
+def test_a_parked_launcher_ends_when_all_have_succeeded(succeeded: bool) -> None:
+    """Also its replica, before it was stopped; else it stood by."""
+    part = Part(Parked)
+    part.workers.succeeded = succeeded
+    assert not part.phase.is_over(101.0)
+    part.take(Finished(), lost="the hub has ended, too")
+    assert part.phase.is_over(101.0)
+    assert (part.did, part.ended.stood_by, part.ended.lost) == ([], not succeeded, "")
