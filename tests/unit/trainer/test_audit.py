@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from ddpjob_tools import cli
 from ddpjob_tools.prove import cause, folder, report, samples
 from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
 from ddpjob_tools.prove.record import Gang, Step, Steps, Story
-from ddpjob_trainer import cli
 from ddpjob_trainer.errors import ConfigError
 
 EPOCH, TOTAL, KILLED, SAVED = 10, 40, 18, 15

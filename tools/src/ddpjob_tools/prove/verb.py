@@ -76,7 +76,7 @@ def run(
     unproved: int = 1,
     evidence: Collection[int] = (),
 ) -> int:
-    """Run a verb in a folder of its own; return its exit code.
+    """Run a verb in a new folder; return its exit code.
 
     ``prepare`` raises ConfigError before there is a folder. ``unproved``: the code of a ProofError.
     The folder stays where --keep names it, or where the code is one of ``evidence``.

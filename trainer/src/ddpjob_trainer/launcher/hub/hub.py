@@ -222,7 +222,7 @@ class Hub:
 class _Phase:
     """Reacts to what happens, and answers with the phase that follows.
 
-    ``due``: when to call tick() at the latest, None: at no time of its own.
+    ``due``: when to call tick() at the latest, None: it asks for no time.
     """
 
     def __init__(self, hub: Hub, due: float | None = None) -> None:
