@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.reader import read_snapshot
 from ddpjob_trainer.snapshot.save.staging import Buffer
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
@@ -212,7 +212,7 @@ def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ig
 
 
 def test_each_step_is_told_once_before_a_snapshot_holds_it(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
-    def told_before(snapshots: Snapshots, step: int, *args: Any, **kwargs: Any) -> None:
+    def told_before(snapshots: SnapshotManager, step: int, *args: Any, **kwargs: Any) -> None:
         directory = snapshots._settings.directory
         assert directory is not None
         if os.environ["RANK"] == "0":
@@ -223,8 +223,8 @@ def test_each_step_is_told_once_before_a_snapshot_holds_it(gang, tmp_path, monke
         if place == "after commit" and step.index == 9 and run.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)  # step 10 has told already: it comes with 11
 
-    save = Snapshots.save
-    monkeypatch.setattr(Snapshots, "save", told_before)
+    save = SnapshotManager.save
+    monkeypatch.setattr(SnapshotManager, "save", told_before)
     whole, early, stopped = (tmp_path / name for name in ("whole", "early", "stopped"))
     assert gang.run(train(whole, never)) == ALL_0, gang.log(0)
     told = [event["step"] for event in read_events(whole / "events") if event["event"] == "step"]

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from ddpjob_trainer.errors import HardwareError
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.ondisk import checked_json, disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.ondisk.manifest import DataFile
@@ -291,7 +291,7 @@ def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(
     shutil.rmtree(ranks.directory)
     why = f"{ranks.directory} is gone: it was removed, or another job"
     assert ranks.save(2).startswith(why)
-    Snapshots._failed(Mock(newest=1), 2, ranks.save(2))
+    SnapshotManager._failed(Mock(newest=1), 2, ranks.save(2))
     assert capfd.readouterr().err.endswith("gone with it; training goes on\n")
     ranks.directory.touch()
     assert ranks.save(3).startswith(why)

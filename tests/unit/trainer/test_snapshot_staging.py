@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.gpu.accelerator import Accelerator
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import staging
 from ddpjob_trainer.snapshot.save import writer as writer_module
@@ -177,7 +177,7 @@ def test_more_than_the_store_takes_is_a_failed_snapshot() -> None:
 def test_the_status_names_what_was_read_back_or_uploaded(tmp_path, ends, url, named):
     settings = SnapshotSettings(tmp_path, 25, 2, resume=True, upload=url, ends_with_pod=ends)
     progress = Mock()
-    snapshots = Snapshots(settings, Mock(rank=1), progress)
+    snapshots = SnapshotManager(settings, Mock(rank=1), progress)
     snapshots.learn([51.0, 26.0, 51.0, 0.0])  # step 50 was read back, 25 was uploaded
     assert snapshots.newest == 50
     snapshots.learn([51.0, 51.0, 51.0, 0.0])

@@ -37,7 +37,7 @@ _LAST_UPLOAD_SECONDS = 15.0
 _UPLOAD_SECONDS = 300.0
 
 
-class Snapshots:
+class SnapshotManager:
     """One process's view of the snapshots. Every rank calls the same methods at the same step."""
 
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:

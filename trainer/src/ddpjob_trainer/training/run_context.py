@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gradients.elastic import Averaging
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
 from ddpjob_trainer.training.leaving.shutdown import Shutdown
@@ -22,7 +22,7 @@ class RunContext:
     world: World
     shutdown: Shutdown
     progress: Progress
-    snapshots: Snapshots
+    snapshots: SnapshotManager
     averaging: Averaging
     recorder: Recorder
     mismatch: CallMismatch

@@ -33,7 +33,7 @@ from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from ddpjob_trainer.liveness.watchdog import watch
 from ddpjob_trainer.options import Log, Options, Reporting, SnapshotOptions
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.remote.client import check_upload
 from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.event_log import EventLog
@@ -186,7 +186,7 @@ def start(
     progress = _make_progress(
         env, writer, options, reporting, averaging.samples, time.monotonic() - joining
     )
-    snapshots = Snapshots(settings, world, progress)
+    snapshots = SnapshotManager(settings, world, progress)
     mismatch = CallMismatch(world, shutdown)
     record = None
     if env.replay_dir is not None and settings.directory is not None and options.level != "off":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ddpjob_trainer.environment import DrillSettings, Identity
-from ddpjob_trainer.snapshot.manager import Snapshots
+from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.training.replay.replay import Replay
 
 #: Auto leaves the drill out where the start took longer, for the next one would as well.
@@ -26,7 +26,7 @@ class Drill:
     """One process's side of the drills. Every rank makes the same calls."""
 
     def __init__(
-        self, given: DrillSettings, identity: Identity, replay: Replay, snapshots: Snapshots
+        self, given: DrillSettings, identity: Identity, replay: Replay, snapshots: SnapshotManager
     ) -> None:
         self._given = given
         self._first = (identity.attempt, identity.round) == (1, 0)
