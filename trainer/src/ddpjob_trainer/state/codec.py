@@ -21,17 +21,10 @@ from ddpjob_trainer.gpu.accelerator import in_order
 
 #: safetensors' names of element types.
 DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 _MARK = "$"
@@ -41,14 +34,10 @@ _NUMBER_BYTES = 8  # of numpy's scalars: longer ones differ from machine to mach
 _MAX_DEPTH = 100
 #: Mappings besides dict that state_dict() of torch and of users may hold.
 _MAPPINGS: dict[str, Callable[[], Any]] = {
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "defaultdict": defaultdict,
-    "defaultdict int": lambda: defaultdict(int),
-    "defaultdict float": lambda: defaultdict(float),
-    "defaultdict list": lambda: defaultdict(list),
-    "defaultdict dict": lambda: defaultdict(dict),
-}
+    "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict,
+    "defaultdict int": lambda: defaultdict(int), "defaultdict float": lambda: defaultdict(float),
+    "defaultdict list": lambda: defaultdict(list), "defaultdict dict": lambda: defaultdict(dict),
+}  # fmt: skip
 
 
 #: What subclasses are stored as, and how it is made of them.
