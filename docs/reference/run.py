@@ -15,7 +15,16 @@ PAGE = ROOT / "docs/reference/run.md"
 SOURCE = ROOT / "trainer/src"
 PUBLIC = SOURCE / "ddpjob_trainer/__init__.py"
 #: In the order of a script; what is public and not here follows.
-ORDER = ("start", "Run", "Step", "steps_per_epoch", "read_snapshot", "ConfigError")
+ORDER = (
+    "start",
+    "Snapshots",
+    "Logging",
+    "Run",
+    "Step",
+    "steps_per_epoch",
+    "read_snapshot",
+    "ConfigError",
+)
 #: What a script calls an object of these.
 CALLED = {"Run": "run", "Step": "step"}
 #: Parts of a class that end what is public.
@@ -74,6 +83,21 @@ def _one(arg: ast.arg, default: ast.expr | None) -> str:
     return f"{typed} = {ast.unparse(default)}"
 
 
+def fields(node: ast.ClassDef) -> str:
+    """Return a dataclass as it is made, with the defaults that its options declare."""
+    found = [
+        f"    {each.target.id}: {ast.unparse(each.annotation)} = {ast.unparse(each.value.args[0])},"
+        for each in node.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and isinstance(each.value, ast.Call)
+        and each.value.args
+    ]
+    return (
+        "\n".join(["```python", f"{node.name}(", "    *,", *found, ")", "```\n\n"]) if found else ""
+    )
+
+
 def words(node: ast.AST) -> str:
     """Return a docstring in Markdown: an option that begins a line becomes an item."""
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -109,7 +133,8 @@ def entry(name: str, file: Path) -> str:
         code = f"```python\n{signature(node, name)}\n```"
         return f"## {name}()\n\n{code}\n\n{words(node)}\n"
     assert isinstance(node, ast.ClassDef)
-    parts = [f"## {name}\n\n{words(node)}\n"]
+    declared = fields(node)
+    parts = [f"## {name}\n\n{declared}{words(node)}\n"]
     for each in members(node, source):
         short = f"{CALLED.get(name, name)}.{each.name}"
         if any(ast.unparse(one) == "property" for one in each.decorator_list):

@@ -40,7 +40,7 @@ class Training:
         torch.manual_seed(3)
         run = ddp.start(
             total_steps=6, global_batch=24, level=self.level, check_every=self.check_every,
-            snapshot_dir=self.directory if self.snapshots else None, snapshot_every=2,
+            snapshots=ddp.Snapshots(directory=self.directory if self.snapshots else None, every=2),
         )  # fmt: skip
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -193,7 +193,8 @@ def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_
     """Each rank would go on with parts of the others', and no comparison of parameters tells."""
 
     def program(rank: int) -> None:
-        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
+        snapshots = ddp.Snapshots(directory=tmp_path, every=2)
+        run = ddp.start(total_steps=9, global_batch=24, snapshots=snapshots)
         model = Net()
         optimizer = ByOwner(model.parameters(), lr=1e-2)
         optimizer.lazy = lazy
@@ -214,6 +215,7 @@ def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_pat
     """Rank 0's come back to every rank: right for a mean that it prints, wrong for a decision."""
 
     def program(rank: int) -> None:
+        # By the keywords from before ddp.Snapshots: no other script of the tests has them.
         run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
         model = Net()
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
@@ -233,3 +235,4 @@ def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_pat
     words = f"ranks [1, 2] differ from rank 0, first in {first}. A restart gives every rank those"
     log = "".join(gang.log(rank) for rank in range(3))
     assert log.count(words) == log.count("registered values are not") == (1 if first else 0)
+    assert log.count("give start() snapshots=ddp.Snapshots(directory=..., every=...)\n") == 1

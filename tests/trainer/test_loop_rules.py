@@ -72,17 +72,17 @@ def test_a_loss_that_went_around_the_wrapper_is_refused(gang):  # type: ignore[n
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 7), ("samples", 57), ("total_steps", 3), ("snapshots", True), ("snapshot_every", 5)],
+    [("seed", 7), ("samples", 57), ("total_steps", 3), ("snapshots", True), ("snapshots.every", 5)],
 )
 def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # type: ignore[no-untyped-def]
     def differs(rank: int) -> None:
         options: dict[str, Any] = {"total_steps": 2, "seed": 0}
-        if name == "snapshot_every" or (name == "snapshots" and rank == 1):
-            options["snapshot_dir"] = tmp_path / "s"
+        if name == "snapshots.every" or (name == "snapshots" and rank == 1):
+            options["snapshots"] = ddp.Snapshots(directory=tmp_path / "s", every=(None, 5)[rank])
         data = DATA
         if rank == 1 and name == "samples":
             data = TensorDataset(DATA.tensors[0][:value])
-        elif rank == 1 and name != "snapshots":
+        elif rank == 1 and not name.startswith("snapshots"):
             options[name] = value
         run = ddp.start(global_batch=6, **options)
         wrapped = prepared(run)
@@ -107,8 +107,8 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
         seen = []
         phase = progress.Progress.phase
         progress.Progress.phase = lambda self, name: (seen.append(name), phase(self, name))[1]  # type: ignore[method-assign,assignment,func-returns-value]
-        directory = tmp_path / "s" if "snapshots" in how else None
-        run = ddp.start(total_steps=6, global_batch=6, snapshot_dir=directory, snapshot_every=2)
+        snapshots = ddp.Snapshots(directory=tmp_path / "s" if "snapshots" in how else None, every=2)
+        run = ddp.start(total_steps=6, global_batch=6, snapshots=snapshots)
         wrapped = prepared(run)
         if how == "no loop":
             run.evaluate(DATA, total)
@@ -123,7 +123,7 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
         left = len(seen)
         run.finish()
         assert seen[-1] == "done"
-        if directory is not None:  # the disk has its own deadline, also then
+        if "snapshots" in how:  # the disk has its own deadline, also then
             assert "snapshot" in seen[left:]
 
     assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
@@ -142,9 +142,8 @@ def test_an_error_does_not_wait_for_a_disk_and_is_watched_to_its_end(gang, tmp_p
                 threading.Event().wait()
 
         disk.seam = never_answers
-        run = ddp.start(
-            total_steps=6, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=2
-        )
+        snapshots = ddp.Snapshots(directory=tmp_path / "s", every=2)
+        run = ddp.start(total_steps=6, global_batch=6, snapshots=snapshots)
         ending = run._process.shutdown
         hook = ending._hook
         ending._hook = lambda *error: (print(f"phase {ending._state.state.phase}"), hook(*error))  # type: ignore[func-returns-value]
@@ -420,7 +419,8 @@ def test_all_draw_alike_after_start_and_a_sum_over_the_ranks_is_logged(gang, tmp
     def logs(rank: int) -> None:
         random.seed(rank)
         np.random.seed(rank)
-        run = ddp.start(total_steps=4, global_batch=6, micro_batches=2, events=tmp_path / "events")
+        logging = ddp.Logging(events=tmp_path / "events")
+        run = ddp.start(total_steps=4, global_batch=6, micro_batches=2, logging=logging)
         drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
         assert run.sum(drawn) == pytest.approx(3 * drawn), "start() seeds all ranks alike"
         wrapped = prepared(run)

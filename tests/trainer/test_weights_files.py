@@ -44,6 +44,7 @@ class Training:
     directory: Path
     weights: Path
     start: dict[str, Any] = field(default_factory=dict)
+    changes: str = ""
     prepare: dict[str, Any] = field(default_factory=dict)
     samples: int = 50
     die: tuple[int, int] | None = None  # rank, step
@@ -54,11 +55,10 @@ class Training:
     def __call__(self, rank: int) -> None:
         torch.manual_seed(11)
         data = TensorDataset(torch.randn(self.samples, 6))
-        run = ddp.start(
-            **{"total_steps": STEPS, "global_batch": 12, "seed": 3, "resume": self.weights,
-               "snapshot_every": EVERY, "snapshot_dir": self.directory / "snapshots",
-               **self.start},
-        )  # fmt: skip
+        given = {"total_steps": STEPS, "global_batch": 12, "seed": 3, "resume": self.weights}
+        place = self.directory / "snapshots"
+        kept = ddp.Snapshots(directory=place, every=EVERY, allow_changes=self.changes)
+        run = ddp.start(**given | self.start, snapshots=kept)
         torch.manual_seed(100 + rank)  # whatever they begin with, the file's weights count
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -137,8 +137,8 @@ def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tm
         training.directory, weights, samples=70, prepare={"ema": 0.5}, start=dict(changes)
     )
     assert set(gang.run(changed).values()) <= {64, 75}
-    assert "go on with start(allow_changes='global_batch')" in gang.log(0)
-    changed.start["allow_changes"] = "global_batch,data,ema"
+    assert "go on with snapshots=ddp.Snapshots(allow_changes='global_batch')" in gang.log(0)
+    changed.changes = "global_batch,data,ema"
     assert gang.run(changed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
     assert "resuming after step 4" in gang.log(0)
     assert "global_batch was 12 and is 24, as allow_changes says" in gang.log(0)

@@ -42,7 +42,7 @@ def test_no_part_of_a_password_or_a_signature_is_shown(form: str, secret: str) -
     url = form.format(secret)
     for said in (
         url, repr(url), unquote(url), quote(url, errors="replace"),
-        f"snapshot_upload={url!r} cannot be used: {url}",
+        f"snapshots.upload={url!r} cannot be used: {url}",
         f"PermissionError: {url}/000000000000001/start.json: no", f"Url: '{url}'. {secret}",
         f"nonnumeric port: {secret + '@host'!r}", f"bad signature {secret}", unquote(secret),
         quote(secret, "", errors="replace"), repr(secret),

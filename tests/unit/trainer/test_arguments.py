@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,21 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.arguments import Arguments, checked
 from ddpjob_trainer.data.inputs import InputOptions
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.options import ModelOptions, Options, Reporting, SnapshotOptions
+from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.training.evaluation import EvaluationOptions
 
 CALLS: dict[type[Arguments], Any] = {
     Options: ddp.start,
-    SnapshotOptions: ddp.start,
-    Reporting: ddp.start,
+    ddp.Snapshots: ddp.Snapshots,
+    ddp.Logging: ddp.Logging,
     ModelOptions: ddp.Run.prepare,
     InputOptions: ddp.Run.steps,
     EvaluationOptions: ddp.Run.evaluate,
 }
 #: Looked at elsewhere: as data, or as what is trained.
 ELSEWHERE = {
-    "dataset", "metric", "model", "optimizer", "scheduler", "before_update", "self",
+    "dataset", "metric", "model", "optimizer", "scheduler", "before_update", "self", "snapshots",
+    "logging", "old",
 }  # fmt: skip
 ODD: dict[str, list[Any]] = {  # by the type that is declared
     "int": [True, 1.0, "3", "", -(2**70), 2**70, math.nan, [1], {}],
@@ -37,8 +38,8 @@ ODD: dict[str, list[Any]] = {  # by the type that is declared
     "bool": [0, 1, "no", "", math.nan, []],
     "bool | str": [0, 1, "", math.nan, []],
     "str": [5, True, b"x", [], math.nan],
-    "Path": [5, True, "", b"x", "a\0b", [], math.nan],
-    "Several": [5, True, math.nan, {}],
+    "str | os.PathLike[str]": [5, True, "", b"x", "a\0b", [], math.nan],
+    "str | Sequence[str]": [5, True, math.nan, {}],
     "fetch.Collate": [3, True, "", []],
     "Log": [3, True, "", []],
     "torch.amp.GradScaler": [3, True, "", []],
@@ -67,18 +68,26 @@ def test_what_an_argument_cannot_be_is_refused_by_name(one: Field[Any]) -> None:
         assert "\n" not in text
         assert len(text) < 200
     if "choices" in one.metadata:
-        with pytest.raises(ConfigError, match="must be one of"):
+        none = "None, " * kind.endswith(" | None")
+        with pytest.raises(ConfigError, match=f"must be one of {none}'"):
             checked(one, "none of them")
     if "least" in one.metadata:
         with pytest.raises(ConfigError, match="must be at least"):
             checked(one, one.metadata["least"] - 1)
 
 
-def test_every_argument_is_declared() -> None:
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_argument_is_declared_once(kind: type[Arguments]) -> None:
     """A new one that is only in the signature would be checked by nobody."""
-    for call in CALLS.values():
-        declared = {one.name for kind in CALLS if CALLS[kind] is call for one in fields(kind)}
-        assert set(inspect.signature(call).parameters) - ELSEWHERE == declared
+    shown = inspect.signature(CALLS[kind]).parameters
+    assert shown.keys() - ELSEWHERE == {one.name for one in fields(kind)}
+    for one in fields(kind) if CALLS[kind] in (ddp.start, ddp.Run.prepare) else ():
+        found = shown[one.name]
+        if one.default is MISSING:
+            assert found.default is inspect.Parameter.empty, one.name
+        elif found.default is not None:  # None: the environment decides
+            assert found.default == one.default, one.name
+        assert found.annotation == one.type or one.name in ("level", "threads"), one.name
 
 
 def test_what_is_accepted_is_made_plain() -> None:
@@ -90,7 +99,7 @@ def test_what_is_accepted_is_made_plain() -> None:
     assert type(accepted(ModelOptions, "clip_grad_norm", np.float32(0.5))) is float
     assert accepted(ModelOptions, "clip_grad_norm", math.inf) == math.inf
     assert accepted(ModelOptions, "static_graph", np.bool_(True)) is True
-    assert accepted(SnapshotOptions, "snapshot_dir", "here") == Path.cwd() / "here"
+    assert accepted(ddp.Snapshots, "directory", "here") == Path.cwd() / "here"
     assert accepted(ModelOptions, "compile", "eager") == "eager"
     scaler = torch.amp.GradScaler("cpu")
     assert accepted(ModelOptions, "grad_scaler", scaler) is scaler

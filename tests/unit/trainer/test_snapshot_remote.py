@@ -420,9 +420,9 @@ def test_no_word_on_a_store_has_its_password(tmp_path, capfd, monkeypatch, quote
     keeper._config = SimpleNamespace(env=env, nproc=1, replica=0, rank=int)  # type: ignore[assignment]
     keeper._say = said.append
     keeper._upload(PATIENCE)
-    assert "ConfigError: snapshot_upload='nothing://?***' cannot be used" in said[-1]
+    assert "ConfigError: snapshots.upload='nothing://?***' cannot be used" in said[-1]
     out = capfd.readouterr().err
-    assert "was not uploaded: snapshot_upload='nothing://?***' cannot be used" in out
+    assert "was not uploaded: snapshots.upload='nothing://?***' cannot be used" in out
     assert len(said) >= 10
     for text in (out, *map(str, said)):
         assert not re.search("ZqZ|p.w d", text), text
@@ -438,7 +438,7 @@ def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):
 def test_a_store_that_cannot_be_is_refused_at_once():
     with pytest.raises(ConfigError, match="must be a URL"):
         check_upload("/srv/store", "/d")
-    with pytest.raises(ConfigError, match="needs snapshot_dir"):
+    with pytest.raises(ConfigError, match="needs snapshots.directory"):
         check_upload("s3://b/job", None)
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")

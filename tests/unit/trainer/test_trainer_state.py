@@ -236,7 +236,7 @@ def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-d
     ema = make_ema(averaged.module, 0.9)
     assert ema is not None
     averaged.register("ema", ema)
-    with pytest.raises(ConfigError, match=r"same names, or start\(allow_changes='ema'\)"):
+    with pytest.raises(ConfigError, match=r"or snapshots=ddp.Snapshots\(allow_changes='ema'\)"):
         averaged.restore(memory_source(stored(plain)), 0)
     averaged.restore(memory_source(stored(plain)), 0, ema_may_differ=True)
     begin_ema(averaged.module, ema)

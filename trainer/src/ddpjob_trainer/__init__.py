@@ -15,6 +15,7 @@ from ddpjob_trainer import environment
 if TYPE_CHECKING:
     from ddpjob_trainer.data.order import steps_per_epoch
     from ddpjob_trainer.errors import ConfigError
+    from ddpjob_trainer.options import Logging, Snapshots
     from ddpjob_trainer.snapshot.reader import read_snapshot
     from ddpjob_trainer.training.run import Run
     from ddpjob_trainer.training.start import start
@@ -22,17 +23,16 @@ if TYPE_CHECKING:
 
 environment.arrive(os.environ)
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Run", "Step", "read_snapshot", "start", "steps_per_epoch"]
-
+__all__ = [
+    "ConfigError", "Logging", "Run", "Snapshots", "Step", "read_snapshot", "start",
+    "steps_per_epoch",
+]  # fmt: skip
 
 _MODULES = {
-    "ConfigError": "errors",
-    "Run": "training.run",
-    "Step": "training.step",
-    "read_snapshot": "snapshot.reader",
-    "start": "training.start",
+    "ConfigError": "errors", "Logging": "options", "Run": "training.run", "Snapshots": "options",
+    "Step": "training.step", "read_snapshot": "snapshot.reader", "start": "training.start",
     "steps_per_epoch": "data.order",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -72,6 +72,13 @@ def place(name: str, value: Any) -> Path:
     return Path(text)
 
 
+def _names(name: str, value: Any) -> frozenset[str]:
+    if not isinstance(value, str | list | tuple | set | frozenset):
+        raise _odd(name, value, "must be names with commas between them, or a list")
+    listed = value.split(",") if isinstance(value, str) else value
+    return frozenset(str(one).strip() for one in listed if str(one).strip())
+
+
 def _is_scaler(value: Any) -> bool:
     return all(callable(getattr(value, part, None)) for part in ("scale", "unscale_", "update"))
 
@@ -88,7 +95,6 @@ def _of(what: str, fits: Callable[[Any], bool]) -> Callable[[str, Any], Any]:
 
 
 function = _of("a function", callable)
-_LISTS = (str, list, tuple, set, frozenset)
 _KINDS: Mapping[str, Callable[..., Any]] = {
     "int": whole,
     "float": real,
@@ -97,30 +103,31 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
         "True, False or the name of a backend",
         lambda value: isinstance(value, bool) or (isinstance(value, str) and bool(value)),
     ),
-    "Path": lambda name, value: place(name, value).absolute(),  # a script may change its directory
+    # A script may change its directory.
+    "str | os.PathLike[str]": lambda name, value: place(name, value).absolute(),
     "str": _of("a string", lambda value: isinstance(value, str)),
-    "Several": _of(
-        "names with commas between them, or a list", lambda value: isinstance(value, _LISTS)
-    ),
+    "str | Sequence[str]": _names,
     "fetch.Collate": function,
-    "Collate": function,
     "Log": function,
     "torch.amp.GradScaler": _of("a torch.amp.GradScaler", _is_scaler),
     "Any": _of("anything", lambda value: True),  # checked where it is used
 }
 
 
-def checked(one: Field[Any], value: Any) -> Any:
-    """Return a declared argument's checked value. Raises ConfigError."""
-    kind = str(one.type)
+def checked(one: Field[Any], value: Any, of: str = "") -> Any:
+    """Return the checked value of an argument, or of an object's field. Raises ConfigError."""
+    kind, name = str(one.type), of + one.name
     if value is None and kind.endswith(" | None"):
         return None
-    bounds = {n: bound for n, bound in one.metadata.items() if n not in ("choices", "cure")}
-    found = _KINDS[kind.removesuffix(" | None")](one.name, value, **bounds)
-    allowed = one.metadata.get("choices")
-    if allowed and found not in allowed:
-        names = ", ".join(map(repr, (None, *allowed) if kind.endswith(" | None") else allowed))
-        raise _odd(one.name, value, f"must be one of {names}{one.metadata.get('cure', '')}")
+    bounds = {key: bound for key, bound in one.metadata.items() if key in ("least", "most")}
+    found = _KINDS[kind.removesuffix(" | None")](name, value, **bounds)
+    if allowed := one.metadata.get("choices"):
+        for each in sorted(found) if isinstance(found, frozenset) else [found]:
+            if each not in allowed:
+                none = ("None",) if kind.endswith(" | None") else ()
+                cure = one.metadata.get("cure", "")
+                names = ", ".join((*none, *map(repr, allowed)))
+                raise _odd(name, each, f"must be one of {names}{cure}")
     return found
 
 
@@ -129,9 +136,9 @@ class Arguments:
     """Declared arguments of one call."""
 
     @classmethod
-    def among(cls, given: Mapping[str, Any]) -> Self:
+    def among(cls, given: Mapping[str, Any], of: str = "") -> Self:
         """Select these from all arguments and check each. Raises ConfigError."""
-        return cls(**{one.name: checked(one, given[one.name]) for one in fields(cls)})
+        return cls(**{one.name: checked(one, given[one.name], of) for one in fields(cls)})
 
 
 def check_notebook(path: Path) -> None:

@@ -95,7 +95,8 @@ class SnapshotSettings:
     every_steps: int
     keep: int
     resume: bool
-    staging: str = "auto"  # see options.SnapshotOptions
+    staging: str = "auto"  # see options.Snapshots
+    hyperparameters: str = "snapshot"
     allow_changes: frozenset[str] = frozenset()  # see options.CHANGES
     upload: str = ""  # URL to copy finished snapshots to
     ends_with_pod: bool = False  # the volume does: only an uploaded snapshot outlives the pod

@@ -5,10 +5,11 @@ Name, type, default, bounds and choices: arguments.py checks them. Never imports
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Self
 
 from ddpjob_trainer.arguments import Arguments
 from ddpjob_trainer.environment import MIN_KEEP
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
 
     from ddpjob_trainer.data import fetch
 
-#: Names for start(allow_changes=...): other changes make another run.
+#: Names for Snapshots.allow_changes: other changes make another run.
 CHANGES = ("global_batch", "data", "ema", "namespace")
 
-Several = str | Sequence[Any]  # names with commas between them, or one by one
 Log = Callable[[int, Mapping[str, float]], None]  # step, values by name
 
 
@@ -34,7 +34,7 @@ _COUNT_ONCE = (
 
 
 def _option(default: Any = MISSING, **bounds: Any) -> Any:
-    """Declare an option with its ``bounds``: choices, the cure for another one, least, most."""
+    """Declare an option. ``bounds``: choices, a cure, least, most; ``old``: its keyword before."""
     return field(default=default, metadata=bounds)
 
 
@@ -55,8 +55,7 @@ class Options(Arguments):
     nan_policy: str = _option("stop", choices=("stop", "skip", "ignore"))
     check_every: int = 100
     threads: int = _option(1, least=1, most=1024)
-    resume: Path | None = None
-    resume_hyperparameters: str = _option("snapshot", choices=("snapshot", "script"))
+    resume: str | os.PathLike[str] | None = None
     collate: fetch.Collate | None = None
 
     def check(self, world_size: int) -> None:
@@ -82,39 +81,96 @@ class Options(Arguments):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotOptions(Arguments):
-    """Arguments of start(). None: the environment's value."""
+class _Group(Arguments):
+    """Options of start() that go together. Metadata ``old``: the keyword that each was before."""
 
-    snapshot_dir: Path | None = None
-    snapshot_every: int | None = _option(None, least=1)
-    snapshot_keep: int | None = _option(None, least=MIN_KEEP)
-    snapshot_staging: str = _option("auto", choices=("auto", "inline", "thread"))
-    allow_changes: Several = ()
-    snapshot_upload: str | None = None
-
-    def check(self) -> None:
-        """Raise ConfigError for an invalid value."""
-        odd = self.changes.difference(CHANGES)
-        if odd:
-            names = ", ".join(CHANGES)
-            raise ConfigError(f"allow_changes: {min(odd)!r} must be one of {names}")
-
-    @property
-    def changes(self) -> frozenset[str]:
-        """Return the names in allow_changes."""
-        given = self.allow_changes
-        names = given.split(",") if isinstance(given, str) else given
-        return frozenset(str(name).strip() for name in names if str(name).strip())
+    @classmethod
+    def taken(cls, given: object, old: Mapping[str, Any]) -> Self:
+        """Check what start() was given, with values by ``old`` keywords. Raises ConfigError."""
+        group, word = cls() if given is None else given, cls.__name__.lower()
+        if not isinstance(group, cls):
+            raise ConfigError(f"{word} must be made as {word}=ddp.{cls.__name__}(...)")
+        values = {one.name: getattr(group, one.name) for one in fields(cls)}
+        for one in fields(cls):
+            before = one.metadata["old"]
+            if before in old and values[one.name] != one.default:
+                raise ConfigError(
+                    f"{before} and {word}.{one.name} are one option: leave {before} out"
+                )
+            values[one.name] = old.get(before, values[one.name])
+        return cls.among(values, f"{word}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reporting(Arguments):
-    """Arguments of start(). None: the environment's value, else the default."""
+class Snapshots(_Group):
+    """Say where snapshots are, when they are made, and what a resume takes from them.
 
-    log_every: int | None = _option(None, least=1)
-    tensorboard_dir: Path | None = None
-    log: Log | None = None
-    events: Path | None = None
+    ``directory``: path of a volume that all pods share (default: DDPJOB_SNAPSHOT_DIR, else there
+    are no snapshots).
+    ``every``: steps from one to the next (default: DDPJOB_SNAPSHOT_EVERY_STEPS, else 50).
+    ``keep``: how many stay, at least 2 (default: DDPJOB_SNAPSHOT_KEEP, else 3).
+    ``staging``: whether the state is copied between two steps (``inline``) or beside the next one
+    (``thread``); ``auto``, the default, is inline on the CPU only.
+    ``upload``: a URL, as s3://bucket/job, to which finished snapshots are copied and from which a
+    fresh disk is filled (default: DDPJOB_TRAINER_SNAPSHOT_UPLOAD, else none).
+    ``hyperparameters``: whose a resume takes where the script builds optimizers and schedulers with
+    others, as another learning rate: the ``snapshot``'s (the default) or the ``script``'s, with
+    schedules where they are.
+    ``allow_changes``: what may differ from the newest snapshot, which is else refused, in a list or
+    with commas between: "global_batch", "data" (another dataset or order), "ema" (added or taken
+    away), "namespace" (of the job that made it). Default: nothing.
+    """
+
+    directory: str | os.PathLike[str] | None = _option(None, old="snapshot_dir")
+    every: int | None = _option(None, least=1, old="snapshot_every")
+    keep: int | None = _option(None, least=MIN_KEEP, old="snapshot_keep")
+    staging: str = _option("auto", choices=("auto", "inline", "thread"), old="snapshot_staging")
+    upload: str | None = _option(None, old="snapshot_upload")
+    hyperparameters: str = _option(
+        "snapshot", choices=("snapshot", "script"), old="resume_hyperparameters"
+    )
+    allow_changes: str | Sequence[str] = _option((), choices=CHANGES, old="allow_changes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logging(_Group):
+    """Say where rank 0 sends the run's curves and what run.log() is given.
+
+    ``every``: steps between two lines of progress (default: 40 lines in the whole run).
+    ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
+    ``tensorboard``: directory for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
+    ``log``: a function of yours that is called as log(step, values), on another thread; what it
+    raises is printed once and ends nothing (default: none).
+    """
+
+    every: int | None = _option(None, least=1, old="log_every")
+    events: str | os.PathLike[str] | None = _option(None, old="events")
+    tensorboard: str | os.PathLike[str] | None = _option(None, old="tensorboard_dir")
+    log: Log | None = _option(None, old="log")
+
+
+_FIELDS = [(kind.__name__, one) for kind in (Snapshots, Logging) for one in fields(kind)]
+
+
+def _now(names: Collection[str]) -> str:
+    """Return how start() takes the fields of these names, of now or before; "" for others."""
+    found: dict[str, list[str]] = {}
+    for kind, one in _FIELDS:
+        if {one.name, one.metadata["old"]} & {*names}:
+            found.setdefault(kind, []).append(f"{one.name}=...")
+    return ", ".join(f"{kind.lower()}=ddp.{kind}({', '.join(of)})" for kind, of in found.items())
+
+
+def advice(old: Collection[str]) -> str:
+    """Say how start() takes these old keywords now. Raises TypeError for one that never was."""
+    olds = [one.metadata["old"] for _, one in _FIELDS]
+    for name in old:
+        if name not in olds:
+            right = [one.name for one in fields(Options)] + [one.name for _, one in _FIELDS]
+            near = get_close_matches(name, [*right, "snapshots", "logging", *olds], n=1)
+            hint = f"; did you mean {_now(near) or near[0]}?" if near else ""
+            raise TypeError(f"start() got an unexpected keyword argument {name!r}{hint}")
+    return f"advice: in place of {', '.join(old)} give start() {_now(old)}" if old else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ class SnapshotManager:
         self._settings = settings
         self.are_made = settings.directory is not None
         self.every_steps = settings.every_steps
+        self.hyperparameters = settings.hyperparameters
         self._world = world
         self._progress = progress
         self._writer: SnapshotWriter | None = None
@@ -119,7 +120,7 @@ class SnapshotManager:
                 f"{len(blind)} of {size} ranks do not see rank 0's snapshot directory"
                 f" (rank {blind[0]} is the first), so they write no part of the snapshots"
             )
-            cure = "Give all pods one shared volume (ReadWriteMany), or set snapshot_upload"
+            cure = "Give all pods one shared volume (ReadWriteMany), or set snapshots.upload"
             say(world.rank, what if settings.upload else f"warning: {what}. {cure}")
         if settings.upload and world.rank == 0:
             self._uploads = Uploads(settings, sequence, self._was_uploaded, world.identity.secret)

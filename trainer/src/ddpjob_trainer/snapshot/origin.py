@@ -47,10 +47,10 @@ def compare(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -
                 say(0, f"{name} was {stored.get(name)} and is {mine[name]}, as allow_changes says")
             continue
         what = _CHANGED.get(name, "the data order would change")
-        cure = f", go on with start(allow_changes={change!r})" if change else ""
+        allow = f", go on with snapshots=ddp.Snapshots(allow_changes={change!r})" if change else ""
         raise ConfigError(
             f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
-            f" Use the old value{cure}, or start anew with snapshot.resume: Never"
+            f" Use the old value{allow}, or start anew with snapshot.resume: Never"
         )
     if rank != 0 or mine["level"] == "off":
         return

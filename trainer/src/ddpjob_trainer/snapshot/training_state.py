@@ -224,8 +224,9 @@ class TrainingState:
             caches = model.transient | set(stored.get("transient", ()))
             names = check_tensors(stored["model"], model.tensors, caches)
             odd = stored["registered"].keys() ^ self.registered.keys()
-        if odd and not (ema_may_differ and all(map(_is_ema, odd))):
-            cure = ", or start(allow_changes='ema')" if all(map(_is_ema, odd)) else ""
+        averages = all(map(_is_ema, odd))
+        if odd and not (ema_may_differ and averages):
+            cure = ", or snapshots=ddp.Snapshots(allow_changes='ema')" if averages else ""
             raise ConfigError(
                 f"the snapshot holds {sorted(stored['registered'])}, this program registers"
                 f" {sorted(self.registered)}: register the same names{cure}"

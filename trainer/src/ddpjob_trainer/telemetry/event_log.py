@@ -41,7 +41,7 @@ class EventLog:
         except OSError as error:
             raise ConfigError(
                 f"the event log {path} cannot be written: {error.strerror}; give another file with"
-                " events=..., --events or DDPJOB_TRAINER_EVENTS"
+                " ddp.Logging(events=...), --events or DDPJOB_TRAINER_EVENTS"
             ) from error
 
     def write(self, event: str, **fields: Any) -> str:

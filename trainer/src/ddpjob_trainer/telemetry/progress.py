@@ -29,7 +29,7 @@ from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.run_log import Pending, Values
 from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sink
 
-_LOG_LINES = 40  # in a whole run, when log_every is not given
+_LOG_LINES = 40  # in a whole run, when Logging.every is not given
 _RATE_SECONDS = 60.0  # between two rates where lines are further apart
 Readings = Callable[[], Mapping[str, float]]
 

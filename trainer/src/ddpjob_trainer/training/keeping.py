@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.comm.world import agree
@@ -71,19 +72,19 @@ class Keeping:
         decides = config.copy()
         facts = {name: config[name] for name in run_config.OF_ALL}
         made = self._snapshots.are_made
-        facts |= {"snapshots": made, "snapshot_every": made and self._snapshots.every_steps}
+        facts |= {"snapshots": made, "snapshots.every": made and self._snapshots.every_steps}
         self._input.compare(agree(self._process.world, facts, self._input.own))
         self._snapshots.check(state)
         built = run_config.Hyperparameters(self._trained)
         kept = self._averaging.kept
         self.resumed_after, stored = self._snapshots.restore(state, config, kept)
-        script = self._options.resume_hyperparameters == "script"
+        script = self._snapshots.hyperparameters == "script"
         self._tell(built.compare(stored.get("hyperparameters"), script=script))
         config["hyperparameters"] = built.kept
         self._tell(run_config.take_data(stored, config["data"]))
         self._tell(run_config.take_schedules(stored, config))
         if not stored and self._options.resume is not None:
-            weights.load(self._options.resume, state.module)
+            weights.load(Path(self._options.resume), state.module)
             self._tell(f"beginning with the weights of {self._options.resume}")
         self.other_data = stored.get("order") != config["order"]
         for module, ema in self._trained.updater.emas:

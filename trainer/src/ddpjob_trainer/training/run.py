@@ -292,7 +292,7 @@ class Run:
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None,
         reduce: str | None = None,
     ) -> None:  # fmt: skip
-        """Tell numbers of your own to the event log, TensorBoard and start(log=...).
+        """Tell numbers of your own to the event log, TensorBoard and Logging.log.
 
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so

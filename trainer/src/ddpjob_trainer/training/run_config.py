@@ -162,10 +162,10 @@ class Hyperparameters:
             return ""
         text = f"the script had other hyperparameters before: {', '.join(told)}"
         if script:
-            return f"{text}: from here on those of now hold, as resume_hyperparameters says"
+            return f"{text}: from here on those of now hold, as snapshots.hyperparameters says"
         return (
             f"warning: {text}: the snapshot's go on; to take those of now,"
-            " start(resume_hyperparameters='script')"
+            " snapshots=ddp.Snapshots(hyperparameters='script')"
         )
 
     def _put_back(self, other: set[str]) -> None:

@@ -32,13 +32,13 @@ def check_upload(url: str, directory: object) -> None:
     """Raise ConfigError for what cannot work; the store itself is asked by the process only."""
     if "://" not in url:
         shown = without_credentials(url, url)
-        raise ConfigError(f"snapshot_upload={shown!r} must be a URL such as s3://bucket/job")
+        raise ConfigError(f"snapshots.upload={shown!r} must be a URL such as s3://bucket/job")
     if directory is None:
         raise ConfigError(
-            "snapshot_upload needs snapshot_dir as well: snapshots are written to disk first"
+            "snapshots.upload needs snapshots.directory, too: snapshots are written to disk first"
         )
     if importlib.util.find_spec("fsspec") is None:
-        raise ConfigError("snapshot_upload needs fsspec: pip install 'ddpjob-trainer[upload]'")
+        raise ConfigError("snapshots.upload needs fsspec: pip install 'ddpjob-trainer[upload]'")
 
 
 class RemoteProcess:

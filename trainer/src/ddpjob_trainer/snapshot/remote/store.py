@@ -112,6 +112,6 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        words = without_credentials(f"snapshot_upload={url!r} cannot be used: {error}", url)
+        words = without_credentials(f"snapshots.upload={url!r} cannot be used: {error}", url)
         raise ConfigError(words) from None  # a traceback would quote it
     return fs, str(root).rstrip("/")

@@ -384,7 +384,8 @@ class _Opening:
         self._anothers = (
             f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one is"
             f" in {mine!r}. Give this job a directory of its own: another snapshot.path, another"
-            " volume, or subPath. To go on from them, use start(allow_changes='namespace')"
+            " volume, or subPath. To go on from them, use"
+            " snapshots=ddp.Snapshots(allow_changes='namespace')"
         )
         return True
 

@@ -40,7 +40,8 @@ _SLACK_BYTES = 64 << 10  # numbers in a header get longer
 #: As Embedding(max_norm=...) does in its forward.
 _CHANGED = (
     "a parameter, an average or an optimizer's state was changed before the next update while it"
-    " was copied: change it after step.commit(), or use start(snapshot_staging='inline')"
+    " was copied: change it after step.commit(), or use"
+    " snapshots=ddp.Snapshots(staging='inline')"
 )
 
 

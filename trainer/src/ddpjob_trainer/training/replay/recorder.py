@@ -17,18 +17,13 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.environment import Identity
+from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.failpoints import GATE, GATE_BYTES, OPEN
 from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256, weights_sha256
 from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import flatten
 
 _LOOK_SECONDS = 0.001
-
-
-def record_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank}.jsonl"
 
 
 class Recorder:
@@ -40,7 +35,7 @@ class Recorder:
         if directory is None:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(directory / record_name(rank), flags, 0o600)
+        self._fd = os.open(directory / f"rank-{rank}.jsonl", flags, 0o600)
         end = os.fstat(self._fd).st_size
         if end and os.pread(self._fd, 1, end - 1) != b"\n":
             os.write(self._fd, b"\n")  # the line before was cut off by a kill
@@ -52,10 +47,11 @@ class Recorder:
             line = {"event": event, "at": time.monotonic(), **facts}
             os.write(self._fd, json.dumps(line).encode() + b"\n")
 
-    def started(self, identity: Identity, **facts: Any) -> None:
-        """Record that this process has begun. ``facts``: what the driver must know of the run."""
+    def started(self, identity: Identity, total: int | None, settings: SnapshotSettings) -> None:
+        """Record that this process has begun, and what the driver must know of the run."""
         place = {"attempt": identity.attempt, "round": identity.round, "pid": os.getpid()}
-        self._line("start", **place, **facts)
+        snapshots = {"directory": str(settings.directory), "every": settings.every_steps}
+        self._line("start", **place, total_steps=total, **snapshots)
 
     def resumed(self, step: int, epoch: int | None) -> None:
         """Record that training goes on after ``step`` steps. ``epoch``: steps in one, if known."""
