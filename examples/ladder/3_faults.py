@@ -35,7 +35,7 @@ run = ddp.start(
     global_batch=args.global_batch,
     seed=7,
     level="resume",  # equal bits after a restart; the default on CPUs, on GPUs it is "off", faster
-    snapshot_dir=args.snapshots,
+    snapshots=ddp.Snapshots(directory=args.snapshots),
 )
 
 model = nn.Sequential(

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpjob_trainer as ddp
 
 world = int(os.environ.get("WORLD_SIZE", "1"))
-run = ddp.start(total_steps=10, global_batch=32 * world, log_every=10, seed=7)
+run = ddp.start(total_steps=10, global_batch=32 * world, seed=7, logging=ddp.Logging(every=10))
 
 
 def everyones(layer: nn.BatchNorm1d) -> str:

@@ -88,7 +88,8 @@ val_set = Folder(args.data / "val", augment=False)
 
 per_epoch = ddp.steps_per_epoch(train_set, args.global_batch)
 total_steps = args.epochs * per_epoch
-run = ddp.start(total_steps=total_steps, global_batch=args.global_batch, log_every=per_epoch)
+logging = ddp.Logging(every=per_epoch)
+run = ddp.start(total_steps=total_steps, global_batch=args.global_batch, logging=logging)
 
 
 def block(width: int, out: int) -> nn.Sequential:

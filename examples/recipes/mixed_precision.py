@@ -33,8 +33,8 @@ run = ddp.start(
     total_steps=args.total_steps,
     global_batch=64,
     precision=args.precision,
-    log_every=10,
     seed=7,
+    logging=ddp.Logging(every=10),
 )
 
 points = torch.randn(512, 32, generator=torch.Generator().manual_seed(7))

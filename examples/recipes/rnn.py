@@ -49,7 +49,8 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-run = ddp.start(total_steps=args.total_steps, global_batch=32, log_every=20, seed=7)
+logging = ddp.Logging(every=20)
+run = ddp.start(total_steps=args.total_steps, global_batch=32, seed=7, logging=logging)
 windows = ids.unfold(0, LENGTH + 1, 3).contiguous()
 
 # --- How many all-reduces: plain DDP, two backwards, of which the second is as all later ones --

@@ -28,7 +28,8 @@ GLOBAL_BATCH, SAMPLES, LR = 12, 29, 0.1
 generator = torch.Generator().manual_seed(7)
 x = torch.randn(SAMPLES, 4, generator=generator)
 y = torch.randn(SAMPLES, 1, generator=generator)
-run = ddp.start(total_steps=3, global_batch=GLOBAL_BATCH, log_every=3, seed=7)
+logging = ddp.Logging(every=3)
+run = ddp.start(total_steps=3, global_batch=GLOBAL_BATCH, seed=7, logging=logging)
 
 
 def make() -> nn.Linear:

@@ -57,11 +57,11 @@ class Training:
             disk.seam = partial(_seam, self.seam)
         torch.manual_seed(3)
         inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
+        place = self.directory / "snapshots"
+        kept = ddp.Snapshots(directory=place, every=EVERY, staging=self.staging)
         run = ddp.start(
-            total_steps=self.steps, global_batch=24, seed=5, level=self.level,
-            snapshot_dir=self.directory / "snapshots", snapshot_every=EVERY,
-            snapshot_staging=self.staging,
-        )  # fmt: skip
+            total_steps=self.steps, global_batch=24, seed=5, level=self.level, snapshots=kept
+        )
         model = nn.Sequential(
             nn.Linear(48, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.3),
             Checkpointed(nn.Linear(256, 256), nn.BatchNorm1d(256)), nn.ReLU(), nn.Linear(256, 10),

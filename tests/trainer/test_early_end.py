@@ -43,10 +43,9 @@ def train(
     """``each`` is called in three places of every step; True: leave the loop."""
 
     def program(rank: int) -> None:
-        run = ddp.start(
-            total_steps=total, global_batch=6, snapshot_dir=directory, snapshot_every=every,
-            snapshot_keep=9, snapshot_staging=staging, events=directory / "events", log_every=7,
-        )  # fmt: skip
+        kept = ddp.Snapshots(directory=directory, every=every, keep=9, staging=staging)
+        logging = ddp.Logging(every=7, events=directory / "events")
+        run = ddp.start(total_steps=total, global_batch=6, snapshots=kept, logging=logging)
         net = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Tanh(), nn.Linear(300, 2))
         optimizer = torch.optim.AdamW(net.parameters(), 0.01)
         model, _ = run.prepare(net, optimizer, bucket_cap_mb=0.001)

@@ -66,7 +66,7 @@ class Training:
         run = ddp.start(
             total_steps=STEPS, global_batch=48, seed=5, level=self.level, shards=self.shards,
             micro_batches=self.micro_batches,
-            snapshot_dir=self.directory / "snapshots", snapshot_every=2,
+            snapshots=ddp.Snapshots(directory=self.directory / "snapshots", every=2),
         )  # fmt: skip
         model = Net(plain=self.plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -22,9 +22,8 @@ EPOCHS, LENGTH = 4, 10  # 64 // 6
 
 def train(directory: Path, *, die: int = -1) -> Any:
     def program(rank: int) -> None:
-        run = ddp.start(
-            epochs=EPOCHS, global_batch=6, snapshot_dir=directory / "s", snapshot_every=7
-        )
+        snapshots = ddp.Snapshots(directory=directory / "s", every=7)
+        run = ddp.start(epochs=EPOCHS, global_batch=6, snapshots=snapshots)
         net = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Tanh(), nn.Linear(300, 2))
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
         model, _ = run.prepare(net, optimizer, bucket_cap_mb=0.001)

@@ -83,7 +83,7 @@ def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # ty
 
     def program(rank: int) -> None:
         disk.seam = never_answers
-        train(rank, Data(0), 6, snapshot_dir=tmp_path / "s", snapshot_every=2)
+        train(rank, Data(0), 6, snapshots=ddp.Snapshots(directory=tmp_path / "s", every=2))
 
     codes = gang.run(program, env={**HANG, "DDPJOB_HANG_SNAPSHOT_SECONDS": "10"})
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)

@@ -21,12 +21,13 @@ SAID = "the script had other hyperparameters before: "
 
 def train(
     directory: Path, total: int, *, lr: float = 0.1, decay: float = 0.0, kind: str = "cosine",
-    length: int = 8, **start: Any,
+    length: int = 8, **kept: Any,
 ) -> Any:  # fmt: skip
     """Train to step ``total``; leave rates and weights in files of its name."""
 
     def program(rank: int) -> None:
-        run = ddp.start(total_steps=total, global_batch=6, snapshot_dir=directory / "s", **start)
+        snapshots = ddp.Snapshots(directory=directory / "s", **kept)
+        run = ddp.start(total_steps=total, global_batch=6, snapshots=snapshots)
         net = nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(net.parameters(), lr, weight_decay=decay)
         scheduler: Any = None
@@ -86,7 +87,7 @@ def test_the_snapshots_go_on_and_it_is_told_each_time(gang, tmp_path):  # type: 
 
 def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):  # type: ignore[no-untyped-def]
     alone(gang, train(tmp_path / "a", 4))
-    script = {"resume_hyperparameters": "script"}
+    script = {"hyperparameters": "script"}
     other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20, **script}
     said = alone(gang, train(tmp_path / "a", 5, **other))
     assert "from here on those of now hold" in said
@@ -105,7 +106,8 @@ def test_a_scheduler_counts_steps_or_epochs(gang, tmp_path, every):  # type: ign
     """Ten steps an epoch; killed in the second one, it goes on with the rate of then."""
 
     def program(rank: int) -> None:
-        run = ddp.start(epochs=3, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=3)
+        snapshots = ddp.Snapshots(directory=tmp_path / "s", every=3)
+        run = ddp.start(epochs=3, global_batch=6, snapshots=snapshots)
         net = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(net.parameters(), 1.0)
         scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -85,10 +85,8 @@ class Training:
 
     def __call__(self, rank: int) -> None:
         self.directory.mkdir(exist_ok=True)
-        run = ddp.start(
-            total_steps=STEPS, global_batch=24, seed=5, snapshot_every=EVERY,
-            snapshot_dir=self.directory / "snapshots", **self.start,
-        )  # fmt: skip
+        kept = ddp.Snapshots(directory=self.directory / "snapshots", every=EVERY)
+        run = ddp.start(total_steps=STEPS, global_batch=24, seed=5, snapshots=kept, **self.start)
         torch.manual_seed(3)
         net = nn.Sequential(
             nn.Linear(48, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 128), nn.ReLU(),

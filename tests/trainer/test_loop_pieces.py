@@ -87,7 +87,8 @@ def test_a_loss_of_weight_0_that_is_no_number_harms_nobody(gang, tmp_path, spoil
     found = []
     for name, what in (("spoilt", spoil), ("whole", lambda loss: loss)):
         events = tmp_path / f"{name}.events"
-        program = train(tmp_path / name, spoil=what, events=events, micro_batches=4)
+        logging = ddp.Logging(events=events)
+        program = train(tmp_path / name, spoil=what, logging=logging, micro_batches=4)
         assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
         lines = events.read_text().splitlines()
         found.append([json.loads(line)["loss"] for line in lines if '"loss"' in line])
@@ -217,7 +218,8 @@ def test_a_second_run_in_a_process_does_not_begin_where_the_first_ended(
 
     def folds(rank: int) -> None:
         for name, total in zip(directories, steps, strict=True):
-            train(tmp_path / "weights", total_steps=total, snapshot_dir=tmp_path / name)(rank)
+            snapshots = ddp.Snapshots(directory=tmp_path / name)
+            train(tmp_path / "weights", total_steps=total, snapshots=snapshots)(rank)
             print(name, "trained")
 
     assert gang.run(folds, world=1) == {0: code}, gang.log(0)

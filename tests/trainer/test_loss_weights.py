@@ -46,10 +46,8 @@ def train(directory: Path, *, world: int = 3, **start: Any) -> Callable[[int], N
         scaler = None
         if "precision" in start:  # weights are large: it would overflow at first
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        run = ddp.start(
-            **{"total_steps": STEPS, "global_batch": 12, "seed": 3, "check_every": 1,
-               "events": directory / "events", **start}
-        )  # fmt: skip
+        given = {"total_steps": STEPS, "global_batch": 12, "seed": 3, "check_every": 1, **start}
+        run = ddp.start(**given, logging=ddp.Logging(events=directory / "events"))
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         wrapped, _ = run.prepare(

@@ -21,12 +21,11 @@ SCRIPT = """
 import torch
 from torch import nn
 import ddpjob_trainer as ddp
-def curve(*row):
+def log(step, values):
     with open({directory!r} + "/curve", "a") as file:
-        file.write(repr((rank, os.getpid(), *row)) + "\\n")
-run = ddp.start(total_steps=12, global_batch=12, snapshot_dir={directory!r} + "/snapshots",
-                snapshot_every=2, log_every=4,
-                log=lambda step, values: curve(step, tuple(sorted(values))))
+        file.write(repr((rank, os.getpid(), step, tuple(sorted(values)))) + "\\n")
+run = ddp.start(total_steps=12, global_batch=12, logging=ddp.Logging(every=4, log=log),
+                snapshots=ddp.Snapshots(directory={directory!r} + "/snapshots", every=2))
 class Data:
     asked = 0
     def __len__(self):

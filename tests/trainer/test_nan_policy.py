@@ -36,8 +36,8 @@ class Training:
         torch.manual_seed(3)
         run = ddp.start(
             total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy,
-            micro_batches=self.micro_batches, snapshot_dir=self.directory / "snapshots",
-            snapshot_every=2,
+            micro_batches=self.micro_batches,
+            snapshots=ddp.Snapshots(directory=self.directory / "snapshots", every=2),
         )  # fmt: skip
         model = nn.Sequential(nn.Linear(32, 96), nn.Dropout(0.2), nn.ReLU(), nn.Linear(96, 8))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -53,10 +53,8 @@ class Steps:
 
     def __init__(self, rank: int, directory: Path, **start: Any) -> None:
         self.rank, self.directory = rank, directory
-        self.run = ddp.start(
-            total_steps=STEPS, global_batch=8, seed=3, snapshot_dir=directory / "s",
-            snapshot_every=EVERY, **start,
-        )  # fmt: skip
+        kept = ddp.Snapshots(directory=directory / "s", every=EVERY)
+        self.run = ddp.start(total_steps=STEPS, global_batch=8, seed=3, snapshots=kept, **start)
 
     def __iter__(self) -> Iterator[ddp.Step]:
         for step in self.run.steps(Pictures()):

@@ -61,9 +61,10 @@ class Training:
 
     def __call__(self, rank: int) -> None:
         run = ddp.start(
-            total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy,
-            snapshot_dir=self.directory / "snapshots", snapshot_every=self.every, seed=5,
-            events=self.directory / "events", shards=6, check_every=100, snapshot_staging="thread",
+            total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy, seed=5,
+            shards=6, check_every=100, logging=ddp.Logging(events=self.directory / "events"),
+            snapshots=ddp.Snapshots(directory=self.directory / "snapshots", every=self.every,
+                                    staging="thread"),
         )  # fmt: skip
         model = nn.Sequential(nn.Linear(32, 96), nn.Dropout(0.2), nn.ReLU(), nn.Linear(96, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)

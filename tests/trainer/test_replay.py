@@ -293,8 +293,8 @@ def train(
 
     def program(rank: int) -> None:
         run = ddp.start(
-            total_steps=STEPS, global_batch=GLOBAL_BATCH, level=level, seed=4,
-            snapshot_dir=directory / "s", snapshot_every=EVERY, micro_batches=micro,
+            total_steps=STEPS, global_batch=GLOBAL_BATCH, level=level, seed=4, micro_batches=micro,
+            snapshots=ddp.Snapshots(directory=directory / "s", every=EVERY),
         )  # fmt: skip
         nets = [network(model_kind), network()][: 1 + several]
         optimizers = [torch.optim.AdamW(net.parameters(), 0.01) for net in nets]
@@ -459,9 +459,8 @@ def test_a_fault_that_all_resumed_processes_share_is_never_proven(gang, tmp_path
     """Whoever begins at step 0 trains otherwise than all who resume, which agree."""
 
     def program(die: int, rank: int) -> None:
-        run = ddp.start(
-            total_steps=16, global_batch=6, snapshot_dir=tmp_path / "s", snapshot_every=3
-        )
+        snapshots = ddp.Snapshots(directory=tmp_path / "s", every=3)
+        run = ddp.start(total_steps=16, global_batch=6, snapshots=snapshots)
         net = nn.Linear(12, 2)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
         factor = 1.0

@@ -121,10 +121,8 @@ class Training:
     def __call__(self, rank: int) -> None:
         torch.manual_seed(3)
         data = TensorDataset(torch.randn(SAMPLES, 48), torch.randint(0, 10, (SAMPLES,)))
-        run = ddp.start(
-            total_steps=STEPS, global_batch=36, seed=5, snapshot_every=EVERY,
-            snapshot_dir=self.directory / "snapshots", **self.start,
-        )  # fmt: skip
+        kept = ddp.Snapshots(directory=self.directory / "snapshots", every=EVERY)
+        run = ddp.start(total_steps=STEPS, global_batch=36, seed=5, snapshots=kept, **self.start)
         model = self.net()
         optimizer = self.optimizer(model)
         prepare = dict(self.prepare)

@@ -181,10 +181,10 @@ class Training:
     def __call__(self, rank: int) -> None:
         torch.manual_seed(3)
         data = TensorDataset(torch.randn(110, 16))
+        kept = ddp.Snapshots(directory=self.directory / "snapshots", every=EVERY)
         run = ddp.start(
-            total_steps=STEPS, global_batch=36, seed=5, snapshot_every=EVERY,
+            total_steps=STEPS, global_batch=36, seed=5, snapshots=kept, **self.start,
             check_every=1,  # the ranks hold the same parameters after each step
-            snapshot_dir=self.directory / "snapshots", **self.start,
         )  # fmt: skip
         body, models = self.make(run)
         for step in run.steps(data):

@@ -49,7 +49,8 @@ class Hook:
 def train(
     directory: Path, *, before: Any = lambda fetched: None, saving: Any = None, every: int = 10**6
 ) -> None:
-    run = ddp.start(total_steps=2000, global_batch=12, snapshot_dir=directory, snapshot_every=every)
+    snapshots = ddp.Snapshots(directory=directory, every=every)
+    run = ddp.start(total_steps=2000, global_batch=12, snapshots=snapshots)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     model, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001)
@@ -193,8 +194,8 @@ def test_a_handler_that_is_replaced_is_told_of(gang, tmp_path):  # type: ignore[
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for part in ("first", "second"):  # whose handlers are those of the first
-            run = ddp.start(total_steps=1, global_batch=6, snapshot_dir=tmp_path / part)
-            run.finish()
+            snapshots = ddp.Snapshots(directory=tmp_path / part)
+            ddp.start(total_steps=1, global_batch=6, snapshots=snapshots).finish()
 
     assert gang.run(program, world=1) == {0: 0}, gang.log(0)
     assert gang.log(0).count("script's handler of SIGTERM is replaced") == 1

@@ -32,11 +32,10 @@ from support.snapshots import await_snapshot, error, flip, whole
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 
 
-def begin(directory: Path, **start: Any) -> tuple[ddp.Run, nn.Module]:
-    run = ddp.start(
-        **{"total_steps": 6, "global_batch": 6, "snapshot_dir": directory, "snapshot_every": 2}
-        | start
-    )
+def begin(directory: Path, total: int = 6, events: Any = None, **kept: Any) -> tuple[ddp.Run, Any]:
+    snapshots = ddp.Snapshots(**{"directory": directory, "every": 2} | kept)
+    logging = ddp.Logging(events=events)
+    run = ddp.start(total_steps=total, global_batch=6, snapshots=snapshots, logging=logging)
     model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Dropout(0.1), nn.Linear(300, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return run, run.prepare(model, optimizer, bucket_cap_mb=0.001)[0]
@@ -107,7 +106,7 @@ def test_what_can_never_be_stored_ends_the_run(
         if what == "too large":
             checked_json.MAX_BYTES = 20_000
         every = 2 if since == 3 else 50
-        run, wrapped = begin(tmp_path / "snapshots", total_steps=60, snapshot_every=every)
+        run, wrapped = begin(tmp_path / "snapshots", 60, every=every)
         run.register("notes", notes := Notes())
         if since < 0:
             spoil(what, notes, {})
@@ -133,7 +132,7 @@ def test_a_script_may_change_its_directory(gang, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def program(total: int, rank: int) -> None:
-        run, wrapped = begin(Path("snapshots"), total_steps=total, events="events")
+        run, wrapped = begin(Path("snapshots"), total, events="events")
         os.chdir("elsewhere")
         train(run, wrapped)
         run.finish()
@@ -157,7 +156,7 @@ OUT_OF_MEMORY = "rank 2: no memory to stage it in: Cannot allocate memory; train
 )
 def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, why):
     def program(rank: int) -> None:
-        run, wrapped = begin(tmp_path / "snapshots", snapshot_keep=9)
+        run, wrapped = begin(tmp_path / "snapshots", keep=9)
         notes = Notes()
         run.register("notes", notes)
         take, free, calls = staging.Pool.take, staging.Pool.free, []
@@ -195,10 +194,8 @@ def stepping(directory: Path, unseen: int | None = None) -> Callable[[int], None
 
     def program(rank: int) -> None:
         place = directory / ("elsewhere" if rank == unseen else "snapshots")
-        run = ddp.start(
-            total_steps=8, global_batch=6, snapshot_dir=place, snapshot_every=2,
-            snapshot_staging="thread",
-        )  # fmt: skip
+        snapshots = ddp.Snapshots(directory=place, every=2, staging="thread")
+        run = ddp.start(total_steps=8, global_batch=6, snapshots=snapshots)
         model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2))
         groups: Any = [{"params": [*model[0].parameters()]},
                        {"params": [*model[2].parameters()], "lr": 0.03}]  # fmt: skip
@@ -262,7 +259,7 @@ def test_a_stopped_gang_that_wakes_up_later_hurts_nobody(gang, tmp_path, wait_un
 
     def program(rank: int) -> None:
         attempt = os.environ["DDPJOB_ATTEMPT"]
-        run, wrapped = begin(root, total_steps=total, snapshot_keep=9)
+        run, wrapped = begin(root, total, keep=9)
 
         def each(step: int) -> None:
             if attempt == "1" and step == 5:
@@ -329,10 +326,8 @@ def test_a_gang_whose_disk_is_lost_goes_on_from_the_store(gang, tmp_path, disks,
     monkeypatch.setattr(manager, "_LAST_UPLOAD_SECONDS", PATIENCE)  # the last is looked for below
 
     def program(disk: str, rank: int, *, lost: bool = False) -> None:
-        run, wrapped = begin(
-            tmp_path / f"{disk}{'' if disks == 'one' else rank}", total_steps=8,
-            snapshot_upload="" if disk == "undisturbed" else f"file://{store}",
-        )  # fmt: skip
+        place = tmp_path / f"{disk}{'' if disks == 'one' else rank}"
+        run, wrapped = begin(place, 8, upload="" if disk == "undisturbed" else f"file://{store}")
 
         def each(step: int) -> None:
             if lost and step == 5:

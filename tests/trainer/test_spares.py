@@ -352,8 +352,8 @@ facts = {
     "fds": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0].split("-")[0]
                   for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}")),
 }
-run = ddp.start(total_steps=3, global_batch=8, seed=1, snapshot_dir=here / f"snapshots{fresh}",
-                snapshot_every=1)
+run = ddp.start(total_steps=3, global_batch=8, seed=1,
+                snapshots=ddp.Snapshots(directory=here / f"snapshots{fresh}", every=1))
 before = set(sys.modules)
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(model.parameters())

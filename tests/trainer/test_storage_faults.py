@@ -47,7 +47,7 @@ def program(directory: Path, harm: Callable[[int], object] = lambda rank: None) 
         first = os.environ["DDPJOB_ATTEMPT"] == "1"
         os.environ["DDPJOB_SNAPSHOT_DIR"] = str(directory / "job")
         harm(rank)
-        run = ddp.start(total_steps=TOTAL, global_batch=6, snapshot_every=4)
+        run = ddp.start(total_steps=TOTAL, global_batch=6, snapshots=ddp.Snapshots(every=4))
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Dropout(0.1), nn.Linear(300, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

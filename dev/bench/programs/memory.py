@@ -30,9 +30,8 @@ parser.add_argument("--snapshots", required=True)
 parser.add_argument("--out", type=Path, required=True)
 args = parser.parse_args()
 WIDTH = 1000
-run = ddp.start(
-    total_steps=args.steps, global_batch=8, seed=1, snapshot_dir=args.snapshots, snapshot_every=1000
-)
+snapshots = ddp.Snapshots(directory=args.snapshots, every=1000)
+run = ddp.start(total_steps=args.steps, global_batch=8, seed=1, snapshots=snapshots)
 net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(args.millions)])
 model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-4))
 inputs = torch.randn(64, WIDTH)

@@ -271,7 +271,7 @@ def main() -> None:
     torch.manual_seed(1)
     run = ddp.start(
         total_steps=1, global_batch=60, level="off",
-        snapshot_dir=args.directory, snapshot_every=1, snapshot_staging=args.staging,
+        snapshots=ddp.Snapshots(directory=args.directory, every=1, staging=args.staging),
     )  # fmt: skip
     model, optimizer = GPT(**GPT2), None
     optimizer = torch.optim.AdamW(model.parameters())

@@ -56,7 +56,7 @@ run = ddp.start(
     precision=args.precision,
     level=args.level,
     seed=args.seed,
-    snapshot_dir=args.snapshots,
+    snapshots=ddp.Snapshots(directory=args.snapshots),
 )
 if torch.cuda.is_available():
     torch.set_float32_matmul_precision("high")

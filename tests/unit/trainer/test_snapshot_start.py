@@ -24,7 +24,7 @@ import pytest
 from ddpjob_trainer import cli
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.options import SnapshotOptions
+from ddpjob_trainer.options import Snapshots
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
@@ -483,5 +483,5 @@ def test_what_a_run_is_known_to_have_had(tmp_path, ends, url, directory, known):
     given = SnapshotSettings(
         tmp_path, 1, 2, resume=True, upload="", ends_with_pod=ends, known_step=40
     )
-    asked = SnapshotOptions(snapshot_upload=url, snapshot_dir=directory)
+    asked = Snapshots(upload=url, directory=directory)
     assert _snapshot_settings(given, asked).known_step == known

@@ -29,8 +29,8 @@ compare every bit: each rank's loss of every step, parameters, buffers, optimize
 whatever else is registered, and random number generators.
 
 The script is started by `ddpjob-trainer run` and needs no change; it must train with this library
-and leave snapshot_dir to the environment. Kills come at random instants and at named points, to any
-rank and to the launcher, also while processes still come back from the kill before. When the
+and leave Snapshots.directory to the environment. Kills come at random instants and at named points,
+to any rank and to the launcher, also while processes still come back from the kill before. When the
 launcher ends, chaos starts the next attempt, as the operator does in a cluster.
 """
 
@@ -116,8 +116,8 @@ class Result:
         return (
             f"nothing shown: of {len(self.restarts)} restarts none went on from a snapshot. One is"
             f" made every {self.pace.every} steps, and the run has {self.pace.total_steps}: lower"
-            " --every, or snapshot_every where the script gives it to start(); choose more --kills,"
-            " or --signals KILL; or have the script train longer"
+            " --every, or ddp.Snapshots(every=...) in the script; choose more --kills, or --signals"
+            " KILL; or have the script train longer"
         )
 
 
@@ -278,8 +278,8 @@ def _check_directory(records: Records, directory: Path) -> None:
         given = story.facts.get("directory", str(directory / "snapshots"))
         if given != str(directory / "snapshots"):
             raise ConfigError(
-                f"the script keeps snapshots in {given}, because it gives start() a snapshot_dir:"
-                " leave it out, or take it from the environment, so that chaos can choose one"
+                f"the script keeps snapshots in {given}, by ddp.Snapshots(directory=...): leave"
+                " it out, or take it from the environment, so that chaos can choose one"
             )
 
 

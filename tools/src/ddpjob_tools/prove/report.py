@@ -45,7 +45,7 @@ _CHECKPOINT: Final = {
     "transformers": "TrainingArguments(save_steps=N) and"
     " trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir)); True fails where there"
     " is none yet",
-    "ddpjob_trainer": "leave snapshot_dir to the environment, or name one directory for all starts",
+    "ddpjob_trainer": "leave Snapshots.directory to the environment, or give all starts one",
 }
 _MODEL: Final = {
     OWN: "save model.state_dict(), which has the buffers, not model.parameters(), and that of every"
