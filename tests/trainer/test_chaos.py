@@ -160,8 +160,7 @@ def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path)
         ("print('no training')", 64, "did not train with ddpjob_trainer.start()"),
         ("import sys; sys.exit(9)", 1, "the undisturbed run failed with exit code 9"),
         (
-            "from ddpjob_trainer import *\n"
-            "start(total_steps=9, global_batch=9, snapshots=Snapshots(directory='x'))",
+            "from ddpjob_trainer import *; s = Snapshots(directory='x'); start(epochs=9, global_batch=9, snapshots=s)",  # noqa: E501
             64, "leave it out",
         ),
     ],

@@ -193,8 +193,7 @@ def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_
     """Each rank would go on with parts of the others', and no comparison of parameters tells."""
 
     def program(rank: int) -> None:
-        snapshots = ddp.Snapshots(directory=tmp_path, every=2)
-        run = ddp.start(total_steps=9, global_batch=24, snapshots=snapshots)
+        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
         model = Net()
         optimizer = ByOwner(model.parameters(), lr=1e-2)
         optimizer.lazy = lazy

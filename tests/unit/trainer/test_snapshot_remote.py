@@ -438,7 +438,7 @@ def test_a_restart_in_place_does_not_ask_the_store(tmp_path, monkeypatch):
 def test_a_store_that_cannot_be_is_refused_at_once():
     with pytest.raises(ConfigError, match="must be a URL"):
         check_upload("/srv/store", "/d")
-    with pytest.raises(ConfigError, match="needs snapshots.directory"):
+    with pytest.raises(ConfigError, match=r"needs snapshots\.directory"):
         check_upload("s3://b/job", None)
     with pytest.raises(ConfigError, match="'nothing://x' cannot be used"):
         Store("nothing://x")
