@@ -88,7 +88,7 @@ def test_a_value_that_cannot_be():  # type: ignore[no-untyped-def]
         ModelOptions(ema=1.0).check()
 
 
-def test_what_start_took_by_keyword_before_is_taken_once_and_shown_in_its_new_place() -> None:
+def test_the_keywords_from_before_count_once_and_are_shown_in_the_new_way() -> None:
     old = {"snapshot_dir": "a", "log_every": 2, "allow_changes": "data"}
     new = "snapshots=ddp.Snapshots(directory=..., allow_changes=...), logging=ddp.Logging(every="
     assert advice(old) == f"advice: in place of {', '.join(old)} give start() {new}...)"
