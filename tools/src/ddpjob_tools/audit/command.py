@@ -68,46 +68,33 @@ _TORN = re.compile(
     r"|unexpected end of|truncated|Error while deserializing|IncompleteMetadata"
 )
 
-_STEP = {"type": int, "metavar": "STEP"}
-_NAMES = {"action": "append", "default": [], "metavar": "NAME"}
-_OPTIONS: verb.Options = {
-    "--nproc": {
-        "type": int, "metavar": "N",
-        "help": "processes, started as torchrun does (default: one, as `python` does)",
-    },
-    "--resume-args": {
-        "default": "", "metavar": "WORDS",
-        "help": "more arguments when it is started again, as '--resume last.pt' (default: none)",
-    },
-    "--resume-when": {
-        "default": "", "metavar": "GLOB",
-        "help": "checkpoints, as 'out/*.pt': {newest} in --resume-args stands for the newest",
-    },
-    "--seed": {
-        "type": int, "metavar": "N",
-        "help": "seed torch, random and numpy at each start, of a script that does not",
-    },
-    "--kill-after": {
-        **_STEP, "help": "default: within an epoch after the first, past a checkpoint"
-    },
-    "--stop-after": {**_STEP, "help": "end each run there (default: at its end)"},
-    "--link": {
-        **_NAMES, "help": "a file or folder that is only read, such as data or ../data: linked into"
-        " the copies",
-    },
-    "--leave-out": {
-        **_NAMES, "help": "a file or folder that no run should see, such as earlier checkpoints"
-    },
-    **verb.of_program("SCRIPT", "a Python script", 300.0),
-}  # fmt: skip
+_OPTIONS: tuple[verb.Option, ...] = (
+    ("--nproc N", int, None,
+     "processes, started as torchrun does (default: one, as `python` does)"),
+    ("--resume-args WORDS", str, "",
+     "more arguments when it is started again, as '--resume last.pt' (default: none)"),
+    ("--resume-when GLOB", str, "",
+     "checkpoints, as 'out/*.pt': {newest} in --resume-args stands for the newest"),
+    ("--seed N", int, None,
+     "seed torch, random and numpy at each start, of a script that does not"),
+    ("--kill-after STEP", int, None, "default: within an epoch after the first, past a checkpoint"),
+    ("--stop-after STEP", int, None, "end each run there (default: at its end)"),
+    ("--link NAME", list, [],
+     "a file or folder that is only read, such as data or ../data: linked into the copies"),
+    ("--leave-out NAME", list, [],
+     "a file or folder that no run should see, such as earlier checkpoints"),
+    *verb.of_program(300.0),
+)  # fmt: skip
 
 
 def add(commands: Any) -> None:
     """Describe the command to argparse."""
-    summary = "find out whether any script goes on rightly after a kill, and what is wrong"
-    about = {"description": _DESCRIPTION, "epilog": _EPILOG}
-    # The script's --resume is not our --resume-args.
-    verb.add(commands, "audit", summary, options=_OPTIONS, allow_abbrev=False, **about)
+    verb.add(
+        commands, "audit",
+        "find out whether any script goes on rightly after a kill, and what is wrong",
+        _OPTIONS, ("SCRIPT", "a Python script"), description=_DESCRIPTION, epilog=_EPILOG,
+        allow_abbrev=False,  # the script's --resume is not our --resume-args
+    )  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> int:

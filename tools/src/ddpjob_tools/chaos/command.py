@@ -66,24 +66,18 @@ def _listed(text: str, known: Collection[str]) -> list[str]:
     return names
 
 
-_WHOLE = {"type": int, "metavar": "N"}
-_OPTIONS: verb.Options = {
-    "--nproc": {"required": True, **_WHOLE, "help": "processes on this machine"},
-    "--kills": {"default": 20, **_WHOLE, "help": "how many (default: 20)"},
-    "--seed": {"default": 1, **_WHOLE, "help": "draws the kills (default: 1)"},
-    "--signals": {
-        "type": _signals, "default": SIGNALS, "metavar": "LIST",
-        "help": "of KILL,TERM,STOP (default: all). Half of the stopped processes are continued"
-        " after a moment, the others must be found by the hang detection",
-    },
-    "--points": {
-        "type": _points, "default": POINTS, "metavar": "LIST",
-        "help": f"all (default), none, or of {','.join(POINTS)}; other kills come at random"
-        " instants",
-    },
-    "--every": {"default": 5, **_WHOLE, "help": "steps between snapshots (default: 5)"},
-    **verb.of_program("PROGRAM", "a script (*.py), or an executable", 120.0),
-}  # fmt: skip
+_OPTIONS: tuple[verb.Option, ...] = (
+    ("--nproc N", int, verb.REQUIRED, "processes on this machine"),
+    ("--kills N", int, 20, "how many (default: 20)"),
+    ("--seed N", int, 1, "draws the kills (default: 1)"),
+    ("--signals LIST", _signals, SIGNALS,
+     ("of KILL,TERM,STOP (default: all). Half of the stopped processes are continued after a"
+      " moment, the others must be found by the hang detection")),
+    ("--points LIST", _points, POINTS,
+     f"all (default), none, or of {','.join(POINTS)}; other kills come at random instants"),
+    ("--every N", int, 5, "steps between snapshots (default: 5)"),
+    *verb.of_program(120.0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +117,12 @@ class Result:
 
 def add(commands: Any) -> None:
     """Describe the command to argparse."""
-    summary = "kill training at random and compare with an undisturbed run, bit for bit"
-    about = {"description": _DESCRIPTION, "epilog": _EPILOG}
-    verb.add(commands, "chaos", summary, options=_OPTIONS, **about)
+    verb.add(
+        commands, "chaos",
+        "kill training at random and compare with an undisturbed run, bit for bit",
+        _OPTIONS, ("PROGRAM", "a script (*.py), or an executable"), description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> int:

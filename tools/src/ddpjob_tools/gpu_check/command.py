@@ -364,23 +364,21 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(names[word.strip()] for word in text.split(","))
 
 
-_OPTIONS: verb.Options = {
-    "--nproc": {"type": int, "metavar": "N", "help": "processes (default: one per GPU)"},
-    "--device": {
-        "choices": ("cuda", "cpu"), "default": "cuda",
-        "help": "cpu: only what means anything there (default: cuda)",
-    },
-    "--quick": {"action": "store_true", "help": "checks 1 to 4 only"},
-    "--checks": {"type": _numbers, "metavar": "LIST", "help": "only these, as 1,6,8"},
-    **verb.JSON,
-}  # fmt: skip
+_OPTIONS: tuple[verb.Option, ...] = (
+    ("--nproc N", int, None, "processes (default: one per GPU)"),
+    ("--device", ("cuda", "cpu"), "cuda", "cpu: only what means anything there (default: cuda)"),
+    ("--quick", bool, False, "checks 1 to 4 only"),
+    ("--checks LIST", _numbers, None, "only these, as 1,6,8"),
+    verb.JSON,
+)
 
 
 def add(commands: Any) -> None:
     """Describe the command to argparse."""
-    summary = "check on this machine's GPUs what is promised, and measure"
-    about = {"description": _DESCRIPTION, "epilog": _EPILOG}
-    verb.add(commands, "gpu-check", summary, options=_OPTIONS, **about)
+    verb.add(
+        commands, "gpu-check", "check on this machine's GPUs what is promised, and measure",
+        _OPTIONS, description=_DESCRIPTION, epilog=_EPILOG,
+    )  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> int:

@@ -80,7 +80,9 @@ def judge(runs: Runs) -> Verdict:
     found = Comparison(reference, runs.resumed, start, until=killed_after, only=unsteady)
     after = _causes(found)
     if start:
-        after = [*_other_optimizers(found, killed_after), *after]
+        others = [*_other_optimizers(found, killed_after)]
+        known = {(one.kind, one.step) for one in others}
+        after = others + [one for one in after if (one.kind, one.step) not in known]
     else:  # what follows from it are the same steps once more, or other ones
         after = [one for one in after if one.kind not in ("rounding", "rng", "unseen")]
     ended = start + made(runs.resumed)

@@ -1,7 +1,7 @@
 """Make the kills, and check that training comes back after each.
 
-experiment.py calls run(). One thread looks at the records every few milliseconds. It starts an
-ended launcher again as the operator would: same job, next attempt.
+chaos calls run(). One thread looks at the records every few milliseconds. It starts an ended
+launcher again as the operator would: same job, next attempt.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Disturbance:
     _finished: bool = False
     _useless: int = 0
     _events: int = 0
-    _told: int = 0
+    _shown: int = 0
     _room: int = 0  # steps that a gang may need to come to an end
 
     def run(self, kills: list[Kill]) -> None:
@@ -88,7 +88,7 @@ class Disturbance:
             self.made.append(made)
             if following is None or not following.restarting:
                 self._return(made)
-                self._tell(len(kills))
+                self._show(len(kills))
         open_gate(self.directory / GATE, OPEN)
         self._until(lambda: self._finished, "training ended")
 
@@ -104,12 +104,15 @@ class Disturbance:
             self._finished = True
             return
         if code in contract.PERMANENT_EXIT_CODES or code == contract.ExitCode.DIVERGED:
-            raise ProofError(f"the launcher ended with exit code {code}, for good")
+            raise ProofError(f"the launcher ended with exit code {code}, which no restart follows")
         events = sum(story.events for story in self.records.stories) + len(self.made)
         self._useless = self._useless + 1 if events == self._events else 0
         self._events = events
         if self._useless > _USELESS_LAUNCHES:
-            raise ProofError(f"{self._useless} launches in a row made no step (exit code {code})")
+            raise ProofError(
+                f"training does not come back: {self._useless} launches in a row made no step (exit"
+                f" code {code})"
+            )
         self.job.start()
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
@@ -121,9 +124,12 @@ class Disturbance:
             if newest != seen:
                 seen, since = newest, time.monotonic()
             elif time.monotonic() - since > self.patience:
-                raise ProofError(f"no sign of life for {self.patience:g} s, still not: {what}")
+                raise ProofError(
+                    f"training does not come back: nothing was recorded for {self.patience:g} s,"
+                    f" before {what}; --patience SECONDS allows more"
+                )
             if self._finished and not condition():
-                raise ProofError(f"training ended before: {what}")
+                raise ProofError(f"training ended before {what}")
             time.sleep(_LOOK_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -290,14 +296,14 @@ class Disturbance:
         if made.how in ("in place", "new launch"):
             back = max(story.progress_at for story in self.records.stories)
             # It may have come back from an earlier kill just before this one.
-            since = made if back > made.at else self.made[self._told]
+            since = made if back > made.at else self.made[self._shown]
             made.seconds = back - since.at
 
     def _how(self, made: Made) -> str:
         if self._finished:
             return "finished"
         newest = self.records.incarnation
-        first = self.made[self._told]  # since all ranks stepped together
+        first = self.made[self._shown]  # since all ranks stepped together
         restarted = "in place" if newest[0] == first.attempt else "new launch"
         if newest > made.incarnation and self.records.together():
             return restarted
@@ -318,11 +324,11 @@ class Disturbance:
         late = made.kill.signal == signal.SIGTERM and made.kill.point != "barrier"
         return late and self.records.ended()
 
-    def _tell(self, count: int) -> None:
+    def _show(self, count: int) -> None:
         """Print one line for each kill since the last that came back."""
-        for made in self.made[self._told :]:
+        for made in self.made[self._shown :]:
             how = made.how or "killed again before it was back"
             seconds = f" after {made.seconds:.2f} s" if made.seconds else ""
             number = f"{made.kill.number}/{count}"
             self.say(f"kill {number:>7}  {f'{made.kill}{made.note}':<58} {how}{seconds}")
-        self._told = len(self.made)
+        self._shown = len(self.made)

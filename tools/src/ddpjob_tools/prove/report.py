@@ -137,15 +137,41 @@ def cure(finding: Finding, framework: str) -> str:
 
 # --- What was found -----------------------------------------------------------------------
 
+_ROUNDING: Final = (
+    "gradients differ by rounding only, from the same weights, samples and random numbers: "
+)
+#: By kind of finding, or by what its facts make of it: see _form().
 _SAID: Final[Mapping[str, str]] = {
     "nothing-loaded": "nothing was loaded, though files were written: training starts over from"
     " step 1",
     "nothing-kept": "nothing was kept: no file that can be a checkpoint was written before the"
     " kill, and training starts over from step 1",
+    "weights": "of {count} weights {equal} are those after step {after}, others are not: {names}",
+    "no-weight": "the weights loaded are those of no step: not the saved ones, or changed on the"
+    " way (another dtype, an average, one saved while a step was under way)",
     "between": "equal weights after the step before were changed otherwise before this one (an"
     " average that was swapped in, clipping)",
     "buffers": "buffers or frozen weights (BatchNorm's averages, or another model, such as a"
     " teacher or a moving average) are not those of this step",
+    "state": "the optimizer's state was loaded in part, or changed: it is not that of this step",
+    "no-state": "the optimizer's state (momentum, Adam's averages) was not loaded: it starts empty",
+    "hyper": "the optimizer's settings differ: {settings}",
+    "begins": "epoch {epoch} begins again: the samples of its first {count} steps are trained a"
+    " second time",
+    "repeated": "the samples of step {step} come again: {count} steps{where} are repeated",
+    "skipped": "the samples of step {step} come at once: {count} steps{where} are left out",
+    "earlier": "the samples are those of step {step}{there} instead of {here}",
+    "later": "the samples are those of step {step}{there} instead of {here}",
+    "shuffled": "the samples come in another order: of the {count} until the end{where}, {again}"
+    " are trained a second time and {missing} never",
+    "seed": "the samples are those of step {step}, drawn from random numbers that begin again from"
+    " the seed at each start",
+    "drawn": "the inputs are none of the undisturbed run's; random numbers differ too, so they may"
+    " be drawn (augmentation, noise)",
+    "unknown": "the inputs are none of the undisturbed run's",
+    "rounding": _ROUNDING + "kernels or threads add up in another order",
+    "buckets": _ROUNDING + "after a restart DistributedDataParallel packs its buckets in another"
+    " order, and with {world} processes sums are rounded otherwise",
     "rng": "random numbers differ (dropout, noise): the generators' states were not put back",
     "unseen": "{what} differ from equal weights, samples and random numbers: something that this"
     " audit does not see (a generator or hidden state of the script, a gradient that was kept"
@@ -154,86 +180,39 @@ _SAID: Final[Mapping[str, str]] = {
     "crash": "started again, it failed with exit code {code}",
     "hang": "started again, it made no further step, and did not end",
     "no-step": "started again, it ended without a step, as if training had been complete",
-    "rounding": "gradients differ by rounding only, from the same weights, samples and random"
-    " numbers: ",
 }
 
 
 def said(finding: Finding) -> str:
     """Describe a finding in one or two sentences."""
-    kind, facts = finding.kind, finding.facts
-    if kind == "weights":
-        return _weights(facts)
+    facts = finding.facts
+    epoch, from_, other = facts.get("epoch"), facts.get("from"), facts.get("other", ())
+    settings = [f"{name} {_short(its)} instead of {_short(mine)}" for name, mine, its in
+                facts.get("changed", ())]  # fmt: skip
+    return _SAID[_form(finding.kind, facts)].format(
+        **facts,
+        names=named(other),
+        equal=facts.get("count", 0) - len(other),
+        settings=", ".join(settings) or "another number of groups",
+        where=f" of epoch {epoch}" if epoch else "",
+        here=f"epoch {epoch}" if epoch else "this step",
+        there=f", which is in epoch {from_}," if from_ else "",
+    )
+
+
+def _form(kind: str, facts: Mapping[str, Any]) -> str:
     if kind == "inputs":
-        return _inputs(facts)
-    if kind == "state":
-        if facts["empty"]:
-            return (
-                "the optimizer's state (momentum, Adam's averages) was not loaded: it starts empty"
-            )
-        return "the optimizer's state was loaded in part, or changed: it is not that of this step"
-    if kind == "hyper":
-        shown = [f"{name} {_short(its)} instead of {_short(mine)}" for name, mine, its in
-                 facts["changed"]]  # fmt: skip
-        return f"the optimizer's settings differ: {', '.join(shown) or 'another number of groups'}"
-    text = _SAID[kind].format(**facts)
-    if kind == "rng" and facts["world"] > 1:
-        return f"{text} on these ranks"
-    if kind != "rounding":
-        return text
-    if facts["world"] > 2:
-        return (
-            f"{text}after a restart DistributedDataParallel packs its buckets in another order, and"
-            f" with {facts['world']} processes sums are rounded otherwise"
-        )
-    return f"{text}kernels or threads add up in another order"
+        drawn = facts["place"] == "unknown" and facts["rng"]
+        return "seed" if facts["seed"] else "drawn" if drawn else str(facts["place"])
+    if kind == "weights" and len(facts["other"]) == facts["count"]:
+        return "no-weight"
+    if kind == "state" and facts["empty"]:
+        return "no-state"
+    return "buckets" if kind == "rounding" and facts["world"] > 2 else kind
 
 
 def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _weights(facts: Mapping[str, Any]) -> str:
-    other, count = facts["other"], facts["count"]
-    if len(other) == count:
-        return (
-            "the weights loaded are those of no step: not the saved ones, or changed on the way"
-            " (another dtype, an average, one saved while a step was under way)"
-        )
-    return (
-        f"of {count} weights {count - len(other)} are those after step {facts['after']}, others are"
-        f" not: {named(other)}"
-    )
-
-
-def _inputs(facts: Mapping[str, Any]) -> str:
-    kind, step, count, epoch = (facts[name] for name in ("place", "step", "count", "epoch"))
-    if facts["seed"]:
-        return (
-            f"the samples are those of step {step}, drawn from random numbers that begin again from"
-            " the seed at each start"
-        )
-    where = f" of epoch {epoch}" if epoch else ""
-    if kind == "begins":
-        return (
-            f"epoch {epoch} begins again: the samples of its first {count} steps are trained a"
-            " second time"
-        )
-    if kind == "repeated":
-        return f"the samples of step {step} come again: {count} steps{where} are repeated"
-    if kind == "skipped":
-        return f"the samples of step {step} come at once: {count} steps{where} are left out"
-    if kind in ("earlier", "later"):
-        of = f", which is in epoch {facts['from']}," if facts["from"] else ""
-        this = f"epoch {epoch}" if epoch else "this step"
-        return f"the samples are those of step {step}{of} instead of {this}"
-    if kind == "shuffled":
-        return (
-            f"the samples come in another order: of the {count} until the end{where or ' of it'},"
-            f" {facts['again']} are trained a second time and {facts['missing']} never"
-        )
-    drawn = "; random numbers differ too, so they may be drawn (augmentation, noise)"
-    return "the inputs are none of the undisturbed run's" + (drawn if facts["rng"] else "")
 
 
 # --- The whole report ---------------------------------------------------------------------

@@ -8,9 +8,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ddpjob_contract import ExitCode
 from ddpjob_tools.prove.run import ProofError
@@ -18,38 +18,51 @@ from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
 from ddpjob_trainer.errors import ConfigError
 
 Settings = TypeVar("Settings")
-Options = Mapping[str, Mapping[str, Any]]
+#: Name and metavar; type, bool for a flag, list where it may be given again, or a tuple of choices;
+#: default; help.
+Option = tuple[str, Any, Any, str]
+REQUIRED: Final = object()
+JSON: Final[Option] = ("--json FILE", Path, None, "write the result to FILE, for programs")
 
-JSON: Options = {
-    "--json": {"type": Path, "metavar": "FILE", "help": "write the result to FILE too"}
-}
 
-
-def of_program(what: str, about: str, patience: float) -> Options:
+def of_program(patience: float) -> tuple[Option, ...]:
     """Return the options of a verb that runs a user's program."""
-    return {
-        "--patience": {
-            "type": float, "default": patience, "metavar": "SECONDS",
-            "help": f"give up when nothing happens for so long (default: {patience:g})",
-        },
-        "--keep": {
-            "type": Path, "metavar": "DIR",
-            "help": "keep records and logs in DIR, which must be new or empty",
-        },
-        **JSON,
-        "-m": {"dest": "module", "action": "store_true", "help": f"{what} is a Python module"},
-        "program": {"metavar": what, "help": about},
-        "arguments": {"nargs": argparse.REMAINDER, "metavar": "...", "help": f"for {what}"},
-    }  # fmt: skip
+    return (
+        ("--patience SECONDS", float, patience,
+         f"give up when nothing happens for so long (default: {patience:g})"),
+        ("--keep DIR", Path, None, "keep records and logs in DIR, which must be new or empty"),
+        JSON,
+    )  # fmt: skip
 
 
-def add(commands: Any, name: str, summary: str, *, options: Options, **more: Any) -> None:
-    """Describe a verb to argparse."""
+def add(
+    commands: Any, name: str, summary: str, options: Sequence[Option],
+    program: tuple[str, str] | None = None, **more: Any,
+) -> None:  # fmt: skip
+    """Describe a verb to argparse. ``program``: how a program that follows is called, and is."""
     form = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=summary, formatter_class=form, **more)
-    for option, given in options.items():
-        names = (option, "--module") if option == "-m" else (option,)
-        parser.add_argument(*names, **given)
+    for words, kind, default, about in options:
+        option, _, metavar = words.partition(" ")
+        given: dict[str, Any] = {"help": about}
+        given |= {"required": True} if default is REQUIRED else {"default": default}
+        if kind is bool:
+            given["action"] = "store_true"
+        elif isinstance(kind, tuple):
+            given["choices"] = kind
+        else:
+            given |= {"action": "append"} if kind is list else {"type": kind}
+            given["metavar"] = metavar
+        parser.add_argument(option, **given)
+    if program is not None:
+        what, about = program
+        parser.add_argument(
+            "-m", "--module", action="store_true", help=f"{what} is a Python module"
+        )
+        parser.add_argument("program", metavar=what, help=about)
+        parser.add_argument(
+            "arguments", nargs=argparse.REMAINDER, metavar="...", help=f"for {what}"
+        )
 
 
 def check_processes(nproc: int | None) -> None:
