@@ -16,13 +16,14 @@ from support.patience import PATIENCE
 class Port:
     """Heard when the test says so. ``said``: to the log."""
 
-    def __init__(self, own: Hello) -> None:
+    def __init__(self, own: Hello, selector: selectors.BaseSelector | None = None) -> None:
         self.said: list[str] = []
-        self.selector = selectors.DefaultSelector()
+        self.selector = selector or selectors.DefaultSelector()
         listener = sockets.bind(0)
         self.address = ("127.0.0.1", listener.getsockname()[1])
-        self.hub = Hub(own, Limits(3), lambda *said: self.server.post(*said))  # noqa: PLW0108
+        self.hub = Hub(own, Limits(3, hold=99.0), lambda *said: self.server.post(*said))  # noqa: PLW0108
         self.server = HubServer(listener, self.selector, self.hub, self.said.append)
+        self.hub.admit(own, 0.0)
 
     def hear(self, now: float = 100.0) -> None:
         while ready := self.selector.select(0.05):

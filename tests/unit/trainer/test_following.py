@@ -1,21 +1,21 @@
-"""A launcher that loses its hub, or is called by another one: whom it follows, and when.
+"""Which hub a launcher follows: it asks where the hub's name leads, and another hub may call it.
 
-L1, L2 and H4 are rules of the protocol; test_local_round.py has what a launcher does.
+L1, L2 and H4 are rules of the protocol; test_local_round.py has what a launcher does meanwhile.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import selectors
+import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.calls import Calls
 from ddpjob_trainer.launcher.hub.client import HubClient
-from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.listener import Listener
 from ddpjob_trainer.launcher.hub.messages import (
     Call,
@@ -25,69 +25,102 @@ from ddpjob_trainer.launcher.hub.messages import (
     Refused,
     Stopped,
     Welcome,
+    decode,
+    encode,
 )
-from ddpjob_trainer.launcher.hub.rounds import Limits
-from ddpjob_trainer.launcher.hub.server import HubServer
-from ddpjob_trainer.launcher.hub.wire import Wire
+from support.hub_port import Port
 from support.launching import free_ports
+from support.patience import PATIENCE
 
 PARKED = Hello(
     "uid", "pod-1", seat=1, birth=5, replicas=3, nproc=1, holds=True, running=False
 )  # fmt: skip
-RUNNING = dataclasses.replace(PARKED, running=True)
+RUNNING = replace(PARKED, running=True)
+STOPPED = Stopped(0, (), -1)
 
 
-class Line:
-    """A wire without a socket."""
+class Peer:
+    """The test's end of a connection with a launcher."""
 
-    def __init__(self) -> None:
-        self.received: Callable[[Message, float], None] = lambda message, now: None
-        self.closed: Callable[[str, float], None] = lambda reason, now: None
-        self.sent: list[Message] = []
+    def __init__(self, launcher: Launcher, connection: socket.socket) -> None:
+        self._launcher, self._connection = launcher, connection
+        connection.setblocking(False)
         self.open = True
 
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
+    def says(self, *messages: Message) -> None:
+        self._connection.sendall(b"".join(map(encode, messages)))
+        self._launcher.turn()
+
+    def heard(self) -> list[Message]:
+        """Since the last call."""
+        self._launcher.turn()
+        data = b""
+        while self.open:
+            try:
+                piece = self._connection.recv(4096)
+            except BlockingIOError:
+                break
+            data, self.open = data + piece, bool(piece)
+        return [decode(line) for line in data.splitlines()]
 
     def close(self) -> None:
-        self.open = False
+        self._connection.close()
+        self._launcher.turn()
 
 
 class Launcher:
-    """A launcher's side of its link; where the hub should be, nobody listens."""
+    """A launcher's link, with its door for calls. ``named``: a hub listens at the hub's name."""
 
-    def __init__(self, hello: Hello, least: int = 5) -> None:
+    def __init__(self, hello: Hello, *, least: int = 5, named: bool = True) -> None:
         self.selector = selectors.DefaultSelector()
-        self.said: list[str] = []
-        [nobody] = free_ports(1)
-        address = ("127.0.0.1", nobody)
-        self.client = HubClient(address, hello, self.selector, self.said.append, least)
+        self._name, door = sockets.bind(0), sockets.bind(0)
+        if named:
+            self._name.listen()
+            self._name.settimeout(PATIENCE)
+        address, self._door = (("127.0.0.1", one.getsockname()[1]) for one in (self._name, door))
+        self.client = HubClient(address, hello, self.selector, lambda said: None, least)
+        self._listener = Listener(door, self.selector, self.client.called)
 
-    def call(self, number: int, pod: str, uid: str = "uid") -> tuple[Line, Refused | None]:
-        line: Any = Line()
-        return line, self.client.called(line, Call(uid, number, pod), 0.0)
+    def turn(self) -> None:
+        while ready := self.selector.select(0.02):
+            for key, _ in ready:
+                key.data(1.0)
 
-    def linked(self, number: int, pod: str) -> Line:
-        """To a hub that has called, or that it has asked."""
-        line: Any = Line()
-        self.client._ask(line)
-        line.received(Welcome(number, pod), 0.0)
-        assert self.client.met
-        return line
+    def asks(self) -> Peer:
+        """The hub at the name, which gets a Hello."""
+        peer = Peer(self, self._name.accept()[0])
+        while peer.open and not (heard := peer.heard()):
+            pass
+        self.hello = heard[0]
+        return peer
+
+    def calls(self, first: Message) -> Peer:
+        """Somebody at the launcher's door."""
+        peer = Peer(self, socket.create_connection(self._door, PATIENCE))
+        peer.says(first)
+        return peer
+
+    def linked(self, number: int, pod: str) -> Peer:
+        hub = self.asks()
+        hub.says(Welcome(number, pod))
+        assert self.client.linked
+        return hub
+
+    def close(self) -> None:
+        for part in (self.client, self._listener, self._name, self.selector):
+            part.close()
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Launcher]]:
-    made: list[Launcher] = []
+    with ExitStack() as made:
 
-    def one(*given: Any) -> Launcher:
-        made.append(Launcher(*given))
-        return made[-1]
+        def one(hello: Hello, *, named: bool = True) -> Launcher:
+            launcher = Launcher(hello, named=named)
+            made.callback(launcher.close)
+            return launcher
 
-    yield one
-    for launcher in made:
-        launcher.client.close()
-        launcher.selector.close()
+        yield one
 
 
 @pytest.mark.parametrize("by_call", [True, False])
@@ -106,107 +139,108 @@ def make() -> Iterator[Callable[..., Launcher]]:
 @pytest.mark.fault("T18")
 def test_which_hub_a_launcher_follows(make, followed, hub, follows, by_call):  # type: ignore[no-untyped-def]
     """L1: whether it is called, or asks where the hub's name leads it."""
-    launcher = make(PARKED)
+    launcher = make(PARKED, named=not by_call or followed is not None)
     client = launcher.client
     if followed:
-        client_line = launcher.linked(*followed)
-        client_line.closed("it closed the connection", 0.0)
+        launcher.linked(*followed).close()
         assert client.lost == "it closed the connection"
         client.leave()
         client.join()
     if by_call:
-        line, refused = launcher.call(*hub)
-        assert (refused is None) is follows
-        assert line.sent == ([PARKED] if follows else [])
+        peer = launcher.calls(Call("uid", *hub))
+        assert (peer.heard() == [PARKED]) is follows
         return
-    line = Line()
-    client._ask(line)
-    line.received(Welcome(*hub), 0.0)
-    client.send(Stopped(0, (), -1), 0.0)
-    assert (line.open, len(line.sent)) == ((True, 2) if follows else (False, 1))
+    peer = launcher.asks()
+    peer.says(Welcome(*hub))
+    client.send(STOPPED, 1.0)
+    assert (peer.heard(), peer.open) == (([STOPPED], True) if follows else ([], False))
 
 
-def test_a_call_takes_the_launcher_from_a_hub_that_still_answers(make):  # type: ignore[no-untyped-def]
+def test_a_call_takes_a_launcher_from_a_hub_that_still_answers(make):  # type: ignore[no-untyped-def]
     """L2: Hello comes when nothing runs here, and says so."""
     launcher = make(RUNNING)
     client = launcher.client
     old = launcher.linked(5, "old")
-    new, refused = launcher.call(7, "new")
-    assert (refused, new.sent, client.lost) == (None, [], "hub 7 has taken its place")
+    new = launcher.calls(Call("uid", 7, "new"))
+    assert (new.heard(), client.lost) == ([], "hub 7 has taken its place")
     client.leave()
-    assert (old.open, new.open, client.lost) == (False, True, "")
-    client.send(Stopped(0, (), -1), 0.0)  # nobody is to hear it
-    _, refused = launcher.call(5, "old")
-    assert refused is not None, "it is left for good"
+    assert (old.heard(), old.open, client.lost) == ([], False, "")
+    client.send(STOPPED, 1.0)  # nobody is to hear it
+    [refused] = launcher.calls(Call("uid", 5, "old")).heard()
+    assert isinstance(refused, Refused), "it is left for good"
     client.join()
-    assert new.sent == [PARKED]
-    new.received(Welcome(7, "new"), 1.0)
-    client.send(Stopped(1, (), -1), 1.0)
-    assert new.sent == [PARKED, Stopped(1, (), -1)]
-    _, refused = launcher.call(7, "new")
-    assert refused == Refused("this launcher is linked", final=False)
-    _, refused = launcher.call(5, "old")
-    assert refused == Refused("this launcher waits for hub 7 or a later one", final=True)
+    assert (new.heard(), new.open) == ([PARKED], True)
+    new.says(Welcome(7, "new"))
+    client.send(STOPPED, 1.0)
+    assert new.heard() == [STOPPED]
+    again = [launcher.calls(Call("uid", *hub)).heard() for hub in ((7, "new"), (5, "old"))]
+    assert again == [
+        [Refused("this launcher is linked", final=False)],
+        [Refused("this launcher waits for hub 7 or a later one", final=True)],
+    ]
 
 
-def test_a_call_before_the_first_hub_was_met(make):  # type: ignore[no-untyped-def]
-    launcher = make(RUNNING)
-    line, refused = launcher.call(6, "new")
-    assert (refused, line.sent, launcher.client.met) == (None, [], True)
+def test_a_call_may_come_before_the_first_hub_was_met(make):  # type: ignore[no-untyped-def]
+    launcher = make(RUNNING, named=False)
+    new = launcher.calls(Call("uid", 6, "new"))
+    assert (new.heard(), launcher.client.met) == ([], True)
     assert launcher.client.lost
     launcher.client.leave()
     launcher.client.join()
-    assert line.sent == [PARKED]
+    assert new.heard() == [PARKED]
 
 
 def test_who_asks_in_two_ways_keeps_the_first_that_admits_it(make):  # type: ignore[no-untyped-def]
     """The hub refuses the second as long as the first is linked."""
     launcher = make(PARKED)
-    dialed: Any = Line()
-    launcher.client._ask(dialed)
-    called, _ = launcher.call(6, "new")
-    assert dialed.sent == called.sent == [PARKED]
-    called.received(Refused("replica 1 has been admitted before", final=False), 0.0)
-    assert (dialed.open, called.open) == (True, False)
-    dialed.received(Welcome(6, "new"), 0.0)
-    dialed.received(Go(6, 0, 1, ()), 0.0)
+    dialed = launcher.asks()
+    called = launcher.calls(Call("uid", 6, "new"))
+    assert [launcher.hello, *called.heard()] == [PARKED, PARKED]
+    called.says(Refused("replica 1 has been admitted before", final=False))
+    assert (called.heard(), called.open) == ([], False)
+    dialed.says(Welcome(6, "new"), Go(6, 0, 1, ()))
     assert list(launcher.client.inbox) == [Go(6, 0, 1, ())]
     assert launcher.client.lost == ""
 
 
 def test_what_is_no_call_is_refused(make):  # type: ignore[no-untyped-def]
     launcher = make(PARKED)
-    _, refused = launcher.call(6, "new", uid="other")
-    assert refused == Refused("this launcher belongs to another job", final=True)
-    line: Any = Line()
-    with pytest.raises(ValueError, match="must be Call"):
-        launcher.client.called(line, PARKED, 0.0)
-    launcher.client._ask(line)
-    with pytest.raises(ValueError, match="must not say Go before Welcome"):
-        line.received(Go(6, 0, 1, ()), 0.0)
+    other = launcher.calls(Call("other", 6, "new"))
+    assert other.heard() == [Refused("this launcher belongs to another job", final=True)]
+    for peer in (launcher.calls(PARKED), launcher.asks()):
+        peer.says(Go(6, 0, 1, ()))  # before Welcome, or where Call must come first
+        assert (peer.heard(), peer.open) == ([], False)
 
 
 def test_one_that_has_been_replaced_is_out(make):  # type: ignore[no-untyped-def]
     """H3, also over the link that it has."""
     launcher = make(RUNNING)
-    line = launcher.linked(5, "hub")
-    line.received(Refused("a newer pod has its place", final=True), 0.0)
+    launcher.linked(5, "hub").says(Refused("a newer pod has its place", final=True))
     assert (launcher.client.lost, launcher.client.met) == ("a newer pod has its place", False)
+
+
+def test_a_hello_names_the_replica_that_was_served_last(make):  # type: ignore[no-untyped-def]
+    launcher = make(PARKED)
+    launcher.linked(5, "hub").says(Go(5, 1, 2, ()))
+    launcher.client.leave()
+    launcher.client.join()
+    launcher.asks()
+    assert launcher.hello == replace(PARKED, held=2)
+
+
+# --- The calls of a new hub (H4) ---------------------------------------------------------------
 
 
 @pytest.mark.fault("T18")
 def test_a_new_hub_calls_until_all_are_linked() -> None:
-    """H4."""
     selector = selectors.DefaultSelector()
     [nobody] = free_ports(1)
-    linked: set[int] = {2}
-    heard: list[Message] = []
-
-    def answered(wire: Wire, message: Message, now: float) -> None:
-        heard.append(message)
-
-    where = {1: ("127.0.0.1", nobody), 2: ("127.0.0.1", nobody)}
-    calls = Calls(where, Call("uid", 7, "new"), selector, linked.__contains__, answered)
+    linked, heard = {2}, list[Message]()
+    where = dict.fromkeys((1, 2), ("127.0.0.1", nobody))
+    calls = Calls(
+        where, Call("uid", 7, "new"), selector, linked.__contains__,
+        lambda wire, message, now: heard.append(message),
+    )  # fmt: skip
 
     def turn(now: float) -> None:
         for key, _ in selector.select(5):
@@ -214,8 +248,7 @@ def test_a_new_hub_calls_until_all_are_linked() -> None:
 
     assert calls.tick(0.0) == 0.5, "replica 2 needs none, for now"
     turn(0.1)
-    due = calls.tick(0.2)
-    assert due == 0.5
+    assert calls.tick(0.2) == 0.5
     linked.clear()
     calls.tick(0.7)
     turn(0.8)
@@ -225,51 +258,29 @@ def test_a_new_hub_calls_until_all_are_linked() -> None:
 
 
 @pytest.mark.fault("T18")
-def test_a_new_hub_takes_a_launcher_from_one_still_answering_at_its_name() -> None:
-    """Over sockets, with hubs of two."""
-    selector = selectors.DefaultSelector()
-    own = dataclasses.replace(RUNNING, replicas=2)
-    went: list[Message] = []
-
-    def serve(number: int, running: bool) -> tuple[Hub, HubServer, tuple[str, int]]:
-        lead = dataclasses.replace(
-            own, pod=f"hub-{number}", seat=0, birth=number, running=running
-        )  # fmt: skip
-        listening = sockets.bind(0)
-        post: list[Callable[[int, Message], None]] = []
-        hub = Hub(lead, Limits(3, hold=99.0), lambda *said: post[0](*said))  # noqa: PLW0108
-        server = HubServer(listening, selector, hub, lambda said: None)
-        post.append(lambda replica, m: server.post(replica, m) if replica else went.append(m))
-        hub.admit(lead, 0.0)
-        return hub, server, ("127.0.0.1", listening.getsockname()[1])
+def test_a_new_hub_takes_a_launcher_from_the_one_at_its_name() -> None:
+    """With two hubs, each with one launcher more."""
+    own = replace(RUNNING, replicas=2)
+    lead = replace(own, seat=0, pod="hub-5")
+    old = Port(lead)
+    new = Port(replace(lead, pod="hub-7", birth=7, running=False), old.selector)
+    client = HubClient(old.address, own, old.selector, lambda said: None, least=5)
+    door = sockets.bind(0)
+    listener = Listener(door, old.selector, client.called)
+    where = {1: ("127.0.0.1", door.getsockname()[1])}
+    call = Call("uid", 7, "hub-7")
+    calls = Calls(where, call, old.selector, new.hub.is_present, new.server.answered)
 
     def turn(until: Callable[[], object]) -> None:
         while not until():
-            for key, _ in selector.select(5):
+            for key, _ in old.selector.select(5):
                 key.data(1.0)
             calls.tick(1.0)
 
-    old, old_server, name = serve(5, True)
-    new, new_server, _ = serve(7, False)
-    client = HubClient(name, own, selector, lambda text: None, least=5)
-    door = sockets.bind(0)
-    listener = Listener(door, selector, client.called)
-    where = {1: ("127.0.0.1", door.getsockname()[1])}
-    calls = Calls(where, Call("uid", 7, "hub-7"), selector, new.is_present, new_server.answered)
     turn(lambda: client.met and client.lost)
     client.leave()
     client.join()
-    turn(lambda: new.is_present(1) and not old.is_present(1) and client.inbox)
+    turn(lambda: new.hub.is_present(1) and not old.hub.is_present(1) and client.inbox)
     assert client.inbox[-1] == Go(7, 0, 1, ())
-    for part in (client, calls, listener, old_server, new_server, selector):
+    for part in (client, calls, listener, new.server, old):
         part.close()
-
-
-def test_a_hello_names_the_replica_that_was_served_last(make):  # type: ignore[no-untyped-def]
-    launcher = make(PARKED)
-    launcher.linked(5, "hub").received(Go(5, 1, 2, ()), 1.0)
-    launcher.client.leave()
-    launcher.client.join()
-    line: Any = Line()
-    launcher.client._ask(line)
-    assert line.sent == [dataclasses.replace(PARKED, held=2)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -317,15 +318,23 @@ def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):  # 
     assert heard[0] <= seen[0]
 
 
-def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path):  # type: ignore[no-untyped-def]
-    answered, ticked = list[bool](), Event()
+@pytest.mark.parametrize("again", [True, False])
+def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path, again):  # type: ignore[no-untyped-def]
+    """Before a round that follows another one here."""
+    did, ticked = list[str](), Event()
     supervisor: Any = object.__new__(Supervisor)
+    supervisor._hangs = supervisor._evidence = supervisor._pump = supervisor._summary = Mock()
+    supervisor._config = Mock(env=Mock(trace=None, drill="Never"))
+    supervisor._member = Mock(rounds=False, tick=lambda now: ticked.set())
     supervisor._selector = selectors.DefaultSelector()
-    supervisor._runtime_dir = SimpleNamespace(path=tmp_path)
-    supervisor._member = SimpleNamespace(tick=lambda now: ticked.set())
-    supervisor._restore(lambda path: answered.append(ticked.wait(PATIENCE)))
+    supervisor._runtime_dir = Mock(path=tmp_path)
+    supervisor._starter = Mock(begin=lambda *given: did.append("begin"))
+    supervisor._ended = termination.Ended()
+    supervisor._round = lambda key: Mock()
+    supervisor._refill = lambda path: did.append(f"restored {ticked.wait(PATIENCE)}")
+    supervisor._begin(Key(5, 3), 101.0, again=again)
     supervisor._selector.close()
-    assert answered == [True]
+    assert did == ["restored True"] * again + ["begin"]
 
 
 def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(  # type: ignore[no-untyped-def]
