@@ -139,7 +139,7 @@ class Launcher(Supervisor):
         self._member = self._join(config, now)
         self._serves = config.hub_port is not None
         if config.replacement:
-            self._park()
+            self._phase = Parked(self._round(config.first), now)
         else:
             self._begin(config.first, now)
 

@@ -470,11 +470,11 @@ def test_a_hub_is_needed_while_another_launcher_is_at_work() -> None:
 def test_only_the_lost_launcher_is_replaced() -> None:
     gang = running()
     gang.loses(2)
-    assert (gang.said(), gang.hub.away) == ({0: [Stop(0)], 1: [Stop(0)]}, [2])
+    assert (gang.said(), gang.hub.facts["away"]) == ({0: [Stop(0)], 1: [Stop(0)]}, [2])
     gang.stop(0, 1, step=7)
     assert gang.said() == {}, "they wait"
     assert gang.comes(2, 9.0, birth=5) is None
-    assert (gang.posted[0], gang.hub.away) == ((2, WELCOME), [])
+    assert (gang.posted[0], gang.hub.facts["away"]) == ((2, WELCOME), [])
     [record] = gang.goes(1).records
     assert (record["kind"], record["replica"], record["snapshotStep"]) == ("lost", 2, 7)
 

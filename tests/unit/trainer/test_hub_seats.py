@@ -91,14 +91,14 @@ def test_a_pod_comes_back_once_its_link_is_closed_and_nothing_runs() -> None:
 
 def test_a_standby_takes_the_place_as_soon_as_all_have_stopped() -> None:
     gang = Gang(standby=2)
-    assert (gang.hub.seats.can_wait, gang.hub.seats.moved) == (True, "")
+    assert (gang.hub.seats.can_wait, gang.hub.facts["serving"]) == (True, "")
     gang.loses(2)
     gang.stop(0)
     assert gang.words() == dict.fromkeys((0, 1, 3, 4), "Stop")
     gang.stop(1)
     [record] = gang.goes(1, (0, 1, 3)).records
     assert (record["kind"], record["replica"]) == ("lost", 2)
-    assert gang.hub.seats.moved == "2:3"
+    assert gang.hub.facts["serving"] == "2:3"
 
 
 def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_waits() -> None:
@@ -112,7 +112,7 @@ def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_waits() -> None:
     gang.loses(1)
     gang.stop(0, 3)
     gang.goes(2, (0, 2, 3))
-    assert gang.hub.seats.moved == "1:2,2:3"
+    assert gang.hub.facts["serving"] == "1:2,2:3"
     gang.fails(3, -11)
     gang.stop(0, 2, 3)
     assert gang.goes(3, (0, 2, 3)).records[-1]["replica"] == 2

@@ -95,7 +95,7 @@ def test_a_link_is_lost_after_5_seconds_of_silence_at_a_running_loop(port: Port)
     client = HubClient(port.address, OTHER, port.selector, lambda said: None)
     while not client.met:
         port.hear(100.0)
-    assert port.hub.away == []
+    assert port.hub.facts["away"] == []
     now = 100.0
     for _ in range(20):
         now += 1.0
@@ -107,7 +107,7 @@ def test_a_link_is_lost_after_5_seconds_of_silence_at_a_running_loop(port: Port)
         now += 1.0
         client.tick(now)  # nobody speaks: the hub does not run
         client.tick(now)
-    assert (client.lost, port.hub.away) == ("", [])
+    assert (client.lost, port.hub.facts["away"]) == ("", [])
     client.tick(now + 1.0)
     assert client.lost == "it was silent for 5 s"
     client.leave()
@@ -121,7 +121,7 @@ def test_a_launcher_that_does_not_answer_the_hub_is_away(port: Port) -> None:
         port.hear(100.0)
         for second in range(1, 6):
             assert port.server.tick(99.0 + second) is not None
-        assert port.hub.away == []
+        assert port.hub.facts["away"] == []
         port.server.tick(100.0 + 3600.0)
         said = launcher.recv(1000)
         assert said.startswith(WELCOME + encode(Beat()))

@@ -224,14 +224,10 @@ class Stopping(Phase):
         super().__init__(round_, now)
         self._reported_at = now  # when the hub last heard that processes have not ended
 
-    @property
-    def _killed_at(self) -> float:
-        """Return until when processes may end by themselves."""
-        return max(self.since, self.round.workers.kill_at or 0.0)
-
     def report_exiting(self, now: float) -> None:
         """Say from time to time that killed processes have not ended yet."""
-        patient = now - self._killed_at < self.round.config.exit_seconds
+        killed_at = max(self.since, self.round.workers.kill_at or 0.0)
+        patient = now - killed_at < self.round.config.exit_seconds
         if patient and now - self._reported_at >= _EXITING_SECONDS:
             self._reported_at = now
             self.round.member.link.send(messages.Exiting(self.round.workers.round), now)
@@ -244,7 +240,8 @@ class Stopping(Phase):
         return Parked(self.round, now)
 
     def _hub_answers_by(self) -> float | None:
-        return self._killed_at + _ANSWER_SECONDS + self.round.config.exit_seconds
+        killed_at = max(self.since, self.round.workers.kill_at or 0.0)
+        return killed_at + _ANSWER_SECONDS + self.round.config.exit_seconds
 
 
 class Parked(Phase):

@@ -16,14 +16,7 @@ from collections.abc import Callable
 
 import ddpjob_contract as contract
 from ddpjob_trainer.arguments import shown_words
-from ddpjob_trainer.environment import (
-    KEY_FD,
-    KEY_FILE,
-    ROUND_DRILL,
-    STORE_FD,
-    Key,
-    round_secret,
-)
+from ddpjob_trainer.environment import KEY_FD, KEY_FILE, ROUND_DRILL, STORE_FD, Key, round_secret
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children

@@ -127,8 +127,10 @@ class Supervisor:
                 " as the last command"
             )
         self._starter = Starter(config, self._runtime_dir, self._selector, say)
-        if config.replacement:
-            self._park()
+        if config.replacement:  # it replaces a lost launcher, or is a standby: it waits for Go
+            trace.configure(config.env.trace, -1, 0)
+            self._phase: Phase = Parked(self._round(config.first), self._tick)
+            self._starter.prepare(self._workers)
             return
         if earlier := checkpoints.leave():
             cure = f"to go on from it, add {shown_words(config.resume_words(earlier))}"
@@ -141,12 +143,6 @@ class Supervisor:
         unresolved = lambda: self._hangs.names.lasting  # noqa: E731
         workers = WorkerGroup(config, key, path, self._pump, say, unresolved)
         return LocalRound(config, workers, self._member, self._ended, say)
-
-    def _park(self) -> None:
-        """Wait for the hub's Go: this launcher replaces a lost one, or is a standby."""
-        trace.configure(self._config.env.trace, -1, 0)
-        self._phase: Phase = Parked(self._round(self._config.first), self._tick)
-        self._starter.prepare(self._workers)
 
     def _begin(self, key: Key, now: float, *, again: bool = False) -> None:
         """Begin a round. ``again``: one was before it here."""

@@ -28,13 +28,15 @@ _PAUSE_SECONDS = 0.5
 
 
 class Link:
-    """``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may.
+    """Links launcher 0 to its own ``hub``, which is never lost without it.
 
-    ``unmet``: evidence that no hub is where it should be, "" while it may only be late. ``met``: a
-    hub has admitted or called this launcher, and may admit it again.
+    ``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may. ``unmet``:
+    evidence that no hub is where it should be, "" while it may only be late. ``met``: a hub has
+    admitted or called this launcher, and may admit it again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hub: Hub | None = None) -> None:
+        self.hub = hub
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
@@ -46,6 +48,8 @@ class Link:
 
     def send(self, message: Message, now: float) -> None:
         """Send a message to the hub."""
+        if self.hub is not None:
+            self.hub.receive(0, message, now)
 
     def tick(self, now: float) -> float | None:
         """Watch for a silent hub; return when to call again."""
@@ -58,19 +62,6 @@ class Link:
 
     def close(self) -> None:
         """Close the link."""
-
-
-class LocalLink(Link):
-    """Links launcher 0 to its own hub, which is never lost without it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hub: Hub | None = None
-
-    def send(self, message: Message, now: float) -> None:
-        """See Link."""
-        assert self.hub is not None
-        self.hub.receive(0, message, now)
 
 
 class HubClient(Link):

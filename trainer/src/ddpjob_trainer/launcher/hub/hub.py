@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 from ddpjob_contract import STATE_MAX_AWAY, Round
 from ddpjob_trainer.launcher.hub import messages, root_cause, rounds
@@ -83,10 +84,15 @@ class Hub:
         return self.history.round >= 0 and len(self.seats.present) == everybody
 
     @property
-    def away(self) -> list[int]:
-        """Return the seats that were linked and are not now, from another thread, too."""
-        away = sorted(self.seats.members.keys() - self.seats.present)
-        return away[:STATE_MAX_AWAY] if self.final is None else []
+    def facts(self) -> dict[str, Any]:
+        """Return what /state says of the gang: seats without a link, replica:seat that differ.
+
+        From another thread, too.
+        """
+        seats = self.seats
+        away = sorted(seats.members.keys() - seats.present) if self.final is None else []
+        serving = ",".join(f"{r}:{seat}" for r, seat in enumerate(seats.serving) if r != seat)
+        return {"holds": seats.can_wait, "away": away[:STATE_MAX_AWAY], "serving": serving}
 
     @property
     def others(self) -> tuple[list[Exit], int]:

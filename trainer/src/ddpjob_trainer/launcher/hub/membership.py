@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob_trainer.launcher import sockets
 from ddpjob_trainer.launcher.hub.calls import Calls
-from ddpjob_trainer.launcher.hub.client import HubClient, Link, LocalLink
+from ddpjob_trainer.launcher.hub.client import HubClient, Link
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.listener import Listener
 from ddpjob_trainer.launcher.hub.messages import Call, Hello, Message
@@ -48,11 +48,7 @@ class Membership:
     @property
     def gang(self) -> dict[str, Any]:
         """Return what /state says of the whole gang, beside the hub; from another thread, too."""
-        hub = self.hub
-        if hub is None or self.server is None:
-            return {}
-        seats = hub.seats
-        return {"holds": seats.can_wait, "away": hub.away, "serving": seats.moved}
+        return self.hub.facts if self.hub is not None and self.server is not None else {}
 
     def close(self) -> None:
         """Close all links; connected launchers notice."""
@@ -137,7 +133,7 @@ def _lead(
     newest: Callable[..., str | None],
     tell: Callable[[str], None],
 ) -> Membership:
-    link = LocalLink()
+    link = Link()
     server: HubServer | None = None
 
     def post(seat: int, message: Message) -> None:

@@ -28,11 +28,6 @@ class Seats:
         self.members: dict[int, Hello] = {}  # the newest ever admitted
         self._out: set[str] = set()  # pods that others have replaced
 
-    @property
-    def moved(self) -> str:
-        """Return replica:seat where the two differ."""
-        return ",".join(f"{r}:{seat}" for r, seat in enumerate(self.serving) if r != seat)
-
     # --- Admission ---------------------------------------------------------------------------
 
     def refuses(self, hello: Hello, *, waiting: bool) -> Refused | None:

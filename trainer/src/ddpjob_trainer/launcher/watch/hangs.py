@@ -127,13 +127,7 @@ class HangResponse:
     """
 
     def __init__(
-        self,
-        deadlines: Deadlines,
-        counted: Counter[str],
-        log: Log,
-        names: Names,
-        *,
-        starts: bool,
+        self, deadlines: Deadlines, counted: Counter[str], log: Log, names: Names, *, starts: bool
     ) -> None:
         self.stacks = self.found = ""
         self._starts = starts
