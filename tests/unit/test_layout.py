@@ -33,7 +33,7 @@ MOST_LINES = {
     "contract/src": 790,
     "operator/src": 11_887,
     "trainer/src": 26_471,
-    "tools/src": 5_977,
+    "tools/src": 5_976,
     "plugin/src": 3_104,
     "dev/bench": 4_456,
     "dev/devcluster": 4_114,

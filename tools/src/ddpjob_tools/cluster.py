@@ -24,7 +24,6 @@ COMMANDS = {
     "suspend": "remove the pods and keep the job",
     "resume": "start a suspended job again, from its newest snapshot",
     "snapshots": "the snapshots of a job, looked up in one of its pods",
-    "plan": "the useful share of a gang's time, from numbers",
 }
 #: kubectl's, which may come before a command.
 _FLAGS = ("-n", "--namespace", "--context", "--kubeconfig")

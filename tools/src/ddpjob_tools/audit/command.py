@@ -1,4 +1,4 @@
-"""Run any script undisturbed, kill it, start it again, and judge: `ddpjob-trainer audit`.
+"""Run any script undisturbed, kill it, start it again, and judge: `ddpjob audit`.
 
 A second undisturbed run is made only where the judgement hangs on what the script itself repeats.
 """
@@ -42,11 +42,11 @@ run gets a fresh copy; the directory itself stays as it is.
 
 _EPILOG = """\
 examples:
-  ddpjob-trainer audit -- train.py --lr 0.1
-  ddpjob-trainer audit --nproc 3 -- train.py              as torchrun --nproc-per-node 3 train.py
-  ddpjob-trainer audit --resume-args "--resume {newest}" --resume-when "out/*.pt" -- train.py
-  ddpjob-trainer audit --stop-after 500 -- -m package.train    a long run: its first 500 steps
-  ddpjob-trainer audit --link data --leave-out runs -- train.py
+  ddpjob audit -- train.py --lr 0.1
+  ddpjob audit --nproc 3 -- train.py              as torchrun --nproc-per-node 3 train.py
+  ddpjob audit --resume-args "--resume {newest}" --resume-when "out/*.pt" -- train.py
+  ddpjob audit --stop-after 500 -- -m package.train    a long run: its first 500 steps
+  ddpjob audit --link data --leave-out runs -- train.py
 
 exit code: 0 it goes on rightly, 1 it does not, 3 not to be judged (it fails by itself, makes no
 step, does not repeat itself), 64 not possible as asked
@@ -158,7 +158,7 @@ def _check_script(path: Path) -> None:
     if path.name in _STARTERS:
         raise ConfigError(
             f"{path} starts processes that audit does not see: give the script itself, and"
-            " --nproc N, as in: ddpjob-trainer audit --nproc 2 -- train.py"
+            " --nproc N, as in: ddpjob audit --nproc 2 -- train.py"
         )
     if not path.is_file():
         raise ConfigError(f"{path}: no such script")

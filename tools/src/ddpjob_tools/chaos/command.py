@@ -1,4 +1,4 @@
-"""Run a script undisturbed, then under kills, and compare every bit: `ddpjob-trainer chaos`."""
+"""Run a script undisturbed, then under kills, and compare every bit: `ddpjob chaos`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ launcher ends, chaos starts the next attempt, as the operator does in a cluster.
 
 _EPILOG = """\
 examples:
-  ddpjob-trainer chaos --nproc 4 --kills 20 --seed 1 train.py --lr 0.1
-  ddpjob-trainer chaos --nproc 3 --kills 10 --signals KILL --points none train.py
-  ddpjob-trainer chaos --nproc 3 --kills 5 --keep evidence -m package.train
+  ddpjob chaos --nproc 4 --kills 20 --seed 1 train.py --lr 0.1
+  ddpjob chaos --nproc 3 --kills 10 --signals KILL --points none train.py
+  ddpjob chaos --nproc 3 --kills 5 --keep evidence -m package.train
 
 exit code: 0 identical, 1 DIFFERENT or training did not come back, 3 nothing shown (no restart went
 on from a snapshot), 64 not possible as asked
@@ -265,7 +265,7 @@ def _undisturbed(options: argparse.Namespace, directory: Path) -> tuple[Records,
             raise ConfigError(
                 "the script did not train with ddpjob_trainer.start() and run.steps() on every"
                 " rank: chaos can only compare what the library records. Train with them, or try"
-                " `ddpjob-trainer audit`, which needs no library"
+                " `ddpjob audit`, which needs no library"
             )
     return records, _pace(records, began)
 

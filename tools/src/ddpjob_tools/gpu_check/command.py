@@ -1,4 +1,4 @@
-"""Check this package's promises on this machine's GPUs: `ddpjob-trainer gpu-check`.
+"""Check this package's promises on this machine's GPUs: `ddpjob gpu-check`.
 
 What is measured runs in processes that do not come from here, most of it prove/trials: no check is
 in the way of another, and the command itself imports no torch.
@@ -34,10 +34,10 @@ measured, the limit, and what to do. It takes minutes, and all the GPUs.
 
 _EPILOG = """\
 examples:
-  ddpjob-trainer gpu-check                      all GPUs of this machine
-  ddpjob-trainer gpu-check --quick              checks 1 to 4, a minute
-  ddpjob-trainer gpu-check --checks 6,8         only these
-  ddpjob-trainer gpu-check --device cpu --nproc 2    what means anything without a GPU
+  ddpjob gpu-check                      all GPUs of this machine
+  ddpjob gpu-check --quick              checks 1 to 4, a minute
+  ddpjob gpu-check --checks 6,8         only these
+  ddpjob gpu-check --device cpu --nproc 2    what means anything without a GPU
 
 exit code: 0 no check failed, 1 one did, 64 there is no GPU (the driver's own words are shown)
 """

@@ -326,8 +326,8 @@ def _with(result: Result) -> str:
     if result.resume_when:
         words += f" --resume-when {shlex.quote(result.resume_when)}"
     return (
-        f"This holds with {words}: give them to ddpjob-trainer run and init too (spec.restart of a"
-        " DDPJob), or a restart begins at step 1"
+        f"This holds with {words}: give them to ddpjob-trainer run and ddpjob init, too"
+        " (spec.restart of a DDPJob), or a restart begins at step 1"
     )
 
 
