@@ -101,7 +101,7 @@ def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> No
 
 def test_wheels_share_no_file_and_an_image_needs_two_of_them(made: Path, tmp_path: Path) -> None:
     """The last way of docs/start/your-script.md: nothing of this checkout is on the path."""
-    tool, home = venv.ensure_uv(ROOT / "requirements", print), tmp_path / "home"
+    tool, home = venv.ensure_uv(ROOT / "dev/requirements", print), tmp_path / "home"
     env = {**venv.uv_variables(tool), "UV_PYTHON": str(home / "bin/python")}
     env["PYTHONPATH"] = sysconfig.get_path("purelib")  # the packages of others
 
