@@ -215,8 +215,7 @@ def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_pat
 
     def program(rank: int) -> None:
         # By the keywords from before ddp.Snapshots: no other script of the tests has them.
-        snapshots = ddp.Snapshots(directory=tmp_path, every=2)
-        run = ddp.start(total_steps=9, global_batch=24, snapshots=snapshots)
+        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
         model = Net()
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         mean = run.state("mean", loss=0.0)
