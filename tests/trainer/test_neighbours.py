@@ -26,7 +26,9 @@ def test_ranks_of_two_versions_end_and_name_it_and_new_pods_of_one_train(  # typ
     """Version 0.1.0 signs nothing in torch's store, so its ranks and later ones cannot train
     together. Launchers can: they end together, uncharged, and all pods come back with one image.
     """
-    here, there = (patched(tmp_path, UNHURRIED, paths) for paths in (PATHS, older))
+    before = {name.replace("local_round", "supervisor"): at for name, at in UNHURRIED.items()}
+    waits = ((UNHURRIED, PATHS), (before, older))
+    here, there = (patched(tmp_path / str(k), *one) for k, one in enumerate(waits))
     apart = {replica: there if replica in old else here for replica in range(3)}
     job = {"DDPJOB_TOKEN": "secret", "DDPJOB_HANG_STARTUP_SECONDS": "20"}
     training.attempt(1, *COLD, apart=apart, **job)
