@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from support import frozen, tiers
-from support.launching import PATHS
 from support.rounds import COLD, UNHURRIED, patched
 
 
@@ -27,11 +26,10 @@ def test_ranks_of_two_versions_end_and_name_it_and_new_pods_of_one_train(  # typ
     together. Launchers can: they end together, uncharged, and all pods come back with one image.
     """
     before = {name.replace("local_round", "supervisor"): at for name, at in UNHURRIED.items()}
-    waits = ((UNHURRIED, PATHS), (before, older))
-    here, there = (patched(tmp_path / str(k), *one) for k, one in enumerate(waits))
+    here, there = patched(tmp_path / "0", UNHURRIED), patched(tmp_path / "1", before, older)
     apart = {replica: there if replica in old else here for replica in range(3)}
-    job = {"DDPJOB_TOKEN": "secret", "DDPJOB_HANG_STARTUP_SECONDS": "20"}
-    training.attempt(1, *COLD, apart=apart, **job)
+    job = {"apart": apart, "DDPJOB_TOKEN": "secret", "DDPJOB_HANG_STARTUP_SECONDS": "20"}
+    training.attempt(1, *COLD, **job)
     assert training.codes() == [75, 75, 75], training.errors
     named = "all pods of a gang need one image" if 0 in old else "ranks are missing: 1"
     assert named in "".join(training.errors)
