@@ -27,7 +27,7 @@ def without_credentials(text: str, url: str = "") -> str:
 
     ``url``: one that it may quote in part, as errors of libraries do; it may be the text itself.
     """
-    shown = dict(_told(url)) if url else {}
+    shown = dict(_secrets(url)) if url else {}
     if shown:
         longest_first = sorted(shown, key=len, reverse=True)
         known = re.compile("|".join(map(re.escape, longest_first)))
@@ -51,7 +51,7 @@ def _parts(url: str) -> tuple[str, str]:
     return (head + slashes, rest) if slashes and _SCHEME.fullmatch(head) else ("", url)
 
 
-def _told(url: str) -> Iterator[tuple[str, str]]:
+def _secrets(url: str) -> Iterator[tuple[str, str]]:
     """Yield what a text may quote of a URL, in each way of writing it, and what to show for it."""
     found = {url: _without(url)}
     # Of a chain of URLs, each to the end: a password may hold what parts them.

@@ -253,10 +253,10 @@ def test_when_an_end_was_first_seen_is_kept_until_the_clock_is_set() -> None:
         found = pod(version)
         found["status"]["containerStatuses"] = [{"name": "trainer", "state": {state: {}}}]
         store.put_pod(found)
-        return store.pods_of("u1")[0].told_at
+        return store.pods_of("u1")[0].end_seen_at
 
     first = datetime(2026, 1, 1, tzinfo=UTC)
     seen = [told(6, "running"), told(7, "terminated"), told(8, "terminated")]
     assert seen == [None, first, first]
     store.forget_times()  # the clock was set
-    assert store.pods_of("u1")[0].told_at == datetime(2027, 1, 1, tzinfo=UTC)
+    assert store.pods_of("u1")[0].end_seen_at == datetime(2027, 1, 1, tzinfo=UTC)

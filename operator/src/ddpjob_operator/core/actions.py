@@ -168,7 +168,7 @@ class WriteWorkload:
 
     name: str
     version: str
-    told: Mapping[str, Condition]
+    conditions: Mapping[str, Condition]
     reclaimed: int | None = None  # pods that need no quota any more
     give_back: bool = False
 

@@ -134,7 +134,7 @@ async def write_workload(
     fresh: bool = found["metadata"]["resourceVersion"] == action.version
     if fresh:
         body = workload.with_status(
-            found, action.told, now, reclaimed=action.reclaimed, give_back=action.give_back
+            found, action.conditions, now, reclaimed=action.reclaimed, give_back=action.give_back
         )
         try:
             found = await api.replace(WORKLOADS, job.namespace, action.name, body, sub="status")

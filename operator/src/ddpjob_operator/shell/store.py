@@ -279,8 +279,8 @@ class Store:
         self._outcomes.clear()
         for gang in self._gangs.values():
             for uid, kept in gang.pods.items():
-                if kept.pod.told_at:
-                    gang.pods[uid] = replace(kept, pod=replace(kept.pod, told_at=self._now()))
+                if kept.pod.end_seen_at:
+                    gang.pods[uid] = replace(kept, pod=replace(kept.pod, end_seen_at=self._now()))
 
     def doubt_all(self) -> None:
         """Void all confirmations, since another operator may have led meanwhile."""
@@ -305,7 +305,7 @@ class Store:
             gang = self._gangs.setdefault(owner, _Gang())
             if pod.trainer.state == "terminated":
                 known = gang.pods.get(pod.uid)
-                pod = replace(pod, told_at=(known and known.pod.told_at) or self._now())
+                pod = replace(pod, end_seen_at=(known and known.pod.end_seen_at) or self._now())
             gang.pods[pod.uid] = SlimPod(pod, version)
             gang.note(pod)
             self._owners[pod.uid] = owner

@@ -174,7 +174,7 @@ def _wait_left(view: View, wait: timedelta) -> float:
     if sum(map(_ended, members.values())) >= min(len(members), view.spec.replicas):
         return 0.0
     lost = [pod for pod in view.seats.needed.values() if not evidence.succeeded(pod)]
-    ends = (pod.told_at or pod.trainer.finished_at for pod in lost)
+    ends = (pod.end_seen_at or pod.trainer.finished_at for pod in lost)
     first = min((end for end in ends if end is not None), default=None)
     if first is None or first > view.now:
         return 0.0

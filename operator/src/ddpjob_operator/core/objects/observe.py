@@ -146,7 +146,7 @@ class Pod:
     trainer: Container = Container()
     init: Container | None = None  # that failed, so that the trainer never starts
     awaits: Container | None = None  # the init container that keeps the trainer from its start
-    told_at: datetime | None = None  # when this process first saw its trainer ended, by its clock
+    end_seen_at: datetime | None = None  # when this process saw its trainer ended
 
     @property
     def ended(self) -> bool:
