@@ -30,15 +30,15 @@ ALLOWED_LARGE = {"dev/devcluster/src/devcluster"}
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 790,
+    "contract/src": 827,
     "operator/src": 11_887,
-    "trainer/src": 26_471,
+    "trainer/src": 26_691,
     "tools/src": 5_976,
     "plugin/src": 3_104,
     "dev/bench": 4_456,
     "dev/devcluster": 4_114,
     "studies": 3_723,
-    "tests": 62_790,
+    "tests": 62_998,
 }
 MOST_WORDS = 74_849  # of all pages in docs
 #: Words that make a reader stop.

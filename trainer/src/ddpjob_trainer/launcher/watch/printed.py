@@ -1,0 +1,220 @@
+"""Read step, loss and further numbers from the lines that a program prints, for show only.
+
+The supervisor feeds lines of rank 0 here; /state and /metrics show what was read where the library
+reports no steps. Any program may print anything, so these numbers decide nothing. A table knows
+the usual forms of loops and progress bars; spec.output adds expressions of the user. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ddpjob_contract.output import patterns
+
+#: Characters of a line that are read: the usual forms begin with their numbers.
+MOST: Final = 500
+_LONGEST: Final = 32  # characters of a number
+_GREATEST: Final = 10**12  # steps; more is an identifier or a time
+_ESCAPE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_NUMBER: Final = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan\b|inf\b)"
+#: Not val_loss or "val loss", and none of several losses (Loss_D).
+_LOSS: Final = re.compile(
+    r"(?<![\w/])(?<!val )(?<!eval )(?<!test )(?<!valid )(?<!validation )(?<!Val )(?<!Test )"
+    r"(?:(?:train(?:ing)?|total|batch|running)[_/ ])?loss(?:/train)?['\"]?\s*[:=]?\s*"
+    rf"['\"]?(?:tensor\()?({_NUMBER})",
+    re.IGNORECASE,
+)
+_BAR: Final = re.compile(r"([^|]*?)\s*\d{1,3}%\s?\|[^|]*\|\s*(\d+)/(\d+)\s*\[([^\]]*)")
+_ODD_UNIT: Final = re.compile(
+    r"[\d.?](?! ?(?:it|steps?|batch(?:es)?|iter)/s|s/(?:it|steps?|batch|iter))[ A-Za-z]+/[A-Za-z]"
+)
+_RATE: Final = re.compile(r"([\d.]+)it/s")
+_MOST_RATE: Final = 20_000.0  # per second: what is faster counts bytes or rows
+_EPOCH: Final = r"\bEpoch\b['\"]?\W{0,4}(\d+)(?:\s*/\s*(\d+))?"
+#: Each with epoch, epochs, counter and its end. A counter of samples is shown as it is.
+_WITHIN: Final = tuple(
+    re.compile(form, re.IGNORECASE)
+    for form in (
+        _EPOCH + r"\W{1,60}(?:(?:Step|Iter(?:ation)?|Batch)\b\W{0,4})?(\d+)\s*/\s*(\d+)",
+        r"^\W{0,4}Train(?:ing)?\W{1,3}(\d+)()\s+\[\s*(\d+)/(\d+)",  # timm
+        r"^\[(\d+)/(\d+)\]\s*\[(\d+)/(\d+)\]",  # pytorch/examples dcgan
+    )
+)
+#: At the start of an epoch: how many steps each has.
+_BEGINS: Final = re.compile(_EPOCH + r"\s*\|[^|]*\|\s*Steps: (\d+)", re.IGNORECASE)
+_STEP: Final = re.compile(
+    r"(?<![\w/.-])(?:global_)?(?:step|iter|iteration|batch)\b['\"]?\s*[:=#]?\s*\[?\s*"
+    r"(\d+)(?:\s*/\s*(\d+))?(?![\d.]*[A-Za-z%])",
+    re.IGNORECASE,
+)
+_TRAINS: Final = re.compile(r"\b(?:train|epoch|step|iter|fit)", re.IGNORECASE)
+_OTHER: Final = re.compile(
+    r"\b(?:val|valid|validation|validating|eval|evaluat\w*|test|testing|predict\w*|sanity|infer\w*"
+    r"|sampl\w*|generat\w*|download\w*|load\w*|fetch\w*|map|filter|token\w*|extract\w*|sav\w+"
+    r"|resolv\w*|pack\w*|preprocess\w*|epochs|train_runtime)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What was read last. ``loss`` is finite. ``at``: when a step was read last, monotonic."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    at: float = 0.0
+
+
+class Reader:
+    """Reads lines one after another. ``recognized``: by which forms, in words.
+
+    ``search`` runs an expression of the user, which may take for ever: it returns None then.
+    """
+
+    def __init__(
+        self,
+        output: Mapping[str, Any],
+        search: Callable[[re.Pattern[str], str], re.Match[str] | None] = re.Pattern.search,
+    ) -> None:
+        self.numbers = Numbers()
+        self.recognized: dict[str, str] = {}
+        self._forms, self._search = output.get("forms") != "Never", search
+        self._own = {field: re.compile(one) for field, one in patterns(output).items()}
+        self._from_zero = False  # epochs are counted from 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Start over with a round: the program begins again."""
+        self.numbers = Numbers(metrics=self.numbers.metrics)
+        self._rank = 0  # the surest form that was seen: others do not count beside it
+        self._laps = 0  # ends of a bar without a name that began again
+        self._bar: tuple[int, int, bool] = (0, 0, False)  # its counter, its end, whether with loss
+
+    def read(self, line: str, now: float) -> None:
+        """Take in a line without its end."""
+        line = _ESCAPE.sub("", line[:MOST])
+        if self._forms and any(map(str.isdigit, line)):
+            self._usual(line, now)
+        self._users(line, now)
+
+    # --- Expressions of the user ---------------------------------------------------------
+
+    def _users(self, line: str, now: float) -> None:
+        for of, pattern in self._own.items():
+            found = self._search(pattern, line)
+            value = _number(found[1]) if found and found[1] else None
+            if value is None:
+                continue
+            if of == "loss":
+                self._set(loss=value if math.isfinite(value) else None)
+            elif of.startswith("metrics."):
+                metrics = {**self.numbers.metrics, of.removeprefix("metrics."): value}
+                self._set(metrics=metrics if math.isfinite(value) else self.numbers.metrics)
+            elif of == "step" and 0 <= value <= _GREATEST:
+                self._set(step=int(value), at=now)
+            elif of == "totalSteps" and 1 <= value <= _GREATEST:
+                self._set(total_steps=int(value))
+
+    # --- The usual forms -----------------------------------------------------------------
+
+    def _usual(self, line: str, now: float) -> None:
+        """Read by the first form that fits; where the user has an expression, that counts."""
+        loss = _LOSS.search(line)
+        if bar := _BAR.match(line):
+            self._read_bar(bar, now, with_loss=loss is not None)
+            other = _OTHER.search(bar[1])
+        else:
+            other = self._read_text(line, now, with_loss=loss is not None)
+        if loss and not other and "loss" not in self._own:
+            value = _number(loss[1])
+            self._set(loss=value if value is not None and math.isfinite(value) else None)
+            self.recognized.setdefault("loss", loss[0])
+
+    def _read_text(self, line: str, now: float, *, with_loss: bool) -> re.Match[str] | None:
+        """Read a counter; return the word before it by which it is not of training."""
+        for form in _WITHIN:
+            if found := form.search(line):
+                other = _OTHER.search(line[: found.start(3)])
+                if not other:
+                    rich = "━" in found[0]  # Lightning's, which shows its last epoch's number
+                    self._within(*found.groups(), text=found[0], now=now, rank=3, last=rich)
+                return other
+        if found := _BEGINS.search(line):
+            self._within(found[1], found[2], "0", found[3], text=found[0], now=now, rank=3)
+        elif found := _STEP.search(line):
+            other = _OTHER.search(line[: found.start()])
+            if with_loss and not other:  # else it is prose
+                self._count(found[0], int(found[1]), int(found[2] or 0), now, rank=4)
+            return other
+        return _OTHER.search(line[: line.lower().find("loss")]) if with_loss else None
+
+    def _read_bar(self, bar: re.Match[str], now: float, *, with_loss: bool) -> None:
+        name, step, end = bar[1].strip(), int(bar[2][:_LONGEST]), int(bar[3][:_LONGEST])
+        rate = _RATE.search(bar[4])
+        fast = rate is not None and float(rate[1][:_LONGEST]) > _MOST_RATE
+        if fast or _ODD_UNIT.search(bar[4]) or step > end:
+            return
+        if epoch := re.search(_EPOCH, name, re.IGNORECASE):
+            if not _OTHER.search(name):
+                self._within(epoch[1], epoch[2], bar[2], bar[3], text=bar[0], now=now, rank=2)
+        elif (
+            name
+            and name.rstrip(": ").lower() != "epoch"
+            and _TRAINS.search(name)
+            and not _OTHER.search(name)
+        ):
+            self._count(name, step, end, now, rank=2)
+        elif not name and step:
+            self._read_unnamed(bar[0], step, end, now, with_loss=with_loss)
+
+    def _read_unnamed(self, text: str, step: int, end: int, now: float, *, with_loss: bool) -> None:
+        """Read a bar without a name: of the loop, of each epoch's, or of something else."""
+        before, length, had_loss = self._bar
+        if end != length:
+            # A bar beside the first one is of an evaluation, unless it looks more like a loop.
+            grown = before == length and end > length
+            if length and not grown and not (with_loss and not had_loss):
+                return
+            self._laps = 0
+        elif step < before == end:
+            self._laps += 1
+        self._bar = (step, end, with_loss or (had_loss and end == length))
+        whole = end if not self._laps else 0
+        self._count(text, self._laps * end + step, whole, now, rank=1)
+
+    def _within(
+        self, epoch: str, epochs: str | None, step: str, end: str,
+        *, text: str, now: float, rank: int, last: bool = False,
+    ) -> None:  # fmt: skip
+        """Make one number of an epoch and a counter in it."""
+        ended, length = int(epoch[:_LONGEST]), int(end[:_LONGEST])
+        self._from_zero = self._from_zero or not ended or last
+        ended -= not self._from_zero
+        total = (int(epochs[:_LONGEST]) + last) * length if epochs else 0
+        self._count(text, ended * length + int(step[:_LONGEST]), total, now, rank=rank)
+
+    def _count(self, text: str, step: int, total: int, now: float, *, rank: int) -> None:
+        if "step" in self._own or rank < self._rank or not 0 <= step <= _GREATEST:
+            return
+        self._rank = rank
+        self.recognized["step"] = text
+        self._set(step=step, at=now)
+        if "totalSteps" not in self._own:
+            self._set(total_steps=total if step <= total <= _GREATEST and total else None)
+
+    def _set(self, **changes: object) -> None:
+        self.numbers = replace(self.numbers, **changes)  # type: ignore[arg-type]
+
+
+def _number(text: str) -> float | None:
+    """Read a number, also with commas between its thousands; None if it is none."""
+    try:
+        return float(text[:_LONGEST].replace(",", ""))
+    except ValueError:
+        return None
