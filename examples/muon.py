@@ -1,6 +1,6 @@
 """Train a residual network on handwritten digits with Muon for matrices and AdamW for the rest.
 
-One model, two optimizers, each with a learning rate schedule of its own. Needs torch >= 2.9.
+One model, two optimizers, each with its own learning rate schedule. Needs torch >= 2.9.
 
     ddpjob-trainer run --nproc 3 muon.py
     ddpjob chaos --nproc 3 --kills 10 muon.py --total-steps 60

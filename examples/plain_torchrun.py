@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 plain_torchrun.py
     ddpjob-trainer run --nproc 2 plain_torchrun.py
 
-It keeps a checkpoint of its own in CHECKPOINT_DIR and continues from it. What that lacks, and
+It keeps its own checkpoint in CHECKPOINT_DIR and continues from it. What that lacks, and
 what examples/digits.py gets from ddpjob: the file has no checksum and no older one to fall back
 to; the random state is not saved, and an interrupted epoch is trained again from its start; at
 three or more ranks the resumed run differs in the last bits from an undisturbed one; SIGTERM

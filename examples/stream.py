@@ -1,4 +1,4 @@
-"""Train on a stream that says where it stands: no length, no index, but a state in the snapshots.
+"""Train on a stream that knows its position: no length, no index, but a state in the snapshots.
 
 Each process reads its own part of endless noisy sine waves, and learns to continue them.
 

@@ -223,11 +223,11 @@ def ring(found: Found) -> str:
         rank: sum(one["bytes"] for one in found["sends"] if one["from"] == rank)
         for rank in range(world)
     }
-    told = ", ".join(f"{count:,}" for count in sent.values())
+    counts = ", ".join(f"{count:,}" for count in sent.values())
     picture.text(
         16,
         top + row * steps + 58,
-        f"Bytes sent by rank 0 to {world - 1}: {told}. No rank is special;"
+        f"Bytes sent by rank 0 to {world - 1}: {counts}. No rank is special;"
         f" 2 N (W - 1) / W = {2 * found['bytes'] * (world - 1) // world:,}.",
     )
     return picture.svg()

@@ -1,7 +1,7 @@
 """Records what pictures.py draws: one step's buckets, and one ring all-reduce.
 
 buckets.json: the middle step of a GPT of two ranks, a core each, on the clock of rank 0. ring.json:
-which chunk went from whom to whom at which step, of four ranks. Once recorded they are drawn by
+sender and receiver of each chunk at each step, of four ranks. Once recorded they are drawn by
 `make manifests`; the picture of scaling is drawn from studies/scaling.json.
 """
 

@@ -65,9 +65,9 @@ def main() -> int:
     print("\n" + report.table(header, [row(result) for result in results]))
     every = [kill for result in results for kill in result["kills"]]
     kinds = collections.Counter(kill["signal"] for kill in every)
-    whom = collections.Counter("launcher" if k["victim"] < 0 else "rank" for k in every)
+    hit = collections.Counter("launcher" if k["victim"] < 0 else "rank" for k in every)
     same = sum(result["identical"] for result in results)
-    print(f"\n{len(every)} kills ({dict(kinds)}, {dict(whom)}): {same} of {len(results)} identical")
+    print(f"\n{len(every)} kills ({dict(kinds)}, {dict(hit)}): {same} of {len(results)} identical")
     totals = {"kills": len(every), "identical": same == len(results)}
     report.finish("chaos", facts, {**totals, "runs": results}, args.json)
     return 0 if same == len(results) else 1

@@ -2,8 +2,8 @@
 
 Recovery is that of examples/ladder/5_gpt/train.py as users have it, from the SIGKILL of a process
 until every rank has finished a new step: in place, and by a new launcher, which is what new pods
-cost without Kubernetes' own time. The parts come in the order of --parts; each is told as soon as
-it is there, and stands in the JSON if the run is cut off. With --quick a tiny model, on the CPU
+cost without Kubernetes' own time. The parts come in the order of --parts; each is printed when it
+is measured, and is in the JSON if the run is cut off. With --quick a tiny model, on the CPU
 where there is no GPU: then the figures only show that it works.
 """
 

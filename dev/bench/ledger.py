@@ -126,14 +126,14 @@ def outages(found: list[Object], at: list[tuple[str, float]]) -> list[dict[str, 
     """Of each fault the step before it, and the seconds from there to the first step after it."""
     resumes = [e["time"] for e in found if e["event"] == "resume"]
     steps = [e for e in found if e["event"] == "step"]
-    told = []
+    lost = []
     for fault, moment in at:
         if fault not in QUIET:
             resumed = next(time for time in resumes if time > moment)
             began = next(e["time"] for e in steps if e["time"] > resumed)
             before = max((e for e in steps if e["time"] < moment + 0.1), key=lambda e: e["time"])
-            told.append({"fault": fault, "step": before["step"], "seconds": began - before["time"]})
-    return told
+            lost.append({"fault": fault, "step": before["step"], "seconds": began - before["time"]})
+    return lost
 
 
 def truth(found: list[Object], lost: list[dict[str, Any]]) -> dict[str, float]:

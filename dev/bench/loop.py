@@ -37,7 +37,7 @@ def steps_per_second(side: str, workload: str, nproc: int, steps: int) -> float:
             if not out.exists():
                 raise
             # Seen of plain DDP: gloo's threads abort the process when its work is done.
-            print(f"{side}: its measurement stands, but then it failed: {error}", flush=True)
+            print(f"{side}: it was measured, and failed afterwards: {error}", flush=True)
         return steps / float(out.read_text())
 
 

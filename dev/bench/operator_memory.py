@@ -1,6 +1,6 @@
 """What the operator takes in memory, and how long its event loop is blocked, beside hostile jobs.
 
-A real API server and etcd without nodes; the real operator, started anew for each set of objects:
+A real API server and etcd without nodes; the real operator, started again for each set of objects:
 10,000 running pods of 200 jobs with 800 finished ones, 100 suspended jobs of 1.1 MB each that a
 user with the right to edit may write, and both. Peak resident memory at the end of the start and
 after two more lists of all jobs; the longest step of the event loop, in its own processor time.
@@ -45,7 +45,7 @@ UNITS = {
 
 
 def template(filler: list[Any] | None = None) -> Object:
-    """An ordinary pod with 20 variables of its own."""
+    """An ordinary pod with 20 variables."""
     env = [{"name": f"SETTING_{n}", "value": f"of the program, number {n}"} for n in range(20)]
     trainer = {
         "name": "trainer",
@@ -158,7 +158,7 @@ def fill(rest: Rest, sizes: dict[str, int]) -> None:
 
 
 class Probe(threading.Thread):
-    """Asks /healthz again and again: what stands still for whatever reason does not answer."""
+    """Asks /healthz again and again: an event loop that is blocked does not answer."""
 
     def __init__(self, operator: OperatorProcess) -> None:
         super().__init__(daemon=True)

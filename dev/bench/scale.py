@@ -67,7 +67,7 @@ class Loss:
 
     seconds: list[float]
     all_made: float  # from the first deletion
-    all_run: float  # and told so by status.phase
+    all_run: float  # as status.phase says
     own_cpu: float
     calls: dict[str, float]  # the operator's, Leases apart
 
@@ -126,7 +126,7 @@ class Bench:
         since = await self._client.version(_JOBS.format(OURS))
         await self._running(jobs)
         names = [job["metadata"]["name"] for job in jobs]
-        await self._until_told(names, since, size)
+        await self._until_reported(names, since, size)
         found = []
         for number in range(repeats):
             pods = [f"{name}-{number * size // repeats}" for name in names]
@@ -196,7 +196,7 @@ class Bench:
         )
         gone: dict[str, float] = {}
         there: dict[str, float] = {}
-        running = asyncio.create_task(self._until_told(names, since[1], made))
+        running = asyncio.create_task(self._until_reported(names, since[1], made))
         async with aclosing(self._client.watch(pods_path, since[0], kubelets.METADATA)) as events:
             async for event in events:
                 times = {"DELETED": gone, "ADDED": there}.get(event["type"])
@@ -216,13 +216,13 @@ class Bench:
             {what: count for what, count in calls.items() if "leases" not in what},
         )
 
-    async def _until_told(self, names: list[str], since: str, made: int) -> float:
+    async def _until_reported(self, names: list[str], since: str, made: int) -> float:
         """Wait until each job's status tells that it holds, runs and has made so many pods."""
 
-        def told(status: Object) -> bool:
+        def reported(status: Object) -> bool:
             return bool(status.get("holds")) and status.get("progress", {}).get("step") == made
 
-        return await self._until_running(names, since, told)
+        return await self._until_running(names, since, reported)
 
     async def _until_running(
         self, names: Iterable[str], since: str, good: Callable[[Object], bool]

@@ -28,7 +28,7 @@ MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
 KILLED = 1
 PATIENCE = 900.0
 #: Lines that a reader should see: of replica 0 only, as all launchers say the same.
-TOLD = re.compile(r" restarting in place| resuming after| restart (not )?proven|\] step \d+/")
+SHOWN = re.compile(r" restarting in place| resuming after| restart (not )?proven|\] step \d+/")
 FIRST, SAID_BY = re.compile(r"progress: (http://\S+)"), "[digits-0] "
 
 
@@ -53,7 +53,7 @@ class Job:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
-            if line.startswith(SAID_BY) and TOLD.search(line):
+            if line.startswith(SAID_BY) and SHOWN.search(line):
                 print(f"    {line.removeprefix(SAID_BY).rstrip()}", flush=True)
 
     def progress(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class Job:
 
     def rounds(self) -> int:
         """Return how often all processes were restarted in place, but for drills."""
-        told = (line for line in self.lines if SAID_BY in line and "restarting in place" in line)
-        return sum("a drill" not in line for line in told)
+        found = (line for line in self.lines if SAID_BY in line and "restarting in place" in line)
+        return sum("a drill" not in line for line in found)
 
     def end(self) -> None:
         """Kill the run, whose launchers and ranks die with it."""

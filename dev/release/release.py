@@ -281,28 +281,28 @@ def base_packages(image: imagestore.BuiltImage) -> list[dict[str, str]]:
 
 
 def archives(out: Path, version: str) -> list[str]:
-    """Write the images as OCI archives, the base into their bills; return names with digests."""
-    told = []
+    """Write the images as OCI archives, the base into their bills; return them with digests."""
+    names = []
     for target in images.TARGETS:
         archive = out / f"ddpjob-{target}-{version}.oci.tar"
         digest = images.export(target, archive, say)
-        told.append(f"{images.reference(target)}@{digest}")
+        names.append(f"{images.reference(target)}@{digest}")
         path = out / f"{target}.cdx.json"
         bill = json.loads(path.read_text())
         for each in base_packages(images.build(target, say)):
             bill["components"].append({"bom-ref": each.get("purl", "base"), **each})
         path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n")
-    return told
+    return names
 
 
 def provenance(
-    root: Path, out: Path, version: str, lacking: Sequence[str], told: Sequence[str]
+    root: Path, out: Path, version: str, lacking: Sequence[str], names: Sequence[str]
 ) -> None:
     """Write what was made, of what and by what: an in-toto statement of SLSA, to be signed."""
     subjects = [
         {"name": path.name, "digest": {"sha256": sha256(path)}} for path in sorted(out.iterdir())
     ]
-    for each in told:
+    for each in names:
         name, _, digest = each.partition("@sha256:")
         subjects.append({"name": name, "digest": {"sha256": digest}})
     made_of: list[dict[str, Any]] = [
@@ -312,7 +312,7 @@ def provenance(
     commit = git(root, "rev-parse", "HEAD")
     if commit:
         made_of.insert(0, {"name": "commit", "digest": {"gitCommit": commit}})
-    if told:
+    if names:
         pin = PINNED.search(baseimage.name())
         base: dict[str, Any] = {"uri": f"docker://{baseimage.name()}"}
         made_of.append(base | ({"digest": {"sha256": pin[1]}} if pin else {}))
@@ -325,7 +325,7 @@ def provenance(
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
-                "externalParameters": {"version": version, "images": bool(told), "draft": lacking},
+                "externalParameters": {"version": version, "images": bool(names), "draft": lacking},
                 "internalParameters": {
                     "machine": platform.machine(),
                     "python": platform.python_version(),
@@ -338,14 +338,14 @@ def provenance(
     (out / PROVENANCE).write_text(json.dumps(statement, indent=2) + "\n")
 
 
-def notes(version: str, date: str, text: str, lacking: Sequence[str], told: Sequence[str]) -> str:
+def notes(version: str, date: str, text: str, lacking: Sequence[str], names: Sequence[str]) -> str:
     """Return the release notes: the changelog's section, and what was built from what."""
     lines = [f"# ddpjob {version} ({date})", ""]
     if lacking:
         lines += ["**Draft, not for use:**", "", *(f"- {each}" for each in lacking), ""]
     lines += [text.replace("\n### ", "\n## ").replace("### ", "## ", 1), ""]
-    if told:
-        lines += ["## Images", "", *(f"- `{each}`" for each in told)]
+    if names:
+        lines += ["## Images", "", *(f"- `{each}`" for each in names)]
         lines += [f"- from the base `{baseimage.name()}`", ""]
     lines += [f"`sha256sum --check {SUMS}` checks the files.", ""]
     return "\n".join(lines)
@@ -380,9 +380,9 @@ def release(root: Path, out: Path, draft: bool, with_images: bool) -> None:
             part(root, made, when)
         for name in ("crd.yaml", "install.yaml"):
             shutil.copyfile(root / "manifests" / name, made / name)
-        told = archives(made, version) if with_images else []
-        (made / "RELEASE_NOTES.md").write_text(notes(version, date, text, lacking, told))
-        provenance(root, made, version, lacking, told)
+        names = archives(made, version) if with_images else []
+        (made / "RELEASE_NOTES.md").write_text(notes(version, date, text, lacking, names))
+        provenance(root, made, version, lacking, names)
         write_sums(made)
         if whole.exists():
             shutil.rmtree(whole)

@@ -62,7 +62,7 @@ for epoch in range(args.epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    mean = loss.detach() / world_size  # each rank knows the loss of its own samples only
+    mean = loss.detach() / world_size  # each rank knows the loss of only its samples
     dist.all_reduce(mean)
     if rank == 0:
         print(f"epoch {epoch + 1}/{args.epochs} loss {mean.item():.4f}", flush=True)

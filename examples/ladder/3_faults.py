@@ -1,7 +1,7 @@
 """Step 3: whatever process is killed, training goes on and ends in the same weights.
 
 Lines that use `ddp` or `run` are ddpjob's, the rest is PyTorch. Step 4, several machines, is this
-script as it stands: what changes is the manifest.
+script as it is: what changes is the manifest.
 
     ddpjob-trainer run --nproc 3 3_faults.py --snapshots /tmp/snapshots
 """

@@ -2,7 +2,7 @@
 
     ddpjob-trainer run --nproc 3 batchnorm.py
 
-A BatchNorm layer normalises by the mean of its own process's batch and keeps running statistics in
+A BatchNorm layer normalises by the mean of the batch of its process and keeps running statistics in
 buffers. Those have no gradient, so all-reduce does not reach them. First plain DDP, then ours:
 
 broadcast_buffers=True    DDP's default: each forward begins with rank 0's buffers on all ranks.

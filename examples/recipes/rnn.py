@@ -5,7 +5,7 @@
 A character-level LSTM learns to continue a text of PyTorch's. Eight layers have 32 small
 parameters besides embedding and head; each alone would be an all-reduce that costs a round trip
 and moves next to nothing. Buckets put them together: the script counts both. Each process has an
-interpreter of its own, so many small kernels do not queue for one GIL, as they do in DataParallel.
+interpreter, so many small kernels do not queue for one GIL, as they do in DataParallel.
 """
 
 import argparse

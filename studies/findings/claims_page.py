@@ -17,7 +17,7 @@ True, false, when, or not shown: each claim with its figure. `studies/claims.py`
 measures, computes the verdicts and writes this page; all figures are in studies/claims.json,
 those of scaling in studies/scaling.json. {machine}
 
-**What stands for what.** Without GPUs nn.DataParallel only calls its module. So *DP* here is its
+**What is what.** Without GPUs nn.DataParallel only calls its module. So *DP* here is its
 steps done by hand (`studies/programs/replicas.py`): the batch scattered, the module replicated,
 forward and backward in one thread per replica under one GIL, outputs gathered, gradients added up
 on the first replica, replicas thrown away. DDP is torch's own, over gloo. Both have {replicas}
@@ -85,7 +85,7 @@ def page(found: Mapping[str, Any], scaling: Mapping[str, Any]) -> str:
     return "".join(
         (
             HEAD.format(
-                machine=report.told(found["machine"]),
+                machine=report.text(found["machine"]),
                 replicas=found["replicas"],
                 ranks=found["facts"]["ranks"],
                 faster=claims_verdicts.FASTER,

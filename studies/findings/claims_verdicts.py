@@ -242,7 +242,7 @@ def _promises(found: Found, scaling: Found) -> list[Claim]:
             f"The same training with {worlds} processes, the whole batch kept, ends in"
             f" {len(set(weights['elastic'].values()))} set of weights at level elastic and in"
             f" {len(set(weights['resume'].values()))} at level resume.",
-            "A process group has the size that it was made with: DDP itself must be started anew."
+            "A process group has the size that it was made with: DDP itself must be started again."
             " And a"
             " sum over other numbers of ranks is added up in another order, so the bits change."
             " They"
@@ -259,7 +259,7 @@ def facts_steps(facts: Found) -> int:
 def _too_large(found: Found) -> Claim:
     facts = found["facts"]
     kinds = ("parameters", "gradients", "buckets", "optimizer state")
-    told = {
+    peaks = {
         how: sum(max(held(facts, how, what)) for what in kinds)
         for how in ("one process", "DDP", "DDP with ZeRO-1", "FSDP")
     }
@@ -268,7 +268,7 @@ def _too_large(found: Found) -> Claim:
         "DDP lets models fit that are too large for one GPU.",
         word([min(held(facts, "DDP", "parameters")) < 1]),
         f"Held per rank, {facts['ranks']} ranks, AdamW, in multiples of the parameters:"
-        f" {listed(told)}. DDP needs more than one process alone: its buckets, unless"
+        f" {listed(peaks)}. DDP needs more than one process alone: its buckets, unless"
         " `gradient_as_bucket_view=True`. ZeRO-1 shards the optimizer's state"
         f" ({max(held(facts, 'DDP with ZeRO-1', 'optimizer state')):.2f} instead of"
         f" {max(held(facts, 'DDP', 'optimizer state')):.2f}) and nothing else: parameters and"
@@ -385,7 +385,7 @@ def _more_memory(found: Found) -> Claim:
         f" {rank:.2f}. Peaks on GPUs were not measured.",
         "DataParallel's first device has what all have, and the optimizer's state, the whole batch,"
         " all outputs and the sum of the gradients: of its devices it fills up first. A rank of DDP"
-        " has an optimizer and buckets of its own, the latter unless gradient_as_bucket_view=True."
+        " has an optimizer and its own buckets, the latter unless gradient_as_bucket_view=True."
         " Activations, the whole batch and the outputs on the first device are not counted here.",
     )
 

@@ -40,7 +40,7 @@ def even(facts: Found, tolerance: float = 0.02) -> bool:
 
 
 def parts_of_dp_called(facts: Found) -> list[str]:
-    """What DDP calls in torch.nn.parallel outside of its own file."""
+    """What DDP calls in torch.nn.parallel outside of DDP's file."""
     return [name for name in facts["calls"]["of DDP"] if not name.startswith("distributed.py:")]
 
 

@@ -61,7 +61,7 @@ BUCKET = 25 * 2**20  # bytes: each pays for its messages
 
 @dataclass(frozen=True)
 class Case:
-    """Seconds of one step of ``RANKS`` GPUs, each with a batch of its own."""
+    """Seconds of one step of ``RANKS`` GPUs, each with its own batch."""
 
     model: Model
     network: Network

@@ -133,7 +133,7 @@ def page(found: Mapping[str, Any]) -> str:
     sizes = [point["nbytes"] for point in found["all-reduce"]]
     return "".join(
         (
-            HEAD.format(machine=report.told(facts), cores=cores),
+            HEAD.format(machine=report.text(facts), cores=cores),
             report.markdown(
                 "model | scaling | processes | ms per step | of one process |"
                 " of what the cores give",

@@ -77,7 +77,7 @@ show("all_gather", [p.tolist() for p in pieces])
 
 # --- From all to all: each rank gives one piece to every rank ------------------------------------
 # reduce_scatter adds up what a rank is given. all_gather after it makes an all_reduce: see ring.py.
-warnings.filterwarnings("ignore", ".*reduce_scatter")  # what newer PyTorch says of its own call
+warnings.filterwarnings("ignore", ".*reduce_scatter")  # newer PyTorch warns of its internal call
 tensor = torch.empty(2, device=device)
 dist.reduce_scatter(tensor, [mine() * (r + 1) for r in range(world)])
 assert tensor[0] == (rank + 1) * sum(range(1, world + 1))

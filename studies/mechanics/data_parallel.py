@@ -27,7 +27,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Blocks(nn.Module):
-    """A model with something that a wrapper does not have: blocks, and a number of its own."""
+    """A model with something that a wrapper does not have: blocks, and a number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,11 +6,11 @@
 swapped   two all_reduces of one shape in another order: no error, wrong sums. Nobody notices, also
           not TORCH_DISTRIBUTED_DEBUG=DETAIL: the calls look alike
 order     an all_reduce meets a broadcast: both wait until the timeout, which does not say why.
-          With DETAIL each call is compared first: both calls are told, at once
+          With DETAIL each call is compared first: both calls are shown, at once
 count     one rank makes a call less and ends: the other's connection breaks, at once
 late      one rank does not come, but lives: monitored_barrier() names it after a timeout
 size      tensors of other sizes: gloo ends the process
-library   a call of ddpjob's library below an `if` that one rank takes: both calls are told
+library   a call of ddpjob's library below an `if` that one rank takes: both calls are shown
 
 By gloo on all machines. NCCL has no monitored_barrier, and after its timeout a watchdog ends the
 process (SIGABRT).
@@ -87,7 +87,7 @@ limit = timedelta(seconds=args.timeout)
 if args.kinds != ["library"]:
     # The default is 30 minutes (NCCL: 10). It bounds each call of the group, the wait for a rank
     # that is late included: make it larger than the longest pause that is meant, and no larger.
-    # new_group(timeout=...) has one of its own.
+    # new_group(timeout=...) has its own.
     dist.init_process_group("gloo", timeout=limit)
 try:
     for kind in args.kinds:

@@ -48,28 +48,28 @@ class Reducer:
     def begin(self) -> None:
         self.waiting_for = [len(bucket) for bucket in self.buckets]
         self.under_way: list[tuple[dist.Work, torch.Tensor]] = []
-        self.told: list[str] = []  # what happened, in order
+        self.events: list[str] = []  # what happened, in order
 
     def ready(self, parameter: torch.Tensor) -> None:
-        self.told.append(self.names[parameter])
+        self.events.append(self.names[parameter])
         self.waiting_for[self.bucket_of[parameter]] -= 1
         # In the buckets' order, never as they get full: ranks may differ in that, and collectives
         # must be called in the same order everywhere. So a wrong order only costs overlap.
         while len(self.under_way) < len(self.buckets) and not self.waiting_for[len(self.under_way)]:
             bucket = self.buckets[len(self.under_way)]
             flat = torch.cat([p.grad.flatten() / world for p in bucket])
-            self.told.append(f"[bucket {len(self.under_way)} leaves]")
+            self.events.append(f"[bucket {len(self.under_way)} leaves]")
             self.under_way.append((dist.all_reduce(flat, async_op=True), flat))
 
     def finish(self) -> list[str]:
         """After backward: wait for every bucket and put the means into .grad; tell what was."""
-        told = [*self.told, "[backward has ended]"]
+        events = [*self.events, "[backward has ended]"]
         for bucket, (work, flat) in zip(self.buckets, self.under_way, strict=True):
             work.wait()
             for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 p.grad = mean.view_as(p)
         self.begin()
-        return told
+        return events
 
     def map(self) -> Map:
         return [[self.names[p] for p in bucket] for bucket in self.buckets]
@@ -105,7 +105,7 @@ def gradients(module: nn.Module) -> torch.Tensor:
 
 
 def backward(model: nn.Module, step: int) -> None:
-    torch.manual_seed(100 * rank + step)  # every rank has data of its own
+    torch.manual_seed(100 * rank + step)  # every rank has its own data
     x, y = torch.randn(16, 32).to(device), torch.randn(16, 8).to(device)
     model.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()

@@ -5,7 +5,7 @@
 
 Plain torch.distributed, nothing of ours and no DistributedDataParallel. The same training is done
 by 1, by 2, by 4, ... processes, as groups of this launch, and reaches the same loss: a batch of 96
-is 96 samples, whoever holds them, and the mean of equal shares' means is the mean of all. Equal
+is 96 samples, however divided, and the mean of equal shares' means is the mean of all. Equal
 means up to rounding, not bit for bit: with two shares 48 + 48 samples are added up where one
 process adds up 96, and float additions in another order round otherwise. (level="elastic" of
 ddpjob's library adds up in one order for any number of processes: docs/guides/determinism.md.)

@@ -234,7 +234,7 @@ def sharded(net: nn.Module) -> nn.Module:
     return fully_shard(net)
 
 
-# -- who calls whom ---------------------------------------------------------------------------
+# -- which calls which ---------------------------------------------------------------------------
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def measure(name: str) -> dict[str, Any]:
         step = one_step(DistributedDataParallel(net, ids), optimizer)
     found["seconds"] = seconds_of(lambda: step(inputs, targets), args.seconds)
     if args.way == "dp" and args.device == "cpu":
-        found |= told(by_hand, optimizer)
+        found |= bytes_of(by_hand, optimizer)
     if args.way != "one" and args.device == "cpu":
         found["compute"] = compute(name, inputs, targets)
     return found
@@ -108,7 +108,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def told(by_hand: ByHand, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def bytes_of(by_hand: ByHand, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     steps = by_hand.made // args.replicas
     state = [v for entry in optimizer.state.values() for v in entry.values()]
     by_hand.held[0]["optimizer state"] = sum(v.nbytes for v in state)

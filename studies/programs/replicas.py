@@ -83,7 +83,7 @@ class ByHand:
     def _replica(
         self, parameters: list[nn.Parameter], place: int
     ) -> tuple[nn.Module, list[torch.Tensor]]:
-        """The module's structure anew around copies; the first replica shares the memory."""
+        """The module's structure again, around copies; the first replica shares the memory."""
         copies = [p.detach() if place == 0 else p.detach().clone() for p in parameters]
         leaves = [copy.requires_grad_() for copy in copies]
         if place:

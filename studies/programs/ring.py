@@ -1,4 +1,4 @@
-"""A ring all-reduce written out, with a record of who sent which chunk to whom at which step.
+"""A ring all-reduce written out, with a record of the sender and receiver of each chunk.
 
 First reduce-scatter: in W - 1 steps each chunk goes once round the ring and is added up on its
 way. Then all-gather: in W - 1 steps the finished chunks go round. Each rank sends 2 (W - 1) chunks

@@ -1,7 +1,7 @@
 """Bytes on the wire between ranks, from the kernel: TCP_INFO of this process's own sockets.
 
 Linux only. Every rank tells what its sockets have received and which ports they join; together
-that says who sent how much to whom. Headers of gloo's messages count, those of TCP do not.
+that says which rank sent how much to which. Headers of gloo's messages count, those of TCP do not.
 """
 
 from __future__ import annotations

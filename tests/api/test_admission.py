@@ -221,7 +221,7 @@ def test_refuses_and_names_field_and_cure(rest: Rest) -> None:
         cases += [(base, path, value, words) for path, value, *words in rows]
     for limit in (1, 7, "4"):
         limits = {"nvidia.com/gpu": limit, "memory": "1Gi"}
-        words = ["spec.nprocPerNode", "nvidia.com/gpu", "GPU of its own"]
+        words = ["spec.nprocPerNode", "nvidia.com/gpu", "its own GPU"]
         cases.append(("8 processes", f"{TRAINER}.resources.limits", limits, words))
     wrong = []
     for base, path, value, words in cases:

@@ -97,7 +97,7 @@ def test_after_a_restored_etcd_the_next_process_takes_the_gang_as_it_is(
     arena.proxy.errors_next = [("/pods", 410)]  # so that the pods are listed, too
     arena.proxy.cut_watches()
     assert operator.wait() == 1
-    assert "etcd was restored from a backup; starting anew" in operator.log()
+    assert "etcd was restored from a backup; starting again" in operator.log()
     assert "Traceback" not in operator.log()
     arena.proxy.clear()
     operator.start()

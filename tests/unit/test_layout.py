@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 import sysconfig
-import tokenize
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,10 +38,17 @@ MOST_LINES = {
     "tests": 62_998,
 }
 MOST_WORDS = 74_849  # of all pages in docs
-#: Words that make a reader stop.
+#: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE
 )
+#: What people read, and how often it may still use one of them. A figure only falls.
+MOST_HARD_WORDS = dict.fromkeys(
+    ("charts", "contract/src", "dev", "examples", "manifests/examples", "operator/src", "studies"),
+    0,
+) | {"README.md": 1, "docs": 211, "plugin/src": 71, "tools/src": 29, "trainer/src": 118}
+TEXTS = {".json", ".md", ".py", ".tpl", ".txt", ".yaml"}
+RECORDS = {"soak.json", "test-durations.json"}  # what runs have written
 
 
 def test_the_bounds_of_torch_are_tried_out() -> None:
@@ -106,25 +110,18 @@ def test_a_package_is_seen_at_a_glance() -> None:
     assert large <= ALLOWED_LARGE, "group modules by concept"
 
 
-def prose(path: Path) -> Iterator[str]:
-    with tokenize.open(path) as lines:
-        tokens = tokenize.generate_tokens(lines.readline)
-        yield from (token.string for token in tokens if token.type == tokenize.COMMENT)
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, kinds):
-            yield ast.get_docstring(node) or ""
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_docstrings_and_comments_use_plain_words(source: str) -> None:
+@pytest.mark.parametrize("place", MOST_HARD_WORDS)
+def test_people_read_plain_words(place: str) -> None:
+    """Of Python too the whole text: comments, strings and names, each part of a name a word."""
+    root = ROOT / place
     found = [
         f"{path.relative_to(ROOT)}: {word[0]}"
-        for path in (ROOT / source).rglob("*.py")
-        for text in prose(path)
-        for word in HARD_WORDS.finditer(" ".join(text.split()))
+        for path in (sorted(root.rglob("*.*")) if root.is_dir() else [root])
+        if path.suffix in TEXTS and path.name not in RECORDS
+        for word in HARD_WORDS.finditer(re.sub(r"[\W_]+", " ", path.read_text()))
     ]
-    assert found == [], "say it in the words of docs/reference/glossary.md"
+    words = "CONTRIBUTING, English; the words of docs/reference/glossary.md"
+    assert len(found) <= MOST_HARD_WORDS[place], "\n".join([words, *found])
 
 
 def test_lock_files_agree_and_name_no_index() -> None:

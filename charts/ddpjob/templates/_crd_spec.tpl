@@ -63,7 +63,7 @@ x-kubernetes-validations:
     fieldPath: .nprocPerNode
     message: >-
       spec.nprocPerNode is more than the limit nvidia.com/gpu of the trainer container in
-      spec.template, and each process needs a GPU of its own: leave it out (auto) or raise the limit
+      spec.template, and each process needs its own GPU: leave it out (auto) or raise the limit
   - rule: >-
       self.standby == 0 || (self.replicas > 1 && self.restart.maxRestarts > 0
       && self.restart.inPlace.enabled && self.restart.replaceSeconds > 0)
@@ -96,8 +96,8 @@ properties:
         message: "spec.replicas is immutable: create a new DDPJob"
   standby:
     description: >-
-      Pods beyond replicas that stand by, 0 to 64: when another pod than replica 0's is lost, one of
-      them takes its place at once, and the new pod stands by in turn. They are made once the gang
+      Standby pods beyond replicas, 0 to 64: when a pod other than replica 0's is lost, one of them
+      takes its place at once, and the new pod becomes the next standby. They are made once the gang
       runs, and nothing waits for them. They take a pod's resources, and hold their GPUs. Needs our
       launcher (ddpjob-trainer run), inPlace and replaceSeconds. Immutable.
     type: integer
@@ -176,7 +176,7 @@ properties:
   port:
     description: >-
       Port of the rendezvous on replica 0 (MASTER_PORT), 1024 to 65535. Immutable. With hostNetwork
-      the default stands for a port from 20000 to 24999 that each attempt draws anew.
+      the default means a port from 20000 to 24999, drawn again for each attempt.
     type: integer
     format: int32
     minimum: 1024
@@ -231,7 +231,7 @@ properties:
       backoff:
         description: >-
           Delay between restarts. The first restart is immediate; then initialSeconds,
-          doubling up to maxSeconds. An attempt that fails without having told of a step waits 300 s,
+          doubling up to maxSeconds. An attempt that fails before it reports a step waits 300 s,
           not initialSeconds, before the second.
         type: object
         # Written out: rules are checked against this value before nested defaults are set.
@@ -310,7 +310,7 @@ properties:
       progressPath:
         description: >-
           File or directory in the trainer container that the program writes as it gets on, for
-          example its directory of checkpoints; * in the last part stands for any characters. A
+          example its directory of checkpoints; * in the last part matches any characters. A
           newer time of modification, in a directory of any file down to three levels, is
           progress: name nothing that every start writes too, such as logs. Our launcher reads
           it (ddpjob-trainer run), that of replica 0. A change holds for pods that are made later.
@@ -334,7 +334,7 @@ properties:
         description: >-
           More arguments of a program that goes on from its checkpoint only where they say so, in
           every start of its processes but the job's first: for example ["--resume", "{newest}"],
-          where {newest} stands for the newest match of resumeWhen, the same for all pods. Our
+          where {newest} is the newest match of resumeWhen, the same for all pods. Our
           launcher appends them (ddpjob-trainer run). A change holds for pods that are made later.
         type: array
         maxItems: 32
@@ -618,7 +618,7 @@ properties:
       port:
         description: >-
           Port in every pod, 1024 to 65535, other than spec.port. Immutable. With hostNetwork the
-          default stands for a port from 25000 to 29999 that each replica draws anew in each attempt.
+          default means a port from 25000 to 29999, drawn by each replica for each attempt.
         type: integer
         format: int32
         minimum: 1024
@@ -635,8 +635,8 @@ properties:
       enabled:
         description: >-
           Whether the operator creates a NetworkPolicy that lets only members of the gang
-          reach each other's ports, and the metrics port everyone, or those whom the operator's
-          --metrics-from names. Immutable.
+          reach each other's ports, and the metrics port everyone, or the clients that the
+          operator's --metrics-from names. Immutable.
         type: boolean
         default: true
         x-kubernetes-validations:

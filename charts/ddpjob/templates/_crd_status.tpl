@@ -281,8 +281,8 @@ properties:
         format: int64
       fileModifiedAt:
         description: >-
-          Newest time of modification at restart.progressPath known at the last restart, UTC of
-          whoever keeps the file. A newer one heals the budget.
+          Newest time of modification at restart.progressPath known at the last restart, in
+          UTC of the file server. A newer one heals the budget.
         type: string
         format: date-time
   replicas:
@@ -350,7 +350,7 @@ properties:
         format: int64
       fileModifiedAt:
         description: >-
-          Newest time of modification at restart.progressPath, UTC of whoever keeps the file.
+          Newest time of modification at restart.progressPath, in UTC of the file server.
         type: string
         format: date-time
       resumed:
@@ -433,7 +433,7 @@ properties:
       podSeconds:
         description: >-
           By state: productive, repeated (steps done again after a resume), data (waiting for input),
-          snapshot (training stands still for it), warmup (processes, up to the end of their first
+          snapshot (training waits for it), warmup (processes, up to the end of their first
           step), recovering (after a failure), held (ready, while another pod is replaced), starting
           (image, volumes, containers), waiting (for a node or a quota), idle (after its own end, or
           standing by), unknown.

@@ -15,7 +15,7 @@
 {{- if not $name -}}
 {{- fail "serviceAccount.name: with serviceAccount.create=false it must name the account to use (the namespace's default account must not get the operator's rights)" -}}
 {{- else if eq $name "default" -}}
-{{- fail "serviceAccount.name: the namespace's default account must not get the operator's rights, which every pod that names no account would have then; give the operator one of its own" -}}
+{{- fail "serviceAccount.name: the namespace's default account must not get the operator's rights, which every pod that names no account would have then; give the operator its own" -}}
 {{- end -}}
 {{- $name -}}
 {{- end }}
@@ -58,7 +58,7 @@ imagePullSecrets:
 {{/* What no object can show: refused before any is made. */}}
 {{- define "ddpjob.check" -}}
 {{- if not .Values.enabled -}}
-{{- fail "enabled=false: only an umbrella chart's `condition` leaves this chart out; a release of its own ends by helm uninstall" -}}
+{{- fail "enabled=false: only an umbrella chart's `condition` leaves this chart out; to remove a release of this chart itself, run helm uninstall" -}}
 {{- end -}}
 {{- /* Who may make no cluster-wide object may perhaps read no namespace, which would end the install. */}}
 {{- range ternary .Values.namespaces list .Values.crds.enabled -}}
@@ -101,7 +101,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- or (eq $enabled "true") (and (eq $enabled "Auto") (or $served $unasked)) -}}
 {{- end }}
 
-{{/* Where the policies about jobs and gangs hold: elsewhere another release has rules of its own. */}}
+{{/* Where the policies about jobs and gangs hold: elsewhere another release has its own rules. */}}
 {{- define "ddpjob.servedNamespaces" -}}
 {{- with .Values.namespaces -}}
 matchResources:

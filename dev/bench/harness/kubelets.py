@@ -4,7 +4,7 @@ It binds each pod that appears to one made-up node, reports it Running, and remo
 deleted pod, all at once and each write with the pod's uid as precondition: a write that is late
 never meets the next pod of that name. What it leaves out is what takes a real node its time:
 scheduling, images, sandboxes, volumes, the end of processes. With `--state ADDRESS` it also
-answers GET /state there for all pods, as a launcher does. With `--holds` it stands in for the
+answers GET /state there for all pods, as a launcher does. With `--holds` it plays the
 launchers of gangs of which one pod is replaced while the others wait: the hub's number is the
 attempt of replica 0's newest pod, all hold, and the only steps are the pods that have been made, so
 that a newcomer is progress and nothing else is news; with `--holds training` steps go on, too. No
@@ -126,7 +126,7 @@ class Kubelets:
         return code < 300
 
     async def _beat(self) -> None:
-        """Over a connection of its own: a silent node's pods would be evicted."""
+        """Over its own connection: a silent node's pods would be evicted."""
         wire = Wire(self._rest, 1)
         while True:
             ready = {"type": "Ready", "status": "True", "reason": "StandIn", "message": ""}

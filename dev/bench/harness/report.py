@@ -89,7 +89,7 @@ def table(header: str | Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def told(facts: Mapping[str, Any]) -> str:
+def text(facts: Mapping[str, Any]) -> str:
     """Where and when it was measured."""
     return (
         f"Measured on {facts['date']}: {facts['cores']} cores ({facts['processor']}), torch"

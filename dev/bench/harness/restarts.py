@@ -57,7 +57,7 @@ class Recovery:
 
 
 class Subject:
-    """One way to come back, on a training of its own.
+    """One way to come back, on its own training.
 
     ``program``: a script and its arguments, behind options of the launcher. ``rounds``: failures
     restart in place; else by a new launcher, or, by ``torchrun``, as that does.
@@ -149,7 +149,7 @@ class Subject:
     def kill(self, rank: int, patience: float) -> Recovery:
         """SIGKILL one worker; wait until every rank has finished a step of a newer life.
 
-        A gang that does not come back in time is started anew.
+        A gang that does not come back in time is started again.
         """
         warm = self._spares()
         before, launches, attempt = self.records.incarnation, self.launches, self.job.attempt

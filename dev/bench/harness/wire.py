@@ -1,6 +1,6 @@
 """The API server for benchmarks: one client for scripts, and a leaner one for stand-ins.
 
-`Client` is aiohttp, as whoever writes a script takes it. `Wire` is HTTP/1.1 by hand and reads no
+`Client` is aiohttp, as a script would take it. `Wire` is HTTP/1.1 by hand and reads no
 more of an answer than its status: what plays a hundred kubelets must not take the processor from
 those that are measured.
 """

@@ -2,7 +2,7 @@
 
 ``--real`` trains on the CPU; otherwise a step is a sleep, as the CPU's part of a GPU's step is,
 and an exchange between the ranks. A GPU's copy engine takes no core from anybody: the thread that
-stands for it gets what others leave (``--copy-nice``). Before the steps with snapshots come as
+emulates it gets what others leave (``--copy-nice``). Before the steps with snapshots come as
 many without.
 """
 
@@ -111,7 +111,7 @@ class Synchronous(Way):
 class Checkpoint(Way):
     """torch.distributed.checkpoint.async_save; skipped while one is running.
 
-    With a group of its own: on the default one its thread's exchanges mix with those of training,
+    With its own process group: on the default one its exchanges mix with those of training,
     and with gloo both then wait for ever.
     """
 
@@ -149,7 +149,7 @@ class Checkpoint(Way):
 class Floor(Way):
     """No snapshot at all: a process beside each rank writes as many bytes past the page cache.
 
-    What it stalls, the cores and the disk take from whoever saves in the background.
+    What it stalls, the cores and the disk take from the way that saves in the background.
     """
 
     PROGRAM = """

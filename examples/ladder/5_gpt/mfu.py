@@ -2,7 +2,7 @@
 
 Useful is what forward and backward need, counted as PaLM's appendix B and nanoGPT do, whatever is
 really computed. The peak is assumed: what NVIDIA states for dense bf16 in the SXM form. A PCIe card
-of the same name, or one that is throttled, has a lower one, so its true MFU is higher than is told.
+of the same name, or one that is throttled, has a lower one, so its true MFU is higher than shown.
 """
 
 import math
@@ -30,7 +30,7 @@ class Speed:
         self.steps, self.since, self.warm = 0, 0.0, False
 
     def after_step(self, every: int = 100) -> str:
-        """What is to be told after this step: after every 100th the mean of these, else nothing."""
+        """What to print after this step: after every 100th the mean of these, else nothing."""
         if not self.warm:  # the first step compiles
             self.warm, self.since = True, time.perf_counter()
             return ""

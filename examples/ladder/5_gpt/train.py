@@ -1,11 +1,11 @@
-"""Step 5: a GPT learns Python's own library, byte by byte, and then writes a little of its own.
+"""Step 5: a GPT learns Python's own library, byte by byte, and then writes a little text itself.
 
     ddpjob-trainer run --nproc 3 train.py                            # small, on any CPU: minutes
     ddpjob-trainer run --nproc 8 train.py --size 124m --compile --data tokens.bin      # 8 GPUs
 
 tokens.bin: token ids as little-endian uint16, one after another, as nanoGPT and llm.c write them
-(a file of llm.c begins with 1024 bytes of its own: --skip 1024). What is written at the end is then
-token ids. Lines that use `ddp` or `run` are ddpjob's, the rest is PyTorch.
+(a file of llm.c begins with 1024 bytes of header: --skip 1024). The text at the end is then token
+ids. Lines that use `ddp` or `run` are ddpjob's, the rest is PyTorch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 import ddpjob_trainer as ddp
 
-#: What each size takes unless told otherwise; 124m is 10B tokens of GPT-2's.
+#: What each size takes unless an option says otherwise; 124m is 10B tokens of GPT-2's.
 SIZES = {
     "small": {
         "layers": 4, "heads": 4, "width": 96, "context": 64, "vocabulary": 256,
@@ -35,7 +35,7 @@ SIZES = {
 }  # fmt: skip
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--size", choices=SIZES, default="small", help="what is not told (small)")
+parser.add_argument("--size", choices=SIZES, default="small", help="sets the defaults (small)")
 for name, value in SIZES["small"].items():
     help_ = " or ".join(f"{size[name]}" for size in SIZES.values())
     parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"({help_})")
@@ -100,8 +100,8 @@ for step in run.steps(sequences):
     for ids in step.batches:
         step.backward(model(ids))
     step.commit()
-    if run.is_main and gpu and (told := speed.after_step()):
-        print(f"step {run.finished_steps}: {told}", flush=True)
+    if run.is_main and gpu and (rate := speed.after_step()):
+        print(f"step {run.finished_steps}: {rate}", flush=True)
 
 some = Subset(sequences, range(0, len(sequences), max(1, len(sequences) // 256)))
 batch = args.global_batch // args.micro_batches // run.world_size

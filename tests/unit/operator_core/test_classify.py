@@ -322,7 +322,7 @@ def test_an_out_of_memory_is_the_end_only_if_it_was_not_survived(
         (pod(ended(137, OOM, "step 7"), trainer=LIMITED), "out of memory (limit 2Gi): "),
         (pod(ended(137, OOM, KILLED), trainer=LIMITED), "out of memory (limit 2Gi): "),
         (pod(ended(137, OOM)),
-         "out of memory (no limit of its own): the kernel killed it: raise resources.requests."),
+         "out of memory (no memory limit): the kernel killed it: raise resources.requests."),
     ],
 )  # fmt: skip
 def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw: dict[str, Any], words: str):

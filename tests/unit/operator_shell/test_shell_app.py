@@ -171,7 +171,7 @@ async def test_etcd_restored_below_a_barrier_starts_the_process_anew(
     """A worker's quorum read shows it before any watch or list of a whole kind does."""
     api.status, api.pods_at = STARTING, ["8", "7"]
     assert await made().run() == 1
-    assert "etcd was restored from a backup; starting anew" in caplog.text
+    assert "etcd was restored from a backup; starting again" in caplog.text
     assert "bug" not in caplog.text
 
 

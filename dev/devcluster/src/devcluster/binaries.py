@@ -235,5 +235,5 @@ def module_directory(name: str) -> Path:
     package, version = MODULES[name]
     module = package.partition("/cmd/")[0]
     command = ["env", f"HOME={Path.home()}", "GOFLAGS=", "GOWORK=off", go, "mod", "download"]
-    told = host.run([*command, "-json", f"{module}@{version}"], f"the sources of {name}")
-    return Path(json.loads(told)["Dir"])
+    facts = host.run([*command, "-json", f"{module}@{version}"], f"the sources of {name}")
+    return Path(json.loads(facts)["Dir"])

@@ -69,12 +69,12 @@ def uv_environment(
     settings: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the variables that make uv reach the index as pip does; none already set."""
-    told: dict[str, str] = {}
+    found: dict[str, str] = {}
     for name, variable in _SETTINGS.items():
         value = settings.get(name, "")
         if value and variable not in environ:
-            told[variable] = value
-    return told
+            found[variable] = value
+    return found
 
 
 def pip_environment(settings: Mapping[str, str]) -> dict[str, str]:

@@ -154,8 +154,8 @@ def uv_variables(uv: Path) -> dict[str, str]:
     """Return the environment for uv: its cache in ours, the index as pip knows it."""
     # A Python of the system may come without pip; the one beside uv reads the same files.
     settings = pypi.pip_settings() or pypi.pip_settings(str(uv / "bin/python"))
-    told = pypi.uv_environment(settings)
-    return {**os.environ, **told, "UV_CACHE_DIR": str(cache_root() / "uv")}
+    variables = pypi.uv_environment(settings)
+    return {**os.environ, **variables, "UV_CACHE_DIR": str(cache_root() / "uv")}
 
 
 def _make_plain_venv(home: Path, log: Log) -> None:

@@ -98,7 +98,7 @@ def _said(pod: Pod, ended: Container) -> str:
 
 def _out_of_memory(ended: Container) -> str:
     """Describe a container that was killed as a whole, so that no process could report."""
-    limit = f"limit {ended.memory}" if ended.memory else "no limit of its own"
+    limit = f"limit {ended.memory}" if ended.memory else "no memory limit"
     field = "limits" if ended.memory else "requests"
     cure = f"raise resources.{field}.memory, or have it use less"
     return f"out of memory ({limit}): the kernel killed it: {cure}"

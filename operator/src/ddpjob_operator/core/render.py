@@ -80,12 +80,12 @@ def pod(
     name = f"{job.name}-{replica}"
     body["hostname"], body["subdomain"] = name, job.name
     body["restartPolicy"] = "Never"
-    stands_by = replica >= spec.replicas
-    if stands_by and spec.standby_priority:
+    is_standby = replica >= spec.replicas
+    if is_standby and spec.standby_priority:
         body["priorityClassName"] = spec.standby_priority
     elif spec.scheduling.priority:
         body["priorityClassName"] = spec.scheduling.priority
-    if group and not stands_by:
+    if group and not is_standby:
         body["schedulingGroup"] = {"podGroupName": group}
     _default(body, "automountServiceAccountToken", False)
     _default(body, "enableServiceLinks", False)

@@ -151,7 +151,7 @@ class App:
             for task in done:
                 rewound = _rewound(task.exception())
                 if rewound:
-                    log.error("%s; starting anew", rewound)
+                    log.error("%s; starting again", rewound)
                 # A lost lease is no bug, and the elector has logged it.
                 elif task is not lease or task.exception():
                     log.error("%s ended: a bug", task.get_name(), exc_info=task.exception())

@@ -64,8 +64,8 @@ def after(
     change = change.measure(Measurement("restarts_total", 1, loss.cls))
     if gone:
         what = f"{describe(loss)}; replacing {replicas(gone, 40)}{wait} ({count})"
-        told_as = loss.reason if planned else "Replacing"
-        return replacement.begin(view, change, gone, what, delay, reason=told_as)
+        reason = loss.reason if planned else "Replacing"
+        return replacement.begin(view, change, gone, what, delay, reason=reason)
     message = f"attempt {view.status.attempt} ended: {describe(loss)}; restarting{wait} ({count})"
     return _restarting(view, change, "Restarting", message, delay)
 

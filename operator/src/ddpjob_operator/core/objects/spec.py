@@ -213,7 +213,7 @@ def _nproc(value: object, template: Template) -> int:
     if 0 < gpus < given:
         raise SpecError(
             f"spec.nprocPerNode is {given}, but the limit {template.gpu} of the trainer container"
-            f" is {gpus}, and a process needs a GPU of its own: leave it out (auto), or raise the"
+            f" is {gpus}, and a process needs its own GPU: leave it out (auto), or raise the"
             " limit"
         )
     return given
