@@ -30,7 +30,7 @@ MOST_LINES = {
     "contract/src": 827,
     "operator/src": 11_887,
     "trainer/src": 26_691,
-    "tools/src": 5_976,
+    "tools/src": 5_931,
     "plugin/src": 3_104,
     "dev/bench": 4_456,
     "dev/devcluster": 4_114,

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpjob_tools import cli
-from ddpjob_tools.chaos import command
-from ddpjob_tools.chaos.command import Result
+from ddpjob_tools import chaos, cli
+from ddpjob_tools.chaos import Result
 from ddpjob_tools.prove import compare
 from ddpjob_tools.prove.disturb import Disturbance, Made, Pace
 from ddpjob_tools.prove.kill import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
@@ -292,7 +291,7 @@ def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # ty
 ) -> None:
     pace = replace(PACE, every=every)
     result = Result([], 1, restarts, pace, "aa", "aa", differences)
-    monkeypatch.setattr(command, "prove", lambda *_: result)
+    monkeypatch.setattr(chaos, "prove", lambda *_: result)
     report = tmp_path / "report.json"
     words = ["chaos", "--nproc", "3", "--keep", str(tmp_path / "kept"), "--json", str(report), "x"]
     assert cli.main(words) == code

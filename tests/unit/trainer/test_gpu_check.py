@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob_tools import cli
-from ddpjob_tools.gpu_check import command
-from ddpjob_tools.gpu_check.command import CHECKS, QUICK, Check, Launch, Setup, machine
+from ddpjob_tools import cli, gpu_check
+from ddpjob_tools.gpu_check import CHECKS, QUICK, Check, Launch, Setup, machine
 from ddpjob_trainer.errors import ConfigError
 from support.patience import PATIENCE
 
@@ -29,7 +28,7 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "machine", lambda _: FACTS)
+    monkeypatch.setattr(gpu_check, "machine", lambda _: FACTS)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):  # type: ignore[no-untyped-def]
     found = [(verdict, "measured", "cure") for verdict in verdicts]
-    monkeypatch.setattr(command, "CHECKS", [Check(1, "one", lambda setup: iter(found))])
+    monkeypatch.setattr(gpu_check, "CHECKS", [Check(1, "one", lambda setup: iter(found))])
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == code
     out = capsys.readouterr().out.splitlines()
@@ -56,12 +55,12 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):  # type: igno
         cli.main(["gpu-check", "--checks", "1,9"])
     assert "'9' is no check: 1 to 8" in capsys.readouterr().err
     none = {**FACTS, "gpus": [], "error": "no NVIDIA driver"}
-    monkeypatch.setattr(command, "machine", lambda _: none)
+    monkeypatch.setattr(gpu_check, "machine", lambda _: none)
     report = tmp_path / "report.json"
     assert cli.main(["gpu-check", "--json", str(report)]) == 64
     assert "no GPU: no NVIDIA driver" in capsys.readouterr().err
     assert json.loads(report.read_text())["environment"]["error"] == "no NVIDIA driver"
-    monkeypatch.setattr(command, "Run", started([], "ImportError: no torch"))
+    monkeypatch.setattr(gpu_check, "Run", started([], "ImportError: no torch"))
     with pytest.raises(ConfigError, match="ImportError: no torch"):
         machine(tmp_path)
 
@@ -71,7 +70,7 @@ def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
     made = [
         Check(c.number, c.name, lambda s, n=c.number: ran.append(n) or iter(())) for c in CHECKS
     ]
-    monkeypatch.setattr(command, "CHECKS", made)
+    monkeypatch.setattr(gpu_check, "CHECKS", made)
     assert cli.main(["gpu-check", "--quick"]) == 0
     assert tuple(ran) == QUICK == (1, 2, 3, 4)
 
@@ -180,7 +179,7 @@ def test_what_a_check_finds(tmp_path, monkeypatch, number, ended, verdict, says)
 
 def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
     asked: list[Sequence[str]] = []
-    monkeypatch.setattr(command, "Run", started(asked, "DIFFERENT"))
+    monkeypatch.setattr(gpu_check, "Run", started(asked, "DIFFERENT"))
     given = setup(tmp_path)
     found = list(CHECKS[4].run(given))
     assert [f.verdict for f in found] == ["PASS", "PASS", "PASS", "FAIL", "PASS"]

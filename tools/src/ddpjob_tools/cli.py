@@ -11,10 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import ddpjob_contract as contract
-from ddpjob_tools import cluster, init
-from ddpjob_tools.audit import command as audit
-from ddpjob_tools.chaos import command as chaos
-from ddpjob_tools.gpu_check import command as gpu_check
+from ddpjob_tools import audit, chaos, cluster, gpu_check, init
 from ddpjob_tools.local import command as local
 from ddpjob_trainer.arguments import joined
 

@@ -1,6 +1,6 @@
 """Decide the answer to a failed attempt, by the operator's rules, budgets and delays.
 
-attempts.py asks. The classes are ddpjob_contract.exits, as the operator's. Left out are its long
+command.py asks. The classes are ddpjob_contract.exits, as the operator's. Left out are its long
 waits for a start that fails, and its end of a job by one exception that comes again and again
 (SameFailure): here somebody looks on, and repairs the script.
 """

@@ -2,5 +2,5 @@
 
 A verb starts runs (run, folder) and kills them (kill, disturb); inside, probe or the library writes
 records; record reads them, compare finds the first difference, cause judges it, report has words.
-Only `probe` and `trials` import torch: they run in the processes that train.
+Only `probe`, `machine` and `workload` import torch: they run in the processes that train.
 """

@@ -1,4 +1,4 @@
-"""Copy the working directory for each run; experiment.py calls it. None sees what another wrote.
+"""Copy the working directory for each run; audit.py calls it. None sees what another wrote.
 
 The user's directory stays as it is: all files are copied, but for repositories and virtual
 environments, which scripts only read, and what the user names: those are linked.

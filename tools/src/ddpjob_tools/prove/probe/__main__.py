@@ -1,4 +1,4 @@
-"""Run a script as `python` does, after the hooks are registered; runs.py starts it per process.
+"""Run a script as `python` does, after the hooks are registered; audit.py starts it per process.
 
 `python -m ddpjob_tools.prove.probe ORDER script.py args`; ORDER is JSON: out, watch, stop_at,
 module, shown, seed. The script sees its own arguments, its folder on sys.path, itself as __main__.
@@ -17,8 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ddpjob_tools.prove.probe.recorder import Recorder
-from ddpjob_tools.prove.probe.watched import Watched
+from ddpjob_tools.prove.probe.recorder import Recorder, Watched
 
 
 def main(words: list[str]) -> None:

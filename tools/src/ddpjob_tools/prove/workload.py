@@ -1,6 +1,6 @@
 """Train small models of common kinds, for the checks to kill, hang and compare.
 
-checks.py starts it under a launcher or under chaos.
+gpu_check.py starts it under a launcher or under chaos.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check this package's promises on this machine's GPUs: `ddpjob gpu-check`.
 
-What is measured runs in processes that do not come from here, most of it prove/trials: no check is
-in the way of another, and the command itself imports no torch.
+Each check starts processes (prove/machine, prove/workload, chaos) and reads what they wrote: none
+is in the way of another, and the command itself imports no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ examples:
 
 exit code: 0 no check failed, 1 one did, 64 there is no GPU (the driver's own words are shown)
 """
-_TRIALS = "ddpjob_tools.prove.trials"
+_PROVE = "ddpjob_tools.prove"
 _GIB = 1 << 30
 _SHM = 1 * _GIB
 _FREE = 0.95
@@ -103,7 +103,7 @@ class Setup:
     def trial(
         self, name: str, module: str, *words: str, env: Mapping[str, str] | None = None
     ) -> Launch:
-        """Run a module of prove/trials in ``nproc`` processes, once under this name."""
+        """Run a module of prove in ``nproc`` processes, once under this name."""
         place = self.directory / name
         files = ("--termination-log", str(place / "report.json"), "--events", str(place / "events"))
         [found] = self.launches({name: ("run", *files, *_module(module, words, place))}, env or {})
@@ -136,7 +136,7 @@ class Setup:
 
 
 def _module(name: str, words: Sequence[str], place: Path) -> tuple[str, ...]:
-    return ("-m", f"{_TRIALS}.{name}", *words, "--out", str(place))
+    return ("-m", f"{_PROVE}.{name}", *words, "--out", str(place))
 
 
 def _ended(run: Run, place: Path) -> Launch:
@@ -149,7 +149,7 @@ def _ended(run: Run, place: Path) -> Launch:
 
 def machine(directory: Path) -> dict[str, Any]:
     """Name what a result depends on; ``error``: the driver's words where there is no GPU."""
-    command = (sys.executable, "-m", f"{_TRIALS}.machine", "environment")
+    command = (sys.executable, "-m", f"{_PROVE}.machine", "environment")
     run = Run(command, environment(os.environ, directory), directory / "machine")
     [_] = in_turn([run], 1, _LIMIT_SECONDS)
     output = run.log.read_text(errors="replace")

@@ -1,1 +1,0 @@
-"""Run a script undisturbed, then under kills, and compare every bit."""
