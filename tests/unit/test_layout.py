@@ -37,7 +37,7 @@ MOST_LINES = {
     "studies": 3_723,
     "tests": 62_998,
 }
-MOST_WORDS = 74_849  # of all pages in docs
+MOST_WORDS = 68_508  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE
@@ -46,7 +46,7 @@ HARD_WORDS = re.compile(
 MOST_HARD_WORDS = dict.fromkeys(
     ("charts", "contract/src", "dev", "examples", "manifests/examples", "operator/src", "studies"),
     0,
-) | {"README.md": 1, "docs": 211, "plugin/src": 71, "tools/src": 29, "trainer/src": 118}
+) | {"README.md": 1, "docs": 147, "plugin/src": 71, "tools/src": 29, "trainer/src": 118}
 TEXTS = {".json", ".md", ".py", ".tpl", ".txt", ".yaml"}
 RECORDS = {"soak.json", "test-durations.json"}  # what runs have written
 
