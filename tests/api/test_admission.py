@@ -1,7 +1,5 @@
 """What the API server says to good and bad DDPJobs; a dry run each, all answers at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -211,7 +209,7 @@ def field(path: str) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", path)
 
 
-def test_refuses_and_names_field_and_cure(rest: Rest) -> None:
+def test_refuses_and_names_field_and_cure(rest):
     for base in BASES.values():  # so that what is refused below is refused for the change alone
         assert refusal(rest, ddpjob("good", **base)) == ""
     cases: list[tuple[str, str, Any, list[str]]] = []
@@ -231,7 +229,7 @@ def test_refuses_and_names_field_and_cure(rest: Rest) -> None:
     assert wrong == []
 
 
-def test_refuses_every_reserved_variable(rest: Rest) -> None:
+def test_refuses_every_reserved_variable(rest):
     names = [*contract.RESERVED_ENV, contract.HUB_PORT, contract.NAME]
     container = {**SIDECAR, "env": [{"name": name} for name in names]}
     for where in (f"{POD}.containers.1", f"{POD}.initContainers.0"):
@@ -282,18 +280,18 @@ GOOD = (
 )
 
 
-def test_accepts(rest: Rest) -> None:
+def test_accepts(rest):
     said = [(path, refusal(rest, changed(ddpjob("good"), path, value))) for path, value in GOOD]
     said += [(place, refusal(rest, body)) for place, body in documented()]
     assert [one for one in said if one[1]] == []
 
 
-def test_accepts_the_examples(rest: Rest, control_plane: Cluster) -> None:
+def test_accepts_the_examples(rest, control_plane):
     command = ("apply", "-n", NAMESPACE, "--dry-run=server", "-R", "-f", str(EXAMPLES))
     control_plane.kubectl(*command, check=True)
 
 
-def test_keeps_the_template_as_written(rest: Rest) -> None:
+def test_keeps_the_template_as_written(rest):
     resources = {"limits": {"nvidia.com/gpu": 8}, "claims": [{"name": "later"}]}
     body = changed(ddpjob("kept"), f"{TRAINER}.resources", resources)
     body = changed(body, f"{POD}.someFutureField", {"deep": [1, "x"]})
@@ -308,7 +306,7 @@ def leaves(fields: Object, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def test_defaults_come_also_beside_what_a_user_has_opened(rest: Rest) -> None:
+def test_defaults_come_also_beside_what_a_user_has_opened(rest):
     given = {
         "snapshot": SNAPSHOT,
         "hang": {"stepSeconds": 60},
@@ -322,7 +320,7 @@ def test_defaults_come_also_beside_what_a_user_has_opened(rest: Rest) -> None:
     assert {path: least.get(path) for path in expected} == expected
 
 
-def test_explains(control_plane: Cluster) -> None:
+def test_explains(control_plane):
     for field, words in (
         ("ddpjob", "DistributedDataParallel"),
         ("ddpjob.spec.restart.maxRestarts", "Exactly so many restarts"),

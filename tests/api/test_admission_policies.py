@@ -1,7 +1,5 @@
 """The chart's ValidatingAdmissionPolicies against a real API server: who may make which pods."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -145,7 +143,7 @@ def made() -> dict[str, dict[str, Any]]:
     return {**found, "Event": event, "Lease": policy.lease("ddpjob-operator")}
 
 
-def test_who_may_not_create_pods_may_not_create_jobs_but_label_them(plane: Cluster) -> None:
+def test_who_may_not_create_pods_may_not_create_jobs_but_label_them(plane):
     says = refused(plane, ddpjob(), "clerk")
     assert "clerk may not create pods in policies" in says
     assert "Forbidden" in says
@@ -185,7 +183,7 @@ JUDGED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def test_what_reaches_beyond_the_pod_is_refused_and_no_more(plane: Cluster) -> None:
+def test_what_reaches_beyond_the_pod_is_refused_and_no_more(plane):
     for path, value, words in JUDGED:
         says = refused(plane, changed(ddpjob(), path, value))
         assert words in says, (path, value, says)
@@ -196,7 +194,7 @@ def test_what_reaches_beyond_the_pod_is_refused_and_no_more(plane: Cluster) -> N
         assert "admin is not allowed" in says, "an empty name hides no account"
 
 
-def test_all_that_is_refused_is_told_at_once(plane: Cluster) -> None:
+def test_all_that_is_refused_is_told_at_once(plane):
     """One at a time costs a round of `kubectl apply` each."""
     body = changed(ddpjob(), f"{POD}.hostPID", True)
     body = changed(body, f"{POD}.volumes", [{"name": "v", **HOST}])
@@ -206,7 +204,7 @@ def test_all_that_is_refused_is_told_at_once(plane: Cluster) -> None:
     assert "privileged" not in says
 
 
-def test_a_suspended_job_is_judged_again_when_it_is_changed(plane: Cluster) -> None:
+def test_a_suspended_job_is_judged_again_when_it_is_changed(plane):
     """Also by fields that the definition does not know, as most of a pod are."""
     create(plane, ddpjob("waits", suspend=True))
     for field in ({"hostPID": True}, {"volumes": [{"name": "v", **HOST}]}):
@@ -217,7 +215,7 @@ def test_a_suspended_job_is_judged_again_when_it_is_changed(plane: Cluster) -> N
     assert "hostP" not in kept.stdout, "a write of the status changes no spec"
 
 
-def test_a_job_from_before_can_still_be_managed(plane: Cluster) -> None:
+def test_a_job_from_before_can_still_be_managed(plane):
     """What the policy judges stays what it was, so it judges nothing."""
     for name, patch in (
         ("old", {"spec": {"suspend": True}}),
@@ -232,9 +230,7 @@ def test_a_job_from_before_can_still_be_managed(plane: Cluster) -> None:
 
 
 @pytest.mark.parametrize("suspend", [True, False])
-def test_what_is_judged_of_it_is_judged_as_a_whole_once_any_of_it_changes(
-    plane: Cluster, suspend: bool
-) -> None:
+def test_what_is_judged_of_it_is_judged_as_a_whole_once_any_of_it_changes(plane, suspend):
     """Otherwise one bad field would let in the next. (spec.snapshot never changes.)"""
     for changes in (
         {"hostIPC": True},
@@ -285,7 +281,7 @@ MISUSES: tuple[tuple[str, str, Any, str], ...] = (
 
 
 @pytest.mark.parametrize("kind", made())
-def test_the_operators_account_makes_only_what_an_operator_makes(plane: Cluster, kind: str) -> None:
+def test_the_operators_account_makes_only_what_an_operator_makes(plane, kind):
     """As it is rendered for a job; any other owner, name, type, or whom it is about, is refused."""
     good = made()[kind]
     assert not refused(plane, good, OPERATOR)
@@ -301,7 +297,7 @@ def test_the_operators_account_makes_only_what_an_operator_makes(plane: Cluster,
         assert words in says, (path, value, says)
 
 
-def test_no_pod_of_a_job_has_the_operators_own_account(plane: Cluster) -> None:
+def test_no_pod_of_a_job_has_the_operators_own_account(plane):
     """A user's template would give its rights away, and a stolen token would live on in it."""
     body = changed(made()["Pod"], "metadata.namespace", "ops")
     assert not refused(plane, body, OPERATOR, "ops")
@@ -310,7 +306,7 @@ def test_no_pod_of_a_job_has_the_operators_own_account(plane: Cluster) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Pod", "PodGroup", "Workload"])
-def test_the_operators_account_removes_only_what_jobs_own(plane: Cluster, kind: str) -> None:
+def test_the_operators_account_removes_only_what_jobs_own(plane, kind):
     for owners, stays in (([], True), ([owner()], False)):
         # Labelled as a pod of a gang it could only be made by the operator.
         body = changed(made()[kind], "metadata.labels", {})
@@ -329,7 +325,7 @@ def test_the_operators_account_removes_only_what_jobs_own(plane: Cluster, kind: 
 
 
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "Workload"])
-def test_the_operators_account_changes_only_what_jobs_own(plane: Cluster, kind: str) -> None:
+def test_the_operators_account_changes_only_what_jobs_own(plane, kind):
     good = made()[kind]
     create(plane, changed(good, "metadata.ownerReferences", []))
     status = kind == "Workload"
@@ -343,9 +339,7 @@ def test_the_operators_account_changes_only_what_jobs_own(plane: Cluster, kind: 
     plane.kubectl("delete", what, "-n", NAMESPACE, check=True)
 
 
-def test_what_somebody_added_to_a_gangs_service_does_not_stop_its_repair(
-    plane: Cluster,
-) -> None:
+def test_what_somebody_added_to_a_gangs_service_does_not_stop_its_repair(plane):
     """An address that is already there may stay; the operator's account can add none."""
     create(plane, changed(made()["Service"], "spec.externalIPs", ["10.0.0.1"]))
     selector = {"selector": {**GANG, "a": "b"}}
@@ -363,9 +357,7 @@ def test_what_somebody_added_to_a_gangs_service_does_not_stop_its_repair(
 
 @pytest.mark.parametrize("ttl", [None, 60])
 @pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
-def test_the_operators_account_deletes_only_jobs_past_their_ttl(
-    plane: Cluster, ttl: int | None, phase: str
-) -> None:
+def test_the_operators_account_deletes_only_jobs_past_their_ttl(plane, ttl, phase):
     create(plane, ddpjob("ends", **({"ttlSecondsAfterFinished": ttl} if ttl else {})))
     status = {"status": {"phase": phase}}
     assert not merge(plane, "ddpjob/ends", status, "--subresource=status", *policy.AS_OPERATOR)
@@ -376,7 +368,7 @@ def test_the_operators_account_deletes_only_jobs_past_their_ttl(
     plane.kubectl(*delete, "--ignore-not-found", check=True)
 
 
-def test_no_pod_labels_itself_into_a_gang(plane: Cluster) -> None:
+def test_no_pod_labels_itself_into_a_gang(plane):
     assert "lets them into a gang's network" in refused(plane, pod(labels=GANG))
     assert not refused(plane, made()["Pod"], OPERATOR)
     create(plane, pod(labels={"a": "b"}))
@@ -389,7 +381,7 @@ def test_no_pod_labels_itself_into_a_gang(plane: Cluster) -> None:
     plane.kubectl("delete", "pod", "p", "-n", NAMESPACE, "--force", check=True)
 
 
-def test_nor_does_its_status_or_its_way_to_a_node(plane: Cluster) -> None:
+def test_nor_does_its_status_or_its_way_to_a_node(plane):
     """Labels can be changed along with a status, and a Binding brings its own."""
     # A name of its own: no scheduler must be first.
     body = pod(labels={"a": "b"})

@@ -1,11 +1,8 @@
 """What deployment tools see of a job: its health in each phase, and that nothing drifts."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.arena import Arena
-from support.cluster import Cluster
 from support.gitops import argo_health, kstatus
 from support.manifest import EXAMPLES
 from support.patience import WITHIN
@@ -19,7 +16,7 @@ def health(arena: Arena, name: str) -> tuple[str, str]:
     return kstatus(obj), argo_health(obj)[0]
 
 
-def test_each_phase_is_what_tools_take_it_for(control_plane: Cluster, arena: Arena) -> None:
+def test_each_phase_is_what_tools_take_it_for(control_plane, arena):
     arena.apply("gang")
     assert health(arena, "gang") == ("InProgress", "Progressing"), "no operator has seen it"
     arena.apply("fails", replicas=1, restart={"maxRestarts": 0})
@@ -57,7 +54,7 @@ def test_each_phase_is_what_tools_take_it_for(control_plane: Cluster, arena: Are
 
 
 @pytest.mark.parametrize("how", [(), ("--server-side",)], ids=["client-side", "server-side"])
-def test_nothing_drifts(control_plane: Cluster, arena: Arena, how: tuple[str, ...]) -> None:
+def test_nothing_drifts(control_plane, arena, how):
     """The operator has written its status, the API server its defaults: applied again as it is."""
 
     def kubectl(*words: str) -> str:

@@ -1,7 +1,5 @@
 """Which fields of a DDPJob may change, and when: real updates through `kubectl apply`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -83,7 +81,7 @@ FIXED = (
 )
 
 
-def test_refuses_change(plane: Cluster, stored: dict[str, Any]) -> None:
+def test_refuses_change(plane, stored):
     for path, value in FIXED:
         said = replace(plane, changed(stored, path, value), "--dry-run=server")
         assert ".".join(path.split(".")[:2]) in said, (path, value, said or "accepted")
@@ -91,9 +89,7 @@ def test_refuses_change(plane: Cluster, stored: dict[str, Any]) -> None:
         assert (free if "template" in path else "is immutable") in said, (path, value)
 
 
-def test_a_disruption_budget_reads_the_scale_and_nobody_changes_it(
-    plane: Cluster, stored: dict[str, Any]
-) -> None:
+def test_a_disruption_budget_reads_the_scale_and_nobody_changes_it(plane, stored):
     """Else Kubernetes counts no budget with maxUnavailable, and no drain gets on."""
     name = f"ddpjob/{stored['metadata']['name']}"
     read = ("get", name, "--subresource=scale", "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}")
@@ -104,7 +100,7 @@ def test_a_disruption_budget_reads_the_scale_and_nobody_changes_it(
 
 
 @pytest.mark.parametrize("before", [{"snapshot": NFS}, {}], ids=["another volume", "none yet"])
-def test_refuses_one_snapshot_for_another(plane: Cluster, before: dict[str, Any]) -> None:
+def test_refuses_one_snapshot_for_another(plane, before):
     body = ddpjob(f"job{next(_numbers)}", **before)
     plane.kubectl("create", "-n", NAMESPACE, "-f", "-", input=as_json(body), check=True)
     after = {"path": "/s", "volume": {"csi": {"driver": "d"}}} if before else SNAPSHOT
@@ -130,7 +126,7 @@ FREE = {
 }
 
 
-def test_accepts_change(plane: Cluster, stored: dict[str, Any]) -> None:
+def test_accepts_change(plane, stored):
     for path, value in FREE.items():
         said = replace(plane, changed(stored, path, value), "--dry-run=server")
         assert (path, said) == (path, "")
@@ -140,7 +136,7 @@ def test_accepts_change(plane: Cluster, stored: dict[str, Any]) -> None:
     assert replace(plane, other, "--dry-run=server") == ""
 
 
-def test_template_may_change_while_suspended(plane: Cluster, stored: dict[str, Any]) -> None:
+def test_template_may_change_while_suspended(plane, stored):
     suspended = changed(stored, "spec.suspend", True)
     assert replace(plane, suspended) == ""
     assert "spec.replicas is immutable" in replace(plane, changed(suspended, "spec.replicas", 4))
@@ -150,7 +146,7 @@ def test_template_may_change_while_suspended(plane: Cluster, stored: dict[str, A
     assert "while the job is suspended" in replace(plane, changed(stored, "spec.suspend", False))
 
 
-def test_status_is_written_apart(plane: Cluster, stored: dict[str, Any]) -> None:
+def test_status_is_written_apart(plane, stored):
     """A user's apply cannot set status; the status subresource can, and shows in columns."""
     name = stored["metadata"]["name"]
     status = {
@@ -196,9 +192,7 @@ ENDED = (
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-def test_a_job_that_has_ended_takes_no_change(
-    plane: Cluster, stored: dict[str, Any], phase: str
-) -> None:
+def test_a_job_that_has_ended_takes_no_change(plane, stored, phase):
     name = stored["metadata"]["name"]
 
     def patch(body: dict[str, Any], *args: str) -> str:

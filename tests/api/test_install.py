@@ -3,8 +3,6 @@
 There are no nodes: nothing runs, only objects and their owners are looked at.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 
@@ -41,7 +39,7 @@ def uid(plane: Cluster) -> str:
     return done.stdout
 
 
-def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane: Cluster) -> None:
+def test_a_release_takes_over_what_kubectl_or_another_one_installed(plane):
     before = uid(plane)
     everything = str(ROOT / "manifests" / "install.yaml")
     command = ("apply", "--server-side", "--force-conflicts", "-f", everything)

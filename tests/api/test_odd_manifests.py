@@ -1,7 +1,5 @@
 """What becomes of odd DDPJobs, and when: docs/internals/odd-manifests.md is what was seen."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any
@@ -20,7 +18,7 @@ _SAID = 260  # characters of a message that the page shows
 
 
 @pytest.mark.fault("A5")
-def test_each_is_told_what_is_wrong_and_none_is_failed_before_a_pod_ran(stage: Arena) -> None:
+def test_each_is_told_what_is_wrong_and_none_is_failed_before_a_pod_ran(stage):
     found: dict[str, tuple[str, str]] = {}
     jobs: dict[str, str] = {}
     for number, name in enumerate(ODD):

@@ -4,11 +4,8 @@ How the scheduler places them is the business of tests/cluster/disruptive/test_g
 binds the pods.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -70,7 +67,7 @@ def settles(stage: Arena) -> None:
     eventually("nothing is written", lambda: stage.quiet_resyncs() == [])
 
 
-def test_each_attempt_has_its_group_and_none_outlives_the_job(stage: Arena, gang: str) -> None:
+def test_each_attempt_has_its_group_and_none_outlives_the_job(stage, gang):
     stage.apply(gang, scheduling=NATIVE)
     first = stage.wait_phase(gang, "Running")["podGroup"]
     assert named(stage, gang) == {first}
@@ -98,9 +95,7 @@ def test_each_attempt_has_its_group_and_none_outlives_the_job(stage: Arena, gang
     settles(stage)
 
 
-def test_a_group_that_may_not_be_made_is_done_without_or_waited_for(
-    stage: Arena, gang: str
-) -> None:
+def test_a_group_that_may_not_be_made_is_done_without_or_waited_for(stage, gang):
     def of_groups(call: Call) -> bool:
         return call.path.endswith("/podgroups") and call.method == "POST"
 
@@ -116,7 +111,7 @@ def test_a_group_that_may_not_be_made_is_done_without_or_waited_for(
     assert named(stage, gang) == set(groups(stage, gang))
 
 
-def test_an_operator_killed_at_any_write_leaves_one_group(gated: cluster.Cluster, tmp_path: Path):
+def test_an_operator_killed_at_any_write_leaves_one_group(gated, tmp_path):
     """Before and after each creation and deletion of a group, and once more on its way."""
     with support.arena(gated.kubeconfig, tmp_path) as stage:
         operator = stage.start_operator()

@@ -1,7 +1,5 @@
 """A user who may edit jobs writes what fits into the API server: nobody else notices."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -33,7 +31,7 @@ def refusal(plane: Cluster, arena: Arena, name: str) -> str:
     return plane.kubectl("-n", arena.namespace, "get", "ddpjob", name, "-o", path).stdout
 
 
-def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, arena: Arena) -> None:
+def test_jobs_that_are_nested_deep_hurt_nobody(control_plane, arena):
     apply_deep(control_plane, arena, "deep-before", "[" * 5000 + "]" * 5000)
     operator = arena.start_operator("--resync-seconds", "2")
     apply_deep(control_plane, arena, "deep-after", '{"a":' * 5000 + "1" + "}" * 5000)
@@ -49,7 +47,7 @@ def test_jobs_that_are_nested_deep_hurt_nobody(control_plane: Cluster, arena: Ar
     assert "the watch of DDPJobs ended" not in operator.log()
 
 
-def test_a_policy_that_was_changed_or_deleted_is_put_right(arena: Arena) -> None:
+def test_a_policy_that_was_changed_or_deleted_is_put_right(arena):
     arena.start_operator("--metrics-from", '[{"namespaceSelector": {"matchLabels": {}}}]')
     arena.apply("gang", restart={"backoff": {"maxSeconds": 1}})
     arena.wait_phase("gang", "Running", 1)

@@ -1,7 +1,5 @@
 """Several operators, one lease or two: who acts, who follows, and how the process ends."""
 
-from __future__ import annotations
-
 import secrets
 import signal
 from datetime import timedelta
@@ -47,7 +45,7 @@ def holder(arena: Arena) -> str:
 
 
 @pytest.mark.fault("O5")
-def test_the_second_stands_by_and_takes_over(arena: Arena) -> None:
+def test_the_second_stands_by_and_takes_over(arena):
     first = arena.start_operator()
     second = arena.operator(*BRISK, name="op-b").start()
     second.wait_ready()
@@ -70,7 +68,7 @@ def test_the_second_stands_by_and_takes_over(arena: Arena) -> None:
 
 
 @pytest.mark.fault("O5")
-def test_sigterm_ends_in_order_and_frees_the_lease(arena: Arena) -> None:
+def test_sigterm_ends_in_order_and_frees_the_lease(arena):
     arena.breaks = ends_slowly
     operator = arena.start_operator()
     gang = f"gang-{secrets.token_hex(2)}"
@@ -84,7 +82,7 @@ def test_sigterm_ends_in_order_and_frees_the_lease(arena: Arena) -> None:
 
 
 @pytest.mark.fault("O5")
-def test_who_cannot_renew_stops_and_the_process_ends(arena: Arena) -> None:
+def test_who_cannot_renew_stops_and_the_process_ends(arena):
     operator = arena.operator(*SHORT)
 
     def renewal(call: Call) -> bool:
@@ -96,9 +94,7 @@ def test_who_cannot_renew_stops_and_the_process_ends(arena: Arena) -> None:
 
 
 @pytest.mark.fault("O4", "O5")
-def test_a_leader_paused_past_its_lease_harms_nothing_when_it_goes_on(
-    arena: Arena,
-) -> None:
+def test_a_leader_paused_past_its_lease_harms_nothing_when_it_goes_on(arena):
     """As a node does that swaps, or a virtual machine that moves: it wakes up as the leader."""
     first = arena.operator(*SHORT).start()
     first.wait_leading()
@@ -122,7 +118,7 @@ def test_a_leader_paused_past_its_lease_harms_nothing_when_it_goes_on(
 
 
 @pytest.mark.fault("O5")
-def test_of_two_leases_one_acts_and_the_other_waits_until_it_is_gone(arena: Arena) -> None:
+def test_of_two_leases_one_acts_and_the_other_waits_until_it_is_gone(arena):
     """As of two releases that serve one namespace, and of a move from one to the other."""
     # The policy lets an operator make no Lease but that of its release.
     arena.rest.post(arena.path("leases", group="/apis/coordination.k8s.io/v1"), lease("second"))

@@ -1,7 +1,5 @@
 """A gang's life against a real API server: created, restarted, ended, deleted."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import time
@@ -17,7 +15,7 @@ from support.proxy import Call
 from support.rest import eventually
 
 
-def test_a_gang_is_created_runs_and_succeeds(stage: Arena, gang: str) -> None:
+def test_a_gang_is_created_runs_and_succeeds(stage, gang):
     job = stage.apply(gang)
     uid = job["metadata"]["uid"]
     status = stage.wait_phase(gang, "Running")
@@ -51,7 +49,7 @@ def test_a_gang_is_created_runs_and_succeeds(stage: Arena, gang: str) -> None:
 
 
 @pytest.mark.fault("N10")
-def test_a_restart_keeps_the_order_of_writes(stage: Arena, gang: str) -> None:
+def test_a_restart_keeps_the_order_of_writes(stage, gang):
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
     eventually("the count of ready pods is stored", lambda: stage.quiet_resyncs(1) == [])
@@ -98,9 +96,7 @@ def uid_guarded(call: Call) -> bool:
 
 @pytest.mark.parametrize("grace", [None, 0], ids=["delete", "force"])
 @pytest.mark.fault("N3")
-def test_a_deleted_member_restarts_the_gang_once(
-    stage: Arena, gang: str, grace: int | None
-) -> None:
+def test_a_deleted_member_restarts_the_gang_once(stage, gang, grace):
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
     stage.rest.delete(stage.path("pods", f"{gang}-2"), grace=grace)
@@ -111,9 +107,7 @@ def test_a_deleted_member_restarts_the_gang_once(
 
 
 @pytest.mark.fault("N2")
-def test_two_members_lost_at_once_are_one_restart(
-    stage: Arena, gang: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_members_lost_at_once_are_one_restart(stage, gang, monkeypatch):
     """Also where the operator answers the first loss before the second has been told."""
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
@@ -128,7 +122,7 @@ def test_two_members_lost_at_once_are_one_restart(
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_exactly_max_restarts(stage: Arena, gang: str, limit: int) -> None:
+def test_exactly_max_restarts(stage, gang, limit):
     backoff = {"initialSeconds": 1, "maxSeconds": 1}
     stage.apply(gang, restart={"maxRestarts": limit, "backoff": backoff})
     for attempt in range(1, limit + 2):
@@ -150,7 +144,7 @@ def test_exactly_max_restarts(stage: Arena, gang: str, limit: int) -> None:
 
 
 @pytest.mark.fault("N13")
-def test_the_pods_of_the_next_attempt_are_kept_off_the_node(stage: Arena, gang: str) -> None:
+def test_the_pods_of_the_next_attempt_are_kept_off_the_node(stage, gang):
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
     report = {"version": 1, "kind": "hardware", "code": 74, "exception": "CUDA error: ECC"}
@@ -171,7 +165,7 @@ def test_the_pods_of_the_next_attempt_are_kept_off_the_node(stage: Arena, gang: 
     assert stage.quiet_resyncs() == [], "what is avoided costs no further write"
 
 
-def test_a_deleted_job_leaves_nothing(stage: Arena, gang: str) -> None:
+def test_a_deleted_job_leaves_nothing(stage, gang):
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
     stage.rest.delete(stage.job_path(gang))
@@ -215,9 +209,7 @@ def state_port(stage: Arena) -> Iterator[int]:
         yield port
 
 
-def test_progress_comes_from_replica_0_and_is_written_only_when_it_moves(
-    stage: Arena, gang: str, state_port: int
-) -> None:
+def test_progress_comes_from_replica_0_and_is_written_only_when_it_moves(stage, gang, state_port):
     StateServer.body = b'{"version": 1, "step": 41, "totalSteps": 2000, "snapshotStep": 40}'
     stage.apply(gang, metrics={"port": state_port})
     status = stage.wait_status(gang, "progress", lambda s: s.get("progress"))

@@ -4,8 +4,6 @@ The definition is this version's throughout: `helm upgrade` brings it first, and
 operator's image alone leaves it.
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 from collections.abc import Iterator
@@ -106,8 +104,8 @@ def changes_nothing(arena: Arena, paths: str) -> None:
 @pytest.mark.parametrize("holds", [False, pytest.param(True, marks=pytest.mark.tier("all"))])
 @pytest.mark.fault("O8")
 def test_an_upgrade_and_a_rollback_beside_a_gang_change_nothing(
-    arena: Arena, older: str, port: int, monkeypatch: pytest.MonkeyPatch, holds: bool
-) -> None:
+    arena, older, port, monkeypatch, holds
+):
     """And each then restarts it once for a loss, or replaces the pod where the others hold."""
     monkeypatch.setattr(Launcher, "holds", holds)
     take_over(arena, older)
@@ -137,8 +135,8 @@ def test_an_upgrade_and_a_rollback_beside_a_gang_change_nothing(
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.fault("O8")
 def test_a_restart_that_one_has_begun_the_other_ends(
-    arena: Arena, older: str, port: int, monkeypatch: pytest.MonkeyPatch, upgrade: bool, holds: bool
-) -> None:
+    arena, older, port, monkeypatch, upgrade, holds
+):
     """The first is killed as its first new pod is stored: nothing is counted or made twice."""
     monkeypatch.setattr(Launcher, "holds", holds)
     first, second = (older, PATHS) if upgrade else (PATHS, older)

@@ -4,8 +4,6 @@ What the node controller would write (not ready, taints) the test writes itself,
 not wait for its timeouts; pods that are deleted stay, as on a machine that does not answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json
@@ -79,9 +77,7 @@ def lists_nodes(call: Call) -> bool:
 
 
 @pytest.mark.fault("N6")
-def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
-    stage: Arena, machine: Machine, gang: str
-) -> None:
+def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(stage, machine, gang):
     silent(stage, machine, gang, **FENCE)
     before = {p["metadata"]["uid"] for p in stage.kubelet.pods(gang)}
     stage.proxy.clear()
@@ -112,9 +108,7 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(
 
 
 @pytest.mark.fault("N6")
-def test_wait_says_what_ends_it_and_an_administrators_word_does(
-    stage: Arena, machine: Machine, gang: str
-) -> None:
+def test_wait_says_what_ends_it_and_an_administrators_word_does(stage, machine, gang):
     silent(stage, machine, gang)
     machine.ready("Unknown")
     message = stage.wait_condition(gang, "Stalled", "NodeNotReady")["message"]
@@ -135,7 +129,7 @@ def test_wait_says_what_ends_it_and_an_administrators_word_does(
 
 
 @pytest.mark.fault("N6")
-def test_a_deleted_node_object_is_a_word_too(stage: Arena, machine: Machine, gang: str) -> None:
+def test_a_deleted_node_object_is_a_word_too(stage, machine, gang):
     silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 3600}})
     machine.delete()
     status = stage.wait_phase(gang, "Running", attempt=2)
@@ -158,7 +152,7 @@ class Launcher(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.fault("N20")
-def test_a_node_that_is_about_to_go_is_left_before_it_fails(arena: Arena) -> None:
+def test_a_node_that_is_about_to_go_is_left_before_it_fails(arena):
     arena.start_operator("--node-signals", json.dumps({"conditions": [SIGNAL]}))
     with contextlib.ExitStack() as left:
         machine = Machine(arena, f"going-{secrets.token_hex(2)}")

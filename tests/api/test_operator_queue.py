@@ -3,8 +3,6 @@
 What Kueue itself does with it is the business of tests/cluster/test_kueue.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -132,9 +130,7 @@ def flavor(stage: Arena) -> Iterator[str]:
     stage.rest.delete(f"{GROUP}/resourceflavors/{name}")
 
 
-def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
-    stage: Arena, gang: str, flavor: str
-) -> None:
+def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(stage, gang, flavor):
     queue = Queue(stage, gang)
     queue.play(workloads.pending, "couldn't assign flavors to pod set trainer: insufficient quota")
     queue.words("insufficient quota")
@@ -153,9 +149,7 @@ def test_no_pod_before_the_admission_and_the_end_is_told_to_kueue(
     assert stage.quiet_resyncs() == []
 
 
-def test_a_pods_field_that_kueue_does_not_know_keeps_no_job_out(
-    stage: Arena, gang: str, flavor: str
-) -> None:
+def test_a_pods_field_that_kueue_does_not_know_keeps_no_job_out(stage, gang, flavor):
     """Kueue 0.17 has the pods of Kubernetes 1.35."""
     template = stage.job(gang)["spec"]["template"]
     template["spec"] |= {"schedulingGroup": {"podGroupName": "another"}, "schedulerName": "hand"}
@@ -165,9 +159,7 @@ def test_a_pods_field_that_kueue_does_not_know_keeps_no_job_out(
 
 
 @pytest.mark.fault("U19")
-def test_an_evicted_gang_returns_its_quota_after_its_last_pod(
-    stage: Arena, gang: str, flavor: str
-) -> None:
+def test_an_evicted_gang_returns_its_quota_after_its_last_pod(stage, gang, flavor):
     queue = Queue(stage, gang)
     queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
@@ -191,9 +183,7 @@ def test_an_evicted_gang_returns_its_quota_after_its_last_pod(
 
 
 @pytest.mark.fault("U19")
-def test_quota_is_given_back_though_an_operator_dies_as_it_does_so(
-    stage: Arena, gang: str, flavor: str
-) -> None:
+def test_quota_is_given_back_though_an_operator_dies_as_it_does_so(stage, gang, flavor):
     queue = Queue(stage, gang)
     queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
@@ -217,7 +207,7 @@ def test_quota_is_given_back_though_an_operator_dies_as_it_does_so(
     assert queue.pods() == []
 
 
-def test_suspend_leaves_the_queue_and_resume_joins_it(stage: Arena, gang: str, flavor: str) -> None:
+def test_suspend_leaves_the_queue_and_resume_joins_it(stage, gang, flavor):
     queue = Queue(stage, gang)
     queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
@@ -229,9 +219,7 @@ def test_suspend_leaves_the_queue_and_resume_joins_it(stage: Arena, gang: str, f
     assert queue.pods() == []
 
 
-def test_labels_are_followed_as_far_as_kueues_definitions_allow(
-    stage: Arena, gang: str, flavor: str
-) -> None:
+def test_labels_are_followed_as_far_as_kueues_definitions_allow(stage, gang, flavor):
     """The name of a priority class is looked up, and a queue stays while quota is held."""
     cls = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "WorkloadPriorityClass", "value": 7,
            "metadata": {"name": gang}}  # fmt: skip
@@ -253,7 +241,7 @@ def test_labels_are_followed_as_far_as_kueues_definitions_allow(
     stage.rest.delete(f"{GROUP}/workloadpriorityclasses/{gang}")
 
 
-def test_a_class_that_is_not_there_is_told(stage: Arena, gang: str) -> None:
+def test_a_class_that_is_not_there_is_told(stage, gang):
     queue = Queue(stage, gang)
     queue.wait("is there", lambda _: True)
     queue.label(priority_class="nobodys")
@@ -261,9 +249,7 @@ def test_a_class_that_is_not_there_is_told(stage: Arena, gang: str) -> None:
 
 
 @pytest.mark.fault("U19")
-def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(
-    stage: Arena, gang: str, flavor: str
-) -> None:
+def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(stage, gang, flavor):
     queue = Queue(stage, gang)
     queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running")
@@ -276,7 +262,7 @@ def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(
 
 
 @pytest.mark.fault("U20")
-def test_without_kueue_a_job_waits_until_it_is_installed(arena: Arena, definitions: None) -> None:
+def test_without_kueue_a_job_waits_until_it_is_installed(arena, definitions):
     absent = Fault("answer", lambda call: "kueue.x-k8s.io" in call.path, times=10_000, code=404)
     arena.proxy.faults = [absent]
     arena.start_operator("--kueue", "true")
@@ -289,9 +275,7 @@ def test_without_kueue_a_job_waits_until_it_is_installed(arena: Arena, definitio
 
 
 @pytest.mark.fault("U20")
-def test_without_the_right_a_job_waits_and_a_gang_that_runs_goes_on(
-    arena: Arena, definitions: None, rules: list[dict[str, Any]]
-) -> None:
+def test_without_the_right_a_job_waits_and_a_gang_that_runs_goes_on(arena, definitions, rules):
     rights = arena.rights()
     rights.give(rules)
     operator = arena.start_operator("--kueue", "true")

@@ -1,7 +1,5 @@
 """What the API server may refuse: quota, a taken name, a pod's account."""
 
-from __future__ import annotations
-
 import re
 import secrets
 
@@ -9,16 +7,13 @@ import pytest
 import yaml
 
 from api.quotas import set_quota
-from support.arena import Arena
 from support.cluster import ROOT
 from support.rest import Object, RestError, eventually
 from support.tiers import some_in_gate
 
 
 @pytest.mark.fault("A3", "N9")
-def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
-    stage: Arena, gang: str
-) -> None:
+def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(stage, gang):
     body: Object = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -40,7 +35,7 @@ def test_quota_releases_all_and_the_gang_comes_up_when_it_is_lifted(
 
 @pytest.mark.parametrize("kind", some_in_gate(["Service", "Pod"], "Pod"))
 @pytest.mark.fault("A2")
-def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, kind: str) -> None:
+def test_a_foreign_object_of_that_name_is_not_touched(stage, gang, kind):
     plural, name = ("services", gang) if kind == "Service" else ("pods", f"{gang}-1")
     spec: Object = (
         {"ports": [{"port": 80}]}
@@ -60,9 +55,7 @@ def test_a_foreign_object_of_that_name_is_not_touched(stage: Arena, gang: str, k
 
 
 @pytest.mark.fault("A4")
-def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
-    stage: Arena, gang: str
-) -> None:
+def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(stage, gang):
     """A ServiceAccount that is missing: 403, for every pod, until somebody makes it."""
     account = f"account-{secrets.token_hex(2)}"
     container = {"name": "trainer", "image": "example/train:1"}
@@ -97,7 +90,7 @@ def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(
     stage.remove(other)
 
 
-def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
+def test_a_quota_of_jobs_refuses_one_too_many(stage, gang):
     """That of docs/guides/operations.md, with room for one."""
     text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -119,9 +112,7 @@ def test_a_quota_of_jobs_refuses_one_too_many(stage: Arena, gang: str) -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("A10")
-def test_pods_that_a_policy_keeps_are_told_and_end_when_it_lets_them(
-    stage: Arena, gang: str
-) -> None:
+def test_pods_that_a_policy_keeps_are_told_and_end_when_it_lets_them(stage, gang):
     """A freeze of the cluster. What it says is the API server's, as of any such policy."""
     group = "/apis/admissionregistration.k8s.io/v1"
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["DELETE"]}

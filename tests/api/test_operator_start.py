@@ -1,21 +1,18 @@
 """How the operator starts: what it waits for and what it says meanwhile."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket
 
 import pytest
 
-from support.arena import Arena
 from support.proxy import Call, Fault
 from support.rest import eventually
 from support.tiers import some_in_gate
 
 
 @pytest.mark.fault("A8")
-def test_it_waits_for_the_api_server_and_says_so(arena: Arena) -> None:
+def test_it_waits_for_the_api_server_and_says_so(arena):
     arena.proxy.faults = [Fault("lose-call", lambda call: True, times=10_000)]
     # It tries for the lease again when a fifth of it has passed.
     operator = arena.operator("--lease-seconds", "30").start()
@@ -28,7 +25,7 @@ def test_it_waits_for_the_api_server_and_says_so(arena: Arena) -> None:
 
 
 @pytest.mark.fault("A8")
-def test_it_waits_for_the_crd_and_says_what_to_do(arena: Arena) -> None:
+def test_it_waits_for_the_crd_and_says_what_to_do(arena):
     absent = Fault("answer", lambda call: "ddpjob.dev" in call.path, times=10_000, code=404)
     arena.proxy.faults = [absent]
     operator = arena.operator("--resync-seconds", "2").start()
@@ -41,7 +38,7 @@ def test_it_waits_for_the_crd_and_says_what_to_do(arena: Arena) -> None:
     arena.wait_phase(gang, "Running")
 
 
-def test_the_watch_alone_is_enough(arena: Arena) -> None:
+def test_the_watch_alone_is_enough(arena):
     operator = arena.operator("--resync-seconds", "3600").start()
     operator.wait_ready()
     operator.wait_leading()
@@ -56,7 +53,7 @@ def test_the_watch_alone_is_enough(arena: Arena) -> None:
     eventually("its deletion is told", lambda: told(0.0))
 
 
-def test_json_logs_are_json_line_by_line(arena: Arena) -> None:
+def test_json_logs_are_json_line_by_line(arena):
     operator = arena.operator("--log-format", "json").start()
     operator.wait_ready()
     operator.wait_leading()  # one line more than the two that any start and end says
@@ -66,7 +63,7 @@ def test_json_logs_are_json_line_by_line(arena: Arena) -> None:
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
 
 
-def test_a_taken_port_is_a_clear_error(arena: Arena) -> None:
+def test_a_taken_port_is_a_clear_error(arena):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -78,9 +75,7 @@ def test_a_taken_port_is_a_clear_error(arena: Arena) -> None:
 
 @pytest.mark.fault("A7")
 @pytest.mark.parametrize("plural", some_in_gate(["ddpjobs", "pods"], "ddpjobs"))
-def test_after_a_restored_etcd_the_next_process_takes_the_gang_as_it_is(
-    arena: Arena, plural: str
-) -> None:
+def test_after_a_restored_etcd_the_next_process_takes_the_gang_as_it_is(arena, plural):
     """A list from the past, which shows nothing: none of it may be believed or acted on."""
     operator = arena.start_operator()
     arena.apply("gang")

@@ -3,8 +3,6 @@
 What it refuses at each write of a story is played by plans (test_plans.py).
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -25,7 +23,7 @@ def ready(stage: Arena, name: str) -> None:
 
 @pytest.mark.parametrize("code", [403, 429, 503])
 @pytest.mark.fault("A4")
-def test_a_refusal_in_plain_text_is_told_and_survived(stage: Arena, gang: str, code: int) -> None:
+def test_a_refusal_in_plain_text_is_told_and_survived(stage, gang, code):
     """As by a proxy in front, or by the API server's own limiter: no Status, only words."""
 
     def match(call: Call) -> bool:
@@ -49,7 +47,7 @@ def test_a_refusal_in_plain_text_is_told_and_survived(stage: Arena, gang: str, c
 
 
 @pytest.mark.fault("O3")
-def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage: Arena, gang: str) -> None:
+def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage, gang):
     stage.apply(gang)
     ready(stage, gang)
 

@@ -5,13 +5,10 @@ and an operator process of its own, and some are played side by side. What they 
 docs/internals/fault-matrix.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -48,7 +45,7 @@ def played(
             pool.shutdown(cancel_futures=True)
 
 
-def test_the_learned_trace_is_what_is_played(control_plane: Cluster, tmp_path: Path) -> None:
+def test_the_learned_trace_is_what_is_played(control_plane, tmp_path):
     found = play(control_plane, tmp_path, None)
     writes = [*dict.fromkeys(one for one in found.seen)]
     learned = {"writes": writes, "events": sorted(set(happenings(found)))}
@@ -61,35 +58,35 @@ def test_the_learned_trace_is_what_is_played(control_plane: Cluster, tmp_path: P
 
 @of("writes")
 @pytest.mark.fault("O1", "A1", "A4")
-def test_a_fault_at_a_write(played: Callable[[Plan], Play], plan: Plan) -> None:
+def test_a_fault_at_a_write(played, plan):
     played(plan)
 
 
 @of("views")
 @pytest.mark.fault("O2", "O3")
-def test_a_view_that_is_not_true(played: Callable[[Plan], Play], plan: Plan) -> None:
+def test_a_view_that_is_not_true(played, plan):
     played(plan)
 
 
 @of("pods")
 @pytest.mark.fault("N10")
-def test_a_pod_that_ends_slowly(played: Callable[[Plan], Play], plan: Plan) -> None:
+def test_a_pod_that_ends_slowly(played, plan):
     played(plan)
 
 
 @of("second-operator")
 @pytest.mark.fault("O4")
-def test_another_operator_acts(played: Callable[[Plan], Play], plan: Plan) -> None:
+def test_another_operator_acts(played, plan):
     played(plan)
 
 
 @of("away-20-minutes")
 @pytest.mark.fault("A6")
-def test_the_api_server_is_away(played: Callable[[Plan], Play], plan: Plan) -> None:
+def test_the_api_server_is_away(played, plan):
     played(plan)
 
 
 @of("token-rotated", "rights")
 @pytest.mark.fault("A9")
-def test_rights_are_lost_and_given_back(played: Callable[[Plan], Play], plan: Plan) -> None:
+def test_rights_are_lost_and_given_back(played, plan):
     played(plan)

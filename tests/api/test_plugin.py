@@ -1,7 +1,5 @@
 """The kubectl plugin against a real API server, its pod proxy and its RBAC."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re
@@ -10,7 +8,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -94,9 +91,7 @@ def heard(what: Callable[[], str], told: Callable[[str], object]) -> str:
     return eventually("the pods are heard", look)
 
 
-def test_status_shows_each_replica_and_waits_for_none(
-    stage: Arena, gang: str, port: int, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_each_replica_and_waits_for_none(stage, gang, port, plugin, monkeypatch):
     monkeypatch.setattr(Trainers, "silent", 2)
     running(stage, gang, port)
 
@@ -119,9 +114,7 @@ def test_status_shows_each_replica_and_waits_for_none(
     assert silent == ["2", node, "Running", "yes", *["-"] * 7]
 
 
-def test_status_of_all_jobs_is_a_line_each(
-    stage: Arena, gang: str, port: int, plugin: Plugin
-) -> None:
+def test_status_of_all_jobs_is_a_line_each(stage, gang, port, plugin):
     running(stage, gang, port)
     stage.apply(f"{gang}-held", suspend=True)
     stage.wait_phase(f"{gang}-held", "Suspended")
@@ -139,7 +132,7 @@ def test_status_of_all_jobs_is_a_line_each(
     stage.remove(f"{gang}-held")
 
 
-def test_events_tell_the_story_in_order(stage: Arena, gang: str, port: int, plugin: Plugin) -> None:
+def test_events_tell_the_story_in_order(stage, gang, port, plugin):
     running(stage, gang, port)
     stage.kubelet.finish(f"{gang}-1", 3, "ValueError: boom")
     running(stage, gang, port, attempt=2)
@@ -176,7 +169,7 @@ def test_events_tell_the_story_in_order(stage: Arena, gang: str, port: int, plug
     assert "ValueError: boom" in gone
 
 
-def test_suspend_and_resume(stage: Arena, gang: str, port: int, plugin: Plugin) -> None:
+def test_suspend_and_resume(stage, gang, port, plugin):
     running(stage, gang, port)
     assert "is not suspended" in plugin.says("resume", gang)
     assert "its pods get SIGTERM" in plugin.says("suspend", gang)
@@ -191,9 +184,7 @@ def test_suspend_and_resume(stage: Arena, gang: str, port: int, plugin: Plugin) 
     assert not stage.rest.get(stage.job_path(gang))["spec"]["suspend"]
 
 
-def test_four_rights_are_enough_to_look(
-    stage: Arena, gang: str, port: int, control_plane: Cluster, tmp_path: Path
-) -> None:
+def test_four_rights_are_enough_to_look(stage, gang, port, control_plane, tmp_path):
     running(stage, gang, port)
     viewer = user(control_plane, stage.namespace, "viewer", VIEWER, tmp_path)
 
@@ -217,9 +208,7 @@ def test_four_rights_are_enough_to_look(
     assert f"you may not patch ddpjobs of ddpjob.dev in namespace {stage.namespace}" in refused
 
 
-def test_the_right_to_get_the_job_is_enough_for_why(
-    stage: Arena, gang: str, port: int, control_plane: Cluster, tmp_path: Path
-) -> None:
+def test_the_right_to_get_the_job_is_enough_for_why(stage, gang, port, control_plane, tmp_path):
     running(stage, gang, port)
     stage.kubelet.finish(f"{gang}-1", 3, "ValueError: boom")
     running(stage, gang, port, attempt=2)
@@ -233,9 +222,7 @@ def test_the_right_to_get_the_job_is_enough_for_why(
     ).says("why", gang)
 
 
-def test_what_a_right_is_missing_for_is_said(
-    stage: Arena, gang: str, port: int, control_plane: Cluster, tmp_path: Path
-) -> None:
+def test_what_a_right_is_missing_for_is_said(stage, gang, port, control_plane, tmp_path):
     running(stage, gang, port)
     nobody = user(control_plane, stage.namespace, "nobody", [], tmp_path)
     assert "you may not list ddpjobs of ddpjob.dev in namespace" in nobody.refuses("status")
@@ -250,7 +237,7 @@ def test_what_a_right_is_missing_for_is_said(
     assert "in all namespaces" in nobody.refuses("status", "-A")
 
 
-def test_errors_are_one_line_with_the_cure(plugin: Plugin, tmp_path: Path) -> None:
+def test_errors_are_one_line_with_the_cure(plugin, tmp_path):
     assert 'no DDPJob "absent" here: `kubectl ddp status -A`' in plugin.refuses("status", "absent")
     assert 'no DDPJob "absent"' in plugin.refuses("suspend", "absent")
     assert "absent" in plugin.refuses("status", "--context=absent")
@@ -258,7 +245,7 @@ def test_errors_are_one_line_with_the_cure(plugin: Plugin, tmp_path: Path) -> No
     assert nowhere.refuses("status").startswith("kubectl-ddp: kubectl:")
 
 
-def test_the_single_file_is_a_plugin_of_kubectl(plugin: Plugin, tmp_path: Path) -> None:
+def test_the_single_file_is_a_plugin_of_kubectl(plugin, tmp_path):
     made = ["make", "-C", str(ROOT), "plugin", f"DIST={tmp_path}"]
     subprocess.run(made, check=True, capture_output=True)
     env = {**environment(tmp_path), "PYTHONPATH": ""}

@@ -1,7 +1,5 @@
 """What the Helm chart renders: objects, security, rights, and whom they reach."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import yaml
 
 from ddpjob_operator import settings
-from support.chart import CHART, Helm, Objects, Template
+from support.chart import CHART, Objects
 from support.manifest import rights
 from support.network import NAMESPACE, Pod, reaches
 from support.site import OPERATOR_LABEL
@@ -69,7 +67,7 @@ def labels(objects: Objects) -> dict[str, str]:
     return deployment(objects)["template"]["metadata"]["labels"]  # type: ignore[no-any-return]
 
 
-def test_renders_these_objects_by_default(helm: Helm, template: Template) -> None:
+def test_renders_these_objects_by_default(helm, template):
     assert set(template()) == {
         "ServiceAccount/ddpjob-operator",
         "CustomResourceDefinition/ddpjobs.ddpjob.dev",
@@ -92,7 +90,7 @@ def test_renders_these_objects_by_default(helm: Helm, template: Template) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_operator_pod_is_restricted_and_reachable(template: Template) -> None:
+def test_operator_pod_is_restricted_and_reachable(template):
     objects = template()
     spec, container = pod_spec(objects), operator(objects)
     assert spec["securityContext"] == {
@@ -123,7 +121,7 @@ def test_operator_pod_is_restricted_and_reachable(template: Template) -> None:
     assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_arguments_are_the_operators_own(template: Template) -> None:
+def test_arguments_are_the_operators_own(template):
     """The rendered arguments go through the operator's parser: none may be unknown to it."""
     values = "namespaces={a,b},progressSeconds=7,leaseName=l,log.level=debug,log.format=text"
     container = operator(template("--set", values))
@@ -151,7 +149,7 @@ def test_arguments_are_the_operators_own(template: Template) -> None:
     assert (given.conditions, given.cordon) == (("Ready=False",), True)
 
 
-def test_who_may_read_the_operators_own(template: Template) -> None:
+def test_who_may_read_the_operators_own(template):
     """The same who may read those of gangs; without a word about it everybody, as there."""
     kind = "NetworkPolicy/ddpjob-operator"
     assert kind not in template()
@@ -174,7 +172,7 @@ def test_who_may_read_the_operators_own(template: Template) -> None:
     assert own["podSelector"]["matchLabels"].items() <= labels(objects).items()
 
 
-def test_a_policy_about_jobs_holds_where_this_release_serves(template: Template) -> None:
+def test_a_policy_about_jobs_holds_where_this_release_serves(template):
     """Elsewhere another release has its own operator, accounts and choices."""
     policies = ("podCreators", "restricted", "gangLabels")
     on = ",".join(f"admissionPolicies.{policy}.enabled=true" for policy in policies)
@@ -187,7 +185,7 @@ def test_a_policy_about_jobs_holds_where_this_release_serves(template: Template)
         assert found == {"namespaceSelector": {"matchExpressions": [there]}}
 
 
-def test_the_policy_judges_all_that_the_operators_account_may_write(template: Template) -> None:
+def test_the_policy_judges_all_that_the_operators_account_may_write(template):
     """A right that is added is judged, or is written down here."""
     groups = ("--api-versions", "scheduling.k8s.io/v1beta1/PodGroup")
     for values in ("kueue.enabled=true", "kueue.enabled=true,namespaces={a},rbac.nodes=true"):
@@ -220,8 +218,8 @@ def test_the_policy_judges_all_that_the_operators_account_may_write(template: Te
     ],
 )
 def test_the_operators_account_is_bound_where_the_api_server_can_do_it(
-    template: Template, enabled: str, served: tuple[str, ...], bound: bool
-) -> None:
+    template, enabled, served, bound
+):
     kinds = [word for kind in served for word in ("--api-versions", kind)]
     objects = template("--set", f"admissionPolicies.operator.enabled={enabled}", *kinds)
     assert (POLICY in objects) is bound
@@ -231,13 +229,13 @@ def test_the_operators_account_is_bound_where_the_api_server_can_do_it(
     assert [name in one["expression"] for one in spec["matchConditions"]] == [True] * bound
 
 
-def test_only_the_operators_pod_gets_the_accounts_token(template: Template) -> None:
+def test_only_the_operators_pod_gets_the_accounts_token(template):
     objects = template()
     assert objects["ServiceAccount/ddpjob-operator"]["automountServiceAccountToken"] is False
     assert pod_spec(objects)["automountServiceAccountToken"] is True
 
 
-def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template: Template) -> None:
+def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template):
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     digest = "sha256:" + 64 * "a"
     for values, image in (
@@ -248,7 +246,7 @@ def test_image_follows_the_chart_and_a_digest_wins_over_a_tag(template: Template
         assert operator(template("--set", values))["image"] == image
 
 
-def test_two_releases_share_no_object(helm: Helm) -> None:
+def test_two_releases_share_no_object(helm):
     """But for the definition and the users' roles, which the second one leaves out."""
     second = ("--set", "crds.enabled=false,rbac.userRoles=false")
 
@@ -265,7 +263,7 @@ def test_two_releases_share_no_object(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("release", ["a" * 53, "a.b", "2024"])
-def test_any_release_name_gives_valid_names_or_is_refused(helm: Helm, release: str) -> None:
+def test_any_release_name_gives_valid_names_or_is_refused(helm, release):
     done = helm("template", release, str(CHART))
     refused = "fullnameOverride: 2024-operator-metrics is no name of a Service" in done.stderr
     assert bool(done.returncode) == refused == (release == "2024"), done.stderr
@@ -274,7 +272,7 @@ def test_any_release_name_gives_valid_names_or_is_refused(helm: Helm, release: s
             assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", body["metadata"]["name"])
 
 
-def test_common_labels_are_everywhere_and_select_nothing(template: Template) -> None:
+def test_common_labels_are_everywhere_and_select_nothing(template):
     on = "commonLabels.team=a,metrics.podMonitor.enabled=true,metrics.dashboard.enabled=true"
     objects = template("--set", on)
     for name, body in objects.items():
@@ -285,9 +283,7 @@ def test_common_labels_are_everywhere_and_select_nothing(template: Template) -> 
     assert "team" not in selected, "an upgrade could not change it"
 
 
-def test_ids_can_be_left_to_openshift_and_environment_comes_after_our_own(
-    template: Template,
-) -> None:
+def test_ids_can_be_left_to_openshift_and_environment_comes_after_our_own(template):
     values = "podSecurityContext.runAsUser=null,podSecurityContext.runAsGroup=null"
     values += ",env[0].name=HTTPS_PROXY,env[0].value=http://p"
     objects = template("--set", values)
@@ -300,7 +296,7 @@ def test_ids_can_be_left_to_openshift_and_environment_comes_after_our_own(
 # --- Rights -------------------------------------------------------------------------------
 
 
-def test_the_operators_rights_are_these_and_no_others(template: Template) -> None:
+def test_the_operators_rights_are_these_and_no_others(template):
     """In the whole cluster, or in namespaces only, there with or without a look at nodes."""
     whole, nodes = "ops:ddpjob-operator", "ops:ddpjob-operator-nodes"
     for values, wanted in (
@@ -335,9 +331,7 @@ def test_the_operators_rights_are_these_and_no_others(template: Template) -> Non
 
 @pytest.mark.parametrize("served", ["v1alpha2", "v1beta1", "v1"])
 @pytest.mark.parametrize("when", ["Auto", "Always", "Never"])
-def test_rights_to_pod_groups_are_given_where_they_are_served(
-    template: Template, served: str, when: str
-) -> None:
+def test_rights_to_pod_groups_are_given_where_they_are_served(template, served, when):
     """v1 has no PodGroups so far."""
     kinds = f"scheduling.k8s.io/{served}/{'PriorityClass' if served == 'v1' else 'PodGroup'}"
     objects = template("--api-versions", kinds, "--set", f"rbac.podGroups={when}")
@@ -347,7 +341,7 @@ def test_rights_to_pod_groups_are_given_where_they_are_served(
     assert found == ({"get", "list", "create", "delete"} if wanted else set())
 
 
-def test_users_get_rights_by_aggregation(template: Template) -> None:
+def test_users_get_rights_by_aggregation(template):
     """Status is the operator's: nobody else may claim that a job has succeeded."""
     objects = template()
     view = {"get", "list", "watch"}
@@ -378,7 +372,7 @@ def test_users_get_rights_by_aggregation(template: Template) -> None:
         ),
     ],
 )
-def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> None:
+def test_parts_can_be_left_out(template, values, absent):
     objects = template("--set", values)
     assert set(template()) - set(objects) >= {absent}
     if absent.startswith("ServiceAccount/"):
@@ -387,7 +381,7 @@ def test_parts_can_be_left_out(template: Template, values: str, absent: str) -> 
         assert binding["subjects"][0]["name"] == "mine"
 
 
-def test_one_lost_node_does_not_take_all_operators(template: Template) -> None:
+def test_one_lost_node_does_not_take_all_operators(template):
     objects = template("--set", "tolerations[0].operator=Exists,tolerations[0].key=mine")
     budget = objects["PodDisruptionBudget/ddpjob-operator"]["spec"]
     assert budget["maxUnavailable"] == 1

@@ -1,7 +1,5 @@
 """The CRD as a document: equal to what is committed, to the contract, and small."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -41,7 +39,7 @@ def walk(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
             yield from walk(schema[key], f"{path}[]")
 
 
-def test_committed_files_are_what_the_chart_renders() -> None:
+def test_committed_files_are_what_the_chart_renders():
     """manifests/crd.yaml, manifests/install.yaml and docs/reference/api.md."""
     helm = binaries.ensure(["helm"], print)["helm"]
     done = subprocess.run(
@@ -55,14 +53,14 @@ def test_committed_files_are_what_the_chart_renders() -> None:
     assert "*1 to 2592000*" in told
 
 
-def test_rules_over_the_spec_read_no_text_of_unknown_length(root: Schema) -> None:
+def test_rules_over_the_spec_read_no_text_of_unknown_length(root):
     """Kubernetes 1.30 reckons int-or-string as 3 MB each, and refuses the whole definition then."""
     rules = [rule["rule"] for rule in root["properties"]["spec"]["x-kubernetes-validations"]]
     assert rules
     assert [rule for rule in rules if re.search(r"\b(matches|string|quantity)\(", rule)] == []
 
 
-def test_reserved_variables_are_those_of_the_contract(root: Schema) -> None:
+def test_reserved_variables_are_those_of_the_contract(root):
     pod = root["properties"]["spec"]["properties"]["template"]["properties"]["spec"]
     for kind in ("containers", "initContainers"):
         item = pod["properties"][kind]["items"]["properties"]["env"]["items"]
@@ -76,7 +74,7 @@ def test_reserved_variables_are_those_of_the_contract(root: Schema) -> None:
         assert sorted(reserved) == sorted(contract.RESERVED_ENV)
 
 
-def test_it_is_small_and_says_what_each_field_and_rule_is_about(root: Schema) -> None:
+def test_it_is_small_and_says_what_each_field_and_rule_is_about(root):
     text = json.dumps(yaml.safe_load(CRD.read_text()), separators=(",", ":"))
     # Client-side apply keeps a copy in an annotation: 262144 bytes for all annotations.
     assert len(text) < 64 * 1024
@@ -93,7 +91,7 @@ def test_it_is_small_and_says_what_each_field_and_rule_is_about(root: Schema) ->
             assert {"minimum", "maximum"} <= schema.keys(), path
 
 
-def test_the_operators_defaults_are_those_of_the_contract() -> None:
+def test_the_operators_defaults_are_those_of_the_contract():
     """A job that was stored by an older definition lacks what is new in this one.
 
     That they are the CRD's, too, tests/api/test_admission.py sees.
@@ -105,7 +103,7 @@ def test_the_operators_defaults_are_those_of_the_contract() -> None:
     assert spec.parse(given["spec"]) == spec.parse(stored["spec"])
 
 
-def test_examples_are_restricted_and_run_scripts_that_exist() -> None:
+def test_examples_are_restricted_and_run_scripts_that_exist():
     jobs = [(f, body) for f in examples() for body in example(f) if body["kind"] == "DDPJob"]
     assert jobs
     for file, body in jobs:
@@ -122,7 +120,7 @@ def test_examples_are_restricted_and_run_scripts_that_exist() -> None:
                 assert (ROOT / word.removeprefix("/workspace/")).is_file(), word
 
 
-def test_digits_snapshots_lie_on_its_claim() -> None:
+def test_digits_snapshots_lie_on_its_claim():
     claim, job = example("digits.yaml")
     assert claim["kind"] == "PersistentVolumeClaim"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -131,7 +129,7 @@ def test_digits_snapshots_lie_on_its_claim() -> None:
     assert job["spec"]["replicas"] == 3
 
 
-def test_the_check_of_gpus_is_one_pod_per_node_with_a_command_that_exists() -> None:
+def test_the_check_of_gpus_is_one_pod_per_node_with_a_command_that_exists():
     (job,) = example("gpu-check.yaml")
     pod = job["spec"]["template"]["spec"]
     (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

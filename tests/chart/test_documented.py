@@ -1,7 +1,5 @@
 """What pages say of the chart is so: values exist and helm's commands render."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from support.chart import CHART, Helm
+from support.chart import CHART
 from support.manifest import pages
 
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -49,7 +47,7 @@ def exists(path: str, values: Any) -> bool:
     return True
 
 
-def test_every_helm_command_of_a_page_renders(helm: Helm) -> None:
+def test_every_helm_command_of_a_page_renders(helm):
     seen = []
     for page, words in commands():
         rest = [word.replace("REGISTRY", "registry.example") for word in words[4:]]
@@ -60,7 +58,7 @@ def test_every_helm_command_of_a_page_renders(helm: Helm) -> None:
     assert {"README.md", "operations.md", "quickstart.md", "releasing.md"} <= set(seen)
 
 
-def test_pages_name_no_value_that_the_chart_lacks() -> None:
+def test_pages_name_no_value_that_the_chart_lacks():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     found = [
         (page.name, path)

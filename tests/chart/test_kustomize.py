@@ -1,11 +1,8 @@
 """Names that Kustomize gives to objects come into the DDPJobs that name them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
-from pathlib import Path
 from string import Template
 
 import yaml
@@ -61,7 +58,7 @@ KUSTOMIZATION = {
 }
 
 
-def test_names_of_generators_and_prefixes_come_into_each_field(tmp_path: Path) -> None:
+def test_names_of_generators_and_prefixes_come_into_each_field(tmp_path):
     names = set(re.findall(r"\$(\w+)", JOB))
     plain = Template(JOB).substitute({name: name for name in names})
     (tmp_path / CONFIG.name).write_text(CONFIG.read_text())

@@ -1,7 +1,5 @@
 """What Prometheus and Grafana get from the chart: it must name what is really there."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re
@@ -21,7 +19,7 @@ from ddpjob_operator.shell.telemetry import Metrics
 from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
 from support import prometheus
-from support.chart import CHART, Helm, Template, panels
+from support.chart import CHART, panels
 from support.cluster import ROOT, wait_for
 from support.prometheus import scrape_config
 from support.world import job_object
@@ -59,13 +57,13 @@ def known() -> set[str]:
     return found
 
 
-def test_the_alerts_fire_when_they_should_and_not_else() -> None:
+def test_the_alerts_fire_when_they_should_and_not_else():
     for command in (("check", "rules", FILES / "alerts.yaml"), ("test", "rules", TESTS)):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_operators_metrics_keep_prometheus_conventions() -> None:
+def test_the_operators_metrics_keep_prometheus_conventions():
     metrics = Metrics()
     metrics.expose_jobs(list)
     metrics.expose_watch_ages({"pods": lambda: 1.0})
@@ -100,9 +98,7 @@ def page(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_plain_prometheus_keeps_the_namespace_of_the_jobs(
-    template: Template, page: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_plain_prometheus_keeps_the_namespace_of_the_jobs(template, page, tmp_path):
     """The page's own relabelings, of the pod that the chart makes."""
     deployment = template("-n", "ddpjob-system")["Deployment/ddpjob-system/ddpjob-operator"]
     pod = deployment["spec"]["template"]
@@ -130,9 +126,7 @@ def test_a_plain_prometheus_keeps_the_namespace_of_the_jobs(
     assert (labels["namespace"], labels["pod"]) == ("team", "ddpjob-operator-x")
 
 
-def test_a_prometheus_takes_the_configuration_on_the_page(
-    template: Template, page: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_prometheus_takes_the_configuration_on_the_page(template, page, tmp_path):
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(page))
     command = ["promtool", "check", "config", tmp_path / "prometheus.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -155,7 +149,7 @@ def test_a_prometheus_takes_the_configuration_on_the_page(
     assert [rule["regex"] for rule in kept] == [rule["regex"] for rule in shown]
 
 
-def test_every_alert_is_tested_both_ways_and_has_its_runbook() -> None:
+def test_every_alert_is_tested_both_ways_and_has_its_runbook():
     fired, silent = set(), set()
     for story in yaml.safe_load(TESTS.read_text())["tests"]:
         for case in story["alert_rule_test"]:
@@ -168,7 +162,7 @@ def test_every_alert_is_tested_both_ways_and_has_its_runbook() -> None:
         assert alert["annotations"]["runbook"] == place
 
 
-def test_alerts_and_panels_ask_for_what_is_served(known: set[str]) -> None:
+def test_alerts_and_panels_ask_for_what_is_served(known):
     asked = [alert["expr"] for alert in alerts()]
     asked += [target["expr"] for panel in panels() for target in panel["targets"]]
     assert len(asked) > 20
@@ -178,7 +172,7 @@ def test_alerts_and_panels_ask_for_what_is_served(known: set[str]) -> None:
         assert names <= known, expr
 
 
-def test_rules_and_dashboard_come_whole(template: Template) -> None:
+def test_rules_and_dashboard_come_whole(template):
     on = template("--set", "metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true")
     rule = on["PrometheusRule/ddpjob-operator"]["spec"]
     assert rule == yaml.safe_load((FILES / "alerts.yaml").read_text())
@@ -195,7 +189,7 @@ def test_rules_and_dashboard_come_whole(template: Template) -> None:
     assert json.loads(board["data"]["ddpjob.json"]) == json.loads(text)
 
 
-def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template: Template) -> None:
+def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template):
     on = ("--set", "metrics.podMonitor.enabled=true,metrics.podMonitor.labels.team=a")
     monitor = template(*on)["PodMonitor/ddpjob-operator-trainers"]
     assert monitor["metadata"]["labels"]["team"] == "a"
@@ -216,7 +210,7 @@ def test_the_pod_monitor_finds_the_pods_that_the_operator_makes(template: Templa
 
 
 @pytest.mark.parametrize("kind", ["podMonitor", "serviceMonitor"])
-def test_no_page_floods_prometheus(template: Template, tmp_path: Path, kind: str) -> None:
+def test_no_page_floods_prometheus(template, tmp_path, kind):
     """The whole page is bounded, and each name; by limits that a Prometheus takes."""
     objects = template("--set", f"metrics.{kind}.enabled=true")
     (monitor,) = (one for name, one in objects.items() if name.lower().startswith(kind.lower()))
@@ -232,7 +226,7 @@ def test_no_page_floods_prometheus(template: Template, tmp_path: Path, kind: str
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_service_monitor_finds_the_operators_service(template: Template, helm: Helm) -> None:
+def test_the_service_monitor_finds_the_operators_service(template, helm):
     on = ("--set", "metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.labels.team=a")
     objects = template(*on)
     monitor = objects["ServiceMonitor/ddpjob-operator"]

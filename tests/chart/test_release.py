@@ -1,7 +1,5 @@
 """A release without its images: whole, usable, and the same bytes from another checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,7 +16,6 @@ import pytest
 
 from devcluster import venv
 from support import release as support
-from support.chart import Helm
 from support.cluster import ROOT
 
 pytestmark = pytest.mark.tier("gate")  # it builds everything twice
@@ -42,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, tmp_path_factory.mktemp("release"))
 
 
-def test_is_whole_and_the_chart_is_the_chart(made: Path, helm: Helm) -> None:
+def test_is_whole_and_the_chart_is_the_chart(made, helm):
     version = made.name.removeprefix("ddpjob-")
     assert {path.name for path in made.iterdir()} == {
         f"ddpjob-{version}.tgz",
@@ -72,7 +69,7 @@ def test_is_whole_and_the_chart_is_the_chart(made: Path, helm: Helm) -> None:
 @pytest.mark.parametrize(
     ("image", "locks"), [("operator", ["operator"]), ("trainer", ["torch", "trainer"])]
 )
-def test_bills_name_every_pin_with_its_hashes(made: Path, image: str, locks: list[str]) -> None:
+def test_bills_name_every_pin_with_its_hashes(made, image, locks):
     text = "".join((ROOT / f"dev/requirements/{lock}.txt").read_text() for lock in locks)
     bill = json.loads((made / f"{image}.cdx.json").read_text())
     assert bill["bomFormat"] == "CycloneDX"
@@ -89,7 +86,7 @@ def test_bills_name_every_pin_with_its_hashes(made: Path, image: str, locks: lis
 
 
 @pytest.mark.tier("all")
-def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
+def test_another_checkout_gives_the_same_bytes(made, tmp_path):
     copy = support.copy_of_the_sources(tmp_path / "elsewhere")
     again = build(copy, tmp_path / "out")
     for path in made.iterdir():
@@ -99,7 +96,7 @@ def test_another_checkout_gives_the_same_bytes(made: Path, tmp_path: Path) -> No
         assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
-def test_wheels_share_no_file_and_an_image_needs_two_of_them(made: Path, tmp_path: Path) -> None:
+def test_wheels_share_no_file_and_an_image_needs_two_of_them(made, tmp_path):
     """The last way of docs/start/your-script.md: nothing of this checkout is on the path."""
     tool, home = venv.ensure_uv(ROOT / "dev/requirements", print), tmp_path / "home"
     env = {**venv.uv_variables(tool), "UV_PYTHON": str(home / "bin/python")}

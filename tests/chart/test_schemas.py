@@ -1,7 +1,5 @@
 """All that the chart and the operator make, against Kubernetes' schemas of several versions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -82,9 +80,7 @@ def objects(template: Template) -> list[tuple[str, Object]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_object_is_one_of_that_kubernetes(
-    objects: list[tuple[str, Object]], version: str
-) -> None:
+def test_each_object_is_one_of_that_kubernetes(objects, version):
     kinds = {body["kind"] for _, body in objects}
     assert {"NetworkPolicy", "Pod", "ValidatingAdmissionPolicy", "RoleBinding"} <= kinds
     for name, body in objects:
@@ -94,7 +90,7 @@ def test_each_object_is_one_of_that_kubernetes(
             pytest.fail(f"{name}: {list(error.absolute_path)}: {error.message}")
 
 
-def test_every_source_of_a_volume_is_named() -> None:
+def test_every_source_of_a_volume_is_named():
     """Of one without a name the definition sees no change, and takes null."""
     known: set[str] = set()
     for version in VERSIONS:

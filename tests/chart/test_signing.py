@@ -3,8 +3,6 @@
 To build cosign takes minutes, once. The registry is crane's, on loopback; the images are tiny.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -112,9 +110,7 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
         yield replace(signer, verified=done.stdout)
 
 
-def test_what_is_signed_is_verified_and_a_change_of_it_refused(
-    signer: Signer, tmp_path: Path
-) -> None:
+def test_what_is_signed_is_verified_and_a_change_of_it_refused(signer, tmp_path):
     assert len(CHECKS) == 7
     assert signer.refusing() == set()
     sums, _, attested, of_release, *rest = CHECKS
@@ -150,7 +146,7 @@ def test_what_is_signed_is_verified_and_a_change_of_it_refused(
     assert signer.refusing() == {of_release}, "an image of ours, of another release"
 
 
-def test_an_image_carries_its_bill_and_its_provenance(signer: Signer) -> None:
+def test_an_image_carries_its_bill_and_its_provenance(signer):
     for kind in ("cosign/sign/v1", "cyclonedx.org/bom", "slsa.dev/provenance/v1"):
         assert signer.verified.count(f"{kind} artifacts") == 2, "of both images"
     provenance = json.loads((signer.made / "provenance.json").read_text())

@@ -1,23 +1,20 @@
 """What the values of the chart refuse, and with which words; what they may be."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from support.chart import CHART, Helm, Template
+from support.chart import CHART
 
 #: Every pod of the namespace that names no account would have the operator's rights.
 DEFAULT = "the namespace's default account must not get the operator's rights"
 
 
-def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
+def test_labels_and_accounts_may_be_nothing(template):
     none = "metrics.dashboard.enabled=true,metrics.dashboard.labels=null"
     assert "ConfigMap/ddpjob-operator-dashboard" in template("--set", none)
     policy = "admissionPolicies.restricted"
@@ -62,7 +59,7 @@ def test_labels_and_accounts_may_be_nothing(template: Template) -> None:
         ("hostNetwork=true", "hostNetwork"),
     ],
 )
-def test_refuses(helm: Helm, values: str, names: str) -> None:
+def test_refuses(helm, values, names):
     done = helm("template", str(CHART), "--set", values)
     assert done.returncode != 0
     assert names in done.stderr
@@ -72,7 +69,7 @@ def operator_pod(objects: Any, name: str = "ddpjob-operator") -> Any:
     return objects[f"Deployment/{name}"]["spec"]["template"]["spec"]
 
 
-def test_an_umbrella_chart_leaves_it_out_by_a_condition(helm: Helm, tmp_path: Path) -> None:
+def test_an_umbrella_chart_leaves_it_out_by_a_condition(helm, tmp_path):
     """With the values that it gives all its charts."""
     (tmp_path / "charts").mkdir()
     (tmp_path / "charts/ddpjob").symlink_to(CHART)
@@ -96,19 +93,19 @@ def test_an_umbrella_chart_leaves_it_out_by_a_condition(helm: Helm, tmp_path: Pa
     assert "only an umbrella chart's `condition` leaves this chart out" in alone.stderr
 
 
-def test_who_renders_without_a_cluster_is_asked_for_no_namespace(template: Template) -> None:
+def test_who_renders_without_a_cluster_is_asked_for_no_namespace(template):
     """As Argo CD does, which names all versions that its cluster serves."""
     rendered = template("--set", "namespaces={a}", "--api-versions", "v1/Pod")
     assert "Role/a/ddpjob-operator" in rendered
 
 
 @pytest.mark.parametrize("repository", ["quay.io/a/b", "r:5000/b", "localhost/b"])
-def test_a_repository_that_names_its_registry_keeps_it(template: Template, repository: str) -> None:
+def test_a_repository_that_names_its_registry_keeps_it(template, repository):
     values = f"global.imageRegistry=r.local,image.repository={repository},image.tag=v1"
     assert operator_pod(template("--set", values))["containers"][0]["image"] == f"{repository}:v1"
 
 
-def test_another_name_is_in_all_names_and_labels(template: Template) -> None:
+def test_another_name_is_in_all_names_and_labels(template):
     monitors = ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
     on = ",".join(f"metrics.{one}.enabled=true,metrics.{one}.namespace=watch" for one in monitors)
     objects = template("--set", f"nameOverride=trains,{on}")
@@ -125,7 +122,7 @@ def test_another_name_is_in_all_names_and_labels(template: Template) -> None:
     assert monitor["namespaceSelector"] == {"matchNames": ["ops"]}
 
 
-def test_what_people_expect_of_a_chart_reaches_its_objects(template: Template) -> None:
+def test_what_people_expect_of_a_chart_reaches_its_objects(template):
     ca = {"name": "ca", "mountPath": "/etc/ca"}
     spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
     drop = {"action": "labeldrop", "regex": "pod"}
@@ -165,7 +162,7 @@ def test_what_people_expect_of_a_chart_reaches_its_objects(template: Template) -
 
 
 @pytest.mark.parametrize("quantity", ["1", "0.5", "500m", "5Gi", "1e3", "1E", "100M", "1.5Gi"])
-def test_quantities_of_kubernetes_are_taken(template: Template, quantity: str) -> None:
+def test_quantities_of_kubernetes_are_taken(template, quantity):
     for how in ("--set", "--set-string"):
         made = template(how, f"resources.limits.memory={quantity}")["Deployment/ddpjob-operator"]
         (container,) = made["spec"]["template"]["spec"]["containers"]
@@ -173,7 +170,7 @@ def test_quantities_of_kubernetes_are_taken(template: Template, quantity: str) -
 
 
 @pytest.mark.parametrize("values", ["crds.enabled=true", "crds.enabled=false,leaseName=mine"])
-def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm: Helm, values: str) -> None:
+def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm, values):
     """It is that of every team: a release beside the first has no business with it."""
     where = ("second", str(CHART), "-n", "ops", "--dry-run=client")
     done = helm("install", *where, "--set", values)
@@ -187,7 +184,7 @@ def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm: Helm, val
     assert "the namespaces a, b" in helm("install", *where, "--set", "namespaces={a,b}").stdout
 
 
-def test_values_are_described_and_a_null_section_is_refused_by_name(helm: Helm) -> None:
+def test_values_are_described_and_a_null_section_is_refused_by_name(helm):
     """A `# --` line above each, a place in the schema; not the line of a template with a nil."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     described = {
@@ -218,7 +215,7 @@ class Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def test_a_label_that_is_given_twice_is_there_once(helm: Helm) -> None:
+def test_a_label_that_is_given_twice_is_there_once(helm):
     """YAML with a key twice is refused by some readers, kustomize for one; the nearer one holds."""
     values = [
         "commonLabels.team=common", "podLabels.team=pod", "metrics.dashboard.enabled=true",
@@ -243,7 +240,7 @@ def test_a_label_that_is_given_twice_is_there_once(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("name", ["2024", "1e3", "true", "null", "on"])
-def test_names_that_are_numbers_or_words_of_yaml_stay_strings(helm: Helm, name: str) -> None:
+def test_names_that_are_numbers_or_words_of_yaml_stay_strings(helm, name):
     """As release, namespace, account and class; Kubernetes takes them, and no number."""
     full = name if name.isalpha() else "x"
     names = f"fullnameOverride={full},priorityClassName={name},serviceAccount.name={name}"
@@ -269,7 +266,7 @@ def test_names_that_are_numbers_or_words_of_yaml_stay_strings(helm: Helm, name: 
             walk(body, body["kind"])
 
 
-def test_the_table_of_values_hides_nothing() -> None:
+def test_the_table_of_values_hides_nothing():
     """What looks like a tag is not shown."""
     rows = [row for row in (CHART / "README.md").read_text().splitlines() if row.startswith("|")]
     assert len(rows) > 50

@@ -1,7 +1,5 @@
 """Ends as real kubelets and runtimes write them: whose they are, and what the status tells."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,9 +28,7 @@ def failed(site: Site, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.fault("N5")
-def test_a_survived_out_of_memory_is_not_the_cause_of_a_later_eviction(
-    site: Site,
-) -> None:
+def test_a_survived_out_of_memory_is_not_the_cause_of_a_later_eviction(site):
     name = "survivor"
     body = job(name, ["python3", "-c", SURVIVES], restart={"maxRestarts": 1})
     trainer(body)["resources"] = {"limits": {"memory": "100Mi"}}
@@ -48,7 +44,7 @@ def test_a_survived_out_of_memory_is_not_the_cause_of_a_later_eviction(
 
 
 @pytest.mark.fault("N5")
-def test_a_volume_beyond_its_own_limit_is_charged_in_the_kubelets_words(site: Site) -> None:
+def test_a_volume_beyond_its_own_limit_is_charged_in_the_kubelets_words(site):
     name = "outgrown"
     script = "sleep 5; dd if=/dev/zero of=/scratch/x bs=1M count=64 2>&1; sync; sleep 3600"
     body = job(name, ["sh", "-c", f"[ $DDPJOB_REPLICA = 1 ] || sleep 3600; {script}"])
@@ -65,7 +61,7 @@ def test_a_volume_beyond_its_own_limit_is_charged_in_the_kubelets_words(site: Si
 
 @pytest.mark.fault("N18")
 @pytest.mark.parametrize("kind", ["livenessProbe", "startupProbe"])
-def test_a_program_that_its_own_probe_ends_is_charged(site: Site, kind: str) -> None:
+def test_a_program_that_its_own_probe_ends_is_charged(site, kind):
     """What its probe looks for is gone after a while, or never there."""
     name = f"probed-{kind[:5].lower()}"
     alive = "touch /tmp/alive; sleep 3; rm /tmp/alive; " if kind == "livenessProbe" else ""
@@ -90,9 +86,7 @@ def test_a_program_that_its_own_probe_ends_is_charged(site: Site, kind: str) -> 
         ({"workingDir": "/etc/hostname"}, "not a directory"),
     ],
 )
-def test_a_start_that_no_other_node_would_change_is_final(
-    site: Site, fields: dict[str, Any], words: str
-) -> None:
+def test_a_start_that_no_other_node_would_change_is_final(site, fields, words):
     name = "unstartable-" + "-".join(fields).lower()
     body = job(name, ["sleep", "3600"])
     trainer(body).update(fields)

@@ -4,8 +4,6 @@ The tests share one cluster and are written in the order of its life: what is re
 is compared after `down`. Other clusters may stand beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -173,7 +171,7 @@ def wait_restarted(cluster: Cluster, number: int, old: str) -> None:
     wait_for(lambda: wait_running(cluster, number) != old, what)
 
 
-def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
+def test_a_deleted_claim_takes_its_volume_along(cluster):
     claim = CLAIM.replace("name: data", "name: passing")
     cluster.kubectl("apply", "-f", "-", input=claim, check=True)
     words = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/passing", WITHIN)
@@ -186,7 +184,7 @@ def test_a_deleted_claim_takes_its_volume_along(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("component", ["etcd", "apiserver", "node1-containerd", "node2-kubelet"])
-def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None:
+def test_up_repairs_a_killed_component(cluster, component):
     register = Path(cluster.kubeconfig).parent / "process"
     pid = json.loads((register / f"{component}.json").read_text())["pid"]
     containers = [wait_running(cluster, number) for number in (1, 2)]
@@ -198,7 +196,7 @@ def test_up_repairs_a_killed_component(cluster: Cluster, component: str) -> None
     assert [wait_running(cluster, number) for number in (1, 2)] == containers
 
 
-def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
+def test_up_brings_all_back_after_a_reboot(cluster):
     old = {number: wait_running(cluster, number) for number in (1, 2)}
     state = Path(cluster.kubeconfig).parent
     link = json.loads((state / "cluster.json").read_text())["index"]
@@ -214,9 +212,7 @@ def test_up_brings_all_back_after_a_reboot(cluster: Cluster) -> None:
         wait_restarted(cluster, number, old[number])
 
 
-def test_down_leaves_nothing_and_takes_nothing(
-    cluster: Cluster, before: dict[str, set[str]]
-) -> None:
+def test_down_leaves_nothing_and_takes_nothing(cluster, before):
     there = {kind for kind, found in traces().items() if found}
     assert there >= {"files", "links", "cgroups", "processes"}, "else it would see nothing left"
     for component in ("node1-init", "coredns"):  # a record may be lost, its process must not

@@ -1,14 +1,12 @@
 """What a cluster does to a pod: the gang goes on, and pays only for what it did itself."""
 
-from __future__ import annotations
-
 import pytest
 
-from support.site import STEPS, Finished, Site, digits, job, trainer
+from support.site import STEPS, digits, job, trainer
 
 
 @pytest.mark.fault("N4")
-def test_an_evicted_pod_is_a_disruption_and_loses_no_step(site: Site, finished: Finished) -> None:
+def test_an_evicted_pod_is_a_disruption_and_loses_no_step(site, finished):
     name = "evicted"
     # No snapshot but that of SIGTERM, for which there is time enough.
     body = digits(name, steps=STEPS, slow=1, every=1000)
@@ -26,7 +24,7 @@ def test_an_evicted_pod_is_a_disruption_and_loses_no_step(site: Site, finished: 
 
 
 @pytest.mark.fault("N5")
-def test_out_of_memory_is_told_as_such(site: Site) -> None:
+def test_out_of_memory_is_told_as_such(site):
     name = "greedy"
     hoard = "x = []\nwhile True: x.append(bytearray(10_000_000))"
     at_once = {"initialSeconds": 1, "maxSeconds": 1}

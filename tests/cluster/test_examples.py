@@ -1,12 +1,9 @@
 """Every manifest of manifests/examples that needs no GPU, as a reader applies it, all at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,14 +62,14 @@ def own(site: Site) -> Iterator[None]:
     site.delete("own-script")
 
 
-def test_none_has_vanished() -> None:
+def test_none_has_vanished():
     assert set(HERE) == LADDER | {"recipe.yaml", "plain-torchrun.yaml"}
 
 
 @pytest.mark.tier("all")
 @pytest.mark.usefixtures("applied")
 @pytest.mark.parametrize("file", HERE)
-def test_it_runs_to_its_end(site: Site, file: str) -> None:
+def test_it_runs_to_its_end(site, file):
     body = job(file)
     name = body["metadata"]["name"]
     status = site.wait_phase(name, "Succeeded")
@@ -82,7 +79,7 @@ def test_it_runs_to_its_end(site: Site, file: str) -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.usefixtures("applied")
-def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
+def test_one_machine_or_several_the_weights_are_the_same(site):
     """Steps 3 and 4 of the ladder: three processes in one pod, or one in each of three."""
     results = []
     for name in ("ladder-3-faults", "ladder-4-machines"):
@@ -94,7 +91,7 @@ def test_one_machine_or_several_the_weights_are_the_same(site: Site) -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.usefixtures("applied")
-def test_the_gpt_has_written_something(site: Site) -> None:
+def test_the_gpt_has_written_something(site):
     site.wait_phase("ladder-5-gpt", "Succeeded")
     log = site.kubectl("logs", "ladder-5-gpt-0", check=True).stdout
     assert "\ndef " in log
@@ -102,14 +99,14 @@ def test_the_gpt_has_written_something(site: Site) -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_script_that_no_image_holds_runs_from_what_init_prints(site: Site) -> None:
+def test_a_script_that_no_image_holds_runs_from_what_init_prints(site):
     status = site.wait_phase("own-script", "Succeeded")
     assert status["replicas"]["succeeded"] == 2
     assert 0 < float(site.result("own-script")["test_accuracy"]) < 1
 
 
 @pytest.mark.usefixtures("own")
-def test_the_weights_can_be_had_when_all_pods_are_done(site: Site, tmp_path: Path) -> None:
+def test_the_weights_can_be_had_when_all_pods_are_done(site, tmp_path):
     """As docs/start/your-script.md says."""
     site.wait_phase("own-script", "Succeeded")
     shown, commands = blocks("The weights")

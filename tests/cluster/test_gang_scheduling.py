@@ -1,7 +1,5 @@
 """Native gang scheduling on the devcluster: the pods of a PodGroup are bound all, or none is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +51,7 @@ def verdict(cluster: Cluster) -> str | None:
     return next((one["status"] for one in conditions if one["type"] == "PodGroupScheduled"), None)
 
 
-def test_a_gang_is_bound_whole_or_not_at_all(cluster: Cluster) -> None:
+def test_a_gang_is_bound_whole_or_not_at_all(cluster):
     cluster.kubectl("apply", "-f", "-", input=GROUP, check=True)
     for name in MEMBERS:  # each takes a node: of three pods two would fit
         member = POD % (name, "schedulingGroup: {podGroupName: three}")
@@ -70,7 +68,7 @@ def test_a_gang_is_bound_whole_or_not_at_all(cluster: Cluster) -> None:
     assert len(set(nodes(cluster).values())) == 3
 
 
-def test_another_up_takes_the_api_away_and_brings_it_back(cluster: Cluster) -> None:
+def test_another_up_takes_the_api_away_and_brings_it_back(cluster):
     def served() -> bool:
         groups = cluster.kubectl("get", "podgroups", "-o", "json")
         return groups.returncode == 0 and bool(json.loads(groups.stdout)["items"])

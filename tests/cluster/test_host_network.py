@@ -4,8 +4,6 @@ The nodes of this cluster know their own names as little as a Debian machine doe
 on the loopback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +38,7 @@ def allowed(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_two_gangs_train_side_by_side_on_the_same_nodes(site: Site) -> None:
+def test_two_gangs_train_side_by_side_on_the_same_nodes(site):
     plugin = Plugin(site.cluster.kubeconfig, site.namespace)
     site.apply(*map(on_host, NAMES))  # both draw the same port in 1 of 2,000 pairs
     for name in NAMES:

@@ -1,7 +1,5 @@
 """The devcluster's Kueue: it admits a Job of a queue within the quota, and holds back the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,7 +46,7 @@ def jobs(sites: Callable[[str], Site], shared: Shared) -> Iterator[Site]:
     found.kubectl("delete", "namespace", NAMESPACE, check=True)
 
 
-def test_kueue_admits_a_job_once_another_has_freed_the_quota(jobs: Site) -> None:
+def test_kueue_admits_a_job_once_another_has_freed_the_quota(jobs):
     jobs.apply(job("first", 1000))
     wait_for(lambda: jobs.get("job", "first")["status"].get("active"), "the first to be admitted")
     jobs.apply(job("second", 0))

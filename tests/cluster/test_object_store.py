@@ -3,14 +3,12 @@
 The store is a directory of the tests' claim; `make foreign` has a server of S3's protocol.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from support.manifest import example
-from support.site import CLAIM, IMAGES, Site
+from support.site import CLAIM, IMAGES
 
 pytestmark = pytest.mark.tier("all")
 
@@ -30,7 +28,7 @@ def job(name: str, step_seconds: str) -> dict[str, Any]:
     return found
 
 
-def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site: Site) -> None:
+def test_all_disks_are_lost_at_once_and_the_store_has_what_it_takes(site):
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "snapshot-store"}}
     site.apply(secret)
     site.apply(job("kept", "0"))

@@ -3,8 +3,6 @@
 The ConfigMap is test_examples.py's, git test_pages.py's.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -52,7 +50,7 @@ def here(site: Site, tmp_path: Path) -> Iterator[Path]:
         site.kubectl("delete", what, "--ignore-not-found", "--grace-period=1", check=True)
 
 
-def test_more_files_than_a_config_map_holds_lie_on_a_claim(site: Site, here: Path) -> None:
+def test_more_files_than_a_config_map_holds_lie_on_a_claim(site, here):
     _, commands = blocks("More files: a claim")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], cwd=here, text=True, check=False,

@@ -1,7 +1,5 @@
 """The kubectl plugin on a gang that trains: what only kubelets and trainers can tell."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -45,7 +43,7 @@ def stacks(plugin: Plugin, wanted: str) -> str:
     return wait_for(told, f"the stacks to tell of {wanted}")
 
 
-def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> None:
+def test_status_shows_how_far_each_replica_is(site, plugin):
     def all_told() -> list[dict[str, str]] | None:
         rows = gang(plugin)
         told = all(
@@ -67,7 +65,7 @@ def test_status_shows_how_far_each_replica_is(site: Site, plugin: Plugin) -> Non
     )
 
 
-def test_logs_are_of_all_replicas_or_of_one(site: Site, plugin: Plugin) -> None:
+def test_logs_are_of_all_replicas_or_of_one(site, plugin):
     lines = plugin.says("logs", NAME).splitlines()
     for replica in range(3):
         assert f"[pod/{NAME}-{replica}/trainer] here is replica {replica}" in lines
@@ -77,7 +75,7 @@ def test_logs_are_of_all_replicas_or_of_one(site: Site, plugin: Plugin) -> None:
     assert "has had no failure" in plugin.says("logs", NAME, "--failed")
 
 
-def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
+def test_snapshots_are_listed_in_a_pod(site, plugin):
     head, *rows = plugin.says("snapshots", "ls", NAME).splitlines()
     assert head.split()[:4] == ["DIRECTORY", "ATTEMPT", "ROUND", "STEP"]
     assert rows
@@ -85,7 +83,7 @@ def test_snapshots_are_listed_in_a_pod(site: Site, plugin: Plugin) -> None:
 
 
 @pytest.mark.tier("all")
-def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> None:
+def test_after_a_hang_stacks_and_log_say_where(site, plugin):
     stacks(plugin, "no process has hung")
     site.kill_training(f"{NAME}-1", signal="STOP")
     wait_for(lambda: site.status(NAME)["restarts"].get("inPlace"), "the restart in place")
@@ -107,7 +105,7 @@ def test_after_a_hang_stacks_and_log_say_where(site: Site, plugin: Plugin) -> No
     assert "  Hang " in plugin.says("account", NAME)
 
 
-def test_a_suspended_job_says_how_to_look_at_its_snapshots(site: Site, plugin: Plugin) -> None:
+def test_a_suspended_job_says_how_to_look_at_its_snapshots(site, plugin):
     plugin.says("suspend", NAME)
     site.wait_phase(NAME, "Suspended")
     wait_for(lambda: not site.pods(NAME), "its pods to go")

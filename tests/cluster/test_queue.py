@@ -1,7 +1,5 @@
 """DDPJobs in queues of a real Kueue: admission, borrowing, preemption, its own restart."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -16,7 +14,7 @@ from support import kueue
 from support.cluster import ROOT, wait_for
 from support.patience import PATIENCE
 from support.sharing import Shared
-from support.site import STEPS, Finished, Site, digits, trainer
+from support.site import STEPS, Site, digits, trainer
 
 pytestmark = [pytest.mark.root, pytest.mark.tier("all")]
 
@@ -84,9 +82,7 @@ def true(site: Site, name: str, type_: str) -> bool:
 
 
 @pytest.mark.fault("U19")
-def test_a_preempted_gang_comes_back_and_ends_in_the_same_bits(
-    site: Site, finished: Finished, made: Callable[..., None]
-) -> None:
+def test_a_preempted_gang_comes_back_and_ends_in_the_same_bits(site, finished, made):
     """Its agreed snapshot is the step that it goes on from; Kueue is told when it has ended."""
     high = priority(site, 100)
     lower = {"preemption": {"withinClusterQueue": "LowerPriority"}}
@@ -110,7 +106,7 @@ def test_a_preempted_gang_comes_back_and_ends_in_the_same_bits(
     site.delete("low")
 
 
-def test_a_queue_lends_its_quota_and_takes_it_back(site: Site, made: Callable[..., None]) -> None:
+def test_a_queue_lends_its_quota_and_takes_it_back(site, made):
     cohort = {"cohortName": f"c-{site.namespace}"}
     takes_back = {"preemption": {"reclaimWithinCohort": "Any"}}
     made(*queue(site, "borrows", **cohort), *queue(site, "lends", **cohort, **takes_back))
@@ -134,9 +130,7 @@ def test_a_queue_lends_its_quota_and_takes_it_back(site: Site, made: Callable[..
         site.delete(name)
 
 
-def test_kueue_starts_again_while_one_gang_runs_and_one_waits(
-    site: Site, made: Callable[..., None]
-) -> None:
+def test_kueue_starts_again_while_one_gang_runs_and_one_waits(site, made):
     made(*queue(site, "restarted"))
     site.apply(queued("runs", "restarted"))
     site.wait_running("runs", 1)
@@ -153,7 +147,7 @@ def test_kueue_starts_again_while_one_gang_runs_and_one_waits(
     site.delete("waits")
 
 
-def test_the_page_as_it_is_read(site: Site, made: Callable[..., None], tmp_path: Path) -> None:
+def test_the_page_as_it_is_read(site, made, tmp_path):
     """Its objects and its commands, in their order; names of the whole cluster are the test's."""
     text = PAGE.read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -1,12 +1,10 @@
 """A gang loses members in every way a cluster knows and ends in the same weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from support.site import STEPS, Finished, Site, digits
+from support.site import STEPS, Site, digits
 from support.tiers import some_in_gate
 
 WITHOUT_ROUNDS = {"inPlace": {"enabled": False}}
@@ -23,7 +21,7 @@ def lose(site: Site, pod: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", some_in_gate(["process", "deleted", "forced"], "deleted"))
 @pytest.mark.fault("N1", "N3")
-def test_any_replica_lost_in_any_way(site: Site, finished: Finished, how: str) -> None:
+def test_any_replica_lost_in_any_way(site, finished, how):
     """One after the other: each loss is one restart, from the newest snapshot."""
     name = f"lose-{how}"
     # Without restarts in place a killed process ends the attempt; a lost pod does so anyway.

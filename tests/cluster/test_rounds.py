@@ -1,13 +1,11 @@
 """Processes die or hang while their pods live: the gang restarts in place, and who did is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from support.cluster import wait_for
-from support.site import STEPS, Finished, Site, digits, unhurried
+from support.site import STEPS, Site, digits, unhurried
 
 
 def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
@@ -21,7 +19,7 @@ def wait_rounds(site: Site, name: str, rounds: int) -> dict[str, Any]:
 
 
 @pytest.mark.fault("N1")
-def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) -> None:
+def test_a_killed_process_comes_back_in_its_pod(site, finished):
     """One after the other: the process of rank 0, of another rank, and two at once."""
     name = "round-kill"
     site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5)))
@@ -54,7 +52,7 @@ def test_a_killed_process_comes_back_in_its_pod(site: Site, finished: Finished) 
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T3")
-def test_a_process_that_hangs_is_ended_and_comes_back(site: Site, finished: Finished) -> None:
+def test_a_process_that_hangs_is_ended_and_comes_back(site, finished):
     name = "round-hang"
     site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10})))
     site.wait_running(name, 1, snapshot_after=0)

@@ -1,14 +1,12 @@
 """What a user is told: failures, stalls and refusals."""
 
-from __future__ import annotations
-
 import pytest
 
-from support.site import Site, job, trainer
+from support.site import job, trainer
 
 
 @pytest.mark.fault("N1")
-def test_max_restarts_is_exact_and_the_cause_is_told(site: Site) -> None:
+def test_max_restarts_is_exact_and_the_cause_is_told(site):
     name, limit = "max-restarts", 1  # others: tests/api/test_operator_lifecycle.py
     script = 'echo "the data set is gone"; [ $DDPJOB_REPLICA = 1 ] && exit 3; sleep 300'
     restart = {"maxRestarts": limit, "backoff": {"maxSeconds": 1}}
@@ -29,7 +27,7 @@ def test_max_restarts_is_exact_and_the_cause_is_told(site: Site) -> None:
     site.delete(name)
 
 
-def test_a_signal_is_told_with_the_last_lines_of_the_log(site: Site) -> None:
+def test_a_signal_is_told_with_the_last_lines_of_the_log(site):
     name = "signalled"
     code = "import os; print('last words', flush=True); os.kill(os.getpid(), 11)"
     script = ["ddpjob-trainer", "run", "python3", "-c", code]
@@ -41,7 +39,7 @@ def test_a_signal_is_told_with_the_last_lines_of_the_log(site: Site) -> None:
 
 
 @pytest.mark.fault("N8")
-def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) -> None:
+def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site):
     name = "wrong-image"
     obj = job(name, ["true"])
     right, trainer(obj)["image"] = trainer(obj)["image"], "ddpjob/no-such-image:1"
@@ -61,7 +59,7 @@ def test_a_wrong_image_is_told_and_when_it_is_mended_the_job_runs(site: Site) ->
 
 
 @pytest.mark.fault("N8")
-def test_a_missing_claim_is_told(site: Site) -> None:
+def test_a_missing_claim_is_told(site):
     claim = {"persistentVolumeClaim": {"claimName": "no-such-claim"}}
     site.apply(job("no-claim", ["true"], snapshot={"path": "/snapshots", "volume": claim}))
     assert "no-such-claim" in site.wait_condition("no-claim", "Stalled", "Unschedulable")
@@ -70,7 +68,7 @@ def test_a_missing_claim_is_told(site: Site) -> None:
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N8")
-def test_a_volume_that_cannot_be_mounted_is_told(site: Site) -> None:
+def test_a_volume_that_cannot_be_mounted_is_told(site):
     obj = job("no-config", ["true"])
     obj["spec"]["template"]["spec"]["volumes"] = [{"name": "c", "configMap": {"name": "absent"}}]
     trainer(obj)["volumeMounts"] = [{"name": "c", "mountPath": "/c"}]  # else nobody waits for it

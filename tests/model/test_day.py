@@ -4,8 +4,6 @@ What single faults and pairs never show: what adds up over hours, as budgets, wa
 and skewed clocks do. live() plays one again by its seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from datetime import timedelta
 from random import Random
@@ -101,7 +99,7 @@ def live(loop: asyncio.AbstractEventLoop, seed: int, hours: float, *, deposed: b
 
 
 @pytest.mark.parametrize("deposed", [False, True], ids=["strict", "deposed"])
-def test_days(loop: asyncio.AbstractEventLoop, soak: tuple[int, int] | None, deposed: bool) -> None:
+def test_days(loop, soak, deposed):
     """Two hours for each of two seeds; `make soak`: days of 24 hours for its share of forty."""
     hours, seeds = (24.0, range((soak[0] - 1) % 40, 40, soak[1])) if soak else (2.0, range(2))
     wrong = []

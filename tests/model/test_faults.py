@@ -3,8 +3,6 @@
 A violation names the invariant and the faults, so one story can be played again alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter
@@ -58,7 +56,7 @@ def some(everything: list[Fault], pytestconfig: pytest.Config) -> list[Fault]:
     return chosen
 
 
-def test_the_undisturbed_story(loop: asyncio.AbstractEventLoop) -> None:
+def test_the_undisturbed_story(loop):
     world = reference(loop)
     world.must_rest()
     found = world.cluster.status("job")
@@ -66,7 +64,7 @@ def test_the_undisturbed_story(loop: asyncio.AbstractEventLoop) -> None:
     assert (found["restarts"]["total"], found["restarts"]["charged"]) == (1, 1)
 
 
-def test_a_restart_costs_at_most_3_and_2n_writes(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_restart_costs_at_most_3_and_2n_writes(loop):
     """From the first write after the loss to the status that says Running again."""
     history = reference(loop).cluster.history
     told = [(status(w.obj).get("attempt"), status(w.obj).get("phase")) for w in history]
@@ -75,21 +73,17 @@ def test_a_restart_costs_at_most_3_and_2n_writes(loop: asyncio.AbstractEventLoop
 
 
 @pytest.mark.parametrize("harm", SEEN)
-def test_a_fault_at_any_call(loop: asyncio.AbstractEventLoop, some: list[Fault], harm: str) -> None:
+def test_a_fault_at_any_call(loop, some, harm):
     assert broken(loop, [(fault,) for fault in some if fault.what == harm]) == []
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_fault_at_any_moment(
-    loop: asyncio.AbstractEventLoop, some: list[Fault], event: str
-) -> None:
+def test_a_fault_at_any_moment(loop, some, event):
     assert broken(loop, [(fault,) for fault in some if fault.what == event]) == []
 
 
 @pytest.mark.parametrize("harm", UNSEEN)
-def test_what_only_the_operator_saw_changes_nothing(
-    loop: asyncio.AbstractEventLoop, some: list[Fault], harm: str
-) -> None:
+def test_what_only_the_operator_saw_changes_nothing(loop, some, harm):
     """The same end, the same counts, the same objects made, whichever call it met (I14)."""
     wanted = story(reference(loop))
     differing = {
@@ -102,9 +96,7 @@ def test_what_only_the_operator_saw_changes_nothing(
 
 @pytest.mark.fault("A4")
 @pytest.mark.parametrize("left", [0, 1], ids=["labelled", "its label taken off"])
-def test_a_creation_that_arrives_after_the_next_barrier_stops_the_batch(
-    loop: asyncio.AbstractEventLoop, left: int
-) -> None:
+def test_a_creation_that_arrives_after_the_next_barrier_stops_the_batch(loop, left):
     """The first pod's call times out, another try makes it; the old one of it comes much later."""
     world = World(loop, fate=lambda *_: None)
     world.state.deposed = True
@@ -142,9 +134,7 @@ def test_a_creation_that_arrives_after_the_next_barrier_stops_the_batch(
 
 @pytest.mark.fault("N11")
 @pytest.mark.parametrize("how", ["suspend", "deadline"])
-def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(
-    loop: asyncio.AbstractEventLoop, how: str
-) -> None:
+def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(loop, how):
     world = World(loop, fate=lambda *_: None)
     world.cluster.create(crd.PLURAL, job_body())
     assert world.run(lambda: world.phase() == "Running")
@@ -162,9 +152,7 @@ def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(
     assert world.phase() == {"suspend": "Suspended", "deadline": "Failed"}[how]
 
 
-def test_a_job_deleted_unseen_gets_no_pod_beyond_its_last_intent(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_a_job_deleted_unseen_gets_no_pod_beyond_its_last_intent(loop):
     """The pod of the old uid goes with the garbage collector; the new job of the name goes on."""
     world = World(loop, fate=lambda *_: None)
     world.cluster.create(crd.PLURAL, job_body())
@@ -190,20 +178,13 @@ def test_a_job_deleted_unseen_gets_no_pod_beyond_its_last_intent(
 
 
 @pytest.mark.timeout(20)
-def test_two_calls_of_one_leader_or_of_two_are_held_up_and_both_go_on(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_two_calls_of_one_leader_or_of_two_are_held_up_and_both_go_on(loop):
     pairs = [(Fault(7, "hold"), Fault(11, "hold")), (Fault(9, "hold"), Fault(10, "hold"))]
     assert broken(loop, pairs) == []
 
 
 @pytest.mark.timeout(0)  # the whole of it takes hours
-def test_pairs_of_faults(
-    loop: asyncio.AbstractEventLoop,
-    everything: list[Fault],
-    soak: tuple[int, int] | None,
-    pytestconfig: pytest.Config,
-) -> None:
+def test_pairs_of_faults(loop, everything, soak, pytestconfig):
     thinned = THINNED * (1 if pytestconfig.getoption("--tier") == tiers.ALL else SAMPLED)
     first, step = (soak[0] - 1, soak[1]) if soak else (0, thinned)
     pairs = itertools.combinations(everything, 2)

@@ -1,8 +1,5 @@
 """Stories of several jobs, dead nodes and long times, which no single fault tells."""
 
-from __future__ import annotations
-
-import asyncio
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -18,9 +15,7 @@ DAY = 24 * 3600
 
 @pytest.mark.fault("N9")
 @pytest.mark.parametrize("quota", [3, 4, 5])
-def test_two_gangs_that_do_not_fit_together_both_end(
-    loop: asyncio.AbstractEventLoop, quota: int
-) -> None:
+def test_two_gangs_that_do_not_fit_together_both_end(loop, quota):
     """Neither holds half of what the other needs for ever (I9); nobody heals anything here."""
     world = World(loop)
     for name in ("a", "b"):
@@ -46,9 +41,7 @@ def work_for(world: World, seconds: float) -> None:
 @pytest.mark.fault("N9")
 @pytest.mark.parametrize(("size", "quota"), [(3, 4), (3, 5), (2, 3)])
 @pytest.mark.tier("gate")
-def test_three_gangs_that_do_not_fit_together_all_end(
-    loop: asyncio.AbstractEventLoop, size: int, quota: int
-) -> None:
+def test_three_gangs_that_do_not_fit_together_all_end(loop, size, quota):
     world = World(loop)
     work_for(world, 3600)
     for name in "abc":
@@ -58,9 +51,7 @@ def test_three_gangs_that_do_not_fit_together_all_end(
     assert world.cluster.now - START < timedelta(hours=8), "three hours of work, one by one"
 
 
-def test_progress_that_is_held_back_is_stored_though_nothing_else_happens(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_progress_that_is_held_back_is_stored_though_nothing_else_happens(loop):
     """No list of jobs comes to its help: the API server's answers are slow, or the hub is gone."""
     world = World(loop, fate=lambda *_: None)
     world.cluster.create(crd.PLURAL, job_body())
@@ -79,7 +70,7 @@ def test_progress_that_is_held_back_is_stored_though_nothing_else_happens(
     assert world.run(lambda: world.cluster.status("job")["progress"]["step"] == 2, 60)
 
 
-def test_waiting_for_any_node_is_told(loop: asyncio.AbstractEventLoop) -> None:
+def test_waiting_for_any_node_is_told(loop):
     """No scheduler has said a word about the pods, and yet the job is not silent (I19)."""
     world = World(loop)
     for node in NODES:

@@ -5,8 +5,6 @@ newer hub writes its start record, retention removes: at every operation of the 
 one goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -76,11 +74,11 @@ def lost(tmp_path: Path) -> list[int]:
     return found
 
 
-def test_a_record_that_is_written_between_look_and_removal_stays(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_record_that_is_written_between_look_and_removal_stays(tmp_path):
     assert lost(tmp_path) == []
 
 
-def test_retention_that_takes_a_claim_for_abandoned_is_found_out(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_retention_that_takes_a_claim_for_abandoned_is_found_out(tmp_path, monkeypatch):
     right = lineage.unneeded
 
     def wrong(

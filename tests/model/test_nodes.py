@@ -1,7 +1,5 @@
 """Fence in a cluster whose control plane, network or operator fails together with a node."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -32,9 +30,7 @@ def why(world: World) -> object:
     return world.cluster.status("job").get("reason")
 
 
-def test_an_operator_that_starts_as_nodes_come_back_gives_none_up(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_an_operator_that_starts_as_nodes_come_back_gives_none_up(loop):
     """All were silent for ten minutes, the operator too; other kubelets are back before it."""
     world = running(loop, 3)
     for node in world.cluster.nodes:
@@ -56,9 +52,7 @@ def test_an_operator_that_starts_as_nodes_come_back_gives_none_up(
 
 
 @pytest.mark.parametrize(("silent", "given_up"), [(2, True), (3, False), (5, False)])
-def test_fence_waits_when_most_nodes_fall_silent_at_once(
-    loop: asyncio.AbstractEventLoop, silent: int, given_up: bool
-) -> None:
+def test_fence_waits_when_most_nodes_fall_silent_at_once(loop, silent, given_up):
     world = running(loop, 5)
     used = sorted({pod["spec"]["nodeName"] for pod in world.cluster.pods()})
     others = [node for node in world.cluster.nodes if node not in used]
@@ -78,9 +72,7 @@ def test_fence_waits_when_most_nodes_fall_silent_at_once(
     assert (attempt(world), why(world)) == (1, None)
 
 
-def test_two_operators_with_other_views_write_of_a_stall_at_a_slow_pace(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_two_operators_with_other_views_write_of_a_stall_at_a_slow_pace(loop):
     world = World(loop, fate=lambda *_: None)
     world.cluster.create(crd.PLURAL, job_body())
     assert world.run(lambda: world.phase() == "Running")

@@ -159,14 +159,14 @@ def story(loop: asyncio.AbstractEventLoop, planner: Planner | None = None) -> Qu
     return world
 
 
-def test_preemption_and_the_way_back(loop: asyncio.AbstractEventLoop) -> None:
+def test_preemption_and_the_way_back(loop):
     world = story(loop)
     restarts = world.cluster.status("a")["restarts"]
     assert (restarts.get("total"), restarts.get("charged")) == (0, 0)
     assert world.cluster.status("a")["attempt"] == 2
 
 
-def test_many_of_one_queue_each_get_their_turn(loop: asyncio.AbstractEventLoop) -> None:
+def test_many_of_one_queue_each_get_their_turn(loop):
     world = QueueWorld(loop, 3)
     for name in ("a", "b", "c", "d"):
         world.cluster.create(crd.PLURAL, queued(name))
@@ -218,9 +218,7 @@ def _admitted(found: Workload) -> Workload:
         (keeps_its_quota, "i8_ends"),
     ],
 )
-def test_a_wrong_planner_is_found_out(
-    loop: asyncio.AbstractEventLoop, planner: Planner, name: str
-) -> None:
+def test_a_wrong_planner_is_found_out(loop, planner, name):
     with pytest.raises(Violation) as found:
         story(loop, planner)
     assert found.value.name == name

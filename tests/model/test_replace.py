@@ -31,7 +31,7 @@ def replacing(loop: asyncio.AbstractEventLoop, lost: int, planner: Planner = pla
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_the_others_keep_their_pods_to_the_end(loop: asyncio.AbstractEventLoop, lost: int) -> None:
+def test_the_others_keep_their_pods_to_the_end(loop, lost):
     world = replacing(loop, lost)
     assert {replica(pod) for pod in world.cluster.pods() if attempt(pod) == 1} == {0, 1, 2} - {lost}
     world.heal()
@@ -51,16 +51,14 @@ def made_twice(loop: asyncio.AbstractEventLoop, planner: Planner) -> World:
 
 
 @pytest.mark.fault("O7")
-def test_after_a_crash_nobody_makes_a_second_hub_of_one_number(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_after_a_crash_nobody_makes_a_second_hub_of_one_number(loop):
     world = made_twice(loop, plan)
     assert {attempt(pod) for pod in world.cluster.pods() if replica(pod) == 0} == {3}
     world.heal()
     world.must_end()
 
 
-def test_who_makes_again_what_is_missing_is_found_out(loop: asyncio.AbstractEventLoop) -> None:
+def test_who_makes_again_what_is_missing_is_found_out(loop):
     with pytest.raises(Violation) as found:
         made_twice(loop, wrong.makes_again_what_is_missing)
     assert found.value.name == "i2_one_birth"
@@ -79,14 +77,14 @@ def lost_beside_an_unseen_one(loop: asyncio.AbstractEventLoop, planner: Planner)
 
 
 @pytest.mark.fault("O2")
-def test_a_member_that_only_the_cache_misses_is_kept(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_member_that_only_the_cache_misses_is_kept(loop):
     world = lost_beside_an_unseen_one(loop, plan)
     assert [attempt(pod) for pod in world.cluster.pods()] == [3, 1, 2]
     world.heal()
     world.must_end()
 
 
-def test_who_takes_a_cache_for_the_gang_is_found_out(loop: asyncio.AbstractEventLoop) -> None:
+def test_who_takes_a_cache_for_the_gang_is_found_out(loop):
     with pytest.raises(Violation) as found:
         lost_beside_an_unseen_one(loop, wrong.raises_floors_by_its_cache)
     assert found.value.name == "i4_replaces_the_lost"
@@ -105,9 +103,7 @@ def second_hub_of_a_start(loop: asyncio.AbstractEventLoop, planner: Planner) -> 
 
 
 @pytest.mark.fault("O7")
-def test_after_a_crash_in_a_whole_start_no_second_hub_has_its_number(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_after_a_crash_in_a_whole_start_no_second_hub_has_its_number(loop):
     world = second_hub_of_a_start(loop, plan)
     assert [*map(attempt, world.cluster.pods())] == [2, 2, 2]
     world.heal()
@@ -115,14 +111,14 @@ def test_after_a_crash_in_a_whole_start_no_second_hub_has_its_number(
     assert status(world.cluster.jobs()[0])["restarts"]["total"] == 0
 
 
-def test_who_makes_the_hub_again_is_found_out(loop: asyncio.AbstractEventLoop) -> None:
+def test_who_makes_the_hub_again_is_found_out(loop):
     with pytest.raises(Violation) as found:
         second_hub_of_a_start(loop, wrong.makes_again_what_is_missing)
     assert found.value.name == "i2_one_hub"
 
 
 @pytest.mark.fault("U2")
-def test_a_new_pod_that_finds_the_others_done_is_no_loss(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_new_pod_that_finds_the_others_done_is_no_loss(loop):
     """One that had succeeded was removed between two looks, and was replaced as if lost."""
     world = World(loop, fate=lambda *_: None)
     world.holds = True

@@ -7,7 +7,6 @@ disturbs these, but for what ends the memory of a cluster or of its clocks.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -118,9 +117,7 @@ class LongMachine(Machine):
     """The same, tried more often."""
 
 
-def test_who_waits_whole_costs_no_writes_and_runs_as_room_appears(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_who_waits_whole_costs_no_writes_and_runs_as_room_appears(loop):
     world = GroupWorld(loop, fate=lambda *_: None, rooms=1)
     world.cluster.create(crd.PLURAL, job_body(startupDeadlineSeconds=30, **scheduled()))
     world.run(lambda: False, 60)

@@ -4,8 +4,6 @@ A walk is played again by its seed: walk(loop, seed, MOVES). A single fault meet
 a member or of the hub at one move.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterable
@@ -39,32 +37,30 @@ def broken(loop: asyncio.AbstractEventLoop, seeds: Iterable[int], standby: int =
 
 
 @pytest.mark.timeout(0)  # a soak takes hours
-def test_walks(loop: asyncio.AbstractEventLoop, soak: tuple[int, int] | None) -> None:
+def test_walks(loop, soak):
     """`make soak`: its share of ten thousand."""
     seeds = range(1000 + soak[0] - 1, 11_000, soak[1]) if soak else range(10)
     assert broken(loop, seeds) == []
 
 
 @pytest.mark.tier("gate")
-def test_more_walks(loop: asyncio.AbstractEventLoop) -> None:
+def test_more_walks(loop):
     assert broken(loop, range(10, 70)) == []
 
 
 @pytest.mark.tier("all")
-def test_many_walks(loop: asyncio.AbstractEventLoop) -> None:
+def test_many_walks(loop):
     assert broken(loop, range(70, 600)) == []
 
 
 @pytest.mark.parametrize("standby", [1, 2])
-def test_walks_where_pods_stand_by(
-    loop: asyncio.AbstractEventLoop, standby: int, pytestconfig: pytest.Config
-) -> None:
+def test_walks_where_pods_stand_by(loop, standby, pytestconfig):
     seeds = {tiers.CHECK: 8, tiers.GATE: 40, tiers.ALL: 400}[pytestconfig.getoption("--tier")]
     assert broken(loop, range(seeds), standby) == []
 
 
 @pytest.mark.fault("T16")
-def test_the_success_of_a_round_that_was_stopped_is_none(loop: asyncio.AbstractEventLoop) -> None:
+def test_the_success_of_a_round_that_was_stopped_is_none(loop):
     """Replica 2 ended with 0 too early; then its hub is lost, and a standby trains it again."""
     world = begun(loop, standby=1)
     assert world.run(lambda: len(world.launchers) == 4 and all(map(_settled, _there(world))))
@@ -87,9 +83,7 @@ def test_the_success_of_a_round_that_was_stopped_is_none(loop: asyncio.AbstractE
 
 @pytest.mark.parametrize("leaver", [1, 2], ids=["another", "it"])
 @pytest.mark.fault("T16")
-def test_who_saves_as_the_hub_is_lost_stops_before_a_standby_begins(
-    loop: asyncio.AbstractEventLoop, leaver: int
-) -> None:
+def test_who_saves_as_the_hub_is_lost_stops_before_a_standby_begins(loop, leaver):
     """Its node shuts down, so nobody deletes the pod; workers save until they are killed."""
     world = begun(loop, standby=1)
     assert world.run(lambda: len(world.launchers) == 4 and all(map(_settled, _there(world))))
@@ -105,7 +99,7 @@ def test_who_saves_as_the_hub_is_lost_stops_before_a_standby_begins(
     assert not saving.workers.running or saving.workers.key == seats[3].workers.key
 
 
-def test_launchers_of_the_model_have_no_threads(loop: asyncio.AbstractEventLoop) -> None:
+def test_launchers_of_the_model_have_no_threads(loop):
     """Thousands of them are made in one process."""
     before = threading.active_count()
     begun(loop)
@@ -137,9 +131,7 @@ def replaced(
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_a_replacement_keeps_all_other_pods_and_their_launchers(
-    loop: asyncio.AbstractEventLoop, lost: int
-) -> None:
+def test_a_replacement_keeps_all_other_pods_and_their_launchers(loop, lost):
     world = replaced(loop, lost)
     assert world.whole() == ((2, 0) if lost == 0 else (1, 1))
     kept = {replica(pod) for pod in world.cluster.pods() if attempt(pod) == 1}
@@ -152,9 +144,7 @@ def test_a_replacement_keeps_all_other_pods_and_their_launchers(
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
 @pytest.mark.fault("N22")
-def test_a_fault_while_a_pod_is_replaced(
-    loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
-) -> None:
+def test_a_fault_while_a_pod_is_replaced(loop, lost, pytestconfig):
     """Any fault at any move: afterwards the gang is whole, and ends well."""
     places = [(place, what) for place in range(PLACES) for what in EVENTS]
     wrong = []
@@ -177,9 +167,7 @@ def calls(loop: asyncio.AbstractEventLoop, lost: int) -> range:
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["hub", "member"])
 @pytest.mark.fault("O7")
-def test_what_only_the_operator_meets_costs_no_pod_and_counts_once(
-    loop: asyncio.AbstractEventLoop, lost: int, pytestconfig: pytest.Config
-) -> None:
+def test_what_only_the_operator_meets_costs_no_pod_and_counts_once(loop, lost, pytestconfig):
     """It dies before or after any write of a replacement, or a call fails."""
     harms = [(number, harm) for number in calls(loop, lost) for harm in UNSEEN]
     wrong = []

@@ -4,8 +4,6 @@ Undisturbed they all do well. What the table calls "missing is created again" is
 "lead told before it is stored" needs standbys' lead, which the product has not.
 """
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 from typing import Any
@@ -31,17 +29,13 @@ from support.invariants import Violation
         (wrong_gangs.SaysHelloBeforeWorkersAreGone, 0, "k3_all_stand_still"),
     ],
 )
-def test_a_walk_finds_a_wrong_hub_or_launcher(
-    loop: asyncio.AbstractEventLoop, launcher: type[Launcher], seed: int, name: str
-) -> None:
+def test_a_walk_finds_a_wrong_hub_or_launcher(loop, launcher, seed, name):
     with pytest.raises(Violation) as found:
         walk(loop, seed, 150, launcher_class=launcher)
     assert found.value.name == name
 
 
-def test_a_walk_finds_a_hub_that_gives_away_the_place_of_one_that_runs(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_a_walk_finds_a_hub_that_gives_away_the_place_of_one_that_runs(loop):
     with pytest.raises(Violation) as found:
         walk(loop, 2, 150, standby=1, launcher_class=wrong_gangs.FillsPlacesOfThoseThatLeave)
     assert found.value.name == "k3_all_stand_still"
@@ -60,9 +54,7 @@ def cut_off_and_replaced(loop: asyncio.AbstractEventLoop, launcher: type[Launche
     return world
 
 
-def test_successors_that_go_on_with_the_number_they_know_are_found_out(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_successors_that_go_on_with_the_number_they_know_are_found_out(loop):
     world = cut_off_and_replaced(loop, Launcher)
     assert world.whole() == (1, 1)
     with pytest.raises(Violation) as found:
@@ -70,9 +62,7 @@ def test_successors_that_go_on_with_the_number_they_know_are_found_out(
     assert found.value.name == "k1_one_list"
 
 
-def test_a_planner_that_records_no_seat_counts_a_loss_twice(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_a_planner_that_records_no_seat_counts_a_loss_twice(loop):
     world = begun(loop, planner=wrong_gangs.records_no_seat)
     world.kill(world.launchers[world.hub_pod])
     with pytest.raises(Violation, match=r"i4_cause_earned: .* counted a second time"):
@@ -80,9 +70,7 @@ def test_a_planner_that_records_no_seat_counts_a_loss_twice(
 
 
 @pytest.mark.parametrize(("old", "seed"), [(False, 3), (True, 10)], ids=["lost", "of old"])
-def test_a_planner_that_acts_on_lost_links_gives_up_who_waits(
-    loop: asyncio.AbstractEventLoop, old: bool, seed: int
-) -> None:
+def test_a_planner_that_acts_on_lost_links_gives_up_who_waits(loop, old, seed):
     """As the hub tells of them, or one that is no more told."""
     planner = wrong_gangs.ActsOnLostLinks(old=old)
     world = planner.world = begun(loop, planner=planner)
@@ -91,9 +79,7 @@ def test_a_planner_that_acts_on_lost_links_gives_up_who_waits(
     assert found.value.name in ("i4_cause_earned", "i4_replaces_the_lost")
 
 
-def test_a_status_without_its_version_is_found_out(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_status_without_its_version_is_found_out(loop, monkeypatch):
     """Of two operators that act at once, one stores what it began to think before the other."""
     guarded = ModelApi.replace
 

@@ -3,8 +3,6 @@
 The undisturbed story finds some; for others it takes a fault at the right place.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -27,9 +25,7 @@ from support.invariants import Violation
         (wrong.gives_up_waiting, "i19_explained"),
     ],
 )
-def test_the_story_itself_finds_it(
-    loop: asyncio.AbstractEventLoop, planner: Planner, name: str
-) -> None:
+def test_the_story_itself_finds_it(loop, planner, name):
     with pytest.raises(Violation) as found:
         reference(loop, planner).must_rest()
     assert found.value.name == name
@@ -44,9 +40,7 @@ def test_the_story_itself_finds_it(
         (wrong.books_twice, "no-image", "i22_booked_once"),
     ],
 )
-def test_a_fault_finds_it(
-    loop: asyncio.AbstractEventLoop, planner: Planner, event: str, name: str
-) -> None:
+def test_a_fault_finds_it(loop, planner, event, name):
     """Undisturbed these do well: that is why they are found in the field only."""
     reference(loop, planner).must_rest()
     chosen = [fault for fault in singles(reference(loop)) if fault.what == event]

@@ -1,18 +1,13 @@
 """The world of little room is tested itself: planners that are wrong on purpose are found out."""
 
-from __future__ import annotations
-
-import asyncio
-
 import pytest
 
 from model import wrong_scheduling as wrong
-from model.operators import Planner
 from support.invariants import Violation
 from support.objects import status
 
 
-def test_the_day_ends_well_for_all_gangs(loop: asyncio.AbstractEventLoop) -> None:
+def test_the_day_ends_well_for_all_gangs(loop):
     world = wrong.day(loop)
     ends = {job["metadata"]["name"]: status(job) for job in world.cluster.jobs()}
     assert {end["phase"] for end in ends.values()} == {"Succeeded"}
@@ -35,7 +30,7 @@ def test_the_day_ends_well_for_all_gangs(loop: asyncio.AbstractEventLoop) -> Non
         (wrong.makes_no_group, "i8_ends"),
     ],
 )
-def test_the_day_finds_it(loop: asyncio.AbstractEventLoop, planner: Planner, name: str) -> None:
+def test_the_day_finds_it(loop, planner, name):
     with pytest.raises(Violation) as found:
         wrong.day(loop, planner)
     assert found.value.name == name

@@ -1,7 +1,5 @@
 """`ddpjob audit` on loops of many kinds, as users start it: right ones and wrong ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -33,7 +31,7 @@ WRONG: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_loop_is_called_right(name: str, tmp_path: Path):
+def test_a_right_loop_is_called_right(name, tmp_path):
     options, script = RIGHT[name]
     found = audited(tmp_path, script, options=options)
     assert (found.code, found.result.get("verdict")) == (0, "right"), found.out
@@ -44,7 +42,7 @@ def test_a_right_loop_is_called_right(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("mistakes", some_in_gate(WRONG, next(iter(WRONG))))
-def test_mistakes_of_a_loop_are_named_with_their_step_and_cure(mistakes: str, tmp_path: Path):
+def test_mistakes_of_a_loop_are_named_with_their_step_and_cure(mistakes, tmp_path):
     kinds, facts = WRONG[mistakes]
     found = audited(tmp_path, "own.py", "--mistakes", mistakes)
     assert (found.code, found.kinds) == (1, kinds), found.out
@@ -55,14 +53,14 @@ def test_mistakes_of_a_loop_are_named_with_their_step_and_cure(mistakes: str, tm
 
 
 @pytest.mark.tier("all")
-def test_of_two_models_the_one_that_was_not_loaded_is_named(tmp_path: Path):
+def test_of_two_models_the_one_that_was_not_loaded_is_named(tmp_path):
     """Its samples differ before its optimizer's first step shows why."""
     found = audited(tmp_path, "gan.py", "maker", "second")
     assert (found.code, found.kinds[:2]) == (1, [("weights", 18), ("state", 18)]), found.out
 
 
 @pytest.mark.tier("all")
-def test_a_loop_without_a_seed_is_not_judged_and_its_cure_is_a_seed(tmp_path: Path):
+def test_a_loop_without_a_seed_is_not_judged_and_its_cure_is_a_seed(tmp_path):
     found = audited(tmp_path, "own.py", "--mistakes", "no-seed")
     assert (found.code, found.result["verdict"]) == (3, "unknown"), found.out
     assert "torch.manual_seed" in found.out
@@ -72,9 +70,7 @@ def test_a_loop_without_a_seed_is_not_judged_and_its_cure_is_a_seed(tmp_path: Pa
 @pytest.mark.parametrize(
     ("mistake", "kind", "ranks"), [("none", "rounding", None), ("rank-0-rng", "rng", [1, 2])]
 )
-def test_of_plain_ddp_the_order_of_buckets_is_no_mistake(
-    mistake: str, kind: str, ranks: list[int] | None, tmp_path: Path
-):
+def test_of_plain_ddp_the_order_of_buckets_is_no_mistake(mistake, kind, ranks, tmp_path):
     """Three ranks and buckets: after a restart their sums are rounded otherwise, which is right."""
     found = audited(tmp_path, "parallel.py", "--mistake", mistake, options=("--nproc", "3"))
     assert found.kinds[0] == (kind, 16), found.out
@@ -126,7 +122,7 @@ ODD: dict[str, tuple[str, int, str]] = {
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_script_gets_a_clear_word(name: str, tmp_path: Path):
+def test_an_odd_script_gets_a_clear_word(name, tmp_path):
     text, code, word = ODD[name]
     (tmp_path / "data").mkdir()
     (tmp_path / "data/x").write_text("x")
@@ -137,7 +133,7 @@ def test_an_odd_script_gets_a_clear_word(name: str, tmp_path: Path):
 
 
 @pytest.mark.tier("all")
-def test_seed_resume_args_kill_after_and_stop_after_are_taken(tmp_path: Path):
+def test_seed_resume_args_kill_after_and_stop_after_are_taken(tmp_path):
     text = "import os, sys\nif '--resume' not in sys.argv: os.system('rm -rf checkpoints')\n"
     given = ("--resume-args", "--resume", "--kill-after", "28", "--stop-after", "40")
     found = odd(tmp_path, text, "--mistakes", "no-seed", options=(*given, "--seed", "3"))
@@ -166,7 +162,7 @@ os.replace = replace
 """
 
 
-def test_the_newest_checkpoint_at_the_kill_is_named_to_the_second_start(tmp_path: Path):
+def test_the_newest_checkpoint_at_the_kill_is_named_to_the_second_start(tmp_path):
     given = ("--resume-args", "--from {newest}", "--resume-when", "checkpoints/step-*.pt")
     found = odd(tmp_path, NAMED, options=given)
     assert (found.code, found.result["resumed_after"]) == (0, 15), found.out
@@ -174,7 +170,7 @@ def test_the_newest_checkpoint_at_the_kill_is_named_to_the_second_start(tmp_path
 
 
 @pytest.mark.tier("all")
-def test_a_checkpoint_that_comes_after_the_kill_is_no_mistake(tmp_path: Path):
+def test_a_checkpoint_that_comes_after_the_kill_is_no_mistake(tmp_path):
     found = odd(tmp_path, NAMED, options=("--resume-args", "--from checkpoints/step-40.pt"))
     assert found.code == 64, found.out
     assert "checkpoints/step-40.pt: not there after the kill at step 17" in found.out
@@ -182,13 +178,13 @@ def test_a_checkpoint_that_comes_after_the_kill_is_no_mistake(tmp_path: Path):
 
 
 @pytest.mark.tier("all")
-def test_processes_that_join_no_group_are_told(tmp_path: Path):
+def test_processes_that_join_no_group_are_told(tmp_path):
     found = audited(tmp_path, "own.py", options=("--nproc", "2", "--stop-after", "20"))
     assert "each process trained by itself" in found.out
 
 
 @pytest.mark.tier("all")
-def test_an_interrupted_audit_leaves_nobody_and_no_file(tmp_path: Path):
+def test_an_interrupted_audit_leaves_nobody_and_no_file(tmp_path):
     folder = tmp_path / "here"
     folder.mkdir()
     begun, temporary = tmp_path / "begun", tmp_path / "tmp"

@@ -4,10 +4,7 @@
 take the first epoch's order after a restart (accelerate#4071, transformers#40691).
 """
 
-from __future__ import annotations
-
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +30,7 @@ def broken() -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_release_that_resumes_rightly_is_called_right(name: str, tmp_path: Path):
+def test_a_release_that_resumes_rightly_is_called_right(name, tmp_path):
     needed(name)
     found = audited(tmp_path, f"with_{name}.py")
     assert (found.code, found.result["verdict"]) == (0, "right"), found.out
@@ -42,9 +39,7 @@ def test_a_release_that_resumes_rightly_is_called_right(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_release_that_takes_the_first_epochs_order_is_told_so(
-    name: str, tmp_path: Path, broken: str
-):
+def test_a_release_that_takes_the_first_epochs_order_is_told_so(name, tmp_path, broken):
     needed(name)
     found = audited(tmp_path, f"with_{name}.py", first=broken)
     assert (found.code, found.kinds) == (1, [("inputs", 16)]), found.out
@@ -53,7 +48,7 @@ def test_a_release_that_takes_the_first_epochs_order_is_told_so(
     assert "accelerate 1.15 or newer" in found.out
 
 
-def test_lightning_with_a_shuffled_loader_is_told_that_samples_are_others(tmp_path: Path):
+def test_lightning_with_a_shuffled_loader_is_told_that_samples_are_others(tmp_path):
     needed("lightning")
     found = audited(tmp_path, "with_lightning.py")
     assert (found.code, found.kinds) == (1, [("inputs", 16)]), found.out

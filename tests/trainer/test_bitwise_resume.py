@@ -1,7 +1,5 @@
 """Kills at any place of a step, at 3 ranks and more than one bucket: equal bits at the end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -150,7 +148,7 @@ def _seam(body: Callable[[str, str, Path], None], operation: str, path: Path) ->
 
 
 @pytest.mark.fault("T1")
-def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path, undisturbed):
     def dies_in_commit(operation: str, step: str, _: Path) -> None:
         if (operation, step) == ("before rename", "8"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -177,7 +175,7 @@ def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path, undis
 
 
 @pytest.mark.tier("all")
-def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):
     """Proves that the comparison can fail: level off skips the warm-up and nothing else."""
     plain = fresh(tmp_path / "plain", level="off")
     assert gang.run(plain) == ALL_0
@@ -189,7 +187,7 @@ def test_without_the_warm_up_the_same_test_sees_a_difference(gang, tmp_path):  #
 
 
 @pytest.mark.fault("T4")
-def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_path, undisturbed):
     wanted = undisturbed(gang, tmp_path)
 
     def terminate_rank_1(run: ddp.Run, index: int) -> None:
@@ -205,7 +203,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_with_a_snapshot(gang, tmp_pat
 
 
 @pytest.mark.fault("S2")
-def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_full_disk_does_not_stop_training(gang, tmp_path):
     """Rank 2 is slow: that step 8 has failed on rank 0 is known before step 4 can be committed."""
     failed = tmp_path / "failed"
 
@@ -228,7 +226,7 @@ def test_a_full_disk_does_not_stop_training(gang, tmp_path):  # type: ignore[no-
     assert left == {"4", "14"}
 
 
-def test_resume_never_starts_anew_and_its_chain_is_followed_afterwards(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_resume_never_starts_anew_and_its_chain_is_followed_afterwards(gang, tmp_path):
     training = fresh(tmp_path / "t", die=(1, 9, "before commit"), durable=8)
     gang.run(training)
     for rank in range(3):

@@ -1,7 +1,5 @@
 """Ends that used to be blamed on the wrong one, or on nobody: scripts as people write them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -52,7 +50,7 @@ def ended(*words: str, tmp_path: Path, **env: str) -> tuple[int, dict[str, Any],
     ],
 )
 @pytest.mark.fault("T3")
-def test_who_does_not_come_to_start_is_named_with_its_stack(script, tmp_path, who, spares):  # type: ignore[no-untyped-def]
+def test_who_does_not_come_to_start_is_named_with_its_stack(script, tmp_path, who, spares):
     """It holds up others that wait for it, or a lock of a killed build holds up all."""
     program = script(f"{START}if {who}: prepares()\n{RUNS}")
     seconds = {"DDPJOB_HANG_STARTUP_SECONDS": "6"}
@@ -71,7 +69,7 @@ def test_who_does_not_come_to_start_is_named_with_its_stack(script, tmp_path, wh
 
 
 @pytest.mark.tier("all")
-def test_an_address_and_a_port_in_the_script_do_not_count(script):  # type: ignore[no-untyped-def]
+def test_an_address_and_a_port_in_the_script_do_not_count(script):
     habit = "os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = 'localhost', '12355'\n"
     code, out, err = run("--nproc", "2", script(f"{START}{habit}{RUNS}{TRAINING}"))
     assert code == 0, err
@@ -89,7 +87,7 @@ def test_an_address_and_a_port_in_the_script_do_not_count(script):  # type: igno
         pytest.param("if rank == 1: sys.exit(3)", "exit code 3", marks=pytest.mark.tier("all")),
     ],
 )
-def test_what_a_finished_run_does_afterwards_fails_nothing(script, tmp_path, after, how):  # type: ignore[no-untyped-def]
+def test_what_a_finished_run_does_afterwards_fails_nothing(script, tmp_path, after, how):
     program = script(f"{START}{RUNS}{TRAINING}{after}\n")
     code, found, err = ended("--nproc", "2", program, tmp_path=tmp_path)
     assert (code, found["kind"], found["round"]) == (0, "success", 0), err
@@ -101,13 +99,13 @@ def test_what_a_finished_run_does_afterwards_fails_nothing(script, tmp_path, aft
 
 
 @pytest.mark.parametrize("code", [74, 75, 76, 70, 255])
-def test_a_code_of_a_program_without_our_library_is_its_own(script, tmp_path, code):  # type: ignore[no-untyped-def]
+def test_a_code_of_a_program_without_our_library_is_its_own(script, tmp_path, code):
     program = script(f"sys.exit({code})")
     returned, found, err = ended(*NO_ROUNDS, program, tmp_path=tmp_path)
     assert (returned, found["kind"], found["code"]) == (code, "exit", code), err
 
 
-def test_a_script_that_fails_at_once_is_not_started_a_third_time(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_script_that_fails_at_once_is_not_started_a_third_time(script, tmp_path):
     starts = tmp_path / "starts"
     starts.touch()
     program = script(
@@ -122,7 +120,7 @@ def test_a_script_that_fails_at_once_is_not_started_a_third_time(script, tmp_pat
 
 
 @pytest.mark.tier("all")
-def test_who_leaves_its_group_and_then_fails_is_the_cause(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_who_leaves_its_group_and_then_fails_is_the_cause(script, tmp_path):
     """Its peers fail first, by the reset of their connections."""
     program = script("""
 import torch, torch.distributed as dist
@@ -148,7 +146,7 @@ finally:
 # --- Processes beside the workers ------------------------------------------------------------
 
 
-def test_shared_memory_of_killed_processes_goes_with_them(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_shared_memory_of_killed_processes_goes_with_them(script, tmp_path):
     name = f"ddpjob-test-{uuid.uuid4().hex[:12]}"
     program = script(f"""
 from multiprocessing import shared_memory
@@ -167,7 +165,7 @@ time.sleep(3600)
     assert not list(Path("/dev/shm").glob(f"{name}*"))
 
 
-def test_a_shell_that_passes_no_sigterm_on_is_named_at_the_start(script):  # type: ignore[no-untyped-def]
+def test_a_shell_that_passes_no_sigterm_on_is_named_at_the_start(script):
     gang = {
         "DDPJOB_REPLICA": "0", "DDPJOB_UID": "u", "PET_NNODES": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",

@@ -4,8 +4,6 @@ And the tool that shows it, as users start it: it must see a difference where th
 what it cannot compare, and leave no process behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -76,7 +74,7 @@ def chaos(script: Path, *options: object) -> tuple[int, str]:
 @pytest.mark.tier("all")
 @pytest.mark.parametrize(("nproc", "seed"), [(3, 10), (5, 3)])
 @pytest.mark.fault("T1", "T2", "T3", "T4")
-def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  # type: ignore[no-untyped-def]
+def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):
     report = tmp_path / "report.json"
     options = ("--nproc", nproc, "--kills", 10, "--seed", seed, "--json", report)
     code, out = chaos(training(), *options)
@@ -99,7 +97,7 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):  
     [("gan.py", 3), ("muon.py", 4), ("text.py", 3), ("loader.py", 4), ("stream.py", 3)],
 )
 @pytest.mark.fault("T1", "T4")
-def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):  # type: ignore[no-untyped-def]
+def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):
     """Several models or optimizers, accumulation, fp16, an average, workers, a stream's state."""
     report = tmp_path / "report.json"
     options = ("--nproc", nproc, "--kills", 3, "--every", 4, "--seed", nproc, "--json", report)
@@ -120,7 +118,7 @@ PATIENT = ("bad = 0", "bad += step.index > 4\n    if bad == 25:\n        break")
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T14")
-def test_the_scripts_own_mistakes_are_differences(training):  # type: ignore[no-untyped-def]
+def test_the_scripts_own_mistakes_are_differences(training):
     """Nobody registered what it keeps: proves that the comparison can fail."""
     path = training(before=FORGETFUL, factor="* grow()")
     before, after = PATIENT
@@ -137,7 +135,7 @@ def test_the_scripts_own_mistakes_are_differences(training):  # type: ignore[no-
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T1")
-def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path):
     """Before the commit of a step in the fifth epoch."""
     report, script = tmp_path / "report.json", training(steps=60)
     text = script.read_text()
@@ -165,7 +163,7 @@ def test_a_loop_that_is_left_by_break_is_compared_to_its_end(training, tmp_path)
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused(tmp_path, text, code, complaint):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_compared_is_refused(tmp_path, text, code, complaint):
     script = tmp_path / "train.py"
     script.write_text(text)
     found, out = chaos(script, "--nproc", 1)
@@ -175,7 +173,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, text, code, complaint):  #
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):  # type: ignore[no-untyped-def]
+def test_an_interrupted_chaos_leaves_nobody(tmp_path, signum, wait_until):
     script = tmp_path / "script.py"
     pid_file = tmp_path / "pid"
     say = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))"

@@ -3,10 +3,7 @@
 Scaling and the recordings for the pictures run, too, at their shortest.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,20 +34,20 @@ def facts(found: Found) -> Found:
     return counted
 
 
-def test_ddp_partitions_no_parameters(facts: Found) -> None:
+def test_ddp_partitions_no_parameters(facts):
     assert not counted.partitioned(facts)
     assert counted.held(facts, "DDP", "parameters") == [1.0] * facts["ranks"]
     # The same count of what does partition them.
     assert max(counted.held(facts, "FSDP", "parameters")) < 0.3
 
 
-def test_replicas_are_equal_because_gradients_are_averaged(facts: Found) -> None:
+def test_replicas_are_equal_because_gradients_are_averaged(facts):
     assert counted.replicas_equal(facts)
     for how in ("without averaging", "with DataParallel"):
         assert len(set(facts["replicas"][how]["digests"])) == facts["ranks"], how
 
 
-def test_gradients_go_round_a_ring_and_not_to_rank_0(facts: Found) -> None:
+def test_gradients_go_round_a_ring_and_not_to_rank_0(facts):
     assert counted.even(facts)
     sent = facts["wire"]["DDP step"]
     share = counted.ring_share(facts)
@@ -63,20 +60,20 @@ def test_gradients_go_round_a_ring_and_not_to_rank_0(facts: Found) -> None:
     assert received[0] > 0.99 * (facts["ranks"] - 1) * max(received[1:])
 
 
-def test_data_parallel_sends_nothing_to_other_processes(facts: Found) -> None:
+def test_data_parallel_sends_nothing_to_other_processes(facts):
     bytes_sent = sum(sent for sent, _ in counted.traffic(facts, "DataParallel step"))
     assert bytes_sent < 0.01 * facts["wire"]["bytes of gradients"]
     assert facts["calls"]["DataParallel's devices here"] == torch.cuda.device_count()
 
 
-def test_parameters_travel_once_when_ddp_is_constructed(facts: Found) -> None:
+def test_parameters_travel_once_when_ddp_is_constructed(facts):
     received = [count for _, count in counted.traffic(facts, "construction")]
     whole = facts["wire"]["bytes of gradients"]
     assert received[0] < 0.01 * whole
     assert min(received[1:]) > 0.99 * whole
 
 
-def test_ddp_calls_nothing_that_data_parallel_is_made_of(facts: Found) -> None:
+def test_ddp_calls_nothing_that_data_parallel_is_made_of(facts):
     assert counted.parts_of_dp_called(facts) == []
     calls = facts["calls"]
     assert "distributed.py:forward" in calls["of DDP"]
@@ -85,7 +82,7 @@ def test_ddp_calls_nothing_that_data_parallel_is_made_of(facts: Found) -> None:
     assert not calls["DDP is a subclass"]
 
 
-def test_zero_shards_the_optimizers_state_only(facts: Found) -> None:
+def test_zero_shards_the_optimizers_state_only(facts):
     ranks = facts["ranks"]
     for what in ("parameters", "gradients", "buckets"):
         assert counted.held(facts, "DDP with ZeRO-1", what) == counted.held(facts, "DDP", what)
@@ -97,7 +94,7 @@ def test_zero_shards_the_optimizers_state_only(facts: Found) -> None:
     assert counted.held(facts, "DDP, gradient_as_bucket_view", "buckets") == [0.0] * facts["ranks"]
 
 
-def test_the_steps_by_hand_make_the_gradients_of_one_process() -> None:
+def test_the_steps_by_hand_make_the_gradients_of_one_process():
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.GRUCell(16, 4))
     inputs, targets = torch.randn(12, 8), torch.randint(0, 4, (12,))
@@ -113,7 +110,7 @@ def test_the_steps_by_hand_make_the_gradients_of_one_process() -> None:
     assert [one["parameters"] for one in by_hand.received] == [0, whole, whole]
 
 
-def test_the_bench_measures_each_way(found: Found) -> None:
+def test_the_bench_measures_each_way(found):
     [measured] = found["ways"].values()
     assert set(measured["steps per second"]) == {"one", "dp", "ddp"}
     assert min(measured["dp's phases"].values()) > 0
@@ -124,7 +121,7 @@ def test_the_bench_measures_each_way(found: Found) -> None:
     assert len(found["weights"]["elastic"]["1"]) == 64
 
 
-def test_scaling(tmp_path: Path) -> None:
+def test_scaling(tmp_path):
     page = tmp_path / "page.md"
     found = benches.quick("scaling", tmp_path, "--page", str(page))
     [modes] = found["steps"].values()
@@ -137,7 +134,7 @@ def test_scaling(tmp_path: Path) -> None:
     assert "8 †" in page.read_text()
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_pictures(tmp_path):
     benches.quick("recordings", tmp_path, "--into", str(tmp_path))
     pictures = load(benches.ROOT / "studies/pictures.py")
     ring = json.loads((tmp_path / "ring.json").read_text())

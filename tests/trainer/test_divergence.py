@@ -1,7 +1,5 @@
 """Ranks that hold different parameters are found out, and no snapshot is made of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +65,7 @@ class Training:
 
 @pytest.mark.parametrize("level", ["resume", "elastic"])
 @pytest.mark.fault("T7")
-def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  # type: ignore[no-untyped-def]
+def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):
     training = Training(tmp_path / "s", rank=2, level=level)
     assert gang.run(training) == ALL_70
     for rank in range(3):
@@ -86,7 +84,7 @@ def test_one_flipped_bit_stops_all_before_the_snapshot(gang, tmp_path, level):  
     ],
 )
 @pytest.mark.fault("T7")
-def test_all_that_must_be_equal_is_looked_at(gang, tmp_path, changed, words):  # type: ignore[no-untyped-def]
+def test_all_that_must_be_equal_is_looked_at(gang, tmp_path, changed, words):
     usual = {"rank": 0, "poke": "0.weight", "bit": 20, "at": 1, "check_every": 1}
     training = Training(tmp_path, snapshots=False, **usual | changed)
     assert gang.run(training) == (ALL_70 if words else {0: 0, 1: 0, 2: 0})
@@ -111,7 +109,7 @@ class Caching(nn.Module):
     ("level", "shorter", "table"),
     [("elastic", 1, True), ("resume", 1, True), ("resume", 0, True), ("resume", 1, False)],
 )
-def test_caches_may_differ(gang, level, shorter, table):  # type: ignore[no-untyped-def]
+def test_caches_may_differ(gang, level, shorter, table):
     """In the comparison, and when a forward or an evaluation shares rank 0's buffers."""
 
     def program(rank: int) -> None:
@@ -131,7 +129,7 @@ def test_caches_may_differ(gang, level, shorter, table):  # type: ignore[no-unty
 
 
 @pytest.mark.parametrize("case", ["second model", "average", "teacher", "object", "per rank"])
-def test_all_that_is_kept_once_for_all_is_compared(gang, case):  # type: ignore[no-untyped-def]
+def test_all_that_is_kept_once_for_all_is_compared(gang, case):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=3, global_batch=12, check_every=1)
         nets = [nn.Linear(4, 2) for _ in range(2)]
@@ -189,7 +187,7 @@ class ByOwner(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("lazy", "first"), [(False, "optimizer/state/0/momentum"), (True, "optimizer")]
 )
-def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_path, lazy, first):  # type: ignore[no-untyped-def]
+def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_path, lazy, first):
     """Each rank would go on with parts of the others', and no comparison of parameters tells."""
 
     def program(rank: int) -> None:
@@ -210,7 +208,7 @@ def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_
 
 
 @pytest.mark.parametrize("mine", ["a number", "a tensor as well", "equal"])
-def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_path, mine):  # type: ignore[no-untyped-def]
+def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_path, mine):
     """Rank 0's come back to every rank: right for a mean that it prints, wrong for a decision."""
 
     def program(rank: int) -> None:

@@ -1,7 +1,5 @@
 """Drills: the gang restarts as planned, proves that it resumes, and is charged nothing for it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -32,7 +30,7 @@ def release(training: Training, life: str, snapshot: int) -> None:
 
 @pytest.mark.fault("T1")
 @pytest.mark.fault("T2")
-def test_two_drills_and_a_kill_amid_one_end_in_the_bits_of_a_run_without(training, undisturbed):  # type: ignore[no-untyped-def]
+def test_two_drills_and_a_kill_amid_one_end_in_the_bits_of_a_run_without(training, undisturbed):
     training.hold("1-0-step-4", "1-0-step-5", "1-1-import", "1-2-step-8", "1-2-step-9")
     training.launch("--max-rounds-without-progress", "1", DDPJOB_DRILL="Always")
     release(training, "1-0", 4)
@@ -55,7 +53,7 @@ def test_two_drills_and_a_kill_amid_one_end_in_the_bits_of_a_run_without(trainin
     [((), "Always", "Always"), ((), "", "Auto"), ((), "Never", "Never"),
      (NO_ROUNDS, "Always", "Never")],
 )  # fmt: skip
-def test_without_rounds_there_is_no_drill(script, options, given, mode):  # type: ignore[no-untyped-def]
+def test_without_rounds_there_is_no_drill(script, options, given, mode):
     program = script("print(os.environ['DDPJOB_TRAINER_DRILL'].split()[:2], os.getppid())")
     code, out, err = run(*options, program, env={"DDPJOB_DRILL": given})
     assert code == 0, err

@@ -3,8 +3,6 @@
 And what the ranks tell one another at each step, and when: losses, and that one must stop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -103,7 +101,7 @@ def killed(then: Each) -> Each:
 
 @pytest.mark.parametrize("end", [leave, ask])
 @pytest.mark.fault("T1")
-def test_an_early_end_is_kept_and_final(gang, tmp_path, end):  # type: ignore[no-untyped-def]
+def test_an_early_end_is_kept_and_final(gang, tmp_path, end):
     undisturbed, directory, whole = (tmp_path / name for name in ("undisturbed", "s", "whole"))
     assert gang.run(train(undisturbed, end)) == ALL_0, gang.log(0)
     assert gang.run(train(directory, killed(end))) == {0: 75, 1: 75, 2: -9}
@@ -127,7 +125,7 @@ def test_an_early_end_is_kept_and_final(gang, tmp_path, end):  # type: ignore[no
     assert hashes(directory) == hashes(whole)
 
 
-def test_a_loop_left_before_a_commit_ends_with_the_step_before(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_loop_left_before_a_commit_ends_with_the_step_before(gang, tmp_path, monkeypatch):
     """Whose snapshot may be under way: it is marked, though the weights have changed since."""
 
     def slow(*arguments: Any) -> None:
@@ -155,7 +153,7 @@ def test_a_loop_left_before_a_commit_ends_with_the_step_before(gang, tmp_path, m
     assert read_snapshot(tmp_path / "s", None).config["finished"] == 40
 
 
-def test_ranks_that_have_changed_their_weights_since_keep_no_end(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_ranks_that_have_changed_their_weights_since_keep_no_end(gang, tmp_path):
     def each(run: ddp.Run, step: Any, net: nn.Module, place: str) -> bool:
         if place == "after the loop" and run.is_main:
             with torch.no_grad():
@@ -168,7 +166,7 @@ def test_ranks_that_have_changed_their_weights_since_keep_no_end(gang, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["exit", "error", "caught", "no finish"])
-def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: ignore[no-untyped-def]
+def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):
     def each(run: ddp.Run, step: Any, net: nn.Module, place: str) -> None:
         if step is None or not leave(run, step, net, place):
             return
@@ -201,7 +199,7 @@ def test_another_way_out_is_no_end(gang, tmp_path, monkeypatch, how):  # type: i
     assert (how != "error") == (f"left after step {END} without run.finish()" in gang.log(0))
 
 
-def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):
     def each(run: ddp.Run, step: Any, net: nn.Module, place: str) -> None:
         if place == "after commit" and step.index == 4 and run.rank == 2:
             step.stop()
@@ -210,7 +208,7 @@ def test_who_asks_after_a_commit_gets_one_step_more(gang, tmp_path):  # type: ig
     assert read_snapshot(tmp_path / "s", None).step == 6
 
 
-def test_each_step_is_told_once_before_a_snapshot_holds_it(gang, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_each_step_is_told_once_before_a_snapshot_holds_it(gang, tmp_path, monkeypatch):
     def told_before(snapshots: SnapshotManager, step: int, *args: Any, **kwargs: Any) -> None:
         directory = snapshots._settings.directory
         assert directory is not None

@@ -1,7 +1,5 @@
 """Level elastic: one hash at worlds 1, 2, 3, 4, 5 and 8, and over changes between them."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -133,13 +131,13 @@ def result(gang, training: Training, world: int) -> tuple[str, dict[str, str]]: 
     ],
 )
 @pytest.mark.fault("T9")
-def test_one_hash_at_any_world_size(gang, tmp_path, worlds, options):  # type: ignore[no-untyped-def]
+def test_one_hash_at_any_world_size(gang, tmp_path, worlds, options):
     found = {w: result(gang, fresh(tmp_path / f"w{w}", **options), w) for w in worlds}
     assert all(one == found[worlds[0]] for one in found.values()), found
 
 
 @pytest.mark.parametrize(("level", "weights"), [("resume", 3), ("elastic", 1)])
-def test_the_order_of_additions_alone_makes_a_difference(gang, tmp_path, level, weights):  # type: ignore[no-untyped-def]
+def test_the_order_of_additions_alone_makes_a_difference(gang, tmp_path, level, weights):
     """Proves that the comparison above can fail."""
     found = set()
     for world in (1, 3, 4):
@@ -150,7 +148,7 @@ def test_the_order_of_additions_alone_makes_a_difference(gang, tmp_path, level, 
 
 
 @pytest.mark.fault("T9")
-def test_from_4_to_3_to_1_to_4_ranks_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_from_4_to_3_to_1_to_4_ranks_equals_undisturbed(gang, tmp_path):
     """Each is killed at any step that it makes, the first and the last included."""
     undisturbed = result(gang, fresh(tmp_path / "undisturbed"), 3)
     for seed in SEEDS:
@@ -191,7 +189,7 @@ def toy(*layers: nn.Module, collect: str = "") -> Callable[[int], None]:
     return program
 
 
-def test_losses_may_be_collected_and_batches_are_refused_at_any_world_size(gang):  # type: ignore[no-untyped-def]
+def test_losses_may_be_collected_and_batches_are_refused_at_any_world_size(gang):
     """All would draw from the last batch's random numbers, and which is that ranks decide."""
     for collect, code in (("losses", 0), ("batches", 64)):
         for world in (1, 3, 4):
@@ -225,12 +223,12 @@ class Odd(nn.Module):
         (Odd(counts=False), "cannot average sparse gradients"),
     ],
 )
-def test_what_cannot_be_elastic_is_refused(gang, layer, words):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_elastic_is_refused(gang, layer, words):
     assert gang.run(toy(layer)) == {0: 64, 1: 64, 2: 64}, gang.log(0)
     assert words in gang.log(0)
 
 
-def test_another_number_of_shards_is_another_run(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_another_number_of_shards_is_another_run(gang, tmp_path):
     result(gang, fresh(tmp_path / "t"), 1)
     other = Training(tmp_path / "t", shards=4)
     assert gang.run(other) == {0: 64, 1: 64, 2: 64}

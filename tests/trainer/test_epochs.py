@@ -1,7 +1,5 @@
 """Runs that are counted in epochs, and small state that decides about training."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -56,7 +54,7 @@ def results(directory: Path) -> set[str]:
 
 
 @pytest.mark.fault("T1")
-def test_killed_in_the_midst_of_an_epoch_equals_undisturbed(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_killed_in_the_midst_of_an_epoch_equals_undisturbed(gang, tmp_path):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     assert gang.run(train(undisturbed)) == dict.fromkeys(range(3), 0), gang.log(0)
     assert gang.run(train(disturbed, die=25)) == {0: 75, 1: -9, 2: 75}
@@ -82,7 +80,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         ({"total_steps": 2}, "step.ends_epoch: a stream does not say where it ends"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(gang, start, text):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_counted_is_refused(gang, start, text):
     def program(rank: int) -> None:
         run = ddp.start(global_batch=6, **start)
         model = nn.Linear(4, 1)

@@ -1,7 +1,5 @@
 """Launchers keep each failure's story beside the snapshots, whatever the disk there does."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -43,7 +41,7 @@ def rounds(where: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_after_a_killed_rank_and_a_killed_launcher_all_is_readable(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_after_a_killed_rank_and_a_killed_launcher_all_is_readable(script, tmp_path):
     where = tmp_path / "snapshots"
     env = {**patched(tmp_path, {**OFTEN, **UNHURRIED}), "DDPJOB_SNAPSHOT_DIR": str(where)}
     words = ("--spares", "0", script(LIVES))
@@ -88,7 +86,7 @@ asleep()
 """
 
 
-def test_a_hang_leaves_stacks_also_native_ones_and_the_flight_recorder(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_hang_leaves_stacks_also_native_ones_and_the_flight_recorder(script, tmp_path):
     where, programs = tmp_path / "snapshots", tmp_path / "programs"
     programs.mkdir()
     spy = programs / "py-spy"
@@ -131,7 +129,7 @@ module.write = lambda *_: time.sleep(3600)
 
 
 @pytest.mark.parametrize("disk", ["hangs", "is a file", "is gone"])
-def test_a_disk_that_takes_nothing_holds_up_no_restart_and_no_end(script, tmp_path, disk):  # type: ignore[no-untyped-def]
+def test_a_disk_that_takes_nothing_holds_up_no_restart_and_no_end(script, tmp_path, disk):
     where, program = tmp_path / "snapshots", script(FAILS_ONCE)
     env = {"DDPJOB_SNAPSHOT_DIR": str(where)}
     if disk == "hangs":
@@ -148,7 +146,7 @@ def test_a_disk_that_takes_nothing_holds_up_no_restart_and_no_end(script, tmp_pa
     assert err.count("are not kept in") == (disk != "hangs")
 
 
-def test_an_attempt_that_ends_uploads_what_its_disk_has(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_an_attempt_that_ends_uploads_what_its_disk_has(script, tmp_path):
     """As with an emptyDir, which goes with the pod."""
     store = f"file://{tmp_path}/store"
     env = {

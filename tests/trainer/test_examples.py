@@ -1,11 +1,8 @@
 """The examples as users start them: alone, under torchrun, under the launcher."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,17 +15,17 @@ PLAIN = str(EXAMPLES / "plain_torchrun.py")
 
 
 @pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
-def test_plain_ddp_without_a_line_of_ours(launcher):  # type: ignore[no-untyped-def]
+def test_plain_ddp_without_a_line_of_ours(launcher):
     assert float(value("test_accuracy", finish(*launcher, PLAIN, "--epochs", "6"))) > 0.9
 
 
-def test_digits_reaches_95_percent_alone():  # type: ignore[no-untyped-def]
+def test_digits_reaches_95_percent_alone():
     out = finish(sys.executable, DIGITS, "--total-steps", "120")
     assert float(value("test_accuracy", out)) >= 0.95
     assert re.search(r"^step 120/120 loss [\d.]+ [\d,]+ samples/s$", out, re.MULTILINE)
 
 
-def test_digits_killed_and_restarted_in_place_equals_torchruns(tmp_path: Path) -> None:
+def test_digits_killed_and_restarted_in_place_equals_torchruns(tmp_path):
     undisturbed = finish(*TORCHRUN, DIGITS, "--total-steps", "60")
     report = tmp_path / "report.json"
     command = (*LAUNCHER, "--termination-log", str(report), DIGITS, "--total-steps", "60")

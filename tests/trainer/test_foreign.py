@@ -4,8 +4,6 @@ A rank is killed, and all go on in place from the checkpoint that the script wro
 packages are no dependency of ours: `make foreign` runs this in an environment that has them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -74,9 +72,7 @@ def train(script: Path, directory: Path, wait_until: Callable[..., None]) -> dic
     return found
 
 
-def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
-    script: Path, tmp_path: Path, wait_until: Callable[..., None]
-):
+def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(script, tmp_path, wait_until):
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for directory in (calm, killed):
         directory.mkdir()
@@ -91,9 +87,7 @@ def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(
     assert outcome(killed) == pytest.approx(outcome(calm), rel=1e-4, abs=1e-6)
 
 
-def test_with_an_adapter_a_script_reports_progress_and_a_hang_ends_it(
-    script: Path, tmp_path: Path, wait_until: Callable[..., None]
-):
+def test_with_an_adapter_a_script_reports_progress_and_a_hang_ends_it(script, tmp_path, wait_until):
     """Rank 1 is stopped by SIGSTOP where all wait, the others in a collective or for their data."""
     adapted = tmp_path / script.name
     line = FOREIGN[script.stem.removeprefix("with_")]

@@ -1,10 +1,7 @@
 """gpu-check as it runs without a GPU: what means anything there passes, the rest says why not."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ pytestmark = pytest.mark.tier("all")
 GPU_CHECK = ("-m", "ddpjob_tools", "gpu-check")
 
 
-def test_on_the_cpu(tmp_path: Path) -> None:
+def test_on_the_cpu(tmp_path):
     """All but check 5, which has chaos kill more cases of what check 8 shares with it."""
     report, numbers = tmp_path / "report.json", "1,2,3,4,6,7,8"
     words = ("--device", "cpu", "--nproc", 3, "--checks", numbers, "--json", report)
@@ -27,7 +24,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
             assert check["verdict"] == ("SKIP" if check["number"] in (3, 6) else "PASS"), out
 
 
-def test_the_benchmark_comes_to_its_table(tmp_path: Path) -> None:
+def test_the_benchmark_comes_to_its_table(tmp_path):
     """dev/bench/gpu.py with a tiny model: who rents a GPU for it is to find no mistake in it."""
     report = tmp_path / "report.json"
     words = ("--quick", "--nproc", 2, "--kills", 1, "--json", report)

@@ -3,8 +3,6 @@
 Most workers keep the library's records without torch: each stands where the test wants it.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -79,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", some_in_gate(CASES, "C code that holds the GIL"))
 @pytest.mark.fault("T3")
-def test_the_culprit_is_named_and_counts_as_76(script, tmp_path, name):  # type: ignore[no-untyped-def]
+def test_the_culprit_is_named_and_counts_as_76(script, tmp_path, name):
     phase, activity, what, shows = CASES[name]
     report = tmp_path / "report"
     program = script(
@@ -114,7 +112,7 @@ if rank != 1:
 @pytest.mark.parametrize(
     "kind", some_in_gate(["after the loop", "without our library"], "without our library")
 )
-def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
+def test_nothing_is_watched(script, kind):
     keeps_records = f"{WORKER}\nwriter.update(phase='done')\n"
     program = script((keeps_records if kind == "after the loop" else "") + "time.sleep(2)")
     limits = {"step": 0.3, "snapshot": 0.3}
@@ -126,7 +124,7 @@ def test_nothing_is_watched(script, kind):  # type: ignore[no-untyped-def]
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T3")
-def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):
     """Two launchers, a rank each; the other one only waits and must not be blamed."""
     program = script(
         f"""{WORKER}
@@ -195,7 +193,7 @@ BUFFERS = {
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("name", BUFFERS)
 @pytest.mark.fault("T3")
-def test_rank_0_hangs_and_not_those_that_wait_for_its_buffers(script, tmp_path, name):  # type: ignore[no-untyped-def]
+def test_rank_0_hangs_and_not_those_that_wait_for_its_buffers(script, tmp_path, name):
     """They have said later, or earlier, than it what they do: it is not the time that tells."""
     rank_0, all_ranks, activity = BUFFERS[name]
     report = tmp_path / "report"

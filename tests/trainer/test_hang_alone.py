@@ -1,7 +1,5 @@
 """A hang without our launcher: each rank watches itself, and the one at fault ends first."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -61,7 +59,7 @@ def train(rank: int, data: Any, total: int = 50, **start: Any) -> None:
 
 
 @pytest.mark.fault("T3")
-def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[no-untyped-def]
+def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):
     codes = gang.run(lambda rank: train(rank, Data(rank)), env=HANG)
     assert codes == {0: 75, 1: 76, 2: 75}, gang.log(1)
     log = gang.log(1)
@@ -74,7 +72,7 @@ def test_the_rank_that_hangs_ends_with_76_and_its_stacks(gang):  # type: ignore[
 
 
 @pytest.mark.tier("all")
-def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_disk_that_hangs_at_the_end_is_that_ranks_fault(gang, tmp_path):
     """That of rank 1, when it writes its part of the last snapshot."""
 
     def never_answers(operation: str, path: Path) -> None:

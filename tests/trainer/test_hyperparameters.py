@@ -1,7 +1,5 @@
 """A restart with other arguments: told, and taken where that is asked for."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -65,12 +63,12 @@ def alone(gang: Any, program: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", ["by hand", "chain"])
-def test_what_training_has_changed_is_no_difference(gang, tmp_path, kind):  # type: ignore[no-untyped-def]
+def test_what_training_has_changed_is_no_difference(gang, tmp_path, kind):
     alone(gang, train(tmp_path / "a", 4, kind=kind))
     assert SAID not in alone(gang, train(tmp_path / "a", 6, kind=kind))
 
 
-def test_the_snapshots_go_on_and_it_is_told_each_time(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_the_snapshots_go_on_and_it_is_told_each_time(gang, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     alone(gang, train(a, 4))
     other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20}
@@ -85,7 +83,7 @@ def test_the_snapshots_go_on_and_it_is_told_each_time(gang, tmp_path):  # type: 
     assert (a / "sha-8").read_text() == (b / "sha-8").read_text()
 
 
-def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):
     alone(gang, train(tmp_path / "a", 4))
     script = {"hyperparameters": "script"}
     other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20, **script}
@@ -102,7 +100,7 @@ def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):  # type: ignore[no
 
 
 @pytest.mark.parametrize("every", [None, "epoch"])
-def test_a_scheduler_counts_steps_or_epochs(gang, tmp_path, every):  # type: ignore[no-untyped-def]
+def test_a_scheduler_counts_steps_or_epochs(gang, tmp_path, every):
     """Ten steps an epoch; killed in the second one, it goes on with the rate of then."""
 
     def program(rank: int) -> None:

@@ -1,7 +1,5 @@
 """Input pipelines in real ranks: kills, worker processes, streams. More than one bucket."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -4,8 +4,6 @@ What the page says of a step is what is asserted here: accuracies, losses, and t
 lost a process writes the same text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct
@@ -44,7 +42,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in found]
 
 
-def test_one_process() -> None:
+def test_one_process():
     out = finish(sys.executable, SINGLE, *EPOCHS, OMP_NUM_THREADS="1")
     assert len(losses(out)) == 6
     assert float(value("test_accuracy", out)) > 0.8
@@ -54,7 +52,7 @@ def test_one_process() -> None:
     assert float(value("test_accuracy", out)) > 0.95
 
 
-def test_any_number_of_processes_ends_with_the_same_weights() -> None:
+def test_any_number_of_processes_ends_with_the_same_weights():
     """Rows 15 and 18: the losses are equal to rounding; the script itself compares the ranks."""
     one, two = (
         finish(sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", n, PROCESSES, *EPOCHS)
@@ -70,7 +68,7 @@ def test_any_number_of_processes_ends_with_the_same_weights() -> None:
     assert value("weights_sha256", one) != value("weights_sha256", three)
 
 
-def test_ranks_whose_weights_differ_are_found(tmp_path: Path) -> None:
+def test_ranks_whose_weights_differ_are_found(tmp_path):
     """Row 18 the other way round: without DDP each rank trains for itself."""
     script = tmp_path / "2_processes.py"
     alone = Path(PROCESSES).read_text().replace(
@@ -82,7 +80,7 @@ def test_ranks_whose_weights_differ_are_found(tmp_path: Path) -> None:
         finish(*TORCHRUN, str(script), "--epochs", "1")
 
 
-def test_a_checkpoint_by_hand_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_by_hand_is_gone_on_from(tmp_path):
     """Row 22, in plain PyTorch: rank 0 saves, all load; what step 3 makes superfluous."""
     command = (sys.executable, "-m", "ddpjob_trainer", "run", "--nproc", "2")
     plain = str(EXAMPLES / "plain_torchrun.py")
@@ -91,7 +89,7 @@ def test_a_checkpoint_by_hand_is_gone_on_from(tmp_path: Path) -> None:
         assert re.findall(r"epoch (\d/\d) loss", out) == told
 
 
-def test_whatever_is_killed_the_weights_are_the_same(tmp_path: Path) -> None:
+def test_whatever_is_killed_the_weights_are_the_same(tmp_path):
     """As ladder.md has the reader do it: chaos kills, and compares with an undisturbed run."""
     report, kept = tmp_path / "report.json", tmp_path / "kept"
     chaos = (sys.executable, "-m", "ddpjob_tools", "chaos", "--nproc", "3", "--kills", "2")
@@ -123,7 +121,7 @@ def undisturbed() -> str:
     return finish(*LAUNCHER, GPT, *SHORT)
 
 
-def test_a_gpt_that_lost_a_process_writes_the_same_text(tmp_path: Path, undisturbed: str) -> None:
+def test_a_gpt_that_lost_a_process_writes_the_same_text(tmp_path, undisturbed):
     """At level resume, 3 ranks, 2 buckets (1.9 MB of gradients, the first bucket takes 1)."""
     assert float(value("loss", undisturbed)) < 3.3  # ln 256 = 5.5 is what knowing nothing costs
     assert len(written(undisturbed)) > 100
@@ -142,7 +140,7 @@ TINY = (
 )
 
 
-def test_the_124m_settings_learn_at_a_tiny_size(tmp_path: Path) -> None:
+def test_the_124m_settings_learn_at_a_tiny_size(tmp_path):
     """bf16, weight decay by groups, clipping, a cosine, accumulation; the loss in the forward."""
     events = tmp_path / "events.jsonl"
     words = ("--size", "124m", *TINY, "--vocabulary", "256", "--micro-batches", "2")
@@ -153,7 +151,7 @@ def test_the_124m_settings_learn_at_a_tiny_size(tmp_path: Path) -> None:
     assert value("weights_sha256", finish(*command)) == first
 
 
-def test_a_file_of_tokens(tmp_path: Path) -> None:
+def test_a_file_of_tokens(tmp_path):
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(1024 * b"\xff" + struct.pack("<5000H", *(n * 7 % 300 for n in range(5000))))
     words = (*TINY, "--vocabulary", "300", "--total-steps", "3")
@@ -165,7 +163,7 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     assert value("parameters", out) == str(parameters)
 
 
-def test_mfu_of_gpt2_is_of_the_peak_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_of_gpt2_is_of_the_peak_that_is_told(monkeypatch):
     gpt, mfu = gpt_module("gpt"), gpt_module("mfu")
     with torch.device("meta"):
         model = gpt.GPT(**gpt.GPT2)

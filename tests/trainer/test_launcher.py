@@ -1,7 +1,5 @@
 """The launcher as a program: exit codes, report, signals, orphans, nobody left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -61,7 +59,7 @@ LIBRARY = """
         (CRASH, 139, "signal", "Fatal Python error: Segmentation fault: "),
     ],
 )
-def test_exit_code_and_report(script, tmp_path, end, code, kind, exception):  # type: ignore[no-untyped-def]
+def test_exit_code_and_report(script, tmp_path, end, code, kind, exception):
     report = tmp_path / "report"
     program = script(f"print('last words of', rank)\nif rank == 1: {end}\n")
     returned, _, err = run(*NO_ROUNDS, "--nproc", "2", "--termination-log", str(report), program)
@@ -101,7 +99,7 @@ def nccl_aborts(words):
         ("nccl_aborts('CUDA error: device-side assert')", (134, "signal", 6)),  # the program's own
     ],
 )
-def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end, found):  # type: ignore[no-untyped-def]
+def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end, found):
     report, own = tmp_path / "report", found[0] == 134
     program = script(f"{ABORT}\nif rank == 1: {end}\ntime.sleep(3600)\n")
     options = NO_ROUNDS if own else ()
@@ -117,7 +115,7 @@ NCCL = "nccl_aborts('NCCL error: remote process exited or there was a network er
 
 
 @pytest.mark.parametrize("collateral", [f"{LIBRARY}sys.exit(75)", NCCL])
-def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path, collateral):  # type: ignore[no-untyped-def]
+def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path, collateral):
     end = f"{after_rank_0(tmp_path)}\nif rank == 0: {collateral}\nsys.exit(9)\n"
     program = script(f"{ABORT}{end}")
     patient = patched(tmp_path, {"launcher.hub.root_cause.CAUSE_WAIT_SECONDS": PATIENCE})
@@ -126,7 +124,7 @@ def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path, co
     assert "rank 1 ended first, with exit code 9" in err
 
 
-def test_one_failure_ends_the_others_and_all_their_descendants(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_one_failure_ends_the_others_and_all_their_descendants(script, tmp_path):
     """Also a daemon in a session of its own, and a worker that ignores SIGTERM."""
     program = script(
         f"""
@@ -153,7 +151,7 @@ time.sleep(3600)
     assert [pid for pid in pids if alive(pid)] == []
 
 
-def test_orphans_are_reaped_while_training_goes_on(script, wait_until):  # type: ignore[no-untyped-def]
+def test_orphans_are_reaped_while_training_goes_on(script, wait_until):
     program = script(
         """
 if os.fork() == 0:
@@ -174,7 +172,7 @@ time.sleep(3600)
     assert process.returncode == 143, err  # the launcher was still at work
 
 
-def test_workers_die_with_a_killed_launcher(script, wait_until):  # type: ignore[no-untyped-def]
+def test_workers_die_with_a_killed_launcher(script, wait_until):
     process = launch("--nproc", "2", script("print(os.getpid(), flush=True)\ntime.sleep(3600)"))
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
@@ -195,7 +193,7 @@ def ended_by(process: Popen[str], signum: int, *lines: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_are_forwarded(script, signum, code):  # type: ignore[no-untyped-def]
+def test_signals_are_forwarded(script, signum, code):
     """But for those that nohup has the launcher ignore."""
     program = script(
         """
@@ -223,7 +221,7 @@ print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
     assert process.returncode == code, err
 
 
-def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_path):
     report = tmp_path / "report"
     program = script("signal.signal(15, signal.SIG_IGN)\nprint('x', flush=True)\ntime.sleep(3600)")
     process = launch("--termination-log", str(report), program, env={"DDPJOB_GRACE_SECONDS": "2"})
@@ -233,7 +231,7 @@ def test_who_ignores_sigterm_is_killed_before_the_grace_period_ends(script, tmp_
 
 
 @pytest.mark.parametrize("trap", [False, True])
-def test_behind_a_shell_the_one_that_trains_is_told_to_end(script, tmp_path, trap):  # type: ignore[no-untyped-def]
+def test_behind_a_shell_the_one_that_trains_is_told_to_end(script, tmp_path, trap):
     """Else the shell ends at once, and the other is killed. One that has a trap is told itself."""
     program = script(
         """
@@ -261,7 +259,7 @@ print("ready", flush=True)
     assert process.returncode == 143, err
 
 
-def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-untyped-def]
+def test_the_environment_of_torchrun_and_of_a_gang(script):
     program = script("print(*(f'{k}={v}' for k, v in sorted(os.environ.items())), sep='|')")
     code, out, _ = run(
         program, "--lr", "1",
@@ -283,7 +281,7 @@ def test_the_environment_of_torchrun_and_of_a_gang(script):  # type: ignore[no-u
     assert {name: found.get(name) for name in wanted} == wanted
 
 
-def test_one_process_per_pod_has_its_log_unchanged(script):  # type: ignore[no-untyped-def]
+def test_one_process_per_pod_has_its_log_unchanged(script):
     """And nothing is left in shared memory."""
     text = "print(os.environ['DDPJOB_TRAINER_STATE_DIR'])\nprint('to stderr', file=sys.stderr)"
     code, out, err = run(script(text))
@@ -291,7 +289,7 @@ def test_one_process_per_pod_has_its_log_unchanged(script):  # type: ignore[no-u
     assert not Path(out.removesuffix("\n")).exists()
 
 
-def test_a_module_and_an_executable(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_module_and_an_executable(tmp_path):
     (tmp_path / "my_module.py").write_text("import sys; print('module', sys.argv[1:])")
     code, out, err = run("-m", "my_module", "--x", "1", env={"PYTHONPATH": f"{PATHS}:{tmp_path}"})
     assert (code, out) == (0, "module ['--x', '1']\n"), err
@@ -312,14 +310,14 @@ def test_a_module_and_an_executable(tmp_path):  # type: ignore[no-untyped-def]
         (["sh"], {"DDPJOB_GRACE_SECONDS": "soon"}, 64, "DDPJOB_GRACE_SECONDS='soon'"),
     ],
 )
-def test_what_cannot_be_started_says_why(arguments, env, code, words):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_started_says_why(arguments, env, code, words):
     returned, out, err = run(*arguments, env=env)
     assert (returned, out) == (code, "")
     assert words in err
     assert "Traceback" not in err
 
 
-def test_state_health_and_metrics(script, wait_until):  # type: ignore[no-untyped-def]
+def test_state_health_and_metrics(script, wait_until):
     program = script(
         """
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launcher at its edges: what cannot start, signals while it imports, its output."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json
@@ -31,7 +29,7 @@ _PTRACE_SEIZE = 0x4206
 PATIENT_LOG = {"launcher.log._PATIENCE_SECONDS": PATIENCE, "launcher.log._FLUSH_SECONDS": PATIENCE}
 
 
-def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):
     program = tmp_path / "program"
     program.write_text("no first line that names an interpreter\n")
     program.chmod(0o755)
@@ -41,7 +39,7 @@ def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):  # type: ig
     assert (code, "cannot start" in err) == (1, True)
 
 
-def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ignore[no-untyped-def]
+def test_closed_standard_files_do_not_become_other_files(tmp_path):
     events = tmp_path / "events"
     command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
     closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
@@ -51,7 +49,7 @@ def test_closed_standard_files_do_not_become_other_files(tmp_path):  # type: ign
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]
 
 
-def test_sigterm_while_the_launcher_imports_ends_it_even_as_pid_1(tmp_path):  # type: ignore[no-untyped-def]
+def test_sigterm_while_the_launcher_imports_ends_it_even_as_pid_1(tmp_path):
     """Anything but the default action shows that a handler was there for PID 1 too."""
     seam = "ddpjob_trainer.environment.read_launcher"
     code, _, err = run("true", env=_seam(tmp_path, seam, "os.kill(os.getpid(), 15)"))
@@ -67,7 +65,7 @@ def _seam(directory: Path, name: str, body: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join((str(directory), PATHS))}
 
 
-def test_a_partial_line_and_a_progress_bar_are_seen_at_once(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_partial_line_and_a_progress_bar_are_seen_at_once(script, tmp_path):
     """With a prefix each state of a bar is a line."""
     code, out, _ = run("--nproc", "2", script("sys.stdout.write('1 %\\r2 %\\rdone')"))
     assert code == 0
@@ -90,7 +88,7 @@ while not os.path.exists({str(tmp_path / "seen")!r}):
         assert process.wait(PATIENCE) == 0
 
 
-def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, tmp_path, wait_until):
     read, write = os.pipe()
     os.set_blocking(write, False)
     program = script("for n in range(20000): print('line', n)")
@@ -105,7 +103,7 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line(script, tmp_path, 
     assert len(lines) == 20000
 
 
-def test_a_newer_file_of_the_program_is_progress(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_newer_file_of_the_program_is_progress(script, tmp_path):
     """Three rounds write their checkpoint before they fail, then two in a row do not."""
     path, aside, report = (tmp_path / name for name in ("checkpoints/last", "aside", "report"))
     path.parent.mkdir()
@@ -128,7 +126,7 @@ sys.exit(1)
 
 
 @pytest.mark.fault("T10")
-def test_a_log_that_nobody_reads_stops_no_round_no_health_and_no_sigterm(  # type: ignore[no-untyped-def]
+def test_a_log_that_nobody_reads_stops_no_round_no_health_and_no_sigterm(
     script, tmp_path, wait_until
 ):
     """Not read at all, from the start; and all along workers would write more."""
@@ -207,7 +205,7 @@ def rank_0_traced(folder: Path, wait_until: Any) -> Iterator[int]:
         yield int(pid.read_text())
 
 
-def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # type: ignore[no-untyped-def]
+def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(
     script, tmp_path, wait_until
 ):
     """As one with a GPU does, whose driver first gives back its memory."""
@@ -225,7 +223,7 @@ def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(  # ty
 
 
 @pytest.mark.fault("T10")
-def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):
     report = tmp_path / "report"
     words = ("--nproc", "2", "--termination-log", str(report), script(until_traced(tmp_path)))
     with launched(*words) as process, rank_0_traced(tmp_path, wait_until) as pid:
@@ -243,7 +241,7 @@ def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path,
         ("supervisor.RuntimeDir.close", signal.SIGUSR1, 1),
     ],
 )
-def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(  # type: ignore[no-untyped-def]
+def test_no_signal_after_the_report_changes_the_end_and_sigterm_hurries_it(
     script, tmp_path, step, signum, lines
 ):
     program = script(f"for _ in range({lines}): os.write(1, b'x' * 1023 + b'\\n')")
@@ -309,6 +307,6 @@ def _read(fd: int) -> bytes:
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(True, "[rank 1] x\n"), (False, "x\n")])
-def test_several_launchers_on_one_terminal_are_told_apart(script, terminal, expected):  # type: ignore[no-untyped-def]
+def test_several_launchers_on_one_terminal_are_told_apart(script, terminal, expected):
     """Each alone in its pod, where the pod's name tells whose line it is, needs no prefix."""
     assert output(script("print('x')"), terminal=terminal) == expected

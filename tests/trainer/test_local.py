@@ -1,7 +1,5 @@
 """`ddpjob local` and `make try` with real processes: the same bits, no orphans."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -86,7 +84,7 @@ def launchers(driver: int) -> dict[str, int]:
 
 
 @pytest.mark.tier("all")
-def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_killed_launcher_changes_no_bit(tmp_path, capsys):
     outcomes = []
     for name in ("undisturbed", "disturbed"):
         training = Training(tmp_path / name)
@@ -120,7 +118,7 @@ def test_a_killed_launcher_changes_no_bit(tmp_path: Path, capsys) -> None:  # ty
         ([signal.SIGKILL], "deaf"),
     ],
 )
-def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys):
     training = Training(tmp_path)
     training.script.write_text(STAY)
     with local(tmp_path, initialised(training.script, capsys, str(tmp_path), deaf)) as process:
@@ -136,7 +134,7 @@ def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys) -> 
     assert process.returncode == expected, out
 
 
-def test_restarts_are_the_manifests(tmp_path: Path) -> None:
+def test_restarts_are_the_manifests(tmp_path):
     (tmp_path / "fail.py").write_text(FAIL)
     command = ["python", "-u", str(tmp_path / "fail.py"), str(tmp_path)]
     place = "spec.template.spec.containers.0.command"
@@ -150,7 +148,7 @@ def test_restarts_are_the_manifests(tmp_path: Path) -> None:
 
 
 @pytest.mark.tier("all")
-def test_make_try_kills_a_process_changes_no_bit_and_shows_it() -> None:
+def test_make_try_kills_a_process_changes_no_bit_and_shows_it():
     code, out = finished(ROOT / "dev/demo/local.py")
     assert code == 0, out
     assert "--- kill -9 " in out
@@ -159,7 +157,7 @@ def test_make_try_kills_a_process_changes_no_bit_and_shows_it() -> None:
     assert "  the two are                identical\n" in out
 
 
-def test_make_try_needs_the_environment_only() -> None:
+def test_make_try_needs_the_environment_only():
     """Neither root nor Go: what `programs` and `images` of other targets build."""
     text = (ROOT / "Makefile").read_text()
     assert "\ntry: setup ##" in text

@@ -1,7 +1,5 @@
 """Micro-batches, tails, precision, averages and evaluation: what they compute. 3 ranks."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -64,7 +62,7 @@ def weights(path: Path) -> list[torch.Tensor]:
     return loaded
 
 
-def test_however_a_step_is_cut_its_gradient_is_the_mean_over_its_samples(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_however_a_step_is_cut_its_gradient_is_the_mean_over_its_samples(gang, tmp_path):
     """50 samples by 12: ten of the fifth step's are the first ones again."""
     found = []
     for world, micro in ((1, 1), (3, 1), (3, 2)):
@@ -82,7 +80,7 @@ def test_however_a_step_is_cut_its_gradient_is_the_mean_over_its_samples(gang, t
 
 
 @pytest.mark.parametrize("spoil", [lambda loss: loss * math.nan, lambda loss: (loss * 0).sqrt()])
-def test_a_loss_of_weight_0_that_is_no_number_harms_nobody(gang, tmp_path, spoil):  # type: ignore[no-untyped-def]
+def test_a_loss_of_weight_0_that_is_no_number_harms_nobody(gang, tmp_path, spoil):
     """Neither loss nor gradients count."""
     found = []
     for name, what in (("spoilt", spoil), ("whole", lambda loss: loss)):
@@ -112,7 +110,7 @@ class Normaliser(nn.Module):
         return x - self.mean
 
 
-def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_evaluation_leaves_training_as_it_is(gang, tmp_path):
     """Dropout in the model, draws in the metric: equal hashes with and without."""
 
     def program(name: str) -> Callable[[int], None]:
@@ -167,7 +165,7 @@ def test_evaluation_leaves_training_as_it_is(gang, tmp_path):  # type: ignore[no
     assert found[0] == found[1]
 
 
-def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, tmp_path):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=12, precision="fp16")
         model = net()
@@ -213,7 +211,7 @@ def test_an_overflow_of_fp16_skips_update_scheduler_and_ema_on_all_ranks(gang, t
 )
 def test_a_second_run_in_a_process_does_not_begin_where_the_first_ended(
     gang, tmp_path, directories, steps, code
-):  # type: ignore[no-untyped-def]
+):
     """As one for each fold: it would train nothing, and its weights be the first's."""
 
     def folds(rank: int) -> None:
@@ -239,7 +237,7 @@ def test_a_second_run_in_a_process_does_not_begin_where_the_first_ended(
         ("never", False),
     ],
 )
-def test_a_model_that_an_evaluation_has_left_in_eval_mode_is_warned_of(gang, how, warned):  # type: ignore[no-untyped-def]
+def test_a_model_that_an_evaluation_has_left_in_eval_mode_is_warned_of(gang, how, warned):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6)
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -287,7 +285,7 @@ def sam(step: ddp.Step, model: nn.Module, wrapped: nn.Module, x: torch.Tensor) -
 
 
 @pytest.mark.tier("all")
-def test_sam_is_what_it_is_in_one_process(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_sam_is_what_it_is_in_one_process(gang, tmp_path):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=12)
         model = net()

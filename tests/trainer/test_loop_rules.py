@@ -1,7 +1,5 @@
 """The loop API at its edges: misuse that would be silent, and state that must survive a kill."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -54,7 +52,7 @@ def total(model: nn.Module, batch: Any) -> torch.Tensor:
     return result
 
 
-def test_a_loss_that_went_around_the_wrapper_is_refused(gang):  # type: ignore[no-untyped-def]
+def test_a_loss_that_went_around_the_wrapper_is_refused(gang):
     def around(rank: int) -> None:
         run = ddp.start(total_steps=2, global_batch=6)
         model = nn.Linear(4, 2)
@@ -74,7 +72,7 @@ def test_a_loss_that_went_around_the_wrapper_is_refused(gang):  # type: ignore[n
     ("name", "value"),
     [("seed", 7), ("samples", 57), ("total_steps", 3), ("snapshots", True), ("snapshots.every", 5)],
 )
-def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # type: ignore[no-untyped-def]
+def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):
     def differs(rank: int) -> None:
         options: dict[str, Any] = {"total_steps": 2, "seed": 0}
         if name == "snapshots.every" or (name == "snapshots" and rank == 1):
@@ -100,7 +98,7 @@ def test_what_differs_between_ranks_is_named(gang, tmp_path, name, value):  # ty
 
 
 @pytest.mark.parametrize("how", ["break", "break, snapshots", "no loop"])
-def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore[no-untyped-def]
+def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):
     """An export after early stopping may take longer than any deadline."""
 
     def program(rank: int) -> None:
@@ -129,7 +127,7 @@ def test_after_the_loop_nothing_is_watched(gang, tmp_path, how):  # type: ignore
     assert gang.run(program, world=2) == {0: 0, 1: 0}, gang.log(0) + gang.log(1)
 
 
-def test_an_error_does_not_wait_for_a_disk_and_is_watched_to_its_end(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_an_error_does_not_wait_for_a_disk_and_is_watched_to_its_end(gang, tmp_path):
     """The others cannot know of it before this process has ended."""
 
     def program(rank: int) -> None:
@@ -158,7 +156,7 @@ def test_an_error_does_not_wait_for_a_disk_and_is_watched_to_its_end(gang, tmp_p
     assert "KeyError: 'bug'" in gang.log(0)
 
 
-def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang, tmp_path):
     started = tmp_path / "started"
 
     def lost(rank: int) -> None:
@@ -176,7 +174,7 @@ def test_a_lost_peer_that_only_torch_noticed_leaves_a_traceback(gang, tmp_path):
     assert "lost a peer" in gang.log(0)
 
 
-def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang, tmp_path):
     def dies(rank: int) -> None:
         from ddpjob_trainer.comm import rendezvous
 
@@ -199,7 +197,7 @@ def test_a_peer_that_dies_before_it_has_connected_is_a_lost_peer(gang, tmp_path)
     assert gang.run(dies, env=env) == {0: 75, 1: 9, 2: 75}
 
 
-def test_a_child_forked_in_the_loop_ends_on_sigterm(gang):  # type: ignore[no-untyped-def]
+def test_a_child_forked_in_the_loop_ends_on_sigterm(gang):
     def forks(rank: int) -> None:
         run = ddp.start(total_steps=1, global_batch=6)
         wrapped = prepared(run)
@@ -234,7 +232,7 @@ LEAVE = "step.stop() ends the loop on all ranks; a `break` on one does not"
         ("a step apart", "in step 3, after its commit()", "resume"),
     ],
 )
-def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level):  # type: ignore[no-untyped-def]
+def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level):
     def leaves(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6, level=level, shards=3)
         wrapped = prepared(run, nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2)))
@@ -265,7 +263,7 @@ def test_a_rank_that_leaves_the_loop_alone_ends_the_run(gang, how, place, level)
 
 
 @pytest.mark.parametrize(("level", "first"), [("resume", 0), ("elastic", 2)])
-def test_all_ranks_may_leave_the_loop_together(gang, tmp_path, level, first):  # type: ignore[no-untyped-def]
+def test_all_ranks_may_leave_the_loop_together(gang, tmp_path, level, first):
     """However long one of them takes to get there, and whatever its share of the shards."""
     left = tmp_path / "left"
 
@@ -291,7 +289,7 @@ def test_all_ranks_may_leave_the_loop_together(gang, tmp_path, level, first):  #
     assert gang.run(leaves) == dict.fromkeys(range(3), 0), gang.log(0) + gang.log(2)
 
 
-def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_loop_that_a_variable_holds_is_over_with_finish(gang, tmp_path):
     """As in `for step in tqdm(run.steps(data))`: after a break nobody closes the generator."""
 
     def leaves(rank: int) -> None:
@@ -353,7 +351,7 @@ def calls(run: ddp.Run, odd: str) -> None:
         ("sum", "in run.sum()"),
     ],
 )
-def test_a_call_on_one_rank_only_is_refused(gang, odd, words):  # type: ignore[no-untyped-def]
+def test_a_call_on_one_rank_only_is_refused(gang, odd, words):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=6, global_batch=6)
         if odd == "finish" and rank == 1:
@@ -370,7 +368,7 @@ def test_a_call_on_one_rank_only_is_refused(gang, odd, words):  # type: ignore[n
 
 
 @pytest.mark.parametrize("after", ["finish", "evaluate", "handler", "goes up", "nothing", "all"])
-def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  # type: ignore[no-untyped-def]
+def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):
     """Nothing holds it any more when the script goes on; finish() in its handler does nothing."""
 
     def program(rank: int) -> None:
@@ -402,7 +400,7 @@ def test_an_error_that_one_rank_swallows_is_a_break_on_one_rank(gang, after):  #
     assert "nor an error that one rank's script catches" in logs
 
 
-def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
+def test_calls_of_a_run_before_in_this_process_are_no_others():
     """torchrun's agent keeps one store for all of them."""
     store = HashStore()
     for number, before in enumerate(([(1, "step 0")], [(1, "step 1")])):
@@ -413,7 +411,7 @@ def test_calls_of_a_run_before_in_this_process_are_no_others() -> None:
 # --- What is logged ---------------------------------------------------------------------------
 
 
-def test_all_draw_alike_after_start_and_a_sum_over_the_ranks_is_logged(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_all_draw_alike_after_start_and_a_sum_over_the_ranks_is_logged(gang, tmp_path):
     """As docs/reference/metrics.md has it."""
 
     def logs(rank: int) -> None:
@@ -463,7 +461,7 @@ def test_all_draw_alike_after_start_and_a_sum_over_the_ranks_is_logged(gang, tmp
         ("thawed", "elastic", "a parameter that was frozen when prepare() was called"),
     ],
 )
-def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):  # type: ignore[no-untyped-def]
+def test_what_is_trained_does_not_change_after_prepare(gang, how, level, words):
     """Nobody would average it: the ranks would drift apart."""
 
     def program(rank: int) -> None:

@@ -1,7 +1,5 @@
 """Loss weights, the step's loss, the hook before an update: what they compute. 3 ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -99,7 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weighted_losses_are_those_of_one_big_batch(gang, tmp_path, case):  # type: ignore[no-untyped-def]
+def test_weighted_losses_are_those_of_one_big_batch(gang, tmp_path, case):
     options = CASES[case]
     program = train(tmp_path / "run", **options)
     assert gang.run(program) == {0: 0, 1: 0, 2: 0}, gang.log(0)
@@ -140,7 +138,7 @@ def spoil(named: Mapping[str, torch.nn.Parameter]) -> None:
         (lambda rank: None, spoil, 70, "gradients are not finite"),
     ],
 )
-def test_what_cannot_be_applied_ends_all_ranks(gang, weight, hook, code, words):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_applied_ends_all_ranks(gang, weight, hook, code, words):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=3, global_batch=12)
         model = net()
@@ -163,7 +161,7 @@ def test_what_cannot_be_applied_ends_all_ranks(gang, weight, hook, code, words):
     [{}, {"level": "elastic", "shards": 6}, {"precision": "fp16"}, {"micro_batches": 2}],
     ids=str,
 )
-def test_the_hook_sees_the_mean_unscaled_and_what_it_changes_is_clipped(gang, tmp_path, options):  # type: ignore[no-untyped-def]
+def test_the_hook_sees_the_mean_unscaled_and_what_it_changes_is_clipped(gang, tmp_path, options):
     def program(rank: int) -> None:
         run = ddp.start(total_steps=STEPS, global_batch=12, seed=3, check_every=1, **options)
         model = net()

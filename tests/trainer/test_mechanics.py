@@ -1,7 +1,5 @@
 """studies/mechanics: each file as its reader starts it, and what it is there to show."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -11,14 +9,14 @@ from support.scripts import TORCHRUN, numbers, show
 pytestmark = pytest.mark.tier("all")
 
 
-def test_spawn_does_what_a_launcher_does() -> None:
+def test_spawn_does_what_a_launcher_does():
     out = show("../studies/mechanics/spawn.py", "--nproc", "3", nproc=0)
     found = [numbers(rf"rank {rank} is process", out) for rank in range(3)]
     assert len({pid for pid, *_ in found}) == 3
     assert numbers("all_reduce over 3 processes:", out) == [6]
 
 
-def test_send_and_recv() -> None:
+def test_send_and_recv():
     out = show("../studies/mechanics/send_recv.py", nproc=3, launcher=TORCHRUN[:-1])
     assert numbers("blocking: the sum that came round is", out) == [3]
     assert numbers("immediate: my left neighbour sent", out) == [2, 2, 2, 2]
@@ -26,7 +24,7 @@ def test_send_and_recv() -> None:
     assert "read before wait(): 0 of 1000 ones, after it 1000" in out
 
 
-def test_collectives() -> None:
+def test_collectives():
     out = show("../studies/mechanics/collectives.py", nproc=3)
     expected = {
         "all_reduce SUM": [6, 60],
@@ -46,7 +44,7 @@ def test_collectives() -> None:
     assert len(numbers("barrier", out)) == 3
 
 
-def test_a_ring_by_hand_sends_what_the_library_sends() -> None:
+def test_a_ring_by_hand_sends_what_the_library_sends():
     count = 100_003  # no multiple of 3
     out = show("../studies/mechanics/ring.py", "--numbers", str(count), nproc=3)
     assert "sums of integers equal, number by number" in out
@@ -61,7 +59,7 @@ def test_a_ring_by_hand_sends_what_the_library_sends() -> None:
         assert all(formula - 24 <= sent < 1.02 * formula for sent in numbers(how, out)), how
 
 
-def test_hand_averaged_sgd_has_one_loss_for_1_2_and_4_processes() -> None:
+def test_hand_averaged_sgd_has_one_loss_for_1_2_and_4_processes():
     out = show("../studies/mechanics/sgd.py", "--epochs", "5", nproc=4)
     found = [numbers(f"{processes} processes: loss", out) for processes in (1, 2, 4)]
     losses, off = zip(*found, strict=True)
@@ -70,7 +68,7 @@ def test_hand_averaged_sgd_has_one_loss_for_1_2_and_4_processes() -> None:
     assert max(off) < 1e-4
 
 
-def test_the_miniature_reducer_has_ddps_map_and_gradients() -> None:
+def test_the_miniature_reducer_has_ddps_map_and_gradients():
     out = show("../studies/mechanics/reducer.py", nproc=3)
 
     def after(name: str) -> str:
@@ -110,15 +108,13 @@ LIBRARY = ("run.evaluate()", "step 0", "so they would wait for each other", "exi
         ("library", "OFF", 60, 64, LIBRARY),
     ],
 )
-def test_calls_that_differ_end_soon_and_with_words(
-    kinds: str, detail: str, seconds: int, code: int, words: tuple[str, ...]
-) -> None:
+def test_calls_that_differ_end_soon_and_with_words(kinds, detail, seconds, code, words):
     command = ("../studies/mechanics/mismatch.py", *kinds.split(), "--timeout", str(seconds))
     out = show(*command, nproc=2, code=code, env={"TORCH_DISTRIBUTED_DEBUG": detail})
     assert [word for word in words if word not in out] == [], out[-3000:]
 
 
-def test_data_parallel_step_by_step() -> None:
+def test_data_parallel_step_by_step():
     out = show("../studies/mechanics/data_parallel.py", nproc=0)
     assert max(numbers("output and gradients are those of one call, within", out)) < 1e-6
     for name in ("DataParallel", "DistributedDataParallel"):

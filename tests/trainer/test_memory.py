@@ -1,7 +1,5 @@
 """A real cgroup with too little memory: the kernel kills a worker, and the launcher tells why."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -47,9 +45,7 @@ def limited() -> Iterator[Path]:
 
 @pytest.mark.fault("N5")
 @pytest.mark.parametrize("program", [GREEDY, OF_A_CHILD], ids=["worker", "child"])
-def test_a_worker_that_outgrows_the_limit_is_told_with_limit_and_peak(
-    program: str, limited: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_outgrows_the_limit_is_told_with_limit_and_peak(program, limited, tmp_path):
     report, script = tmp_path / "report", tmp_path / "greedy.py"
     script.write_text(program)
     start = f"import os, sys; open({str(limited / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"

@@ -1,7 +1,5 @@
 """Metrics, /state and the event log of real training that dies and hangs on its way."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -76,7 +74,7 @@ PATIENT = {
 
 
 @pytest.mark.tier("all")
-def test_over_rounds(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_over_rounds(script, tmp_path, wait_until):
     (port,) = free_ports(1)
     events, directory = tmp_path / "events.jsonl", str(tmp_path)
     process = launch(

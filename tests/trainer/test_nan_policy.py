@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite: all ranks stop, skip or go on, and alike."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -95,7 +93,7 @@ class Training:
     ],
 )
 @pytest.mark.fault("T8")
-def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words):  # type: ignore[no-untyped-def]
+def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words):
     clip = 1.0 if how == "gradient" else None
     training = Training(tmp_path, level=level, how=how, clip=clip)
     assert gang.run(training) == ALL_70
@@ -107,7 +105,7 @@ def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words
 @pytest.mark.parametrize("level", ["resume", "elastic"])
 @pytest.mark.parametrize(("how", "micro", "clip"), [("loss alone", 2, None), ("gradient", 1, 0.1)])
 @pytest.mark.fault("T8")
-def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, how, micro, clip):  # type: ignore[no-untyped-def]
+def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, how, micro, clip):
     def fresh(name: str) -> Training:
         (tmp_path / name).mkdir()
         return Training(tmp_path / name, "skip", level, how=how, clip=clip, micro_batches=micro)
@@ -127,7 +125,7 @@ def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, h
     assert disturbed.results() == results
 
 
-def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):
     """One bad sample would otherwise be in its running statistics, and every snapshot, for ever."""
 
     def train(rank: int) -> None:
@@ -152,7 +150,7 @@ def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):  # type: ignore[no-
 
 @pytest.mark.parametrize("case", ["stop", "skip", "skip, update()"])
 @pytest.mark.fault("T8")
-def test_gradients_that_one_rank_alone_has_spoilt_end_all_and_name_it(gang, case):  # type: ignore[no-untyped-def]
+def test_gradients_that_one_rank_alone_has_spoilt_end_all_and_name_it(gang, case):
     """It would otherwise wait for the others, or leave out an update that they make."""
 
     def program(rank: int) -> None:
@@ -176,7 +174,7 @@ def test_gradients_that_one_rank_alone_has_spoilt_end_all_and_name_it(gang, case
         assert "first that of 'bias'" in gang.log(1)
 
 
-def test_skip_stops_when_no_update_can_help_and_ignore_is_plain_pytorch(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_skip_stops_when_no_update_can_help_and_ignore_is_plain_pytorch(gang, tmp_path):
     assert gang.run(Training(tmp_path / "skip", "skip", how="parameter")) == ALL_70
     assert "Parameter '3.weight' was not finite already" in gang.log(2)
     training = Training(tmp_path, "ignore", how="gradient")

@@ -3,8 +3,6 @@
 A tag that moves does so: pods that are replaced have another image than those that stay.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from support import frozen, tiers
@@ -19,7 +17,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("old", tiers.some_in_gate([{0}, {1}], {0}), ids=str)
 @pytest.mark.fault("T20")
-def test_ranks_of_two_versions_end_and_name_it_and_new_pods_of_one_train(  # type: ignore[no-untyped-def]
+def test_ranks_of_two_versions_end_and_name_it_and_new_pods_of_one_train(
     training, undisturbed, tmp_path, older, old
 ):
     """Version 0.1.0 signs nothing in torch's store, so its ranks and later ones cannot train

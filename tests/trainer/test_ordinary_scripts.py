@@ -1,7 +1,5 @@
 """Ordinary scripts, killed and started again: nobody refuses them, or warns."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -274,7 +272,7 @@ SCRIPTS: dict[Callable[[Steps], None], dict[str, Any]] = {
 
 @pytest.mark.fault("T14")
 @pytest.mark.parametrize("script", some_in_gate(SCRIPTS, measured))
-def test_an_ordinary_script_is_left_in_peace(gang, tmp_path, script):  # type: ignore[no-untyped-def]
+def test_an_ordinary_script_is_left_in_peace(gang, tmp_path, script):
     def program(rank: int) -> None:
         steps = Steps(rank, tmp_path, **SCRIPTS[script])
         script(steps)

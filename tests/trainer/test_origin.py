@@ -1,14 +1,12 @@
 """A job that finds the snapshots of another one of its name, which was deleted."""
 
-from __future__ import annotations
-
 import pytest
 
-from support.rounds import SCRIPT, STEPS, Training
+from support.rounds import SCRIPT, STEPS
 
 
 @pytest.mark.fault("U17")
-def test_the_snapshots_of_another_job_and_a_changed_script_are_told(training: Training) -> None:
+def test_the_snapshots_of_another_job_and_a_changed_script_are_told(training):
     training.attempt(1)
     assert training.codes() == [0, 0, 0], training.errors
     assert "resuming" not in training.errors[0]

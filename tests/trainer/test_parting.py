@@ -4,8 +4,6 @@ How it showed: exit code 134 after the work was done, on a loaded machine, once 
 runs. With gloo's threads at idle priority beside a busy loop, five of six runs died so.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from support.launching import finished
@@ -42,6 +40,6 @@ sys.exit(f"still there: {gloos & threads()}" if gloos & threads() else 0)
 
 
 @pytest.mark.parametrize("kind", some_in_gate(["plain", "elastic", "bf16"], "plain"))
-def test_no_thread_of_the_process_group_outlives_the_run(kind: str) -> None:
+def test_no_thread_of_the_process_group_outlives_the_run(kind):
     code, out = finished("-c", PROGRAM, kind)
     assert code == 0, out

@@ -3,8 +3,6 @@
 They are run by `ddpjob local` in a folder that has the manifest and nothing else.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -44,7 +42,7 @@ def command(here: Path, *words: str, given: str = "") -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     "words", some_in_gate(SCRIPTS, "reads_and_writes.py data", "calls_others.py tools")
 )
-def test_a_plain_script_runs_as_it_did_on_the_laptop(words: str, tmp_path: Path) -> None:
+def test_a_plain_script_runs_as_it_did_on_the_laptop(words, tmp_path):
     here, elsewhere = tmp_path / "laptop", tmp_path / "elsewhere"
     shutil.copytree(PLAIN, here)
     elsewhere.mkdir()

@@ -3,8 +3,6 @@
 The device is a stand-in, see support.queued; three ranks train on it, over gloo.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -144,7 +142,7 @@ def fresh(path: Path, **changes: Any) -> Training:
     [{}, {"weighted": True, "options": {"clip_grad_norm": 0.5}}, {"options": {"ema": 0.9}}],
     ids=["plain", "weighted", "ema"],
 )
-def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):  # type: ignore[no-untyped-def]
+def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):
     usual = fresh(tmp_path / "usual", level=level, **changes)
     assert gang.run(usual) == ALL_0, gang.log(0)
     queued()
@@ -156,7 +154,7 @@ def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):  # type: 
 
 
 @pytest.mark.parametrize("readings", [1, 2], ids=["alone", "recorded"])
-def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued, readings):  # type: ignore[no-untyped-def]
+def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued, readings):
     """``readings`` in each step: of what the ranks exchange, and for the record of steps."""
     queued()
     training = fresh(tmp_path / "later", every=100)
@@ -171,7 +169,7 @@ def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued, rea
 
 
 @pytest.mark.parametrize("level", some_in_gate(["resume", "elastic"], "resume"))
-def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-untyped-def]
+def test_a_kill_and_a_resume(gang, tmp_path, queued, level):
     queued()
     undisturbed = fresh(tmp_path / "undisturbed", level=level)
     assert gang.run(undisturbed) == ALL_0, gang.log(0)
@@ -191,7 +189,7 @@ def test_a_kill_and_a_resume(gang, tmp_path, queued, level):  # type: ignore[no-
 
 
 @pytest.mark.tier("all")
-def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):
     queued()
     env = {
         REPLAY_DIR: str(tmp_path / "replay"),
@@ -206,9 +204,7 @@ def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):  # ty
 
 
 @pytest.mark.parametrize("bad", [3, 5, STEPS - 1])
-def test_a_loss_that_is_not_finite_ends_all_before_a_snapshot_holds_it(  # type: ignore[no-untyped-def]
-    gang, tmp_path, queued, bad
-):
+def test_a_loss_that_is_not_finite_ends_all_before_a_snapshot_holds_it(gang, tmp_path, queued, bad):
     """3 is followed by a snapshot, 5 by a step, the last one by nothing."""
     queued()
     training = fresh(tmp_path / "bad", bad=bad)
@@ -220,7 +216,7 @@ def test_a_loss_that_is_not_finite_ends_all_before_a_snapshot_holds_it(  # type:
     assert training.steps() == {step for step in (4, 8, 12) if step <= bad}
 
 
-def test_skip_asks_before_each_update(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+def test_skip_asks_before_each_update(gang, tmp_path, queued):
     usual = fresh(tmp_path / "usual", policy="skip", bad=5)
     assert gang.run(usual) == ALL_0, gang.log(0)
     queued()
@@ -230,7 +226,7 @@ def test_skip_asks_before_each_update(gang, tmp_path, queued):  # type: ignore[n
     assert gang.log(0).count("The update is skipped, number 1") == 2, "of both runs"
 
 
-def test_sigterm_ends_in_a_snapshot(gang, tmp_path, queued):  # type: ignore[no-untyped-def]
+def test_sigterm_ends_in_a_snapshot(gang, tmp_path, queued):
     queued()
     training = fresh(tmp_path / "stopped", stop=5)
     codes = gang.run(training)

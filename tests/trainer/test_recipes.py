@@ -1,9 +1,6 @@
 """examples/recipes: each file as its reader starts it, and what it is there to show."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +9,14 @@ from support.scripts import numbers, show
 pytestmark = pytest.mark.tier("all")
 
 
-def test_bf16_computes_in_16_bits_and_keeps_32() -> None:
+def test_bf16_computes_in_16_bits_and_keeps_32():
     out = show("recipes/mixed_precision.py", "--total-steps", "20", nproc=2)
     assert "layers give torch.bfloat16" in out
     assert "outputs torch.float32, parameters torch.float32" in out
     assert numbers("accuracy=", out)[0] > 0.8
 
 
-def test_fp16_leaves_an_update_out_that_overflowed_on_one_rank() -> None:
+def test_fp16_leaves_an_update_out_that_overflowed_on_one_rank():
     arguments = ("--precision", "fp16", "--overflow-at", "5", "--total-steps", "20")
     out = show("recipes/mixed_precision.py", *arguments, nproc=2)
     assert "overflow on the last rank: update left out: True, scale now 2048" in out
@@ -27,7 +24,7 @@ def test_fp16_leaves_an_update_out_that_overflowed_on_one_rank() -> None:
     assert numbers("accuracy=", out)[0] > 0.8
 
 
-def test_images_from_folders(tmp_path: Path) -> None:
+def test_images_from_folders(tmp_path):
     data = tmp_path / "images"
     out = show("recipes/images.py", "--data", str(data), "--epochs", "4", nproc=2)
     epochs = re.findall(r"^epoch (\d)/4 top1=([\d.]+) top5=([\d.]+)( best)?$", out, re.MULTILINE)
@@ -41,7 +38,7 @@ def test_images_from_folders(tmp_path: Path) -> None:
     assert len(list((data / "train").iterdir())) == 10
 
 
-def test_whose_batchnorm_buffers_count() -> None:
+def test_whose_batchnorm_buffers_count():
     out = show("recipes/batchnorm.py", nproc=3)
     first = numbers("DDP, broadcast_buffers=True : running means", out)
     assert first == pytest.approx([0, 0.1, 0.2], abs=0.08), "rank 0's, and one batch of one's own"
@@ -53,7 +50,7 @@ def test_whose_batchnorm_buffers_count() -> None:
     assert "ours, sync_batchnorm=True  : SyncBatchNorm and training on the CPU do not go" in out
 
 
-def test_uneven_inputs_are_exact_with_weights_and_not_with_join() -> None:
+def test_uneven_inputs_are_exact_with_weights_and_not_with_join():
     out = show("recipes/uneven.py", nproc=3)
     words = ": off the one process's weights by"
     assert numbers(f"weight 0{words}", out)[0] < 1e-6
@@ -61,14 +58,14 @@ def test_uneven_inputs_are_exact_with_weights_and_not_with_join() -> None:
         assert numbers(f"Join, divided by {ranks} ranks{words}", out)[0] > 1e-3
 
 
-def test_a_model_on_two_devices() -> None:
+def test_a_model_on_two_devices():
     out = show("recipes/two_devices.py", nproc=2)
     assert "device_ids=[0]: DistributedDataParallel device_ids and output_device arguments" in out
     assert numbers("last loss", out)[0] < 0.1 * numbers("first loss", out)[0]
     assert "2 ranks have equal weights" in out
 
 
-def test_compressing_hooks_halve_the_bytes_and_round() -> None:
+def test_compressing_hooks_halve_the_bytes_and_round():
     out = show("recipes/comm_hooks.py", nproc=3)
     for scale in ("1", "1e-05"):
         full, bf16, fp16 = (
@@ -80,7 +77,7 @@ def test_compressing_hooks_halve_the_bytes_and_round() -> None:
         assert 0 < fp16[1] < 0.01 if scale == "1" else fp16[2] > 10, "too small for fp16"
 
 
-def test_many_small_layers_travel_in_few_all_reduces() -> None:
+def test_many_small_layers_travel_in_few_all_reduces():
     out = show("recipes/rnn.py", nproc=2)
     assert numbers("35 parameters, default buckets:", out) == [1]
     assert numbers("35 parameters, one per parameter:", out) == [35]
@@ -88,7 +85,7 @@ def test_many_small_layers_travel_in_few_all_reduces() -> None:
     assert last < 0.5 * nothing
 
 
-def test_backends_and_interfaces() -> None:
+def test_backends_and_interfaces():
     out = show("recipes/network.py", nproc=2, env={"GLOO_SOCKET_IFNAME": "lo,lo"})
     assert "gloo" in re.findall("^backends in this PyTorch: (.*)$", out, re.MULTILINE)[0].split()
     assert "chosen: gloo over lo,lo" in out

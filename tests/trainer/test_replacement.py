@@ -4,8 +4,6 @@ It kills one by SIGKILL, as a node's end does, or tells it to end, and starts it
 greater attempt. The others keep their processes' launchers, and all ends in the same bits.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ def gang(tmp_path: Path) -> Iterator[Operated]:
 
 
 @pytest.mark.fault("T5")
-def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):  # type: ignore[no-untyped-def]
+def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):
     """In the midst of the second epoch; the pod with the hub comes last.
 
     The others' workers wait as well, or for the lost one, and notice its end by themselves.
@@ -49,7 +47,7 @@ def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):  #
 
 
 @pytest.mark.fault("T16")
-def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):  # type: ignore[no-untyped-def]
+def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):
     """Neither closes a connection: only its silence tells."""
     gang.hold("1-0-step-11", "1-1-step-12")
     gang.begin()
@@ -72,7 +70,7 @@ def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):  #
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T5", "N22")
-def test_more_are_lost_while_the_others_hold(gang, undisturbed):  # type: ignore[no-untyped-def]
+def test_more_are_lost_while_the_others_hold(gang, undisturbed):
     """A newcomer before its first round; the hub and another at once; the new hub, at the end."""
     gang.hold("1-0-step-9", "1-1-step-14", "5-0-end")
     gang.begin()
@@ -98,7 +96,7 @@ def test_more_are_lost_while_the_others_hold(gang, undisturbed):  # type: ignore
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T5", "T17")
-def test_one_that_leaves_costs_no_step_and_a_broken_link_no_pod(gang, undisturbed):  # type: ignore[no-untyped-def]
+def test_one_that_leaves_costs_no_step_and_a_broken_link_no_pod(gang, undisturbed):
     """Nor ends the job where the others are done when the last is lost."""
     forwarder = Forwarder(gang.hub_port, HUB)
     gang.hold("1-0-step-9", "1-1-step-13", "1-2-end-2")
@@ -128,7 +126,7 @@ def test_one_that_leaves_costs_no_step_and_a_broken_link_no_pod(gang, undisturbe
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("holding", [False, True])
-def test_all_pods_of_a_job_that_is_suspended_save_and_end(gang, holding):  # type: ignore[no-untyped-def]
+def test_all_pods_of_a_job_that_is_suspended_save_and_end(gang, holding):
     gang.hold("1-0-step-9")
     gang.begin()
     gang.at("1-0-step-9")

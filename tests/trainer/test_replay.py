@@ -5,8 +5,6 @@ script and its dataset keep where no snapshot sees it docs/guides/determinism.md
 average's counter and early stopping, which act on no loss, are in test_chaos.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -346,7 +344,7 @@ def restarted(gang, tmp_path):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.fault("T1")
-def test_a_buffer_that_is_not_persistent_is_shared_and_kept(restarted, gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_buffer_that_is_not_persistent_is_shared_and_kept(restarted, gang, tmp_path):
     """As plain DDP shares it; so a restart changes no bit."""
     assert PROVEN in restarted(model_kind=Remembering)
     (calm := tmp_path / "calm").mkdir()
@@ -357,7 +355,7 @@ def test_a_buffer_that_is_not_persistent_is_shared_and_kept(restarted, gang, tmp
 
 
 @pytest.mark.tier("all")
-def test_a_clip_between_micro_batches_is_refused_at_once(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_clip_between_micro_batches_is_refused_at_once(gang, tmp_path):
     assert 64 in gang.run(train(tmp_path, Clipping, micro=2)).values()
     assert "gradients were changed or dropped between two batches of a step" in gang.log(0)
 
@@ -392,7 +390,7 @@ CLEAN = [
 
 @pytest.mark.fault("T1")
 @pytest.mark.parametrize("case", some_in_gate(CLEAN, CLEAN[0]), ids=named)
-def test_a_clean_script_is_proven(restarted, tmp_path, case):  # type: ignore[no-untyped-def]
+def test_a_clean_script_is_proven(restarted, tmp_path, case):
     make, options = case
     told = restarted(make, **options)
     assert re.findall("restart.*", told) == [f"{PROVEN}{KILLED} again, bit for bit"]
@@ -422,7 +420,7 @@ HIDDEN = [
 
 @pytest.mark.fault("T14")
 @pytest.mark.parametrize("case", some_in_gate(HIDDEN, HIDDEN[0]), ids=named)
-def test_what_a_script_keeps_is_named(restarted, case):  # type: ignore[no-untyped-def]
+def test_what_a_script_keeps_is_named(restarted, case):
     make, options, what = case
     told = restarted(make, **options)
     assert differing(told) == (SNAPSHOT + 1, 0, what)
@@ -431,7 +429,7 @@ def test_what_a_script_keeps_is_named(restarted, case):  # type: ignore[no-untyp
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.tier("all"))])
-def test_a_dataset_that_is_another_on_each_rank_is_told(gang, tmp_path, workers):  # type: ignore[no-untyped-def]
+def test_a_dataset_that_is_another_on_each_rank_is_told(gang, tmp_path, workers):
     program = train(tmp_path, dataset=OfItsRank(), workers=workers)
     assert gang.run(program) == dict.fromkeys(range(3), 0), gang.last_words()
     told = gang.log(0)
@@ -441,7 +439,7 @@ def test_a_dataset_that_is_another_on_each_rank_is_told(gang, tmp_path, workers)
 
 
 @pytest.mark.fault("T14")
-def test_a_drill_finds_it_without_a_kill(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_drill_finds_it_without_a_kill(gang, tmp_path):
     env = {REPLAY_DIR: str(tmp_path / "replay")}
     drill = {ROUND_DRILL: f"Always {os.getpid()} {time.monotonic()}"}
     codes = gang.run(train(tmp_path, Args, wait=True), env=env | drill)
@@ -455,7 +453,7 @@ def test_a_drill_finds_it_without_a_kill(gang, tmp_path):  # type: ignore[no-unt
 
 
 @pytest.mark.fault("T1")
-def test_a_fault_that_all_resumed_processes_share_is_never_proven(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_fault_that_all_resumed_processes_share_is_never_proven(gang, tmp_path):
     """Whoever begins at step 0 trains otherwise than all who resume, which agree."""
 
     def program(die: int, rank: int) -> None:
@@ -489,7 +487,7 @@ def test_a_fault_that_all_resumed_processes_share_is_never_proven(gang, tmp_path
 @pytest.mark.parametrize(
     ("then", "env"), [({"world": 2}, {}), ({}, {REPLAY_DIR: "another"})], ids=["world", "pod"]
 )
-def test_without_a_record_of_these_steps_nothing_is_claimed(gang, tmp_path, then, env):  # type: ignore[no-untyped-def]
+def test_without_a_record_of_these_steps_nothing_is_claimed(gang, tmp_path, then, env):
     first = {REPLAY_DIR: str(tmp_path / "replay")}
     later = {name: str(tmp_path / value) for name, value in env.items()}
     die = {2: KILLED}
@@ -504,7 +502,7 @@ def test_without_a_record_of_these_steps_nothing_is_claimed(gang, tmp_path, then
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T1")
-def test_the_launcher_tells_what_came_of_it(tmp_path):  # type: ignore[no-untyped-def]
+def test_the_launcher_tells_what_came_of_it(tmp_path):
     training = Training(tmp_path)
     (port,) = free_ports(1)
     try:

@@ -1,7 +1,5 @@
 """Programs that go on from a checkpoint only where an argument says so: restart.resumeArgs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -44,7 +42,7 @@ def words(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("spares", ["0", pytest.param("2", marks=pytest.mark.tier("all"))])
-def test_it_goes_on_in_place_from_the_newest(script, tmp_path, spares):  # type: ignore[no-untyped-def]
+def test_it_goes_on_in_place_from_the_newest(script, tmp_path, spares):
     out = tmp_path / "out"
     given = [*words(out), "--nproc", "2", "--spares", spares, str(script), str(out)]
     code, said, errors = run(*given)
@@ -55,7 +53,7 @@ def test_it_goes_on_in_place_from_the_newest(script, tmp_path, spares):  # type:
     assert f"going on with --resume={out}/step-3" in errors
 
 
-def test_without_a_checkpoint_it_begins_again_and_that_is_said(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_without_a_checkpoint_it_begins_again_and_that_is_said(script, tmp_path):
     out = tmp_path / "out"
     env = {"SAVES": "0"}
     code, said, errors = run(*words(out), "--nproc", "1", str(script), str(out), env=env)
@@ -64,7 +62,7 @@ def test_without_a_checkpoint_it_begins_again_and_that_is_said(script, tmp_path)
     assert f"no checkpoint at {out}/step-*: training begins again, without --resume=" in errors
 
 
-def test_the_first_start_leaves_what_is_there_and_says_so(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_the_first_start_leaves_what_is_there_and_says_so(script, tmp_path):
     (tmp_path / "step-5").write_text("5")
     code, said, errors = run(*words(tmp_path), str(script), str(tmp_path / "out"))
     assert "<0 from 0 with None>" in said
@@ -75,7 +73,7 @@ def test_the_first_start_leaves_what_is_there_and_says_so(script, tmp_path):  # 
 @pytest.mark.parametrize(
     "hub", ["hub", pytest.param("alone", marks=pytest.mark.tier("all"))]
 )  # fmt: skip
-def test_new_pods_go_on_and_all_from_the_checkpoint_of_replica_0(script, tmp_path, hub):  # type: ignore[no-untyped-def]
+def test_new_pods_go_on_and_all_from_the_checkpoint_of_replica_0(script, tmp_path, hub):
     """Each has a folder of its own here, as one that reads an old listing of a file server."""
     for pod, step in enumerate((4, 5)):
         folder = tmp_path / f"pod-{pod}"
@@ -99,7 +97,7 @@ def test_new_pods_go_on_and_all_from_the_checkpoint_of_replica_0(script, tmp_pat
     assert "the hub was replaced" not in ended[1][1]
 
 
-def test_a_programs_own_option_of_the_same_beginning_stays_its_own(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_programs_own_option_of_the_same_beginning_stays_its_own(script, tmp_path):
     (tmp_path / "five").write_text("5")
     given = [str(script), "--resume", str(tmp_path / "five"), str(tmp_path / "out")]
     code, said, errors = run(*given)

@@ -4,8 +4,6 @@ Either the processes come back in place, or every launcher ends with its documen
 new attempt goes on. Both must end in the hashes and losses of a run that nothing disturbed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -42,7 +40,7 @@ SPARE = "ddpjob_trainer.launcher.processes.fork_server"
 
 
 @pytest.mark.fault("T2")
-def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
+def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undisturbed, tmp_path):
     places = ["1-0-step-9", "1-1-import", "1-2-start", "1-3-build", "1-4-step-8", "1-5-end"]
     victims = [(0, 1), (0,), (1,), (2,), (0, 1, 2), (2,)]
     training.hold(*places)
@@ -61,7 +59,7 @@ def test_two_at_once_then_a_kill_at_each_stage_of_the_restart(training, undistur
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T2")
-def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
+def test_spares_and_their_fork_server_under_fire(training, undisturbed, tmp_path):
     training.hold("1-0-step-9", "1-1-step-9", "1-3-step-9")
     patient = patched(tmp_path, {"launcher.processes.spares._ANSWER_SECONDS": 40})
     launcher = training.launch("--max-rounds-without-progress", "9", **patient)
@@ -127,7 +125,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.tier("all")
-def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):
     words = ("--nproc", "3", script(UNMODIFIED), str(tmp_path / "checkpoint.pt"))
     with launched(*words) as launcher:
         out, err = launcher.communicate(timeout=PATIENCE)
@@ -142,7 +140,7 @@ def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T1")
-def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed, tmp_path):  # type: ignore[no-untyped-def]
+def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed, tmp_path):
     """Also one that dies when all others have ended well."""
     training.hold("1-0-step-9", "1-1-end-2")
     training.attempt(1, *COLD, **patched(tmp_path, UNHURRIED))
@@ -158,7 +156,7 @@ def test_across_launchers_a_killed_worker_comes_back_in_place(training, undistur
 
 
 @pytest.mark.fault("T19")
-def test_a_stranger_at_the_store_forges_all_it_can_and_changes_nothing(training, undisturbed):  # type: ignore[no-untyped-def]
+def test_a_stranger_at_the_store_forges_all_it_can_and_changes_nothing(training, undisturbed):
     """During the rendezvous, while rank 2 is late, and in step 9, before two snapshots."""
     uid = "5c1ed0c2-9a"
     training.hold("1-0-import-2", "1-0-step-9")
@@ -199,7 +197,7 @@ def test_a_stranger_at_the_store_forges_all_it_can_and_changes_nothing(training,
 
 
 @pytest.mark.fault("T5")
-def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undisturbed):  # type: ignore[no-untyped-def]
+def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undisturbed):
     forwarder = Forwarder(training.hub_port)
 
     def attempt(number: int) -> list[int]:
@@ -229,7 +227,7 @@ def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undistu
 
 
 @pytest.mark.tier("all")
-def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(training):  # type: ignore[no-untyped-def]
+def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(training):
     """Rank 1 is gone before it has met the others: they cannot notice that by themselves."""
     training.hold("1-0-import-1")
     launchers = training.attempt(1, *COLD, DDPJOB_GRACE_SECONDS="3")
@@ -241,7 +239,7 @@ def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(traini
 
 
 @pytest.mark.fault("T1")
-def test_no_rank_goes_on_alone_from_what_its_own_pod_holds(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_no_rank_goes_on_alone_from_what_its_own_pod_holds(script, tmp_path):
     (tmp_path / "files").mkdir()
     Path(script(
         f"""
@@ -264,9 +262,7 @@ if os.environ["DDPJOB_ROUND"] == "0":
         assert not any("True" in one for one in told), told
 
 
-def test_who_saves_and_ends_with_0_at_a_sigterm_has_not_succeeded(  # type: ignore[no-untyped-def]
-    script, tmp_path, wait_until
-):
+def test_who_saves_and_ends_with_0_at_a_sigterm_has_not_succeeded(script, tmp_path, wait_until):
     program = script(
         f"""
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -283,7 +279,7 @@ open({str(tmp_path)!r} + f"/here-{{rank}}", "w").close()
 
 
 @pytest.mark.fault("T5")
-def test_a_hub_that_does_not_answer_is_not_waited_for(script, tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_a_hub_that_does_not_answer_is_not_waited_for(script, tmp_path, wait_until):
     """Nor hides it the cause; and the processes that still run here are ended."""
     program = script(
         f"""
@@ -307,7 +303,7 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_the_hub_stays_until_all_others_are_done(script, tmp_path, taken):  # type: ignore[no-untyped-def]
+def test_the_hub_stays_until_all_others_are_done(script, tmp_path, taken):
     """Where its port is another's there is none, and nobody waits for long."""
     with socket.create_server(("", 0)) as other:
         hub = other.getsockname()[1] if taken else 0
@@ -322,7 +318,7 @@ def test_the_hub_stays_until_all_others_are_done(script, tmp_path, taken):  # ty
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("constant", ["_SUCCESS_SECONDS", "_ANSWER_SECONDS"])
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_hub_that_cannot_be_is_not_waited_for(script, tmp_path, constant, taken):  # type: ignore[no-untyped-def]
+def test_a_hub_that_cannot_be_is_not_waited_for(script, tmp_path, constant, taken):
     """Its port is another's, or launcher 0 is gone: with training under way that is known."""
     code = 3 if constant == "_ANSWER_SECONDS" else 0
     program = script(

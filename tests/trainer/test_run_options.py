@@ -3,8 +3,6 @@
 What is compared with the undisturbed run runs on a busy machine: the two may differ in nothing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -257,7 +255,7 @@ def both(
 
 
 @pytest.mark.parametrize("case", some_in_gate(CASES, *IN_GATE))
-def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):  # type: ignore[no-untyped-def]
+def test_an_option_resumes_bit_for_bit(gang, tmp_path, case):
     undisturbed, disturbed = both(gang, tmp_path, CASES[case], die=DIE.get(case))
     assert disturbed.outcome() == undisturbed.outcome()
     assert len({result.split()[0] for result, _ in undisturbed.outcome()}) == 1

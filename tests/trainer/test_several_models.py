@@ -1,7 +1,5 @@
 """Several models, several optimizers, several losses: the mean over all ranks, and exact resume."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -223,7 +221,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", some_in_gate(CASES, "gan", "muon, elastic"))
-def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):  # type: ignore[no-untyped-def]
+def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):
     undisturbed, disturbed = (Training(tmp_path / name, **CASES[case]) for name in "ab")
     undisturbed.directory.mkdir()
     assert gang.run(undisturbed) == ALL_0, gang.log(0)
@@ -246,7 +244,7 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):  #
     ],
 )
 @pytest.mark.parametrize("micro", some_in_gate([1, 2], 2))
-def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):  # type: ignore[no-untyped-def]
+def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):
     """Three ranks, accumulating, and one rank at once hold the same weights, but for rounding.
 
     ``same``: the same losses said otherwise.
@@ -262,7 +260,7 @@ def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):  # 
             torch.testing.assert_close(tensor, one[name], rtol=1e-3, atol=1e-4)
 
 
-def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):  # type: ignore[no-untyped-def]
+def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):
     def refuse(rank: int) -> None:
         run = ddp.start(total_steps=9, global_batch=6)
         g, d, frozen = small(16, 4), small(4, 1), small(16, 4).requires_grad_(False)
@@ -350,7 +348,7 @@ PART = r"parameters, not b\.weight, b\.bias, and.*step\.backward\(first \+ secon
         ("by turns", "static", "excludes: use find_unused_parameters=True in its place"),
     ],
 )
-def test_what_the_reducer_cannot_follow_is_refused_with_the_cure(gang, how, option, words):  # type: ignore[no-untyped-def]
+def test_what_the_reducer_cannot_follow_is_refused_with_the_cure(gang, how, option, words):
     """Torch ends with its own tracebacks, some of them a step late."""
     options = {"static": "static_graph", "find_unused": "find_unused_parameters"}
 

@@ -1,7 +1,5 @@
 """SIGTERM at the worst moments: a flag only, one step for all ranks, a snapshot, exit 143."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -73,7 +71,7 @@ def stopped_after(gang) -> set[int]:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.fault("T4")
-def test_in_a_collective_that_is_blocked(gang, tmp_path, wait_until, times):  # type: ignore[no-untyped-def]
+def test_in_a_collective_that_is_blocked(gang, tmp_path, wait_until, times):
     """Two ranks wait for the third, which loads data: nobody ends before the step is whole."""
     waiting, go = tmp_path / "waiting", tmp_path / "go"
 
@@ -128,7 +126,7 @@ def resumed_after(gang, tmp_path: Path, saving: Any = None) -> int:  # type: ign
 
 
 @pytest.mark.fault("T4")
-def test_while_a_snapshot_is_taken(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_while_a_snapshot_is_taken(gang, tmp_path):
     def program(rank: int) -> None:
         calls = []
 
@@ -147,7 +145,7 @@ def test_while_a_snapshot_is_taken(gang, tmp_path):  # type: ignore[no-untyped-d
 
 
 @pytest.mark.fault("T4")
-def test_when_a_peer_is_dead_nothing_is_waited_for(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_when_a_peer_is_dead_nothing_is_waited_for(gang, tmp_path):
     def program(rank: int) -> None:
         def before(fetched: int) -> None:
             if fetched == 4 * 6:
@@ -160,7 +158,7 @@ def test_when_a_peer_is_dead_nothing_is_waited_for(gang, tmp_path):  # type: ign
 
 
 @pytest.mark.parametrize("how", ["last step", "break", "error"])
-def test_when_no_step_comes_any_more_to_agree_on(gang, how):  # type: ignore[no-untyped-def]
+def test_when_no_step_comes_any_more_to_agree_on(gang, how):
     """After the last exchange, and before the loop is left early; an error tells more than it."""
 
     def program(rank: int) -> None:
@@ -187,7 +185,7 @@ def test_when_no_step_comes_any_more_to_agree_on(gang, how):  # type: ignore[no-
     assert gang.run(program) == {0: 75, 1: 1 if how == "error" else 143, 2: 75}, gang.log(1)
 
 
-def test_a_handler_that_is_replaced_is_told_of(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_handler_that_is_replaced_is_told_of(gang, tmp_path):
     """Once, and not where Python's own was set."""
 
     def program(rank: int) -> None:

@@ -1,7 +1,5 @@
 """Snapshots as the training loop makes them: states that change, ranks and disks that are lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

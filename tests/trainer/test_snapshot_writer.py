@@ -1,7 +1,5 @@
 """Three ranks' writer threads: killed with their rank, failed and held up at every operation."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -3,8 +3,6 @@
 It runs in fresh interpreters, then from a fork server (round 0) and in a spare (round 1).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -122,13 +120,13 @@ def same(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     assert len(set(traces)) == 1
 
 
-def test_a_script_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_script_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(bare, tmp_path):
     text = BARE + FACTS + ENDS
     words = ("--max-rounds-without-progress", "1")
     same(tmp_path, lambda *more, **env: bare(text, *words, *more, first='"""It."""\n', **env))
 
 
-def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(tmp_path, monkeypatch):
     for folder in ("package", "none"):
         (tmp_path / folder).mkdir()
     for name in ("__init__", "sibling"):
@@ -142,7 +140,7 @@ def test_a_module_in_a_spare_sees_what_it_sees_in_a_fresh_interpreter(tmp_path, 
     same(tmp_path, lambda *more, **env: whole(tmp_path, *more, *words, PYTHONPATH=paths, **env))
 
 
-def test_a_script_and_what_its_imports_see_are_those_of_this_moment(bare, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_script_and_what_its_imports_see_are_those_of_this_moment(bare, tmp_path):
     """Where what stands before it says where, or as what, it is imported; the script is edited."""
     (tmp_path / "settings.py").write_text("VALUE = 'default'")
     (tmp_path / "reader.py").write_text("import settings\nSEEN = settings.VALUE")
@@ -168,7 +166,7 @@ sys.exit("in words")
 
 
 @pytest.mark.tier("all")
-def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):
     """It holds the line by which the spare was called."""
     (tmp_path / "forking.py").write_text(
         "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
@@ -184,7 +182,7 @@ def test_a_child_that_an_import_leaves_behind_does_no_harm(bare, tmp_path):  # t
 
 @pytest.mark.parametrize("who", ["a spare", "the fork server"])
 @pytest.mark.parametrize("what", ["dies", "holds a GPU"])
-def test_what_no_import_survives_is_not_tried_for_ever(tmp_path, wait_until, who, what):  # type: ignore[no-untyped-def]
+def test_what_no_import_survives_is_not_tried_for_ever(tmp_path, wait_until, who, what):
     """A file stands for the GPU driver's. The round that follows does without spares."""
     driver = tmp_path / "nvidia-uvm"
     driver.touch()
@@ -218,7 +216,7 @@ def test_what_no_import_survives_is_not_tried_for_ever(tmp_path, wait_until, who
     assert "no warm spares" not in err
 
 
-def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_until):  # type: ignore[no-untyped-def]
+def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_until):
     (tmp_path / "torch.py").write_text("raise ImportError('not in this test')")
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n")
@@ -242,7 +240,7 @@ def imported(path: Path) -> int:
     return len(path.with_name(path.name + ".log").read_text())
 
 
-def test_what_is_preloaded_is_imported_once(bare, tmp_path):  # type: ignore[no-untyped-def]
+def test_what_is_preloaded_is_imported_once(bare, tmp_path):
     """What cannot be is told, and left to each process."""
     modules = [tmp_path / "shared.py", tmp_path / "later.py"]
     for path in modules:
@@ -271,7 +269,7 @@ until_spares(2)  # those of the round that does not come, so that none is at its
     assert [imported(path) for path in modules] == [1, 1]
 
 
-def test_a_module_that_leaves_threads_behind_is_not_preloaded(bare, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_module_that_leaves_threads_behind_is_not_preloaded(bare, tmp_path):
     thread = """
 import os, pathlib, threading
 pathlib.Path(__file__).with_name("server").write_text(str(os.getpid()))
@@ -290,7 +288,7 @@ while not server.exists() or Path("/proc", server.read_text()).exists():
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_spares_have_the_compiler_once_a_worker_has_compiled(bare, tmp_path, threaded):  # type: ignore[no-untyped-def]
+def test_spares_have_the_compiler_once_a_worker_has_compiled(bare, tmp_path, threaded):
     """Unless its import leaves a thread: then they are spares without it."""
     (tmp_path / "torch.py").unlink()
     compiler = tmp_path / "torch/_inductor/compile_fx.py"
@@ -379,7 +377,7 @@ facts["late"] = sorted(set(sys.modules) - before)
 
 
 @pytest.mark.tier("all")
-def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def]
+def test_what_torch_is_like_in_a_spare(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TRAINING)
     for options, env in ((("--spares", "0"), {"FRESH": "-fresh"}), ((), {})):
@@ -399,7 +397,7 @@ def test_what_torch_is_like_in_a_spare(tmp_path):  # type: ignore[no-untyped-def
         assert found[f"facts-1-{rank}"] == found[f"facts-fresh-0-{rank}"]
 
 
-def test_the_first_round_comes_from_the_fork_server_too(bare, tmp_path):  # type: ignore[no-untyped-def]
+def test_the_first_round_comes_from_the_fork_server_too(bare, tmp_path):
     """So a kill right after the start finds it warm; what imports print is seen as ever."""
     (tmp_path / "noisy.py").write_text("import os; print('imported for', os.environ['RANK'])")
     text = (

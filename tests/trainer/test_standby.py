@@ -3,8 +3,6 @@
 All ends in the same bits as without a loss, and nobody waits for a new pod unless the hub is lost.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from support.operated import Operated
 from support.patience import PATIENCE
-from support.rounds import Outcome, alive
+from support.rounds import alive
 
 
 class Waited(Operated):
@@ -37,9 +35,7 @@ def gang(tmp_path: Path) -> Iterator[Waited]:
 
 
 @pytest.mark.fault("T5", "N25")
-def test_a_standby_serves_at_once_and_a_newcomer_when_that_hub_is_lost(
-    gang: Waited, undisturbed: Outcome
-) -> None:
+def test_a_standby_serves_at_once_and_a_newcomer_when_that_hub_is_lost(gang, undisturbed):
     """In the midst of the second epoch. Who serves other replicas goes on with a new hub."""
     gang.hold("1-0-step-11", "1-1-step-12", "1-2-step-13")
     gang.begin()
@@ -66,9 +62,7 @@ def test_a_standby_serves_at_once_and_a_newcomer_when_that_hub_is_lost(
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("T16", "N26")
-def test_a_lost_standby_stops_nobody_and_a_late_comer_is_turned_away(
-    gang: Waited, undisturbed: Outcome
-) -> None:
+def test_a_lost_standby_stops_nobody_and_a_late_comer_is_turned_away(gang, undisturbed):
     gang.hold("1-0-step-9", "1-1-step-12")
     gang.begin()
     workers = gang.at("1-0-step-9")
@@ -92,7 +86,7 @@ def test_a_lost_standby_stops_nobody_and_a_late_comer_is_turned_away(
 
 
 @pytest.mark.tier("all")
-def test_a_standby_that_nobody_needed_ends_well(gang: Waited, undisturbed: Outcome) -> None:
+def test_a_standby_that_nobody_needed_ends_well(gang, undisturbed):
     gang.hold("1-0-import")
     gang.begin()
     gang.linked(3)

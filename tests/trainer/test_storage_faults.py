@@ -4,8 +4,6 @@ Three ranks are killed in their third epoch, the disk is harmed, they start agai
 bits of an undisturbed run, or with a clear refusal; they never begin anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Usual slips of scripts: told in one sentence with the cure, and no second round."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.launching import run
@@ -60,7 +58,7 @@ SLIPS = {
 
 @pytest.mark.fault("T12")
 @pytest.mark.parametrize("name", some_in_gate(list(SLIPS), "group", "DataLoader"))
-def test_a_slip_is_refused_once_with_its_cure(script, name):  # type: ignore[no-untyped-def]
+def test_a_slip_is_refused_once_with_its_cure(script, name):
     text, words = SLIPS[name]
     path = script(IMPORTS + text)
     code, _, err = run("--nproc", "2", path)

@@ -1,7 +1,5 @@
 """Weights that come from a file and go into files, over kills and changes. 3 ranks, buckets."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass, field
@@ -100,7 +98,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save(net("of the file").state_dict(), weights)
     undisturbed = Training(tmp_path / "undisturbed", weights)
@@ -126,7 +124,7 @@ def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tm
         assert same(disturbed.file(name), undisturbed.file(name))
 
 
-def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save(net().state_dict(), weights)
     training = Training(tmp_path / "run", weights, start={"total_steps": 4})
@@ -146,7 +144,7 @@ def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tm
     assert sorted(changed.log(0)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_file_that_does_not_fit_is_refused_by_all_ranks(gang, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_file_that_does_not_fit_is_refused_by_all_ranks(gang, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save({"0.weight": torch.zeros(300, 6)}, weights)
     assert gang.run(Training(tmp_path / "run", weights)) == {0: 64, 1: 64, 2: 64}

@@ -1,7 +1,5 @@
 """Rendezvous between real processes: late peers, strangers, other attempts, lost peers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -51,7 +49,7 @@ def program(rank: int) -> None:
     train()
 
 
-def test_rank_0_may_come_last(gang, port, wait_until):  # type: ignore[no-untyped-def]
+def test_rank_0_may_come_last(gang, port, wait_until):
     def late(rank: int) -> None:
         gang.log_path(rank).with_suffix(".up").touch()
         train()
@@ -65,7 +63,7 @@ def test_rank_0_may_come_last(gang, port, wait_until):  # type: ignore[no-untype
 
 
 @pytest.mark.fault("T6")
-def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):  # type: ignore[no-untyped-def]
+def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="3"))
     gang.spawn(program, 1, environment(port, 1, 2, DDPJOB_ATTEMPT="2"))
     assert_code(gang, 1, 75)
@@ -75,7 +73,7 @@ def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):  # type: ig
 
 
 @pytest.mark.fault("T6")
-def test_a_new_attempt_waits_while_the_old_rank_0_still_answers(gang, port, wait_until):  # type: ignore[no-untyped-def]
+def test_a_new_attempt_waits_while_the_old_rank_0_still_answers(gang, port, wait_until):
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="1"))
     old = gang.pids.pop(0)
 
@@ -107,7 +105,7 @@ def no_name(*_: object) -> None:
         (0, "127.0.0.1", "2 of 3 ranks are missing: 1, 2"),
     ],
 )
-def test_who_finds_nobody_gives_up_at_the_startup_deadline(  # type: ignore[no-untyped-def]
+def test_who_finds_nobody_gives_up_at_the_startup_deadline(
     gang, port, rank, address, why, monkeypatch
 ):
     monkeypatch.setattr(hang, "_WAITING_SECONDS", PATIENCE)  # it gives up by itself, however late
@@ -133,7 +131,7 @@ def accepts_and_closes(server: socket.socket) -> None:
 
 @pytest.mark.parametrize(("token", "code"), [("t0ken", 64), ("", 75)])
 @pytest.mark.fault("T19")
-def test_a_world_size_that_differs_is_a_configuration_error(gang, port, token, code):  # type: ignore[no-untyped-def]
+def test_a_world_size_that_differs_is_a_configuration_error(gang, port, token, code):
     """Without a token anybody may have said so, which must not end the job for good."""
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_TOKEN=token))
     gang.spawn(program, 1, environment(port, 1, 3, DDPJOB_TOKEN=token))
@@ -148,7 +146,7 @@ def assert_code(gang, rank: int, code: int) -> None:  # type: ignore[no-untyped-
     assert os.waitstatus_to_exitcode(status) == code, gang.log(rank)
 
 
-def test_sigterm_before_the_loop_ends_at_once(gang, wait_until):  # type: ignore[no-untyped-def]
+def test_sigterm_before_the_loop_ends_at_once(gang, wait_until):
     def waits(rank: int) -> None:
         if rank == 1:
             time.sleep(3600)

@@ -1,7 +1,5 @@
 """The devcluster leaves a machine as it is: files, processes, links and services of others."""
 
-from __future__ import annotations
-
 import ipaddress
 import subprocess
 import tempfile
@@ -47,13 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (["--name", "../kept", "down"], 0, "--name"),
     ],
 )
-def test_what_it_refuses_is_one_line_with_the_cure(
-    words: list[str],
-    user: int,
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_it_refuses_is_one_line_with_the_cure(words, user, says, capsys, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "/x")
 
@@ -70,9 +62,7 @@ def test_what_it_refuses_is_one_line_with_the_cure(
     assert says in shown.err
 
 
-def test_a_cluster_is_read_back_grows_and_a_damaged_record_is_named(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_is_read_back_grows_and_a_damaged_record_is_named(home, capsys):
     made = Cluster(Layout("one", 7, home / "one"), 3, 5, gang_scheduling=True)
     made.save()
     assert cluster.load("one") == made
@@ -87,7 +77,7 @@ def test_a_cluster_is_read_back_grows_and_a_damaged_record_is_named(
         cluster.load("one")
 
 
-def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet() -> None:
+def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet():
     reported = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     condition = {"type": "Ready", "status": "True", "lastHeartbeatTime": f"{reported:%FT%TZ}"}
     node: dict[str, Any] = {"status": {"conditions": [condition]}, "spec": {}}
@@ -97,7 +87,7 @@ def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet() -> None:
     assert not lifecycle.is_ready(node)
 
 
-def test_names_and_homes_that_a_path_or_a_socket_would_misread_are_refused() -> None:
+def test_names_and_homes_that_a_path_or_a_socket_would_misread_are_refused():
     usual = Path("/var/lib/devcluster")
     for name in ("dev", "t-residue", "a", "a" * 20):
         check_name(name, usual)
@@ -110,9 +100,7 @@ def test_names_and_homes_that_a_path_or_a_socket_would_misread_are_refused() -> 
             check_name("dev", Path(place))
 
 
-def test_only_a_directory_with_a_record_even_a_torn_one_is_ours(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_directory_with_a_record_even_a_torn_one_is_ours(home, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "index_of", lambda _: None)  # no link of this machine counts
     (home / "empty").mkdir(parents=True)
     cluster.require_own(home / "empty")
@@ -135,9 +123,7 @@ def test_only_a_directory_with_a_record_even_a_torn_one_is_ours(
         cluster.require_own(home / "one")
 
 
-def test_the_record_outlives_what_cannot_be_removed(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_outlives_what_cannot_be_removed(home, monkeypatch):
     Cluster(Layout("one", 7, home / "one"), 3).save()
     (home / "one" / "log").mkdir()
     inside = sorted((home / "one").iterdir())  # the record first, in whatever order it is listed
@@ -158,7 +144,7 @@ def test_the_record_outlives_what_cannot_be_removed(
     assert not home.exists()
 
 
-def test_mounts_at_and_below_a_directory_are_found() -> None:
+def test_mounts_at_and_below_a_directory_are_found():
     text = "\n".join(
         f"{number} 27 0:21 / {where} rw shared:1 - ext4 /dev/vda rw"
         for number, where in enumerate(["/", "/s/one", "/s/one/a\\040b", "/s/ones", "/s"])
@@ -167,7 +153,7 @@ def test_mounts_at_and_below_a_directory_are_found() -> None:
     assert found == [Path("/s/one"), Path("/s/one/a b")]
 
 
-def test_only_our_released_volumes_are_removed() -> None:
+def test_only_our_released_volumes_are_removed():
     def volume(phase: str, by: str) -> dict[str, Any]:
         annotations = {"pv.kubernetes.io/provisioned-by": by}
         return {"metadata": {"annotations": annotations}, "status": {"phase": phase}}
@@ -177,7 +163,7 @@ def test_only_our_released_volumes_are_removed() -> None:
     assert not volumes.is_released(volume("Released", "another"))
 
 
-def test_no_two_clusters_share_an_address_and_each_name_fits_the_kernel() -> None:
+def test_no_two_clusters_share_an_address_and_each_name_fits_the_kernel():
     every = [Layout(f"c{index}", index, Path("/state")) for index in range(MAX_INDEX + 1)]
     used = [[ipaddress.IPv4Network(SERVICE_NETWORK)]]
     used += [
@@ -198,7 +184,7 @@ def test_no_two_clusters_share_an_address_and_each_name_fits_the_kernel() -> Non
             every[0].node(number)
 
 
-def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over() -> None:
+def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over():
     assert free_index(set(), []) == 0
     assert free_index({0, 2}, []) == 1
     for route in ("10.89.0.0/24", "10.89.0.5", "10.128.0.0/16", "10.128.3.0/24"):
@@ -209,7 +195,7 @@ def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over() -> None:
         free_index(set(range(MAX_INDEX + 1)), [])
 
 
-def test_a_firewall_drops_unless_a_rule_lets_nodes_talk() -> None:
+def test_a_firewall_drops_unless_a_rule_lets_nodes_talk():
     ours = "-i dc+ -o dc+ -j ACCEPT\n"
     for rules, dropped in (
         ("-P INPUT DROP\n-P FORWARD ACCEPT\n", False),
@@ -221,7 +207,7 @@ def test_a_firewall_drops_unless_a_rule_lets_nodes_talk() -> None:
         assert network.drops(rules) is dropped, rules
 
 
-def test_a_link_is_told_from_another_clusters() -> None:
+def test_a_link_is_told_from_another_clusters():
     layout = Layout("one", 3, Path("/s/one"))
     for link, bridge_is_ours, own in (
         ({"ifalias": "devcluster /s/one"}, False, True),
@@ -248,9 +234,7 @@ def identity_of(child: subprocess.Popen[bytes]) -> process.Identity:
     return found
 
 
-def test_neither_a_zombie_nor_another_process_of_its_pid_is_alive(
-    child: subprocess.Popen[bytes],
-) -> None:
+def test_neither_a_zombie_nor_another_process_of_its_pid_is_alive(child):
     identity = identity_of(child)
     assert process.is_alive(identity)
     for foreign in (replace(identity, started=1), replace(identity, boot="another")):
@@ -263,9 +247,7 @@ def test_neither_a_zombie_nor_another_process_of_its_pid_is_alive(
 
 
 @pytest.mark.parametrize(("trap", "seconds"), [("touch cleaned; exit 0", PATIENCE), ("", 0.3)])
-def test_a_process_may_clean_up_and_a_deaf_one_is_killed(
-    tmp_path: Path, trap: str, seconds: float
-) -> None:
+def test_a_process_may_clean_up_and_a_deaf_one_is_killed(tmp_path, trap, seconds):
     script = f"trap '{trap}' TERM; touch ready; while :; do sleep 0.05; done"
     with subprocess.Popen(["sh", "-c", script], cwd=tmp_path) as child:
         wait_for((tmp_path / "ready").exists, "its trap")
@@ -274,9 +256,7 @@ def test_a_process_may_clean_up_and_a_deaf_one_is_killed(
     assert (tmp_path / "cleaned").exists() is bool(trap)
 
 
-def test_a_record_is_read_back_and_a_damaged_one_is_none(
-    tmp_path: Path, child: subprocess.Popen[bytes]
-) -> None:
+def test_a_record_is_read_back_and_a_damaged_one_is_none(tmp_path, child):
     register = Register(tmp_path / "process")
     identity = replace(identity_of(child), spec="abc")
     register.write("etcd", identity)
@@ -306,7 +286,7 @@ def script(programs: Path, name: str, text: str = "") -> None:
     (programs / name).chmod(0o755)
 
 
-def test_the_service_of_a_containerd_is_stopped_where_it_was_installed_now(programs: Path) -> None:
+def test_the_service_of_a_containerd_is_stopped_where_it_was_installed_now(programs):
     script(programs, "systemctl")
     wanted = {"containerd": "containerd", "ctr": "containerd"}
     for there, silenced in (("", ["systemctl disable --now containerd"]), ("containerd", [])):
@@ -327,7 +307,7 @@ def test_the_service_of_a_containerd_is_stopped_where_it_was_installed_now(progr
         assert more == silenced
 
 
-def test_what_the_host_lacks_is_told_with_the_cure(programs: Path, tmp_path: Path) -> None:
+def test_what_the_host_lacks_is_told_with_the_cure(programs, tmp_path):
     script(programs, "apt-get", 'echo "E: $1 has no network" >&2; exit 100')
     with pytest.raises(Failure, match=r"update has no network.* install has no network"):
         host.ensure_packages({"containerd": "containerd"}, print)

@@ -1,16 +1,12 @@
 """Each row of the fault matrix has a test: one of the gate, or a reason why not."""
 
-from __future__ import annotations
-
 import ast
-
-import pytest
 
 from support import faults, tiers
 from support.durations import file_of
 
 
-def test_each_row_has_a_test_in_the_gate_or_a_reason_and_each_mark_a_row() -> None:
+def test_each_row_has_a_test_in_the_gate_or_a_reason_and_each_mark_a_row():
     marks = dict(faults.marked()).values()
     in_gate = {row for mark in marks if mark.tier != tiers.ALL for row in mark.rows}
     names = faults.names()
@@ -19,7 +15,7 @@ def test_each_row_has_a_test_in_the_gate_or_a_reason_and_each_mark_a_row() -> No
     assert set(names) - in_gate == faults.beyond_the_gate()
 
 
-def test_sources_tell_the_tiers_that_pytest_finds(request: pytest.FixtureRequest) -> None:
+def test_sources_tell_the_tiers_that_pytest_finds(request):
     found: dict[str, str] = {}
     functions = [item for item in request.session.items if not getattr(item, "cls", None)]
     for item in functions:

@@ -1,9 +1,6 @@
 """What makes an image another one, which names are ours, how a build reaches the package index."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,7 @@ def keys(checkout: Path = images.CHECKOUT) -> dict[str, str]:
     return {target: images.image_key(target, checkout) for target in images.TARGETS}
 
 
-def test_a_change_of_an_input_makes_other_images_of_those_made_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_an_input_makes_other_images_of_those_made_of_it(tmp_path, monkeypatch):
     for name in {*images._COMMON, *images._INPUTS["operator"], *images._INPUTS["trainer"]}:
         source, target = images.CHECKOUT / name, tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +50,7 @@ def test_a_change_of_an_input_makes_other_images_of_those_made_of_it(
         keys(tmp_path)
 
 
-def test_the_forms_of_a_name_are_ours_and_others_are_refused_with_the_cure() -> None:
+def test_the_forms_of_a_name_are_ours_and_others_are_refused_with_the_cure():
     for name in ("trainer", "ddpjob/trainer:0.1.0", "docker.io/ddpjob/trainer:0.1.0"):
         assert images._target_of(name) == "trainer"
     for name in ("ddpjob/trainer:9", "nginx", "/no/such/file.tar"):
@@ -63,9 +58,7 @@ def test_the_forms_of_a_name_are_ours_and_others_are_refused_with_the_cure() -> 
             images.load_into([], name, lambda line: None)
 
 
-def test_uv_and_a_build_are_told_what_pip_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_and_a_build_are_told_what_pip_knows(tmp_path, monkeypatch):
     settings = pypi.parse_pip_settings(
         ":env:.cert='/env/ca.pem'\n"
         ":env:.find-links='/opt/wheels'\n"
@@ -109,9 +102,7 @@ def test_uv_and_a_build_are_told_what_pip_knows(
     ],
     ids=["an environment", "another torch", "lock files"],
 )
-def test_a_source_archive_is_never_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]
-) -> None:
+def test_a_source_archive_is_never_built(tmp_path, monkeypatch, make):
     monkeypatch.setattr(venv, "_LOCKS", ("dev",))
     requirements = tmp_path / "requirements"
     requirements.mkdir()
@@ -129,7 +120,7 @@ def test_a_source_archive_is_never_built(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_image_is_made_of_wheels() -> None:
+def test_an_image_is_made_of_wheels():
     script = (images.CHECKOUT / "dev/requirements/install.sh").read_text().replace("\\\n", "")
     installs = [line for line in script.splitlines() if "pip install" in line]
     assert len(installs) == 2

@@ -1,7 +1,5 @@
 """Pages of docs: generated ones are up to date, links lead somewhere, names in them exist."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -42,12 +40,12 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield faults.PAGE, faults.page()
 
 
-def test_generated_pages_are_what_their_scripts_write_now() -> None:
+def test_generated_pages_are_what_their_scripts_write_now():
     old = [str(file.relative_to(ROOT)) for file, text in generated() if file.read_text() != text]
     assert old == [], "run `make manifests`"
 
 
-def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out() -> None:
+def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out():
     architecture = load(INTERNALS / "architecture.py")
     told = re.findall(r"^\*\*(\w+)\*\* ", architecture.PAGE.read_text(), re.MULTILINE)
     found = architecture.arrows()
@@ -56,7 +54,7 @@ def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out() -> None:
         assert found[name] <= architecture.GROUND | {"data", "liveness"}, name
 
 
-def test_all_that_is_public_has_its_section_and_nothing_else() -> None:
+def test_all_that_is_public_has_its_section_and_nothing_else():
     reference = load(DOCS / "reference/run.py")
     (named,) = (
         ast.literal_eval(node.value)
@@ -87,14 +85,14 @@ def broken(page: Path) -> Iterator[str]:
             yield f"{page.name}: {file}#{anchor}" if anchor else f"{page.name}: {file}"
 
 
-def test_links_lead_somewhere(tmp_path: Path) -> None:
+def test_links_lead_somewhere(tmp_path):
     assert [link for page in pages() for link in broken(page)] == []
     page = tmp_path / "page.md"
     page.write_text("# One `two`: 3!\n[a](#one-two-3) [b](page.md#two) [c](no.md) `[d](no)`\n")
     assert list(broken(page)) == ["page.md: page.md#two", "page.md: no.md"], "it sees broken ones"
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
+def test_every_page_can_be_reached_from_the_readme():
     reached, new = set[Path](), {ROOT / "README.md"}
     while new:
         page = new.pop()
@@ -104,7 +102,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert [page.name for page in pages() if page.resolve() not in reached] == []
 
 
-def test_every_page_has_its_place_on_the_site() -> None:
+def test_every_page_has_its_place_on_the_site():
     """`make site` refuses a page that has none, but is no part of any tier."""
     found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
@@ -129,7 +127,7 @@ def missing(named: list[tuple[str, str]]) -> list[str]:
     ]
 
 
-def test_the_threat_model_names_tests_that_exist() -> None:
+def test_the_threat_model_names_tests_that_exist():
     page = (INTERNALS / "threat-model.md").read_text()
     rows = re.findall(r"^\| (T\d+) \| (.*) \|$", page, re.MULTILINE)
     assert [name for name, _ in rows] == [f"T{number}" for number in range(1, len(rows) + 1)]
@@ -137,7 +135,7 @@ def test_the_threat_model_names_tests_that_exist() -> None:
     assert missing(TEST.findall(page)) == []
 
 
-def test_each_row_of_the_ladder_runs_somewhere_and_names_what_exists() -> None:
+def test_each_row_of_the_ladder_runs_somewhere_and_names_what_exists():
     page = (DOCS / "guides/ladder.md").read_text()
     found = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
     assert [int(number) for number, _ in found] == list(range(1, 34))
@@ -148,7 +146,7 @@ def test_each_row_of_the_ladder_runs_somewhere_and_names_what_exists() -> None:
     assert missing([one for _, row in found for one in NAMED.findall(row)]) == []
 
 
-def test_the_ways_through_the_code_name_files_that_exist() -> None:
+def test_the_ways_through_the_code_name_files_that_exist():
     text = (INTERNALS / "reading.md").read_text().partition("## Five ways")[2]
     sources = [ROOT / "operator/src", ROOT / "trainer/src", ROOT / "tools/src", ROOT / "tests"]
     known = [f"/{path.with_suffix('')}" for source in sources for path in source.rglob("*")]
@@ -157,7 +155,7 @@ def test_the_ways_through_the_code_name_files_that_exist() -> None:
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
 
 
-def test_every_example_is_listed_says_how_to_run_it_and_is_short() -> None:
+def test_every_example_is_listed_says_how_to_run_it_and_is_short():
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
     index = (DOCS / "guides/examples.md").read_text()
     assert set(re.findall(r"`(examples/[\w/]+\.py)`", index)) == files - PARTS
@@ -169,7 +167,7 @@ def test_every_example_is_listed_says_how_to_run_it_and_is_short() -> None:
         assert told or file in PARTS, file
 
 
-def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
+def test_the_readme_fits_on_three_screens_and_names_the_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 100
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -178,7 +176,7 @@ def test_the_readme_fits_on_three_screens_and_names_the_commands() -> None:
         assert f"make {target}" in text, target
 
 
-def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher() -> None:
+def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher():
     """Under torchrun the status has its banner and not the script's exception."""
     shown = [place.partition(":")[0] for place, _ in documented()]
     assert shown.count("README.md") == 1
@@ -187,7 +185,7 @@ def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher() -> Non
     assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
 
 
-def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path: Path) -> None:
+def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path):
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
         done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
@@ -207,7 +205,7 @@ def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path: Path) -> None:
     assert (tmp_path / "code/job/train.py").read_text() == "named"
 
 
-def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:
+def test_what_a_dockerfile_copies_by_name_is_laid_there_before():
     text = (DOCS / "start/your-script.md").read_text()
     names = re.findall(r"^COPY (\S*\.whl) ", text, re.MULTILINE)
     assert names
@@ -215,7 +213,7 @@ def test_what_a_dockerfile_copies_by_name_is_laid_there_before() -> None:
         assert f"\ncp dist/{name} " in text.partition(f"\nCOPY {name} ")[0]
 
 
-def test_samples_of_kubectl_get_have_the_columns_of_the_definition() -> None:
+def test_samples_of_kubectl_get_have_the_columns_of_the_definition():
     crd = yaml.safe_load((ROOT / "manifests/crd.yaml").read_text())
     columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
     found = 0

@@ -1,7 +1,5 @@
 """kubectl ddp account: the table of a job's pod-hours, whatever a status holds."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,7 +32,7 @@ def job(phase: str = "Running", limits: dict[str, str] | None = None, **status: 
     )
 
 
-def test_the_table_has_states_by_kind_and_causes_by_size() -> None:
+def test_the_table_has_states_by_kind_and_causes_by_size():
     eta = {"at": "2026-11-28T14:05:00Z", "remaining": "2h5m"}
     limits = {"nvidia.com/gpu": "8", "cpu": "4"}
     lines = account.lines(job(limits=limits, ledger=LEDGER, goodput=0.9375, eta=eta), NOW)
@@ -53,7 +51,7 @@ def test_the_table_has_states_by_kind_and_causes_by_size() -> None:
     ], "what is next to nothing has no line"
 
 
-def test_what_nobody_knows_is_said_with_its_cure() -> None:
+def test_what_nobody_knows_is_said_with_its_cure():
     ledger = {**LEDGER, "podSeconds": {"unknown": 90.0, "starting": 10.0}, "recovering": {}}
     text = "\n".join(account.lines(job("Succeeded", ledger=ledger, goodput=0), NOW))
     assert "Unknown:   90.0%: no steps are told" in text
@@ -61,17 +59,17 @@ def test_what_nobody_knows_is_said_with_its_cure() -> None:
 
 
 @pytest.mark.parametrize("ledger", [None, {}, {"podSeconds": "x"}])
-def test_without_a_ledger_it_says_why(ledger: Any) -> None:
+def test_without_a_ledger_it_says_why(ledger):
     with pytest.raises(Failure, match=r"no ledger yet: .* upgrade the chart"):
         account.lines(job(ledger=ledger), NOW)
 
 
-def test_a_job_without_pods_so_far_is_no_old_operators() -> None:
+def test_a_job_without_pods_so_far_is_no_old_operators():
     with pytest.raises(Failure, match="Suspended and has had no pods yet"):
         account.lines(job("Suspended", ledger={**LEDGER, "podSeconds": {}}), NOW)
 
 
-def test_a_template_that_nobody_can_read_breaks_no_table() -> None:
+def test_a_template_that_nobody_can_read_breaks_no_table():
     for limits in ({"nvidia.com/gpu": "9" * 5000}, {"nvidia.com/gpu": "8k"}):
         assert "GPUs" not in "\n".join(account.lines(job(limits=limits, ledger=LEDGER), NOW))
     found = job(ledger=LEDGER)

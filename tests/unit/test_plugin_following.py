@@ -1,10 +1,7 @@
 """`kubectl ddp status -w` and `logs -f`: a job that is looked at until it ends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,16 +47,14 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 @pytest.mark.parametrize(("phase", "code"), [("Succeeded", 0), ("Failed", 3)])
-def test_status_is_printed_again_on_change_and_tells_how_the_job_ended(
-    play: Play, capsys: pytest.CaptureFixture[str], phase: str, code: int
-) -> None:
+def test_status_is_printed_again_on_change_and_tells_how_the_job_ended(play, capsys, phase, code):
     looks = [("Starting", 1), ("Starting", 1), ("Running", 2), (phase, 3)]
     assert play("status -w j", [(job(*look), []) for look in looks]) == code
     shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "Phase:" in line]
     assert shown == ["Starting", "Running", phase]
 
 
-def test_each_look_is_one_line_of_json(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_look_is_one_line_of_json(play, capsys):
     looks: list[Look] = [(job("Running", 1), [pod(1, 1)]), (job("Succeeded", 2), [])]
     assert play("status j -w -o json", looks) == 0
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
@@ -75,7 +70,7 @@ def test_each_look_is_one_line_of_json(play: Play, capsys: pytest.CaptureFixture
         ("status -A d", "-A lists all jobs: leave it out"),
     ],
 )
-def test_all_jobs_or_one(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_jobs_or_one(command, says, capsys):
     assert cli.run(command.split()) == 1
     assert says in capsys.readouterr().err
 
@@ -86,17 +81,13 @@ def test_all_jobs_or_one(command: str, says: str, capsys: pytest.CaptureFixture[
     [(Failure("refused"), []), (job("Running", 2), Failure("refused"))],
     ids=["before the job is read", "between job and pods"],
 )
-def test_an_api_server_that_is_away_ends_no_watch(
-    play: Play, capsys: pytest.CaptureFixture[str], command: str, away: Look
-) -> None:
+def test_an_api_server_that_is_away_ends_no_watch(play, capsys, command, away):
     assert play(command, [(job("Running"), []), away, (job("Succeeded", 3), [])]) == 0
     assert "kubectl-ddp: refused: trying on\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status -w j", "logs -f j"])
-def test_what_fails_from_the_start_is_told_at_once(
-    play: Play, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_what_fails_from_the_start_is_told_at_once(play, capsys, command):
     assert play(command, [(job("Running"), Failure("you may not list pods"))]) == 1
     assert capsys.readouterr().err == "kubectl-ddp: you may not list pods\n"
 
@@ -105,17 +96,13 @@ def test_what_fails_from_the_start_is_told_at_once(
     ("now", "says"),
     [(Missing('no DDPJob "j" here'), 'no DDPJob "j"'), (job("Running", 2, "v"), "is another one")],
 )
-def test_a_job_that_is_gone_ends_it(
-    play: Play, capsys: pytest.CaptureFixture[str], now: Any, says: str
-) -> None:
+def test_a_job_that_is_gone_ends_it(play, capsys, now, says):
     assert play("status -w j", [(job("Running"), []), (now, [])]) == 1
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["logs j", "logs j --failed"])
-def test_the_log_of_a_failed_init_container_is_the_log(
-    command: str, play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_of_a_failed_init_container_is_the_log(command, play, monkeypatch, capsys):
     shown: list[tuple[str, ...]] = []
     monkeypatch.setattr(Kubectl, "show", lambda _, *words: shown.append(words))
     broken, found = pod(0, 1, "waiting"), job("Restarting")
@@ -143,9 +130,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     return begun
 
 
-def test_logs_are_followed_from_one_attempt_to_the_next_until_the_job_ends(
-    play: Play, followed: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_are_followed_from_one_attempt_to_the_next_until_the_job_ends(play, followed, capsys):
     looks: list[Look] = [
         (job("Starting", 1), [pod(0, 1), pod(1, 1, "waiting")]),
         (job("Running", 2), [pod(0, 1), pod(1, 1)]),
@@ -159,9 +144,7 @@ def test_logs_are_followed_from_one_attempt_to_the_next_until_the_job_ends(
     assert capsys.readouterr().err == told
 
 
-def test_before_any_pod_starts_it_waits_and_says_so_once(
-    play: Play, followed: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_any_pod_starts_it_waits_and_says_so_once(play, followed, capsys):
     looks: list[Look] = [
         (job("Starting", 1), []),
         (job("Starting", 2), [pod(0, 1, "waiting")]),
@@ -173,17 +156,13 @@ def test_before_any_pod_starts_it_waits_and_says_so_once(
     assert capsys.readouterr().err == "j is Starting: logs follow when pods start\n"
 
 
-def test_a_stream_that_breaks_off_is_no_end(
-    play: Play, followed: list[tuple[str, str, bool]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stream_that_breaks_off_is_no_end(play, followed, capsys):
     runs = (job("Running"), [pod(0, 1), pod(1, 1)])
     assert play("logs -f j", [runs] * (logs._BROKEN + 1)) == 1
     assert "has broken off: run it again with --since" in capsys.readouterr().err
 
 
-def test_a_pod_of_a_lost_node_that_is_to_go_ends_nothing(
-    play: Play, followed: list[tuple[str, str, bool]]
-) -> None:
+def test_a_pod_of_a_lost_node_that_is_to_go_ends_nothing(play, followed):
     lost = pod(1, 1)
     lost["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     waits = (job("Restarting", 2), [lost])
@@ -194,8 +173,8 @@ def test_a_pod_of_a_lost_node_that_is_to_go_ends_nothing(
 
 
 def test_kubectl_is_asked_for_pods_of_one_attempt_and_its_failure_is_told(
-    play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    play, monkeypatch, tmp_path, capsys
+):
     script = 'echo "$@" > "$HERE/said"; echo "bad --since" >&2; exit 1'
     for name, value in fake_kubectl(tmp_path, script).items():
         monkeypatch.setenv(name, value)

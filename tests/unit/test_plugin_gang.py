@@ -1,11 +1,8 @@
 """What the plugin makes of jobs, pods, trainers' pages and Events."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +70,7 @@ FAILURE = {
 }  # fmt: skip
 
 
-def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port() -> None:
+def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port():
     found = pod(1, state={"running": {}})
     found["spec"]["containers"][1]["env"].append({"name": contract.METRICS_PORT, "value": "25007"})
     assert job().page("state", 1, Member(found)).path.endswith("/d-1:25007/proxy/state?uid=u")
@@ -81,7 +78,7 @@ def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port() -> None:
     assert job().page("state", 1, None).path.endswith("/d-1:9400/proxy/state?uid=u")
 
 
-def test_the_list_looks_up_first_pods_on_the_hosts_network_together() -> None:
+def test_the_list_looks_up_first_pods_on_the_hosts_network_together():
     host = job()
     host.obj["spec"]["template"] = {"spec": {"hostNetwork": True}}
     owner = {"controller": True, "uid": host.uid}
@@ -103,9 +100,7 @@ def test_the_list_looks_up_first_pods_on_the_hosts_network_together() -> None:
     assert calls == [("pods", "-A", "-l", f"{crd.LABEL_REPLICA}=0")]
 
 
-def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(
-    tmp_path: Path, capfd: Any, monkeypatch: Any
-) -> None:
+def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(tmp_path, capfd, monkeypatch):
     found = plugin.job()
     found["spec"]["snapshot"] = {"path": "/s"}
     (tmp_path / "job.json").write_text(json.dumps(found))
@@ -123,7 +118,7 @@ def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(
     assert capfd.readouterr().out == "STEP\n?]52;c;aGk=? 10\n"
 
 
-def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb() -> None:
+def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb():
     assert gang.chosen(job(), None) == {0, 1}
     assert gang.chosen(job(), 1) == {1}
     for replica in (-1, 2):
@@ -133,7 +128,7 @@ def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb() -> 
         assert cli.parser().parse_args(["snapshots", *words]).job == "d"
 
 
-def test_where_pods_stand_by_each_row_says_who_serves() -> None:
+def test_where_pods_stand_by_each_row_says_who_serves():
     # In place, of rank 1, which the pod of seat 3 serves.
     failed = {"replica": 1, "rank": 1, "pod": "d-3", "class": "OOM", "inPlace": True}
     found = job(phase="Running", serving="1:3", failures=[failed])
@@ -156,7 +151,7 @@ def test_where_pods_stand_by_each_row_says_who_serves() -> None:
     assert job(serving="x,1:").places == [(n, n) for n in range(job().replicas)]
 
 
-def test_of_a_job_that_has_ended_nothing_is_expected_any_more() -> None:
+def test_of_a_job_that_has_ended_nothing_is_expected_any_more():
     for phase, expected in (("Starting", True), ("Succeeded", False), ("Failed", False)):
         found = job(phase=phase)
         assert ("not started yet" in "\n".join(head(found))) == expected
@@ -173,9 +168,7 @@ def test_of_a_job_that_has_ended_nothing_is_expected_any_more() -> None:
         (Told(), "no answer from d-0: .* torchrun or python have none, and so no stacks"),
     ],
 )
-def test_without_stacks_it_is_said_whether_anybody_watches(
-    say: Told, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_stacks_it_is_said_whether_anybody_watches(say, words, monkeypatch, capsys):
     found, answers = job(phase="Running"), {("t", "d", 0): say}
     monkeypatch.setattr(gang, "find_job", lambda *_: found)
     monkeypatch.setattr(gang, "find_members", lambda *_: {0: Member(pod(state={"running": {}}))})
@@ -187,14 +180,14 @@ def test_without_stacks_it_is_said_whether_anybody_watches(
 
 
 class TestPages:
-    def test_the_trainer_gives_what_is_read(self) -> None:
+    def test_the_trainer_gives_what_is_read(self):
         exposed = {spec.exposed for spec in metric_names.WORKER}
         assert gang.METRIC_SNAPSHOT_AT in exposed
         assert {"phase", "round", "attempt", "step", "totalSteps", "loss", "samplesPerSecond",
                 "stepsPerSecond", "snapshotStep", "stacks",
                 } <= contract.State.__annotations__.keys()  # fmt: skip
 
-    def test_numbers_of_all_ranks_and_what_is_none_counts_for_nothing(self) -> None:
+    def test_numbers_of_all_ranks_and_what_is_none_counts_for_nothing(self):
         metrics = (
             b"# HELP ddpjob_trainer_step_seconds Duration\n"
             b'ddpjob_trainer_step_seconds_count{rank="0"} 30.0\n'
@@ -219,15 +212,13 @@ class TestMember:
             (None, "Running", False, False),
         ],
     )
-    def test_the_trainer_container_decides(
-        self, state: Any, word: str, running: bool, started: bool
-    ) -> None:
+    def test_the_trainer_container_decides(self, state, word, running, started):
         member = Member(pod(state=state))
         assert (member.state, member.running, member.started) == (word, running, started)
         assert member.ready == running
         assert (member.container, member.environment("DIR")) == ("trainer", "/s/d")
 
-    def test_a_pod_that_goes_and_one_without_a_place(self) -> None:
+    def test_a_pod_that_goes_and_one_without_a_place(self):
         assert Member(pod(state={"running": {}}, deletionTimestamp=at(1))).state == "Terminating"
         waits = pod()
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
@@ -236,11 +227,11 @@ class TestMember:
 
 
 class TestStatus:
-    def test_a_job_that_nobody_has_seen(self) -> None:
+    def test_a_job_that_nobody_has_seen(self):
         assert status.job_row(job(), Told(), 0.0) == ["d", "-", "-", "-", "0", "-", "-", "-"]
         assert any("does it run?" in line for line in head(job()))
 
-    def test_the_head_has_reason_budget_and_failure(self) -> None:
+    def test_the_head_has_reason_budget_and_failure(self):
         found = job(
             phase="Starting", attempt=2, reason="Unschedulable", lastFailure=FAILURE,
             timings={"attemptStartedAt": at(60)}, podGroup="d-u-2",
@@ -269,7 +260,7 @@ class TestStatus:
         ]
         assert head(found) == lines
 
-    def test_time_of_the_job_and_of_the_attempt(self) -> None:
+    def test_time_of_the_job_and_of_the_attempt(self):
         timings = {"startedAt": at(300), "attemptStartedAt": at(60)}
         runs = head(job(phase="Running", attempt=2, timings=timings))
         assert runs[2:4] == ["Time:      5m in all", "Attempt:   2, begun 60s ago"]
@@ -277,7 +268,7 @@ class TestStatus:
         ended = head(job(phase="Failed", attempt=2, timings=timings))
         assert ended[2:4] == ["Time:      4m30s in all, ended 30s ago", "Attempt:   2, took 30s"]
 
-    def test_a_long_message_is_cut_unless_all_of_it_is_wanted(self) -> None:
+    def test_a_long_message_is_cut_unless_all_of_it_is_wanted(self):
         message = "\n".join("abcdefgh")
         long = {"type": "Stalled", "status": "True", "reason": "R", "message": message}
         found = job(phase="Starting", conditions=[long])
@@ -289,7 +280,7 @@ class TestStatus:
         assert "..." in events.lines(story, NOW, 80)[-1]
         assert events.lines(story, NOW, 80, text.WHOLE)[-1].strip() == "h"
 
-    def test_for_programs_there_are_only_numbers_that_json_has(self) -> None:
+    def test_for_programs_there_are_only_numbers_that_json_has(self):
         say = Told({"step": 9, "loss": float("nan"), "phase": "body"}, 1.767e9, float("inf"))
         members = {0: Member(pod(state={"running": {}}, uid="p"))}
         found = status.facts(job(), members, {0: say})
@@ -307,15 +298,13 @@ class TestStatus:
         (one, _) = status.facts(job(), members, {0: say})["replicas"]
         assert [field for field in one if f"`{field}`" not in page] == []
 
-    def test_failure_is_told_once(self) -> None:
+    def test_failure_is_told_once(self):
         true = {"status": "True", "reason": "DeadlineExceeded", "message": "m"}
         found = job(phase="Failed", conditions=[{"type": t, **true} for t in ("Stalled", "Failed")])
         told = [line for line in head(found) if "DeadlineExceeded" in line]
         assert told == ["Failed:    DeadlineExceeded: m"]
 
-    def test_the_trainers_word_is_newer_than_the_status_but_for_its_origin(
-        self,
-    ) -> None:
+    def test_the_trainers_word_is_newer_than_the_status_but_for_its_origin(self):
         resumed = "another DDPJob (uid a): its snapshot"
         found = job(progress={"step": 7, "totalSteps": 90, "snapshotStep": 5, "resumed": resumed})
         say = {"step": 9, "snapshotStep": 8, "resumed": {"step": 4, "uid": "a"}}
@@ -325,7 +314,7 @@ class TestStatus:
         assert f"Began:     from {resumed}" in lines
         assert "Progress:  starting up" in head(job(), {0: Told({"phase": "startup"})})
 
-    def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self) -> None:
+    def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self):
         found = job(phase="Running")
         plain = {0: Told({"phase": "startup"})}
         words = "running, no steps yet: it starts, or is a plain script, without ddp.start() or an"
@@ -335,12 +324,12 @@ class TestStatus:
         assert [row(found, told)[5] for told in (plain, ours)] == ["-", "startup"]
         assert row(job(phase="Starting"), plain)[5] == "startup"
 
-    def test_when_a_gang_without_pods_is_tried_again_is_told(self) -> None:
+    def test_when_a_gang_without_pods_is_tried_again_is_told(self):
         for seconds, told in ((-240, ["Next try:  in 4m"]), (5, [])):
             found = job(phase="Restarting", timings={"nextRestartAt": at(seconds)})
             assert [line for line in head(found) if line.startswith("Next try")] == told
 
-    def test_who_is_being_replaced_while_the_others_wait(self) -> None:
+    def test_who_is_being_replaced_while_the_others_wait(self):
         births = {"attempt": 4, "births": "0:3,1:4,7:4", "restarts": {"total": 3, "replaced": 2}}
         found = job(phase="Starting", timings={"replacingSince": at(100)}, **births)
         lines = head(found)
@@ -353,7 +342,7 @@ class TestStatus:
         (one,) = events.story(job(failures=[lost]), [])
         assert one.message.startswith("on n2, replaced alone\n")
 
-    def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self) -> None:
+    def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self):
         words = {"step": 9, "samplesPerSecond": 5.0, "updatedAt": at(480)}
         found = job(phase="Running")
         assert "Progress:  step 9, last told 8m ago" in head(found, {0: Told(words)})
@@ -361,7 +350,7 @@ class TestStatus:
         assert "Progress:  step 9, 5 samples/s" in head(found, fresh)
         assert row(found, {0: Told(words, rate=2.0)})[5:7] == ["9", "-"]
 
-    def test_the_exception_is_shown_or_the_end_of_the_log_or_all_of_it(self) -> None:
+    def test_the_exception_is_shown_or_the_end_of_the_log_or_all_of_it(self):
         log = "\n".join(f"line {n}" for n in range(9))
         message = f"init container git: exit code 127\n{log}\nsh: git: not found"
         said = "init container git: exit code 127: sh: git: not found"
@@ -372,7 +361,7 @@ class TestStatus:
         lines = head(job(lastFailure={**FAILURE, "message": log}))
         assert [line.strip() for line in lines][-3:] == ["line 6", "line 7", "line 8"]
 
-    def test_a_pod_whose_init_container_failed_says_so(self) -> None:
+    def test_a_pod_whose_init_container_failed_says_so(self):
         found = pod(state={"waiting": {"reason": "PodInitializing"}})
         found["status"]["initContainerStatuses"] = [
             {"name": name, "state": {"terminated": {"exitCode": code}}}
@@ -382,7 +371,7 @@ class TestStatus:
         found["spec"]["initContainers"] = [{"name": "fetch", "restartPolicy": "Always"}]
         assert Member(found).failed_init == "", "a native sidecar is started again"
 
-    def test_a_row_for_each_replica_whether_it_has_a_pod_or_not(self) -> None:
+    def test_a_row_for_each_replica_whether_it_has_a_pod_or_not(self):
         found = job(failures=[FAILURE, {**FAILURE, "exitCode": 137, "signal": 9, "class": "OOM",
                                         "reason": "OOMKilled", "detectedAt": at(5)}])  # fmt: skip
         told = {0: Told({"phase": "startup", "round": 1})}
@@ -400,7 +389,7 @@ def event(reason: str, ago: float, *, about: str = "", uid: str = "u", **more: A
 
 
 class TestStory:
-    def test_causes_come_before_what_follows_in_the_same_second(self) -> None:
+    def test_causes_come_before_what_follows_in_the_same_second(self):
         found = events.story(
             job(failures=[FAILURE]),
             [event("Restarting", 200), event("Killing", 200, about="d-1"), event("Started", 800)],
@@ -410,7 +399,7 @@ class TestStory:
         ]  # fmt: skip
         assert (found[1].attempt, found[1].round, found[1].about) == ("1", "2", "replica 1")
 
-    def test_others_events_are_left_out(self) -> None:
+    def test_others_events_are_left_out(self):
         others = [
             event("OfBefore", 100, uid="old"),
             event("OtherJob", 100, about="d-x-1"),
@@ -420,7 +409,7 @@ class TestStory:
         ]
         assert events.story(job(), others) == []
 
-    def test_the_same_of_several_replicas_is_one_line_and_counts(self) -> None:
+    def test_the_same_of_several_replicas_is_one_line_and_counts(self):
         pulled = [
             event("Pulled", 50 - n, about=f"d-{n}", message=f"image of d-{n}") for n in (0, 1)
         ]
@@ -434,7 +423,7 @@ class TestStory:
         assert shown[1].endswith("image of <pod>")
         assert shown[2].startswith("10s (x7 over 5m)")
 
-    def test_a_series_tells_its_last_time(self) -> None:
+    def test_a_series_tells_its_last_time(self):
         series = {"count": 3, "lastObservedTime": "2026-01-01T11:59:00.000000Z"}
         times = {"eventTime": "2026-01-01T11:00:00.123456Z", "lastTimestamp": None}
         newer = {**times, "series": series}
@@ -446,7 +435,7 @@ class TestStory:
 class TestStrangers:
     """Whoever may make a pod or an Event in the namespace: nothing of theirs ends the plugin."""
 
-    def test_numbers_that_are_none(self) -> None:
+    def test_numbers_that_are_none(self):
         for value in ("1e999", "-1e999", "nan", "9" * 400):
             name = f"{gang.METRIC_SNAPSHOT_AT} {value}\n".encode()
             assert gang.understood(b"{}", name).snapshot_at is None
@@ -455,14 +444,14 @@ class TestStrangers:
         lines = b"a{\n" * 1_000_000  # not to be searched for hours
         assert gang.understood(b"{}", lines).snapshot_at is None
 
-    def test_words_instead_of_numbers_and_long_ones(self) -> None:
+    def test_words_instead_of_numbers_and_long_ones(self):
         told = {0: Told({"step": "x" * 10, "snapshotStep": ["y"], "loss": {}, "totalSteps": "z"})}
         lines = "\n".join(head(job(phase="Running"), told))
         assert "xxx" not in lines
         assert "step -" in lines
         assert len(" ".join(row(job(phase="Running"), {0: Told({"phase": "p" * 10**6})}))) < 1000
 
-    def test_pods_that_only_claim_to_be_members(self) -> None:
+    def test_pods_that_only_claim_to_be_members(self):
         ours = {"ownerReferences": [{"controller": True, "uid": "u"}]}
         assert gang._is_ours(job(), pod(**ours))
         for meta in (
@@ -475,13 +464,13 @@ class TestStrangers:
         ):
             assert not gang._is_ours(job(), pod(**{**ours, **meta})), meta
 
-    def test_events_about_nothing(self) -> None:
+    def test_events_about_nothing(self):
         for kind in ({"kind": "Pod"}, {}):
             event = {"involvedObject": kind, "lastTimestamp": at(1), "metadata": {}}
             assert events.story(job(), [event]) == []
 
 
-def test_shares_of_waiting_are_of_the_steps_time() -> None:
+def test_shares_of_waiting_are_of_the_steps_time():
     line = 'ddpjob_trainer_phase_seconds_total{{activity="{}",rank="{}"}} {}'
     spent = [("start", 0, 50.0), ("data", 0, 1.0), ("data", 1, 3.0), ("forward", 0, 8.0)]
     spent += [("backward", 1, 3.0), ("agreement", 0, 1.0), ("odd", 0, 9.0), ("body", 0, -1)]

@@ -1,7 +1,5 @@
 """Tables, ages and kubectl's refusals, as the plugin shows them; and what it is made of."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -26,7 +24,7 @@ from support.plugin import fake_kubectl, job, pod
 SOURCE = Path(cli.__file__).parent
 
 
-def test_it_imports_the_standard_library_only() -> None:
+def test_it_imports_the_standard_library_only():
     found = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -46,7 +44,7 @@ AGES = {
 }  # fmt: skip
 
 
-def test_ages() -> None:
+def test_ages():
     now = datetime(2026, 1, 1, tzinfo=UTC)
     for seconds, shown in AGES.items():
         assert text.duration(seconds) == shown
@@ -54,7 +52,7 @@ def test_ages() -> None:
     assert text.since(None, now) == "-"
 
 
-def test_tables_are_aligned_wrapped_and_move_no_cursor() -> None:
+def test_tables_are_aligned_wrapped_and_move_no_cursor():
     shown = text.table(("A", "BB", "C"), [["1", "2", ""], ["long", "2", "x"]])
     assert shown == ["A      BB   C", "1      2", "long   2    x"]
     lines = text.wrapped_table(("A", "MESSAGE"), [["1", "word " * 60], ["2", "short"]], 80, 3)
@@ -103,24 +101,20 @@ WORDS = {
 }
 
 
-def test_kubectls_refusals_become_one_line() -> None:
+def test_kubectls_refusals_become_one_line():
     for said, line in WORDS.items():
         assert line in explained(said)
         assert "\n" not in explained(said)
 
 
-def test_a_job_that_is_missing_is_told_from_an_api_server_that_is_away(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_job_that_is_missing_is_told_from_an_api_server_that_is_away(monkeypatch, tmp_path):
     says = next(said for said in WORDS if "NotFound" in said)
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"echo '{says}' >&2; exit 1")["PATH"])
     with pytest.raises(Missing):
         Kubectl().read("get")
 
 
-def test_without_kubectl_the_cure_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_kubectl_the_cure_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Failure, match="no kubectl on PATH: install it"):
         Kubectl().read("version")
@@ -129,9 +123,7 @@ def test_without_kubectl_the_cure_is_told(
     assert (out, err.count("\n")) == ("", 1)
 
 
-def test_what_is_nested_too_deep_is_told_with_the_cure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_nested_too_deep_is_told_with_the_cure(monkeypatch):
     monkeypatch.setattr(Kubectl, "read", lambda *_: "[" * 100_000)
     with pytest.raises(Failure, match="name a job, or a --namespace without it"):
         Kubectl().items("ddpjobs")
@@ -142,7 +134,7 @@ def test_what_is_nested_too_deep_is_told_with_the_cure(
 
 @pytest.mark.parametrize("deaf", ["", "trap '' TERM; "])
 @pytest.mark.tier("gate")
-def test_no_kubectl_is_left_behind(tmp_path: Path, deaf: str) -> None:
+def test_no_kubectl_is_left_behind(tmp_path, deaf):
     (tmp_path / "ddpjobs.ddpjob.dev").write_text(json.dumps(job()))
     (tmp_path / "pods").write_text(json.dumps({"items": [pod(0, 1)]}))
     follows = (
@@ -164,9 +156,7 @@ def test_no_kubectl_is_left_behind(tmp_path: Path, deaf: str) -> None:
             os.kill(followed, signal.SIGKILL)
 
 
-def test_no_kubectl_is_left_behind_by_who_is_told_to_end_as_it_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_kubectl_is_left_behind_by_who_is_told_to_end_as_it_starts(monkeypatch, tmp_path):
     started: list[subprocess.Popen[str]] = []
 
     class Interrupted(subprocess.Popen[str]):
@@ -188,9 +178,7 @@ def test_no_kubectl_is_left_behind_by_who_is_told_to_end_as_it_starts(
             started[0].kill()
 
 
-def test_flags_are_passed_on_from_before_and_behind_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flags_are_passed_on_from_before_and_behind_the_command(monkeypatch, tmp_path):
     for name, value in fake_kubectl(tmp_path, 'echo "$@" > "$HERE/said"; exit 1').items():
         monkeypatch.setenv(name, value)
     cli.run(["-n", "team", "--context=c", "status", "--kubeconfig", "f", "job"])
@@ -200,7 +188,7 @@ def test_flags_are_passed_on_from_before_and_behind_the_command(
     ]  # fmt: skip
 
 
-def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path: Path) -> None:
+def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path):
     failed = {"status": {"phase": "Failed", "reason": "é模"}}
     (tmp_path / "jobs").write_text(json.dumps({"items": [job() | failed]}, ensure_ascii=False))
     env = fake_kubectl(tmp_path, 'exec cat "$HERE/jobs"') | {"PYTHONIOENCODING": "latin-1"}
@@ -213,9 +201,7 @@ def test_a_locale_that_lacks_a_letter_shows_the_rest(tmp_path: Path) -> None:
     "answer", ["", "<html>log in</html>", "\\377", "null", "[]", "{}", '{"items": [3]}']
 )
 @pytest.mark.parametrize("command", ["status", "suspend j"])
-def test_an_answer_that_is_no_job_is_told_in_a_line(
-    command: str, answer: str, monkeypatch: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_answer_that_is_no_job_is_told_in_a_line(command, answer, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, f"printf '{answer}'")["PATH"])
     assert cli.run(command.split()) == 1
     out, err = capsys.readouterr()
@@ -224,16 +210,14 @@ def test_an_answer_that_is_no_job_is_told_in_a_line(
     assert f"{told}: is the kubectl on PATH the real one?" in err
 
 
-def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_socket_of_the_proxy_has_a_short_path_wherever_tmpdir_is(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 100)))
     monkeypatch.setenv("PATH", fake_kubectl(tmp_path, "echo serves; exec sleep 300")["PATH"])
     with podproxy._serving(Kubectl()) as path, socket.socket(socket.AF_UNIX) as taken:
         taken.bind(path)
 
 
-def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:
+def test_without_a_proxy_the_table_has_no_steps(tmp_path):
     (tmp_path / "jobs").write_text(json.dumps({"items": [job()]}))
     env = fake_kubectl(
         tmp_path, '[ $1 = get ] && exec cat "$HERE/jobs"; echo no socket >&2; exit 1'
@@ -245,7 +229,7 @@ def test_without_a_proxy_the_table_has_no_steps(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_itself(capsys):
     for command in ("status", "logs", "events", "stacks", "suspend", "resume", "snapshots"):
         with pytest.raises(SystemExit) as ended:
             cli.run([command, "--help"])

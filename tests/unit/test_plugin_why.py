@@ -1,7 +1,5 @@
 """`kubectl ddp why` and the logs of earlier attempts: what a person reads in the morning."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -72,7 +70,7 @@ def rows(text: str) -> dict[str, str]:
     return dict(re.findall(r"^   ([A-Z][\w ]*?): +(.*)$", text, re.MULTILINE))
 
 
-def test_a_failure_on_one_page() -> None:
+def test_a_failure_on_one_page():
     text = page(
         job(failures=[failure(chargedTo="maxRestarts", charge=1)]),
         [Happening(ran := NOW + timedelta(seconds=8), ran, 1, 1, (), "Running", "all run")],
@@ -94,7 +92,7 @@ def test_a_failure_on_one_page() -> None:
     assert found["Do"].startswith("see to the exception")
 
 
-def test_the_status_alone_is_enough_for_a_page() -> None:
+def test_the_status_alone_is_enough_for_a_page():
     text = page(job(failures=[failure()]))
     found = rows(text)
     assert "     | last of the status\n" in text
@@ -106,7 +104,7 @@ def test_the_status_alone_is_enough_for_a_page() -> None:
 @pytest.mark.parametrize(
     ("reason", "code", "cure"), [("OutOfcpu", None, "ask for less"), ("StartError", 128, "paths")]
 )
-def test_a_pod_that_its_node_would_not_start(reason: str, code: int | None, cure: str) -> None:
+def test_a_pod_that_its_node_would_not_start(reason, code, cure):
     """It was the node's doing once; again and again it is the job's."""
     lost = failure(**{"class": "Infrastructure", "reason": reason}, exitCode=code, step=None)
     found = rows(page(job(failures=[lost])))
@@ -114,7 +112,7 @@ def test_a_pod_that_its_node_would_not_start(reason: str, code: int | None, cure
     assert cure in found["Do"]
 
 
-def test_one_step_is_told_of_one_failure() -> None:
+def test_one_step_is_told_of_one_failure():
     """The operator had heard of step 222 when the launcher was killed after 237."""
     killed = failure(step=222, **{"class": "Killed", "reason": "SIGKILL"})
     found = rows(page(job(failures=[killed]), incidents=[incident(step=237, snapshotStep=220)]))
@@ -122,7 +120,7 @@ def test_one_step_is_told_of_one_failure() -> None:
     assert found["Lost"].startswith("17 steps, from 220 to 237")
 
 
-def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod() -> None:
+def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod():
     told = failure(**{"class": "Disruption", "reason": "SIGTERM"}, exitCode=143, signal=15)
     found = rows(page(job(failures=[told])))
     assert found["How"].startswith("SIGTERM came from somewhere, and nobody removed its pod (")
@@ -138,12 +136,12 @@ def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod() -> None:
         ("User", "ExitCode255", 255, "the program ended"),
     ],
 )
-def test_an_end_is_told_by_its_reason(cls: str, reason: str, code: int, words: str) -> None:
+def test_an_end_is_told_by_its_reason(cls, reason, code, words):
     found = charges.how({"class": cls, "reason": reason, "exitCode": code})
     assert found.startswith(f"{words} ({cls}")
 
 
-def test_newest_first_and_in_place_is_free() -> None:
+def test_newest_first_and_in_place_is_free():
     failures = [failure(-100), failure(-50, inPlace=True, round=1), failure(replaced=True, round=2)]
     text = page(job(failures=failures))
     assert re.findall(r"round (\d)\)", text) == ["2", "1", "0"]
@@ -152,7 +150,7 @@ def test_newest_first_and_in_place_is_free() -> None:
     assert "only the lost pod was made again; the others waited" in text
 
 
-def test_old_lines_are_not_shown_as_the_last_ones_of_a_killed_launcher() -> None:
+def test_old_lines_are_not_shown_as_the_last_ones_of_a_killed_launcher():
     killed = failure(**{"class": "Killed", "reason": "SIGKILL", "exitCode": 137, "signal": 9},
                      round=None, exception=None, step=None)  # fmt: skip
     assert "Last lines, as far as they are known: they may be older" in page(job(failures=[killed]))
@@ -163,7 +161,7 @@ def test_old_lines_are_not_shown_as_the_last_ones_of_a_killed_launcher() -> None
     assert rows(text)["Silent"] == "j-1: no word on the end of this round"
 
 
-def test_two_pods_lost_at_once_are_both_named() -> None:
+def test_two_pods_lost_at_once_are_both_named():
     lost = {"1": "was lost", "2": "was lost"}
     gone = failure(**{"class": "Disruption", "reason": "PodDeleted"}, exitCode=None, rank=None,
                    round=None, step=None, exception=None, replaced=True)  # fmt: skip
@@ -176,7 +174,7 @@ def test_two_pods_lost_at_once_are_both_named() -> None:
     assert "     | bye" in text
 
 
-def test_a_pods_number_is_not_the_replica_that_it_served() -> None:
+def test_a_pods_number_is_not_the_replica_that_it_served():
     standby = job(failures=[failure(pod="j-3", replica=3, rank=None, node=None)])
     standby.obj["spec"]["standby"] = 1
     assert rows(page(standby))["First"] == (
@@ -191,7 +189,7 @@ def test_a_pods_number_is_not_the_replica_that_it_served() -> None:
     assert rows(page(standby, incidents=[serving]))["First"] == "rank 1, replica 1, pod j-3"
 
 
-def test_a_round_is_found_by_its_number_or_its_time() -> None:
+def test_a_round_is_found_by_its_number_or_its_time():
     later = failure(100, attempt=3, round=2)  # hub 1 lives on: pods were replaced alone
     near = incident(round=2, at=at(99))
     found = page(job(failures=[later]), incidents=[incident(round=2, at=at(-900)), near])
@@ -202,7 +200,7 @@ def test_a_round_is_found_by_its_number_or_its_time() -> None:
     assert "last ?[2Jwords" not in page(job(failures=[failure()]), incidents=[incident(attempt=2)])
 
 
-def test_all_shows_what_the_status_has_forgotten() -> None:
+def test_all_shows_what_the_status_has_forgotten():
     found = job(failures=[failure()])
     old = incident(round=7, attempt=1, at=at(-500), first={**incident()["first"], "rank": 2})
     assert "rank 2" not in rows(page(found, incidents=[incident(), old]))["First"]
@@ -211,7 +209,7 @@ def test_all_shows_what_the_status_has_forgotten() -> None:
     assert "rank 2, replica 1, pod j-1" in text
 
 
-def test_a_strangers_evidence_is_read_with_care() -> None:
+def test_a_strangers_evidence_is_read_with_care():
     odd: list[Any] = [
         7, {"uid": "u"}, {"uid": "u", "attempt": "1", "round": 0, "began": at(0), "at": at(0)},
         {"uid": "u", "attempt": 1, "round": 0, "began": "now", "at": at(0)},
@@ -241,14 +239,14 @@ def head(found: Job, incidents: Any = ()) -> str:
     return "\n".join(why.head(found, incidents, NOW, 120))
 
 
-def test_a_job_without_failures_says_what_it_does() -> None:
+def test_a_job_without_failures_says_what_it_does():
     text = head(job(progress={"step": 5, "totalSteps": 90, "snapshotStep": 4}))
     assert text.startswith("n/j is Running, attempt 2\n")
     assert "It has had no failure." in text
     assert rows(text)["Progress"] == "step 5/90, newest snapshot of step 4"
 
 
-def test_what_keeps_a_job_from_running_is_told_with_its_cure() -> None:
+def test_what_keeps_a_job_from_running_is_told_with_its_cure():
     stalled = {"type": "Stalled", "status": "True", "reason": "Unschedulable", "message": "0/2"}
     found = rows(head(job("Starting", conditions=[stalled])))
     assert found["Stalled"] == "Unschedulable: 0/2"
@@ -256,7 +254,7 @@ def test_what_keeps_a_job_from_running_is_told_with_its_cure() -> None:
     assert "does the operator run?" in head(job("", attempt=None))
 
 
-def test_a_suspended_job_says_what_sigterm_saved() -> None:
+def test_a_suspended_job_says_what_sigterm_saved():
     told = {"type": "Suspended", "status": "True", "reason": "Suspended", "message": ""}
     found = job("Suspended", conditions=[{**told, "lastTransitionTime": at(3)}])
     text = head(found, [incident(signal=15, snapshotStep=150)])
@@ -265,7 +263,7 @@ def test_a_suspended_job_says_what_sigterm_saved() -> None:
     assert "Saved" not in head(later, [incident(signal=15, snapshotStep=150)]), "an old drain's"
 
 
-def test_one_processs_words_are_not_put_into_anothers_mouth() -> None:
+def test_one_processs_words_are_not_put_into_anothers_mouth():
     """The operator saw pod j-2 killed; launchers noted who lost the connection to it first."""
     killed = failure(pod="j-2", replica=2, rank=None, round=None, exitCode=137, signal=9,
                      reason="SIGKILL", exception=None, step=None, message="killed\nafter step 9",
@@ -283,13 +281,13 @@ def test_one_processs_words_are_not_put_into_anothers_mouth() -> None:
     assert "after step 9" not in text, "it is no line of a log"
 
 
-def test_a_failure_without_snapshots_says_so() -> None:
+def test_a_failure_without_snapshots_says_so():
     found = job(failures=[failure(step=7)])
     del found.obj["spec"]["snapshot"]
     assert "there is no spec.snapshot" in rows(page(found))["Lost"]
 
 
-def test_every_cure_is_for_a_reason_of_the_page() -> None:
+def test_every_cure_is_for_a_reason_of_the_page():
     told_of = (ROOT / "docs" / "reference" / "reasons.md").read_text()
     known = set(re.findall(r"`(\w+)`", told_of))
     for table in (cures._OF_REASON, cures._OF_CLASS, cures._OF_CONDITION):
@@ -318,7 +316,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answers
 
 
-def test_the_right_to_get_the_job_is_enough(cluster: Any, capsys: Any) -> None:
+def test_the_right_to_get_the_job_is_enough(cluster, capsys):
     cluster["get ddpjobs.ddpjob.dev"] = job(failures=[failure()]).obj
     assert cli.run(["why", "j"]) == 0
     out = capsys.readouterr().out
@@ -327,9 +325,7 @@ def test_the_right_to_get_the_job_is_enough(cluster: Any, capsys: Any) -> None:
     assert "(without what launchers kept beside the snapshots: you may not get pods)" in out
 
 
-def test_where_nothing_failed_no_evidence_is_missed_and_events_are_shown(
-    cluster: Any, capsys: Any
-) -> None:
+def test_where_nothing_failed_no_evidence_is_missed_and_events_are_shown(cluster, capsys):
     stalled = {"type": "Stalled", "status": "True", "reason": "ContainerCreating", "message": "x"}
     cluster["get ddpjobs.ddpjob.dev"] = job("Starting", conditions=[stalled]).obj
     words = 'MountVolume.SetUp failed for volume "files" : configmap "f" not found'
@@ -348,7 +344,7 @@ def test_where_nothing_failed_no_evidence_is_missed_and_events_are_shown(
     assert "(without" not in out
 
 
-def test_a_pod_that_runs_is_asked(cluster: Any, capsys: Any) -> None:
+def test_a_pod_that_runs_is_asked(cluster, capsys):
     cluster["get ddpjobs.ddpjob.dev"] = job(failures=[failure()]).obj
     cluster["get events"] = {"items": []}
     cluster["get pods"] = {"items": [plugin.pod(0, 2)]}
@@ -364,7 +360,7 @@ def test_a_pod_that_runs_is_asked(cluster: Any, capsys: Any) -> None:
     assert "keeps no evidence yet" in capsys.readouterr().out
 
 
-def test_without_pods_a_reader_is_offered_and_not_made(cluster: Any, capsys: Any) -> None:
+def test_without_pods_a_reader_is_offered_and_not_made(cluster, capsys):
     cluster["get ddpjobs.ddpjob.dev"] = job("Failed", failures=[failure()]).obj
     cluster["get pods"] = {"items": []}
     assert cli.run(["why", "j"]) == 0
@@ -376,9 +372,7 @@ def test_without_pods_a_reader_is_offered_and_not_made(cluster: Any, capsys: Any
     ({"ephemeral": {}}, "its snapshot volume (ephemeral) went with its pods"),
     ({}, "its spec.snapshot names no volume"),
 ])  # fmt: skip
-def test_volumes_that_went_with_the_pods_are_named(
-    cluster: Any, capsys: Any, volume: Any, words: str
-) -> None:
+def test_volumes_that_went_with_the_pods_are_named(cluster, capsys, volume, words):
     cluster["get ddpjobs.ddpjob.dev"] = job("Failed", volume).obj
     cluster["get pods"] = {"items": []}
     assert cli.run(["logs", "j", "--attempt", "1", "--rank", "0"]) == 1
@@ -392,9 +386,7 @@ def test_volumes_that_went_with_the_pods_are_named(
     ("--rank -1", "--rank -1: a number from 0"),
     ("--attempt 7 --rank 0", "--attempt 7: j has had 2"),
 ])  # fmt: skip
-def test_odd_requests_are_refused_with_the_cure(
-    cluster: Any, capsys: Any, given: str, words: str
-) -> None:
+def test_odd_requests_are_refused_with_the_cure(cluster, capsys, given, words):
     cluster["get ddpjobs.ddpjob.dev"] = job().obj
     cluster["get pods"] = {"items": [plugin.pod(0, 2)]}
     assert cli.run(["logs", "j", *given.split()]) == 1
@@ -442,7 +434,7 @@ HARDENED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_reader_is_given_what_is_named_here_and_nothing_else() -> None:
+def test_the_reader_is_given_what_is_named_here_and_nothing_else():
     made = reader.manifest(greedy(CLAIM), "r", ["c"], ORDINARY)
     resources = made["spec"]["containers"][0].pop("resources")
     assert set(resources["limits"]) == {"cpu", "memory"}
@@ -464,7 +456,7 @@ def test_the_reader_is_given_what_is_named_here_and_nothing_else() -> None:
     }  # fmt: skip
 
 
-def test_a_trusted_jobs_reader_has_its_places_and_volume_and_no_rights() -> None:
+def test_a_trusted_jobs_reader_has_its_places_and_volume_and_no_rights():
     made = reader.manifest(greedy({"hostPath": {"path": "/x"}}), "r", ["c"], TRUSTED)["spec"]
     (container,) = made["containers"]
     assert container["securityContext"] == {
@@ -491,7 +483,7 @@ def test_a_trusted_jobs_reader_has_its_places_and_volume_and_no_rights() -> None
     ({**CLAIM, "hostPath": {}}, "of the kind hostPath"),
     ({**CLAIM, "name": "x"}, "of the kind name"),
 ])  # fmt: skip
-def test_of_all_volumes_only_a_claim_is_mounted_without_more_words(volume: Any, words: str) -> None:
+def test_of_all_volumes_only_a_claim_is_mounted_without_more_words(volume, words):
     found = reader.objection(job(volume=volume))
     assert words in found
     assert bool(words) == bool(found)
@@ -509,8 +501,8 @@ def test_of_all_volumes_only_a_claim_is_mounted_without_more_words(volume: Any, 
     ({"runAsUser": None}, {"runAsUser": None}, False),
 ])  # fmt: skip
 def test_root_is_refused_unless_the_job_is_trusted(
-    cluster: Any, capsys: Any, monkeypatch: Any, pod: Any, container: Any, refused: bool
-) -> None:
+    cluster, capsys, monkeypatch, pod, container, refused
+):
     made: list[Any] = []
     monkeypatch.setattr(reader, "_made", lambda *words: contextlib.nullcontext(made.append(words)))
     found = job("Failed")
@@ -527,7 +519,7 @@ def test_root_is_refused_unless_the_job_is_trusted(
     assert len(made) == 2 - refused
 
 
-def test_where_pods_took_their_disks_along_the_store_is_read() -> None:
+def test_where_pods_took_their_disks_along_the_store_is_read():
     url = {"name": "DDPJOB_TRAINER_SNAPSHOT_UPLOAD", "value": "s3://user:password@b/j"}
     found = job(volume={"emptyDir": {}})
     pod = found.obj["spec"]["template"]["spec"]
@@ -566,7 +558,7 @@ esac
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_reader_is_deleted_at_the_end_also_at_ctrl_c(tmp_path: Path, number: int) -> None:
+def test_the_reader_is_deleted_at_the_end_also_at_ctrl_c(tmp_path, number):
     (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
     words = [
         sys.executable,
@@ -592,7 +584,7 @@ def test_the_reader_is_deleted_at_the_end_also_at_ctrl_c(tmp_path: Path, number:
     assert name in (tmp_path / "deleted").read_text()
 
 
-def test_who_may_not_create_pods_hears_how_to_do_it_by_hand(tmp_path: Path) -> None:
+def test_who_may_not_create_pods_hears_how_to_do_it_by_hand(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
     refusal = 'cannot create resource "pods" in API group "" in the namespace "n"'
     fake = FAKE.replace("cat > $HERE/created.new; mv", f"echo '{refusal}' >&2; exit 1; mv")
@@ -633,15 +625,13 @@ def asked(folder: Path, body: Any, answer: str | None, *more: str) -> tuple[int 
 @pytest.mark.parametrize(("answer", "made"), [
     ("y", True), ("Yes", True), ("", False), ("n", False), ("yesterday", False)
 ])  # fmt: skip
-def test_who_has_a_terminal_is_asked_before_a_pod_is_made(
-    tmp_path: Path, answer: str, made: bool
-) -> None:
+def test_who_has_a_terminal_is_asked_before_a_pod_is_made(tmp_path, answer, made):
     code, said = asked(tmp_path, job("Failed").obj, answer)
     assert "  image   i\r\n  user    the image's, not root\r\n  volume  claim c, read-only" in said
     assert (code == 0, (tmp_path / "created").exists()) == (made, made)
 
 
-def test_groups_are_shown_before_a_pod_is_made(tmp_path: Path) -> None:
+def test_groups_are_shown_before_a_pod_is_made(tmp_path):
     found = job("Failed")
     context = {"runAsUser": 7, "fsGroup": 0, "supplementalGroups": [6]}
     found.spec["template"]["spec"]["securityContext"] = context
@@ -649,7 +639,7 @@ def test_groups_are_shown_before_a_pod_is_made(tmp_path: Path) -> None:
     assert "  user    7, groups 0, 6\n" in said
 
 
-def test_who_has_none_needs_yes_and_sees_image_and_volume_too(tmp_path: Path) -> None:
+def test_who_has_none_needs_yes_and_sees_image_and_volume_too(tmp_path):
     found = job("Failed", {"persistentVolumeClaim": {"claimName": "c\x1b[2J\n  image   x"}})
     found.trainer["image"] = "evil\u202e\x1b]0;t\x07\n  image   good"
     code, said = asked(tmp_path, found.obj, None)
@@ -663,7 +653,7 @@ def test_who_has_none_needs_yes_and_sees_image_and_volume_too(tmp_path: Path) ->
     assert "  image   evil??" in said
 
 
-def test_the_url_of_uploads_is_shown_without_its_password(tmp_path: Path) -> None:
+def test_the_url_of_uploads_is_shown_without_its_password(tmp_path):
     found = job("Failed", {"emptyDir": {}})
     url = {"name": "DDPJOB_TRAINER_SNAPSHOT_UPLOAD", "value": "s3://user:password@b/j"}
     found.trainer["env"] = [url]
@@ -676,9 +666,7 @@ def test_the_url_of_uploads_is_shown_without_its_password(tmp_path: Path) -> Non
     "container has runAsNonRoot and image will run as root (pod: x)",
     "container has runAsNonRoot and image has non-numeric user (me), cannot verify user",
 ])  # fmt: skip
-def test_an_image_that_runs_as_root_is_said_with_the_flag(
-    cluster: Any, capsys: Any, monkeypatch: Any, words: str
-) -> None:
+def test_an_image_that_runs_as_root_is_said_with_the_flag(cluster, capsys, monkeypatch, words):
     monkeypatch.setattr(reader, "_made", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(reader, "_SECONDS", 0.0)
     waiting = {"reason": "CreateContainerConfigError", "message": words}

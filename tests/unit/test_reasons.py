@@ -1,7 +1,5 @@
 """reasons.md is the closed list of reasons: no word of the operator is missing or too much."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -69,7 +67,7 @@ def words_of_the_page() -> set[str]:
     return {word for word in re.findall("`([^`]+)`", PAGE.read_text()) if _WORD.fullmatch(word)}
 
 
-def test_each_reason_has_its_cause_and_cure_and_no_word_is_left_over() -> None:
+def test_each_reason_has_its_cause_and_cure_and_no_word_is_left_over():
     source, page = words_of_the_source(), words_of_the_page()
     missing = source - OTHERS - page
     assert not missing, "add it to docs/reference/reasons.md, or to OTHERS if it is no reason"

@@ -1,7 +1,5 @@
 """What a release refuses, what its notes say, how its plugin ends."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -49,7 +47,7 @@ def git(root: Path, *words: str) -> None:
     subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
 
 
-def test_a_version_that_disagrees_is_named(release: ModuleType, checkout: Path) -> None:
+def test_a_version_that_disagrees_is_named(release, checkout):
     for path, old in (
         ("charts/ddpjob/Chart.yaml", "\nversion: 0"),
         ("charts/ddpjob/Chart.yaml", 'appVersion: "0'),
@@ -68,12 +66,8 @@ def test_a_version_that_disagrees_is_named(release: ModuleType, checkout: Path) 
 
 
 def test_what_is_not_ready_is_refused_with_the_cure(
-    release: ModuleType,
-    checkout: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    release, checkout, tmp_path, monkeypatch, capsys
+):
     def refusal() -> str:
         with pytest.raises(Failure) as caught:
             release.release(checkout, tmp_path / "out", draft=False, with_images=True)
@@ -112,7 +106,7 @@ def test_what_is_not_ready_is_refused_with_the_cure(
     assert "dates the version 'unreleased': write the day" in refusal()
 
 
-def test_notes_are_the_changelogs_section(release: ModuleType, checkout: Path) -> None:
+def test_notes_are_the_changelogs_section(release, checkout):
     older = "\n## 0.0.9 - 2026-01-01\n\n### Added\n- Something old.\n"
     with (checkout / "CHANGELOG.md").open("a") as file:
         file.write(older)
@@ -130,9 +124,7 @@ def test_notes_are_the_changelogs_section(release: ModuleType, checkout: Path) -
         release.newest_section(checkout)
 
 
-def test_a_wheel_is_built_with_wheels_alone(
-    release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_is_built_with_wheels_alone(release, tmp_path, monkeypatch):
     (tmp_path / "dev/requirements").mkdir(parents=True)
     (tmp_path / "dev/requirements/uv.txt").symlink_to(ROOT / "dev/requirements/uv.txt")
     (tmp_path / "dev/requirements/build.txt").write_text(support.source_archive(tmp_path))
@@ -171,7 +163,7 @@ Version: 1
 """
 
 
-def test_the_bill_of_an_image_names_what_its_base_gave(release: ModuleType, tmp_path: Path) -> None:
+def test_the_bill_of_an_image_names_what_its_base_gave(release, tmp_path):
     image = support.image_of(
         tmp_path,
         {"usr/lib/os-release": 'NAME="Debian"\nID=debian\nVERSION_ID="12"\n',
@@ -194,9 +186,7 @@ def test_the_bill_of_an_image_names_what_its_base_gave(release: ModuleType, tmp_
     assert packages[1]["version"] == "1:4.13+dfsg1-1"
 
 
-def test_a_base_whose_packages_cannot_be_named_is_refused(
-    release: ModuleType, tmp_path: Path
-) -> None:
+def test_a_base_whose_packages_cannot_be_named_is_refused(release, tmp_path):
     image = support.image_of(tmp_path, {"usr/lib/os-release": "ID=debian\n", "var/lib/apk": ""})
     with pytest.raises(Failure, match="no /var/lib/dpkg/status: choose a base of Debian"):
         release.base_packages(image)
@@ -207,9 +197,7 @@ def test_a_base_whose_packages_cannot_be_named_is_refused(
         release.base_packages(image)
 
 
-def test_the_provenance_names_what_was_made_and_of_what(
-    release: ModuleType, checkout: Path, tmp_path: Path
-) -> None:
+def test_the_provenance_names_what_was_made_and_of_what(release, checkout, tmp_path):
     (tmp_path / "crd.yaml").write_text("crd")
     release.provenance(
         checkout, tmp_path, "0.1.0", [], [f"docker.io/ddpjob/operator:0.1.0{DIGEST}"]
@@ -238,12 +226,8 @@ def test_the_provenance_names_what_was_made_and_of_what(
 
 
 def test_the_base_is_pinned_in_the_dockerfile_and_a_release_takes_it(
-    release: ModuleType,
-    checkout: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    release, checkout, tmp_path, monkeypatch, capsys
+):
     crane = tmp_path / "crane"
     monkeypatch.setattr(binaries, "ensure", lambda names, say: {"crane": crane})
 
@@ -285,8 +269,8 @@ def test_the_base_is_pinned_in_the_dockerfile_and_a_release_takes_it(
     ],
 )
 def test_the_file_that_users_get_ends_with_the_codes_of_its_docs(
-    release: ModuleType, tmp_path: Path, words: list[str], answer: str, code: int
-) -> None:
+    release, tmp_path, words, answer, code
+):
     release.plugin(ROOT, tmp_path, 1)
     (tmp_path / "kubectl").write_text(f"#!/bin/sh\n{answer}\n")
     (tmp_path / "kubectl").chmod(0o755)

@@ -1,7 +1,5 @@
 """Text of strangers and URLs with passwords, made safe to show."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from urllib.parse import quote, unquote
@@ -13,7 +11,7 @@ from ddpjob_contract.text import clean, without_credentials
 
 
 @given(st.text())
-def test_nothing_shown_moves_a_cursor_or_ends_a_line(text: str) -> None:
+def test_nothing_shown_moves_a_cursor_or_ends_a_line(text):
     assert not [c for c in clean(text) if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029"]
     plain = text.translate(dict.fromkeys(map(ord, "\t\r\n")))
     assert len(clean(plain)) == len(plain)
@@ -36,7 +34,7 @@ ODD = st.text("@:/?#=%41 '\\;", max_size=9).map("ZqZ{}qZq".format)
 
 
 @given(st.sampled_from(sorted(URLS)), SECRETS | ODD)
-def test_no_part_of_a_password_or_a_signature_is_shown(form: str, secret: str) -> None:
+def test_no_part_of_a_password_or_a_signature_is_shown(form, secret):
     if "?" in form:
         secret = secret.replace("#", "")  # it would be the end of a query
     url = form.format(secret)
@@ -55,7 +53,7 @@ def test_no_part_of_a_password_or_a_signature_is_shown(form: str, secret: str) -
 
 
 @given(SECRETS.filter(lambda text: not re.search(r"[\s'<>]", text)))
-def test_of_a_url_that_nobody_knew_it_is_hidden_too(secret: str) -> None:
+def test_of_a_url_that_nobody_knew_it_is_hidden_too(secret):
     for form in URLS:
         if "://" in form:
             shown = without_credentials(f"no answer from {form.format(secret)} within 2 s")
@@ -64,7 +62,7 @@ def test_of_a_url_that_nobody_knew_it_is_hidden_too(secret: str) -> None:
             assert shown.startswith("no answer from ")
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_what_is_no_secret_stays():
     for text in (
         "s3://bucket/job", "file:///srv/store", "memory://x: no such file", "/srv/store", "a@b c?",
         "rank 1: x:y://", "", "https://host:99/a/b.json",

@@ -1,7 +1,5 @@
 """Words are made last: no code compares, searches or cuts a sentence of ours to steer itself."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -56,14 +54,14 @@ def lines_that_read_words(source: str) -> list[int]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_no_code_reads_words_of_ours_again(source: str) -> None:
+def test_no_code_reads_words_of_ours_again(source):
     for path in (ROOT / source).rglob("*.py"):
         lines = lines_that_read_words(path.read_text())
         known = f"{path.parent.name}/{path.stem}" in " ".join(STRANGERS.values()).split()
         assert bool(lines) is known, f"{path}, lines {lines}: carry it as data"
 
 
-def test_each_way_to_read_them_is_seen() -> None:
+def test_each_way_to_read_them_is_seen():
     ways = """WAIT in found.message; one["said"] == "no"; text.endswith(GONE); P.search(words)
 str(error).endswith("x"); found.get("exception", "") != DRILL; re.sub("a", "", str(one.text))
 str(found.get("message", "")).removeprefix(ENDING); text.partition(":"); "" == said; words(text)"""

@@ -1,21 +1,16 @@
 """The API server is away, or forgets: what trains goes on, and no failure is counted."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from support.chronicle import Chronicle
 from support.cluster import wait_for
 from support.plane import Plane, is_first, processes_with
-from support.site import STEPS, Finished, Site, digits, job, newest_snapshot
+from support.site import STEPS, Site, digits, job, newest_snapshot
 
 pytestmark = pytest.mark.tier("all")
 
 
 @pytest.mark.fault("A6", "O6")
-def test_the_api_server_is_away_while_a_gang_trains(site: Site, finished: Finished) -> None:
+def test_the_api_server_is_away_while_a_gang_trains(site, finished):
     name = "unwatched"
     body = digits(name, steps=STEPS, slow=1, every=5)
     # On a busy machine a kubelet comes back late: that its node is then taken for lost, and its
@@ -48,9 +43,7 @@ def launchers_of(site: Site, name: str) -> list[int]:
 
 
 @pytest.mark.fault("A7")
-def test_a_restored_etcd_loses_no_gang_and_doubles_none(
-    site: Site, finished: Finished, chronicle: Chronicle, tmp_path: Path
-) -> None:
+def test_a_restored_etcd_loses_no_gang_and_doubles_none(site, finished, chronicle, tmp_path):
     """etcd goes back minutes: a job that ran, one in an earlier attempt, one ended, one unknown."""
     plane, again, later, over = Plane(site.cluster), "restored", "forgotten", "long-over"
     site.apply(job(over, ["true"]))

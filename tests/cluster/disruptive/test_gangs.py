@@ -4,8 +4,6 @@ The cluster has the feature gates on; each node has four slots, and a rack. Most
 their slots: what they train is of no matter to the scheduler.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,9 +96,7 @@ def waits(site: Site, name: str) -> str:
     return message
 
 
-def test_of_two_gangs_that_fit_only_alone_one_runs_and_one_holds_nothing(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_of_two_gangs_that_fit_only_alone_one_runs_and_one_holds_nothing(site, gangs):
     names = {gangs("left", 3, 2), gangs("right", 3, 2)}
 
     def runs() -> str | None:
@@ -117,9 +113,7 @@ def test_of_two_gangs_that_fit_only_alone_one_runs_and_one_holds_nothing(
     assert after["timings"]["placedAt"] >= after["timings"]["attemptStartedAt"]
 
 
-def test_a_gang_larger_than_the_cluster_leaves_its_room_to_a_small_pod(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_a_gang_larger_than_the_cluster_leaves_its_room_to_a_small_pod(site, gangs):
     name = gangs("large", 3, SLOTS)
     waits(site, name)
     assert site.wait_phase(gangs("small", 1, SLOTS), "Running")["attempt"] == 1
@@ -128,9 +122,7 @@ def test_a_gang_larger_than_the_cluster_leaves_its_room_to_a_small_pod(
     assert site.status(name)["restarts"]["total"] == 0
 
 
-def test_a_higher_priority_takes_a_whole_gangs_room_until_it_comes_back(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_a_higher_priority_takes_a_whole_gangs_room_until_it_comes_back(site, gangs):
     low = gangs("low", 3, 2)
     site.wait_phase(low, "Running")
     high = gangs("urgent", 3, 2, scheduling={"priorityClassName": HIGH})
@@ -144,7 +136,7 @@ def test_a_higher_priority_takes_a_whole_gangs_room_until_it_comes_back(
     assert site.wait_phase(low, "Running")["attempt"] == 2
 
 
-def test_racks_hold_a_gang_together(site: Site, gangs: Callable[..., str]) -> None:
+def test_racks_hold_a_gang_together(site, gangs):
     near = gangs("near", 2, 2, scheduling={"topologyKey": RACK})
     site.wait_phase(near, "Running")
     assert len(set(placed(site, near))) == 1
@@ -153,9 +145,7 @@ def test_racks_hold_a_gang_together(site: Site, gangs: Callable[..., str]) -> No
     site.wait_phase(gangs("anywhere", 2, 2), "Running")
 
 
-def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(site, gangs):
     name = "full"
     gangs.body(digits(name, steps=STEPS, slow=1, every=5), 2)  # type: ignore[attr-defined]
     rest = gangs("rest", 1, 2)
@@ -175,9 +165,7 @@ def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(
     site.wait_phase("waiting", "Running")
 
 
-def test_pods_that_end_slowly_keep_room_and_group_until_their_end(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_pods_that_end_slowly_keep_room_and_group_until_their_end(site, gangs):
     body = job("stubborn", STUBBORN)
     body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 15
     slow = gangs.body(body, 2)  # type: ignore[attr-defined]
@@ -192,9 +180,7 @@ def test_pods_that_end_slowly_keep_room_and_group_until_their_end(
     assert "podGroup" not in site.status(slow)
 
 
-def test_who_deletes_the_group_of_a_waiting_gang_does_it_no_harm(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_who_deletes_the_group_of_a_waiting_gang_does_it_no_harm(site, gangs):
     first = gangs("first", 3, 2)
     site.wait_phase(first, "Running")
     second = gangs("second", 3, 2)
@@ -205,9 +191,7 @@ def test_who_deletes_the_group_of_a_waiting_gang_does_it_no_harm(
     assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
 
 
-def test_a_preempted_training_ends_in_the_same_weights(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_a_preempted_training_ends_in_the_same_weights(site, gangs):
     plain = digits("undisturbed", steps=STEPS, step_seconds=0)
     gangs.body(plain, 2)  # type: ignore[attr-defined]
     site.wait_phase("undisturbed", "Succeeded")
@@ -226,9 +210,7 @@ def test_a_preempted_training_ends_in_the_same_weights(
     assert site.result(name) == wanted
 
 
-def test_the_api_is_switched_off_while_gangs_wait_and_on_again(
-    site: Site, gangs: Callable[..., str]
-) -> None:
+def test_the_api_is_switched_off_while_gangs_wait_and_on_again(site, gangs):
     running = gangs("running", 3, 2)
     before = site.wait_phase(running, "Running")
     native = gangs("native", 3, 2, scheduling={"gang": "Native"})

@@ -1,7 +1,5 @@
 """A node is drained, or has no room for a whole gang: it goes on elsewhere, uncharged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 
 from support.cluster import wait_for
 from support.patience import WITHIN
-from support.site import STEPS, Finished, Site, digits, job
+from support.site import STEPS, Site, digits, job
 
 pytestmark = pytest.mark.tier("all")
 
@@ -18,7 +16,7 @@ URGENT = "urgent"
 
 
 @pytest.mark.fault("N4")
-def test_a_drained_node_is_left(site: Site, finished: Finished) -> None:
+def test_a_drained_node_is_left(site, finished):
     name = "drained"
     site.apply(digits(name, steps=STEPS, slow=1, every=5))
     site.wait_running(name, 1, snapshot_after=0)
@@ -52,9 +50,7 @@ def urgent(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.fault("N4", "N9")
-def test_a_preempted_gang_gives_all_back_and_comes_again(
-    site: Site, finished: Finished, urgent: None
-) -> None:
+def test_a_preempted_gang_gives_all_back_and_comes_again(site, finished, urgent):
     """Each pod asks for 0.4 of a node; who is urgent for 0.7: then there is room for two pods.
 
     The deadline is short only while there is no room: a start that is slow would be charged.

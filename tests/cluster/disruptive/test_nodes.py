@@ -1,7 +1,5 @@
 """A machine is lost, with the gang and with the operator that leads; what lives on is shut out."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 from support.cluster import wait_for
 from support.patience import WITHIN
 from support.plane import processes_with
-from support.site import STEPS, SYSTEM, Finished, Site, digits, job, newest_snapshot, spread
+from support.site import STEPS, SYSTEM, Site, digits, job, newest_snapshot, spread
 
 NODES = ("node1", "node2")
 FENCE = {"policy": "Fence", "afterSeconds": 5}
@@ -47,9 +45,7 @@ def preferring(job: dict[str, Any], node: str) -> dict[str, Any]:
 
 
 @pytest.mark.fault("N6", "N7")
-def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
-    site: Site, finished: Finished, machines: None
-) -> None:
+def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(site, finished, machines):
     name = "fenced"
     cut = next(node for node in NODES if node != site.leader()[1])
     job = digits(name, steps=STEPS, slow=6, every=2, nodeLost=FENCE)
@@ -75,9 +71,7 @@ def test_a_gang_behind_a_partition_is_replaced_and_its_zombie_is_shut_out(
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N6", "O5")
-def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
-    site: Site, finished: Finished, machines: None
-) -> None:
+def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(site, finished, machines):
     name = "node-dies"
     pod, dead = site.leader()
     job = digits(name, steps=STEPS, slow=1, every=5, nodeLost=FENCE)
@@ -96,9 +90,7 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N6")
-def test_under_wait_the_job_says_what_ends_it_and_that_does(
-    site: Site, finished: Finished, machines: None
-) -> None:
+def test_under_wait_the_job_says_what_ends_it_and_that_does(site, finished, machines):
     name = "waits"
     dead = next(node for node in NODES if node != site.leader()[1])
     site.apply(preferring(digits(name, steps=STEPS, slow=1, every=5), dead))
@@ -119,9 +111,7 @@ def test_under_wait_the_job_says_what_ends_it_and_that_does(
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N14")
-def test_peers_that_end_before_their_node_is_known_lost_fail_no_job(
-    site: Site, machines: None
-) -> None:
+def test_peers_that_end_before_their_node_is_known_lost_fail_no_job(site, machines):
     """A program without our launcher: what it ends with says nothing of a lost peer."""
     name = "foreign"
     dead = next(node for node in NODES if node != site.leader()[1])
@@ -150,7 +140,7 @@ def test_peers_that_end_before_their_node_is_known_lost_fail_no_job(
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N12")
-def test_a_node_reboots_under_a_gang(site: Site, finished: Finished, machines: None) -> None:
+def test_a_node_reboots_under_a_gang(site, finished, machines):
     """Its power goes and comes back long before anybody calls it lost: the kubelet tells."""
     name = "rebooted"
     node = next(node for node in NODES if node != site.leader()[1])

@@ -1,7 +1,5 @@
 """Operators are killed, upgraded and rolled back while a gang trains: nothing of it changes."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +47,7 @@ def operators(site: Site) -> set[str]:
 
 
 @pytest.mark.fault("O6")
-def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None:
+def test_an_operator_killed_while_a_job_runs_changes_nothing(site):
     name = "operator-killed"
     with left_alone(site, name):
         for _ in range(3):
@@ -59,7 +57,7 @@ def test_an_operator_killed_while_a_job_runs_changes_nothing(site: Site) -> None
 
 
 @pytest.mark.tier("all")
-def test_a_gang_is_left_alone_by_an_upgrade_and_a_rollback(site: Site) -> None:
+def test_a_gang_is_left_alone_by_an_upgrade_and_a_rollback(site):
     name = "beside-upgrades"
     upgrade = ("upgrade", "ddpjob", str(ROOT / "charts" / "ddpjob"), "--reuse-values")
     steps = [(*upgrade, "--set", "commonLabels.team=a,leaseSeconds=10"), ("rollback", "ddpjob")]
@@ -72,5 +70,5 @@ def test_a_gang_is_left_alone_by_an_upgrade_and_a_rollback(site: Site) -> None:
 
 
 @pytest.mark.tier("all")
-def test_helm_test_passes(site: Site) -> None:
+def test_helm_test_passes(site):
     helm(site, "test", "ddpjob", "--logs")

@@ -1,7 +1,5 @@
 """A real Prometheus reads operator and trainers by the chart's own monitors, and alerts fire."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator
@@ -74,9 +72,7 @@ def wait_told(watch: Prometheus, expression: str, what: str) -> None:
     wait_for(lambda: [one["value"][1] for one in watch.query(both)] == ["1"], what)
 
 
-def test_everything_is_found_alerts_fire_and_every_panel_has_data(
-    site: Site, watch: Prometheus
-) -> None:
+def test_everything_is_found_alerts_fire_and_every_panel_has_data(site, watch):
     wait_told(watch, "sum(ddpjob_leader)", "two operators of which one leads")
     site.apply(digits("watched", steps=100_000, step_seconds=0.1, every=20))
     site.wait_running("watched", 1, step=25)

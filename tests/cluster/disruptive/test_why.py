@@ -1,7 +1,5 @@
 """Five attempts end in five ways, all pods are gone and one machine is off: `why` has the story."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -72,7 +70,7 @@ def written(site: Site, attempt: int, rank: int) -> None:
     site.wait(NAME, there, f"the first lines of rank {rank} in attempt {attempt}")
 
 
-def test_every_cause_is_readable_when_all_pods_are_gone(site: Site, machines: None) -> None:
+def test_every_cause_is_readable_when_all_pods_are_gone(site, machines):
     site.apply(lives())
     site.wait_running(NAME, 3)  # two ended by themselves
     written(site, 3, 2)

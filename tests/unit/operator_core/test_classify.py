@@ -4,8 +4,6 @@ Kubernetes 1.36 with containerd 2. The whole status goes through observe.pod, so
 holds for what the API server shows.
 """
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from datetime import timedelta
@@ -134,7 +132,7 @@ def judged(raw: dict[str, Any]) -> tuple[str, str]:
         (init_failed(1, disrupted=EVICTION), ("Disruption", "EvictionByEvictionAPI")),
     ],
 )  # fmt: skip
-def test_classes(raw: dict[str, Any], judgement: tuple[str, str]):
+def test_classes(raw, judgement):
     assert judged(raw) == judgement
 
 
@@ -152,7 +150,7 @@ SUCCEEDED = ended(0, "Completed", json.dumps({"version": 1, "kind": "success", "
 @pytest.mark.parametrize(
     "state", [{}, {"running": {}}, {"waiting": {}}, ended(0)["state"], SUCCEEDED["state"]]
 )
-def test_no_failure(state: dict[str, Any]):
+def test_no_failure(state):
     raw = pod({"name": "trainer", "state": state}, phase="Running")
     assert evidence.failure(observe.pod(raw), 1, START) is None
 
@@ -195,7 +193,7 @@ LOG = (
          "init container fetch: exit code 6: curl: no such host"),
     ],
 )  # fmt: skip
-def test_what_says_why_is_quoted_in_one_line(raw: dict[str, Any], quoted: str):
+def test_what_says_why_is_quoted_in_one_line(raw, quoted):
     found = failure(raw)
     assert found.exception.startswith(quoted)
     assert bool(found.exception) == bool(quoted)
@@ -219,12 +217,12 @@ def test_the_cause_and_the_end_of_a_long_log_are_shown():
         '{"version": 1, "rank": -1, "log": {}, "loss": 1e999, "step": true, "exception": 7}',
     ],
 )  # fmt: skip
-def test_last_words_of_strangers_never_raise(message: str):
+def test_last_words_of_strangers_never_raise(message):
     found = failure(pod(ended(1, message=message)))
     assert (found.rank, len(found.message) <= observe.MESSAGE_MAX) == (1, True)
 
 
-def test_a_strangers_text_is_cut_before_it_is_walked() -> None:
+def test_a_strangers_text_is_cut_before_it_is_walked():
     """A message of the largest pod takes the memory of what is kept, and so its time."""
     text = "\x1b\u202e" * 700_000
     tracemalloc.start()
@@ -305,9 +303,7 @@ RAISED = report("exception", 1, exception="ValueError: no")
         (pod(ended(137, "Error", KILLED)), ("Killed", "SIGKILL")),
     ],
 )  # fmt: skip
-def test_an_out_of_memory_is_the_end_only_if_it_was_not_survived(
-    raw: dict[str, Any], judgement: tuple[str, str]
-):
+def test_an_out_of_memory_is_the_end_only_if_it_was_not_survived(raw, judgement):
     assert judged(raw) == judgement
 
 
@@ -325,7 +321,7 @@ def test_an_out_of_memory_is_the_end_only_if_it_was_not_survived(
          "out of memory (no memory limit): the kernel killed it: raise resources.requests."),
     ],
 )  # fmt: skip
-def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw: dict[str, Any], words: str):
+def test_an_out_of_memory_is_told_with_its_limit_and_the_cure(raw, words):
     found = failure(raw)
     assert found.exception.startswith(words)
     assert found.message.startswith(words)
@@ -352,9 +348,7 @@ EVICTED = ("Disruption", "Evicted")
     [(EMPTY_DIR, STORAGE), (POD, STORAGE), (CONTAINER, STORAGE), (LOW, EVICTED),
      ("The node had condition: [DiskPressure]. ", EVICTED), ("", EVICTED)],
 )  # fmt: skip
-def test_a_pod_that_outgrows_its_own_limit_is_its_programs_doing(
-    code: int, message: str, judgement: tuple[str, str]
-):
+def test_a_pod_that_outgrows_its_own_limit_is_its_programs_doing(code, message, judgement):
     """Whatever the container says: one that ends with 0 when it is told to is not done."""
     raw = pod(ended(code, "Completed" if code == 0 else "Error"), reason="Evicted", message=message)
     assert judged(raw) == judgement
@@ -401,15 +395,13 @@ ASKED = ("Collateral", "SIGTERM")
         (pod(ended(143), trainer={"readinessProbe": PROBE}), ASKED),
     ],
 )  # fmt: skip
-def test_a_sigterm_that_nobody_sent_is_charged_to_the_templates_probe(
-    raw: dict[str, Any], judgement: tuple[str, str]
-):
+def test_a_sigterm_that_nobody_sent_is_charged_to_the_templates_probe(raw, judgement):
     assert judged(raw) == judgement
 
 
 @pytest.mark.fault("N18")
 @pytest.mark.parametrize("peer", [75, 143, 1])
-def test_a_failed_probe_is_charged_and_its_guess_is_explained(peer: int):
+def test_a_failed_probe_is_charged_and_its_guess_is_explained(peer):
     probed = {"spec": {"containers": [{"name": "trainer", "image": "trainer:1", **PROBED}]}}
     world = running(template=probed).end(2, 143, message=SIGTERM).wait(1)
     assert world.counts == (0, 0, 0), "who was gone first may show by now"
@@ -444,7 +436,7 @@ def test_a_guess_is_no_exception_that_comes_again():
 
 @pytest.mark.parametrize("words", ["\n".join(f"step {n}" for n in range(500)), "x" * 4096, "one"])
 @pytest.mark.parametrize("told", [False, True])
-def test_the_kubelets_sentence_comes_before_the_end_of_the_log(words: str, told: bool):
+def test_the_kubelets_sentence_comes_before_the_end_of_the_log(words, told):
     log = [line[:200] for line in words.splitlines()[-20:]]
     last_words = report("exception", 1, exception="OSError: full", log=log) if told else words
     raw = pod(ended(1, message=last_words), reason="Evicted", message=CONTAINER)
@@ -479,9 +471,7 @@ LOST = "job-0.job.ns.svc does not resolve (Name or service not known): is the jo
      (76, "hang", ("Infrastructure", "NamesNotResolved")),
      (64, "exception", ("Permanent", "ExitCode64"))],
 )  # fmt: skip
-def test_a_name_that_does_not_resolve_is_the_clusters_doing(
-    code: int, kind: str, judgement: tuple[str, str]
-):
+def test_a_name_that_does_not_resolve_is_the_clusters_doing(code, kind, judgement):
     words = f"{LOST}; torch.distributed.DistNetworkError: The client socket has timed out"
     raw = pod(ended(code, message=report(kind, code, exception=words)))
     assert judged(raw) == judgement
@@ -547,9 +537,7 @@ ANOTHER_NODE = ("Infrastructure", "StartError")
         ("", ANOTHER_NODE),
     ],
 )  # fmt: skip
-def test_a_failed_start_is_final_only_if_no_other_node_would_help(
-    words: str, judgement: tuple[str, str]
-):
+def test_a_failed_start_is_final_only_if_no_other_node_would_help(words, judgement):
     assert judged(pod(ended(128, "StartError", RUNC.format(words)))) == judgement
     assert judged(init_failed(128, "StartError", RUNC.format(words))) == judgement
 

@@ -1,7 +1,5 @@
 """Tables for the pure pieces: parsing of what strangers wrote, rendering."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -19,7 +17,7 @@ from support.world import START, env_of, rendered, running
       ({"loss": float("nan")}, None), ({"loss": 10**400}, None),
      ({"loss": "1"}, None), ({"loss": True}, None)],
 )  # fmt: skip
-def test_progress_of_a_stranger(raw: dict[str, Any], loss: float | None):
+def test_progress_of_a_stranger(raw, loss):
     found = observe.progress(raw, START)
     assert found is not None
     assert found.loss == loss
@@ -36,7 +34,7 @@ def test_status_survives_a_round_trip():
      "progress": {"loss": "x"}, "timings": {"startedAt": "yesterday", "runningAt": "2026-01-01"},
      "succeededReplicas": "0-99999999"}],
 )  # fmt: skip
-def test_a_status_that_makes_no_sense_counts_as_none(raw: object):
+def test_a_status_that_makes_no_sense_counts_as_none(raw):
     found = status.from_dict(raw)
     assert (found.phase, found.conditions, found.failures) == (None, (), ())
     assert found.succeeded == frozenset()
@@ -45,7 +43,7 @@ def test_a_status_that_makes_no_sense_counts_as_none(raw: object):
 @pytest.mark.parametrize(
     ("text", "found"), [("0-2,5", {0, 1, 2, 5}), ("", set()), ("a", set()), (None, set())]
 )
-def test_ranges(text: object, found: set[int]):
+def test_ranges(text, found):
     assert ranges.parse_ranges(text, 6) == found
     if found:
         assert ranges.format_ranges(frozenset(found)) == text
@@ -63,7 +61,7 @@ def test_ranges(text: object, found: set[int]):
      (4, {"nvidia.com/gpu": "8000m"}, 4), ("auto", {"nvidia.com/gpu": "08"}, 8),
      ("auto", {"gpu.intel.com/i915": "2"}, 2), ("auto", {"nvidia.com/mig-1g.5gb": 2}, 1)],
 )  # fmt: skip
-def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
+def test_nproc_per_node(nproc, limits, expected):
     template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
     found = spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
     assert found.nproc_per_node == expected
@@ -79,9 +77,7 @@ def test_nproc_per_node(nproc: object, limits: dict[str, Any], expected: int):
           ("8.0", "8e0", "8000m", "+8", "0.008k", 8.0, "9" * 5000)],
     ],
 )  # fmt: skip
-def test_gpus_that_do_not_fit_or_are_spelt_otherwise_are_refused(
-    nproc: object, limits: dict[str, object], says: str
-):
+def test_gpus_that_do_not_fit_or_are_spelt_otherwise_are_refused(nproc, limits, says):
     template = {"spec": {"containers": [{"name": "t", "resources": {"limits": limits}}]}}
     with pytest.raises(spec.SpecError, match=rf"spec\.nprocPerNode is {says}"):
         spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
@@ -205,7 +201,7 @@ def test_the_pod_is_ours_and_never_restarts_by_itself():
 
 
 @pytest.mark.parametrize(("given", "grace"), [({}, 30), (0, 1), (-5, 1), (600, 600), ("x", 30)])
-def test_a_pod_is_there_for_as_long_as_its_containers_may_run(given: object, grace: int):
+def test_a_pod_is_there_for_as_long_as_its_containers_may_run(given, grace):
     """Without a grace period its object goes first, and the barrier would see nothing."""
     body = {"containers": [{"name": "t"}]}
     more = {} if given == {} else {"terminationGracePeriodSeconds": given}
@@ -224,7 +220,7 @@ def test_a_pod_is_there_for_as_long_as_its_containers_may_run(given: object, gra
         ([{"name": "metrics", "containerPort": 80}], [{"name": "metrics", "containerPort": 80}]),
     ],
 )  # fmt: skip
-def test_the_metrics_port_is_declared_unless_the_template_has_one(given: object, expected: object):
+def test_the_metrics_port_is_declared_unless_the_template_has_one(given, expected):
     container = {"name": "trainer", "image": "i", **({"ports": given} if given else {})}
     body = rendered(template={"spec": {"containers": [container]}})
     assert body["spec"]["containers"][0]["ports"] == expected

@@ -1,9 +1,7 @@
 """What a gang's NetworkPolicy means: which pod may reach which of its ports."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -40,7 +38,7 @@ PEERS = [
 
 
 @pytest.mark.parametrize("peers", [[], PEERS])
-def test_nobody_else_reaches_a_port_of_training(peers: list[Mapping[str, Any]]) -> None:
+def test_nobody_else_reaches_a_port_of_training(peers):
     policy, member = policy_of(*peers)
     for port in (29500, 29501, 9400, 40000):
         everybody = [OPERATOR, PROMETHEUS] if peers else STRANGERS
@@ -63,9 +61,7 @@ def test_nobody_else_reaches_a_port_of_training(peers: list[Mapping[str, Any]]) 
         ("NetworkPolicy", lambda s: s["ingress"].append({})),
     ],
 )
-def test_what_is_added_to_whom_it_selects_or_lets_in_is_taken_out(
-    kind: str, change: Callable[[dict[str, Any]], None]
-):
+def test_what_is_added_to_whom_it_selects_or_lets_in_is_taken_out(kind, change):
     """One more label and the Service has no pods; the gang would never meet again."""
     body = job_object()
     wanted = render.network(observe.job(body), spec.read(body["spec"]))

@@ -1,7 +1,5 @@
 """Stories of budgets that heal: by progress that is seen, or by time in which nothing failed."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from typing import Any
@@ -91,9 +89,7 @@ def test_a_suspended_job_does_not_heal_by_time():
 
 
 @pytest.mark.parametrize("seconds", [1, HOUR])
-def test_a_gang_found_broken_does_not_heal_by_time(
-    seconds: int,
-):
+def test_a_gang_found_broken_does_not_heal_by_time(seconds):
     world = restarted()
     world.now += timedelta(seconds=seconds)
     assert spent(world.end(1, 1)) == (2, 1)
@@ -142,9 +138,7 @@ def test_a_newer_file_heals_once_for_each_newer_time():
     ],
 )
 @pytest.mark.parametrize("last_words", [False, True])
-def test_what_was_there_before_the_job_heals_nothing(
-    old: dict[str, Any], new: dict[str, Any], last_words: bool
-):
+def test_what_was_there_before_the_job_heals_nothing(old, new, last_words):
     """A crash before the first poll; then the snapshot that the job resumes from is heard of."""
     world = running().end(1, 1).wait(1).run()
     if "step" in old:
@@ -161,9 +155,7 @@ def test_what_was_there_before_the_job_heals_nothing(
     ("none", "first"),
     [({"step": 9}, {"step": 60, "snapshotStep": 50}), ({}, {"fileModifiedAt": OLD})],
 )
-def test_the_first_snapshot_heals_if_there_was_none_before(
-    none: dict[str, Any], first: dict[str, Any]
-):
+def test_the_first_snapshot_heals_if_there_was_none_before(none, first):
     """Told in the attempt that was charged, or in the one that makes it; by another operator."""
     world = heard(running(), **none).end(1, 1).wait(1).run()
     assert spent(world.restart_operator().poll(**first)) == (0, 0)

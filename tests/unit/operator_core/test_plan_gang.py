@@ -1,7 +1,5 @@
 """Stories of gangs that Kubernetes places as one PodGroup: whole or not at all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -55,7 +53,7 @@ def groups_of(world: World) -> set[str]:
 @pytest.mark.parametrize(
     ("api", "whole"), [("v1beta1", {"all": {}}), ("v1alpha2", "PodGroup")], ids=str
 )
-def test_the_group_comes_before_the_first_pod_and_all_pods_name_it(api: str, whole: object):
+def test_the_group_comes_before_the_first_pod_and_all_pods_name_it(api, whole):
     scheduling = {"topologyKey": "rack", "priorityClassName": "high"}
     world = native(api=api, scheduling=scheduling).settle()
     name = world.status["podGroup"]
@@ -83,7 +81,7 @@ def test_the_group_comes_before_the_first_pod_and_all_pods_name_it(api: str, who
     ],
     ids=["none", "one pod", "another scheduler", "a node by name"],
 )
-def test_auto_leaves_the_group_out_where_it_does_nothing(spec: dict[str, Any]):
+def test_auto_leaves_the_group_out_where_it_does_nothing(spec):
     world = native(**spec).settle()
     assert groups_of(world) == {""}
     assert (world.groups, world.status.get("podGroup")) == ({}, None)
@@ -99,9 +97,7 @@ def test_gang_auto_uses_a_pod_group_from_the_first_attempt_with_the_api():
 
 
 @pytest.mark.parametrize("scheduling", [{"gang": "Native"}, {"topologyKey": "rack"}], ids=str)
-def test_gang_native_waits_for_the_api_without_a_charge(
-    scheduling: dict[str, str],
-):
+def test_gang_native_waits_for_the_api_without_a_charge(scheduling):
     world = native(api="", scheduling=scheduling).settle()
     world.wait(HOUR)
     assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
@@ -168,7 +164,7 @@ def test_pods_that_stand_by_belong_to_no_group():
 
 
 @pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
-def test_the_group_goes_with_its_attempt(end: str):
+def test_the_group_goes_with_its_attempt(end):
     world = native(restart={"maxRestarts": 0}).settle().run()
     if end == "suspended":
         world.patch(suspend=True)
@@ -192,7 +188,7 @@ def test_the_group_goes_before_a_job_whose_time_to_live_is_over():
 
 
 @pytest.mark.parametrize("first", ["ended", "gone"])
-def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for(first: str):
+def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for(first):
     """The first pod may be gone before anybody has seen its condition."""
     world = native().settle().run().poll(holds=True).wait(2)
     for pod in world.pods.values():
@@ -208,7 +204,7 @@ def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for(first: str)
 
 
 @pytest.mark.parametrize("taken", ["whole", "one"])
-def test_preempted_pods_without_a_group_leave_the_room_for_as_long(taken: str):
+def test_preempted_pods_without_a_group_leave_the_room_for_as_long(taken):
     """A preempting pod is not bound yet, and of a preempting gang only some are."""
     world = World(job_object(scheduling={"gang": "None"})).settle().run()
     world.poll(holds=taken == "one").wait(2)
@@ -221,7 +217,7 @@ def test_preempted_pods_without_a_group_leave_the_room_for_as_long(taken: str):
 
 
 @pytest.mark.parametrize("when", ["group", "pod"])
-def test_auto_goes_on_without_a_group_that_cannot_be_had_whole(when: str):
+def test_auto_goes_on_without_a_group_that_cannot_be_had_whole(when):
     world, why = native(), "the API server drops spec.disruptionMode"
     if when == "group":
         world.no_gang = why
@@ -263,7 +259,7 @@ def test_a_group_without_room_elsewhere_uses_avoided_nodes_again():
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_waiting_group_that_a_stranger_removed_is_made_again(restarted: bool):
+def test_a_waiting_group_that_a_stranger_removed_is_made_again(restarted):
     world = waiting()
     if restarted:  # another process has made it
         world.restart_operator()
@@ -276,7 +272,7 @@ def test_a_waiting_group_that_a_stranger_removed_is_made_again(restarted: bool):
 
 @pytest.mark.parametrize("gang", ["Auto", "Native"])
 @pytest.mark.parametrize("alone", [[], [0]], ids=["none placed", "one placed alone"])
-def test_a_waiting_group_is_released_when_its_api_is_switched_off(gang: str, alone: list[int]):
+def test_a_waiting_group_is_released_when_its_api_is_switched_off(gang, alone):
     world = waiting(scheduling={"gang": gang})
     world.gang_api = ""
     place(world, *alone)
@@ -308,7 +304,7 @@ def test_a_group_is_not_lost_with_the_operator_that_made_it():
     ],
     ids=["nodeName", "schedulingGroup", "priorityClassName"],
 )
-def test_a_template_that_contradicts_scheduling_is_refused(fields: dict[str, Any], named: str):
+def test_a_template_that_contradicts_scheduling_is_refused(fields, named):
     scheduling = {"gang": "Native", "priorityClassName": "high"}
     template = {"spec": {**TEMPLATE["spec"], **fields}}
     found = spec_.read(job_object(template=template, scheduling=scheduling)["spec"])
@@ -409,7 +405,7 @@ def test_in_1_37_too_it_says_who_does_not_fit():
 
 
 @pytest.mark.parametrize("first", [OTHERS, OTHERS_TOO, ""], ids=["1.36", "1.37", "none yet"])
-def test_a_cause_that_shows_later_replaces_words_that_name_none(first: str):
+def test_a_cause_that_shows_later_replaces_words_that_name_none(first):
     world = native().settle().wait(21)
     if first:
         unfit(world, 0, first)

@@ -3,8 +3,6 @@
 Replicas 0 and 2 run on node1, replica 1 on node2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -47,7 +45,7 @@ def graces(world: World) -> dict[str, int]:
     [("node2", [1], "1:2", "replica 1"), ("node1", [0, 2], "0:2,2:2", "replicas 0,2")],
 )
 def test_the_pods_of_a_node_about_to_go_save_and_are_replaced_elsewhere(
-    node: str, replicas: list[int], births: str, replaced: str
+    node, replicas, births, replaced
 ):
     world = signal(holding(), **{node: DRAINED})
     names = [f"job-{replica}" for replica in replicas]
@@ -167,7 +165,7 @@ def test_the_next_node_waits_until_the_gang_has_progressed():
         ({"replicas": 1}, True),
     ],
 )
-def test_a_gang_that_cannot_hand_over_trains_on_and_says_so_once(spec: dict[str, Any], holds: bool):
+def test_a_gang_that_cannot_hand_over_trains_on_and_says_so_once(spec, holds):
     world = running(machines=Machines(), **spec).poll(holds=holds, step=1).wait(2)
     signal(world, node1=DRAINED)
     assert world.wait(50).status["attempt"] == 1
@@ -179,7 +177,7 @@ def test_a_gang_that_cannot_hand_over_trains_on_and_says_so_once(spec: dict[str,
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_an_older_crd_that_forgets_what_was_done_is_not_asked_to_do_it(holds: bool):
+def test_an_older_crd_that_forgets_what_was_done_is_not_asked_to_do_it(holds):
     world = running(machines=Machines())
     world.api.prunes = frozenset({"births", "holds", "handedOver"})
     world.poll(holds=holds, step=1).wait(100)
@@ -244,9 +242,7 @@ def test_a_recovery_is_counted_from_the_decision():
         ({"unschedulable": "yes"}, {}, ""),
     ],
 )
-def test_what_says_that_a_node_is_about_to_go(
-    spec: dict[str, Any], conditions: dict[str, str], found: str
-):
+def test_what_says_that_a_node_is_about_to_go(spec, conditions, found):
     listed = [{"type": name, "status": status} for name, status in conditions.items()]
     node = {"metadata": {"name": "n"}, "spec": spec, "status": {"conditions": [*listed, "odd"]}}
     signals = Signals(

@@ -1,7 +1,5 @@
 """A GPU fails: the attempt ends free of charge, and the next one is kept off its node."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ def test_a_broken_gpu_is_charged_to_nobody_and_its_node_is_avoided():
 
 
 @pytest.mark.parametrize("other", [1, ExitCode.HANG, ExitCode.DIVERGED, ExitCode.PEER_LOST, 137])
-def test_a_broken_gpu_explains_what_befell_the_others(other: int):
+def test_a_broken_gpu_explains_what_befell_the_others(other):
     world = running().end(0, other, settle=False).end(1, BROKEN)
     assert (world.loss["class"], world.counts[1]) == ("Hardware", 0)
 

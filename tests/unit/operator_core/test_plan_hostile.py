@@ -1,7 +1,5 @@
 """Stories in which users, webhooks, proxies and stale caches get in the way of the planner."""
 
-from __future__ import annotations
-
 import json
 import sys
 from copy import deepcopy
@@ -17,7 +15,7 @@ from unit.operator_core.test_classify import ended, init_failed
 
 
 @pytest.mark.parametrize("reason", ["Bad Gateway", "Too Many Requests", "", "503", "Überlast"])
-def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str):
+def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason):
     world = World()
     world.refuse_network = lambda _: refusal(502, reason=reason)
     assert world.settle().stalled == "CreationFailed"
@@ -34,7 +32,7 @@ def test_a_refusal_whose_reason_is_no_word_does_not_spoil_the_status(reason: str
         {"kind": "exit", "rank": 5 * 10**9, "round": 2**40, "signal": 2**31},
     ],
 )
-def test_nothing_that_a_trainer_tells_spoils_the_status(state: dict[str, object]):
+def test_nothing_that_a_trainer_tells_spoils_the_status(state):
     world = running().poll(**state).wait(60).end(1, 1, message=json.dumps({"version": 1, **state}))
     assert world.run().status["attempt"] == 2
 
@@ -78,7 +76,7 @@ def test_a_program_that_exits_0_because_it_is_deleted_has_not_succeeded():
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-def test_nor_has_one_that_exits_0_because_its_kubelet_ends_the_pod(phase: str):
+def test_nor_has_one_that_exits_0_because_its_kubelet_ends_the_pod(phase):
     """An eviction, or a node that shuts down: nobody deletes the pod, and its phase is Failed.
 
     One that was done before is Succeeded, whoever wants to disrupt it then.
@@ -95,7 +93,7 @@ def test_nor_has_one_that_exits_0_because_its_kubelet_ends_the_pod(phase: str):
 
 
 @pytest.mark.parametrize("reason", ["Error", "Evicted", "TerminationByKubelet"])
-def test_rules_match_every_reason_that_kubernetes_gives(reason: str):
+def test_rules_match_every_reason_that_kubernetes_gives(reason):
     world = started(restart={"rules": [{"reasons": [reason], "action": "Fail"}]}).run()
     world.end(0, 1, settle=False)
     condition = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
@@ -130,7 +128,7 @@ def test_a_pod_that_a_finalizer_holds_is_no_matter_of_its_node():
 @pytest.mark.fault("N11")
 @pytest.mark.parametrize("name", ["job-0-debug", "debug-0"])
 @pytest.mark.parametrize("phase", ["Pending", "Failed", "Succeeded"])
-def test_a_copy_of_a_pod_is_no_replica_and_goes(name: str, phase: str):
+def test_a_copy_of_a_pod_is_no_replica_and_goes(name, phase):
     """With `kubectl get pod -o yaml`, another name and `kubectl apply`: labels and owner are ours.
 
     As a replica it hid the one whose number it carries, and the gang never ended.
@@ -146,7 +144,7 @@ def test_a_copy_of_a_pod_is_no_replica_and_goes(name: str, phase: str):
 
 @pytest.mark.fault("N16")
 @pytest.mark.parametrize("reason", ["Error", "OOMKilled"])
-def test_a_failed_init_container_is_told_and_meets_no_rule_of_the_trainers(reason: str):
+def test_a_failed_init_container_is_told_and_meets_no_rule_of_the_trainers(reason):
     world = started(restart={"rules": [{"exitCodes": [3], "action": "Fail"}]})  # of the trainer
     failed = init_failed(3, reason, "no data set")["status"]
     failed["initContainerStatuses"].insert(0, {**ended(0), "name": "ok"})
@@ -172,9 +170,7 @@ def test_a_failed_init_container_is_told_and_meets_no_rule_of_the_trainers(reaso
         {"timings": {"nextRestartAt": "2026-01-12T00:00:00Z"}},
     ],
 )
-def test_whatever_somebody_writes_into_the_status_the_job_gets_to_an_end(
-    phase: str, forged: dict[str, object]
-):
+def test_whatever_somebody_writes_into_the_status_the_job_gets_to_an_end(phase, forged):
     backoff = {"initialSeconds": 1, "maxSeconds": 1}
     restart = {"maxDisruptions": 2**31 - 1, "backoff": backoff}
     world = World(job_object(restart=restart)).settle().run()
@@ -206,7 +202,7 @@ def test_an_invalid_attempt_number_is_replaced_first():
 
 
 @pytest.mark.parametrize("phase", ["Running", "Suspended"])
-def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase: str):
+def test_after_a_restore_of_etcd_no_condition_is_true_of_another_phase(phase):
     """The status is of an older attempt than the pods."""
     backoff = {"maxSeconds": 1}
     world = started(activeDeadlineSeconds=100, restart={"backoff": backoff}).run()

@@ -1,7 +1,5 @@
 """Where a job's pod-seconds went: each once, whoever writes the status and whenever."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -295,7 +293,7 @@ def test_a_standby_is_idle_until_it_serves():
 
 
 @pytest.mark.parametrize("up", [6e10, 9e10, 1e12, 1e300])
-def test_no_word_of_a_launcher_overflows_a_time(up: float):
+def test_no_word_of_a_launcher_overflows_a_time(up):
     world = running()
     hear(at(world, 20), up=up, productive=1.0)
     ended(at(world, 10), 1, 1, up=up, productive=1.0)
@@ -303,7 +301,7 @@ def test_no_word_of_a_launcher_overflows_a_time(up: float):
 
 
 @pytest.mark.parametrize("rate", [-1.0, -1e-3, -1.6e-8, 0.0, 1e-300])
-def test_no_rate_overflows_the_estimate(rate: float):
+def test_no_rate_overflows_the_estimate(rate):
     world = running()
     hear(at(world, 20), up=20, productive=10)
     at(world, 100).poll(step=2, totalSteps=1000, stepsPerSecond=rate)
@@ -342,7 +340,7 @@ def test_a_recovery_that_takes_long_is_no_wait_for_room():
 
 
 @pytest.mark.parametrize("spent", [{"warmup": 5}, {"unknown": 5}])
-def test_a_hub_that_never_made_a_step_is_not_believed_to_have_trained(spent: dict[str, float]):
+def test_a_hub_that_never_made_a_step_is_not_believed_to_have_trained(spent):
     world = running()
     hear(at(world, 5), up=5, **spent)
     at(world, 14).end(0, 137)

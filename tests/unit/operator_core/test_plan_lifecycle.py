@@ -1,7 +1,5 @@
 """Stories of start, success, suspension, deadlines and clean-up, told to the pure planner."""
 
-from __future__ import annotations
-
 import copy
 import re
 from contextlib import suppress
@@ -19,7 +17,7 @@ from support.world import World, job_object, refusal, running, started
 
 @pytest.mark.fault("O2", "U2")
 @pytest.mark.parametrize("what", ["activeDeadlineSeconds", "startupDeadlineSeconds", "suspend"])
-def test_neither_a_deadline_nor_a_suspension_is_decided_on_a_stale_cache(what: str):
+def test_neither_a_deadline_nor_a_suspension_is_decided_on_a_stale_cache(what):
     world = running().wait(30) if what == "suspend" else started(**{what: 60})
     stale = copy.deepcopy(world.pods)
     world = world.all_run() if what == "startupDeadlineSeconds" else world.all_end(0)
@@ -41,7 +39,7 @@ def test_neither_a_deadline_nor_a_suspension_is_decided_on_a_stale_cache(what: s
 
 @pytest.mark.parametrize("behind", [timedelta(), timedelta(hours=1)])
 @pytest.mark.fault("A6")
-def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind: timedelta):
+def test_time_in_which_nobody_saw_or_acted_does_not_count_for_the_start(behind):
     """Behind: the clock of the machine on which the next operator runs."""
     world = started(startupDeadlineSeconds=600).all_wait("ContainerCreating")
     world.now += timedelta(hours=2) - behind * 3  # the API server was away
@@ -73,9 +71,7 @@ def test_replicas_that_do_not_end_when_others_are_done_are_told():
 
 
 @pytest.mark.parametrize("gone", [None, 600, 1])
-def test_replicas_that_do_not_end_are_reported_with_the_others_step(
-    gone: int | None,
-):
+def test_replicas_that_do_not_end_are_reported_with_the_others_step(gone):
     report = "" if gone else '{"version":1,"kind":"success","code":0,"step":12}'
     world = running().end(0, 0, message=report).wait(gone or 1)
     world = (world.vanish(0) if gone else world).wait(600)
@@ -104,7 +100,7 @@ def test_a_success_stays_whatever_becomes_of_its_pod():
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_the_end_is_absorbing(code: int):
+def test_the_end_is_absorbing(code):
     world = running().all_end(code).settle()
     phase, log = world.phase, list(world.log)
     world.pods.clear()
@@ -135,9 +131,7 @@ NATIVE = {
         ({"cleanPodPolicy": "All"}, 2, "", "Failed", 0),
     ],
 )
-def test_clean_up_keeps_finished_pods_unless_all_are_to_go(
-    spec: dict[str, Any], code: int, lagging: str, phase: str, left: int
-):
+def test_clean_up_keeps_finished_pods_unless_all_are_to_go(spec, code, lagging, phase, left):
     world = running(**spec).all_end(code, phase=lagging).settle()
     assert (world.phase, len(world.pods)) == (phase, left)
     assert started(**spec).all_end(code, phase=lagging).settle().phase == phase, "before all ran"
@@ -183,7 +177,7 @@ def frozen(world: World, words: str) -> World:
 
 @pytest.mark.fault("A10")
 @pytest.mark.parametrize("why", ["suspended", "failed"])
-def test_pods_whose_deletion_is_refused_are_told_and_counted(why: str):
+def test_pods_whose_deletion_is_refused_are_told_and_counted(why):
     world = (
         running().edit(suspend=True) if why == "suspended" else running().end(1, 1, settle=False)
     )
@@ -274,7 +268,7 @@ def test_waiting_for_capacity_releases_all_and_is_not_charged():
         ("Service", "DDPJob job", "WaitingForDeletion"),  # of a deleted namesake
     ],
 )
-def test_an_object_in_the_way_is_named_and_waited_for(kind: str, owner: str | None, reason: str):
+def test_an_object_in_the_way_is_named_and_waited_for(kind, owner, reason):
     name = "job-1" if kind == "Pod" else "job"
     plural = {"Pod": "pods", "Service": "services"}[kind]
     world = World().occupy(plural, name, owner=owner).settle()
@@ -331,9 +325,7 @@ BACK_OFF = {
         ({"fetch": DONE, "proxy": ended(3)}, "proxy ends again and again, last with exit code 3"),
     ],
 )
-def test_an_init_container_that_holds_up_the_start_is_named_with_its_state(
-    inits: dict[str, Any], says: str
-):
+def test_an_init_container_that_holds_up_the_start_is_named_with_its_state(inits, says):
     world = started(template=NATIVE, restart={"maxRestarts": 0}).run(1, 2)
     beside(world.waiting(0, "PodInitializing"), **inits).wait(20)
     assert world.stalled == "InitContainerPending"
@@ -383,7 +375,7 @@ def leaving(world: World) -> set[str]:
 
 
 @pytest.mark.parametrize("ran", [False, True])
-def test_a_job_in_deletion_is_left_to_the_garbage_collector(ran: bool):
+def test_a_job_in_deletion_is_left_to_the_garbage_collector(ran):
     world = started(activeDeadlineSeconds=100)
     world = deleted(world.run() if ran else world).settle().wait(50)
     assert (world.log, leaving(world)) == ([], set())
@@ -391,7 +383,7 @@ def test_a_job_in_deletion_is_left_to_the_garbage_collector(ran: bool):
 
 @pytest.mark.fault("U9")
 @pytest.mark.parametrize("why", ["failed", "gone", "deadline", "suspended"])
-def test_the_gang_of_a_job_in_deletion_ends_once_it_is_broken_or_late(why: str):
+def test_the_gang_of_a_job_in_deletion_ends_once_it_is_broken_or_late(why):
     """No pod is made and nothing is told; each has its own grace period."""
     world = deleted(started(activeDeadlineSeconds=100).run())
     before = world.status
@@ -444,7 +436,7 @@ def test_progress_that_is_held_back_is_stored_by_itself_later():
 
 
 @pytest.mark.parametrize(("minutes", "most"), [(1, 4), (10, 40), (60, 90)])
-def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
+def test_progress_is_written_ever_more_seldom(minutes, most):
     """Told every 15 s; while young often, for people watch; later O(1) per job and minute."""
     world = running()
     world.log.clear()
@@ -462,7 +454,7 @@ def test_progress_is_written_ever_more_seldom(minutes: int, most: int):
 
 
 @pytest.mark.parametrize("polled", [None, 380])
-def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
+def test_the_last_words_of_replica_0_are_the_final_progress(polled):
     """A job that is done would read 380/400: what was polled is older than its report."""
     report = '{"version":1,"kind":"success","step":400,"loss":0.01,"snapshotStep":400}'
     world = running()
@@ -476,7 +468,7 @@ def test_the_last_words_of_replica_0_are_the_final_progress(polled: int | None):
 @pytest.mark.fault("U6")
 @pytest.mark.parametrize("there", [(0, 1), (0, 1, 2)], ids=["starting", "running"])
 @pytest.mark.parametrize("how", ["vanished", "deleted"])
-def test_a_member_removed_is_a_disruption_like_any_other(how: str, there: tuple[int, ...]):
+def test_a_member_removed_is_a_disruption_like_any_other(how, there):
     world = started(restart={"maxDisruptions": 3}).run(*there)
     for disruption in range(3):
         world = world.vanish(2) if how == "vanished" else world.terminate(2)
@@ -512,7 +504,7 @@ def with_resources(**resources: object) -> World:
         ({"limits": {"cpu": "many"}}, ""), ({}, ""),
     ],
 )  # fmt: skip
-def test_too_little_for_torch_is_told_once_at_the_start(resources: dict[str, Any], said: str):
+def test_too_little_for_torch_is_told_once_at_the_start(resources, said):
     world = with_resources(**resources)
     world.run().end(0, 1).run()
     told = [e for e in world.events if e.reason == "TooFewResources"]

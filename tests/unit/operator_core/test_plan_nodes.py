@@ -3,8 +3,6 @@
 Replicas 0 and 2 run on node1, replica 1 on node2.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -88,9 +86,7 @@ def test_a_pod_lost_to_its_hub_on_a_node_without_new_lease_is_given_up():
     (Lease(600, 600), FENCE, 0),  # another one's link is lost
     (Lease(600, 600), FENCE, None),
 ])  # fmt: skip
-def test_neither_a_lost_link_nor_an_old_lease_alone_gives_a_pod_up(
-    lease: Lease, spec: dict[str, Any], who: int | None
-):
+def test_neither_a_lost_link_nor_an_old_lease_alone_gives_a_pod_up(lease, spec, who):
     world, machines = on_nodes(**spec)
     machines.leases["node2"] = lease
     away(world, *(() if who is None else (who,)))
@@ -103,7 +99,7 @@ def test_neither_a_lost_link_nor_an_old_lease_alone_gives_a_pod_up(
 
 
 @pytest.mark.parametrize("policy", ["Fence", "Wait"])
-def test_a_pod_that_ended_as_its_node_fell_silent_blocks_nothing(policy: str):
+def test_a_pod_that_ended_as_its_node_fell_silent_blocks_nothing(policy):
     """Deleted before it ended, it is removed by its kubelet only, and the barrier waits for it."""
     world, _ = on_nodes(snapshot=SNAPSHOT, nodeLost={"policy": policy, "afterSeconds": 30})
     world.graceful = True
@@ -136,7 +132,7 @@ def test_fence_waits_when_no_worker_is_ready():
 
 
 @pytest.mark.parametrize(("down", "up", "waits"), [(6, 4, True), (1, 0, False), (5, 4, False)])
-def test_fence_waits_while_most_nodes_are_silent(down: int, up: int, waits: bool):
+def test_fence_waits_while_most_nodes_are_silent(down, up, waits):
     """55 % of them, and more than two: the rule of Kubernetes' own node controller."""
     world, machines = on_nodes(**FENCE)
     machines.others_up, machines.others_down = up, down
@@ -157,7 +153,7 @@ def test_what_was_cut_off_together_has_its_time_to_come_back():
 
 
 @pytest.mark.parametrize(("after", "least"), [(30, 30), (1, 20)])
-def test_fence_counts_only_what_this_process_has_seen_without_a_gap(after: int, least: int):
+def test_fence_counts_only_what_this_process_has_seen_without_a_gap(after, least):
     """A new operator, or one that was cut off: the nodes may be coming back at this moment."""
     spec = {"snapshot": SNAPSHOT, "nodeLost": {"policy": "Fence", "afterSeconds": after}}
     world, machines = on_nodes(**spec)
@@ -181,7 +177,7 @@ def test_wait_says_what_it_waits_for_and_what_a_person_can_do():
 
 @pytest.mark.fault("N6")
 @pytest.mark.parametrize("back", [None, 120, 5], ids=["not yet", "since", "never was away"])
-def test_a_node_that_was_lost_under_wait_is_named(back: int | None):
+def test_a_node_that_was_lost_under_wait_is_named(back):
     """The kubelet is back, and ends the pod that the taint manager had removed meanwhile."""
     world, machines = on_nodes()
     world.fall_silent("node2").wait(60)
@@ -201,7 +197,7 @@ def test_a_node_that_was_lost_under_wait_is_named(back: int | None):
 
 
 @pytest.mark.parametrize("policy", ["Wait", "Fence"])
-def test_out_of_service_is_the_word_of_an_administrator(policy: str):
+def test_out_of_service_is_the_word_of_an_administrator(policy):
     world, machines = on_nodes(snapshot=SNAPSHOT, nodeLost={"policy": policy, "afterSeconds": 3600})
     world.fall_silent("node1", "node2").terminate(1)
     machines.out_of_service.add("node2")
@@ -235,7 +231,7 @@ def test_a_deleted_node_takes_its_pods_and_under_wait_if_they_are_left():
 
 
 @pytest.mark.parametrize("code", [1, 75, 76, 137])
-def test_peers_that_die_of_a_silent_node_are_charged_to_nobody(code: int):
+def test_peers_that_die_of_a_silent_node_are_charged_to_nobody(code):
     world, machines = on_nodes()
     world.fall_silent("node2").end(0, code)
     assert (world.loss["reason"], world.counts) == ("NodeLost", (1, 0, 1))
@@ -274,7 +270,7 @@ def test_a_finished_replica_with_a_sidecar_is_not_lost_nor_in_the_way():
 
 
 @pytest.mark.parametrize("end", ["suspend", "fail"])
-def test_pods_of_a_job_without_a_gang_go_by_force_too(end: str):
+def test_pods_of_a_job_without_a_gang_go_by_force_too(end):
     world = silent(**FENCE, restart={"maxRestarts": 0})
     world.patch(suspend=True) if end == "suspend" else world.end(0, 2)
     assert "job-1" in world.pods
@@ -283,9 +279,7 @@ def test_pods_of_a_job_without_a_gang_go_by_force_too(end: str):
 
 
 @pytest.mark.parametrize(("ttl", "left"), [(None, 25), (3600, 25), (9, 4)])
-def test_an_ended_job_asks_to_be_looked_at_when_its_pods_may_go_by_force(
-    ttl: int | None, left: float
-):
+def test_an_ended_job_asks_to_be_looked_at_when_its_pods_may_go_by_force(ttl, left):
     """Nothing else would bring that look: the node tells nothing any more."""
     fields = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
     world = silent(**FENCE, **fields).end(0, 2).wait(5)
@@ -295,7 +289,7 @@ def test_an_ended_job_asks_to_be_looked_at_when_its_pods_may_go_by_force(
 
 
 @pytest.mark.parametrize("end", ["suspend", "fail"])
-def test_a_pod_that_a_finalizer_holds_is_not_deleted_again_and_again(end: str):
+def test_a_pod_that_a_finalizer_holds_is_not_deleted_again_and_again(end):
     world = silent(**FENCE, restart={"maxRestarts": 0})
     world.terminate(1, grace=0)  # by force, and yet it stays
     world.patch(suspend=True) if end == "suspend" else world.end(0, 2)
@@ -322,7 +316,7 @@ def test_fence_without_snapshot_is_refused():
 @pytest.mark.parametrize(
     ("status", "ready"), [("True", True), ("False", False), ("Unknown", False), (None, False)]
 )
-def test_what_is_kept_of_a_node(status: str | None, ready: bool):
+def test_what_is_kept_of_a_node(status, ready):
     at = "2026-01-01T00:00:00Z"
     condition = {"type": "Ready", "status": status, "lastTransitionTime": at}
     found = record(

@@ -1,7 +1,5 @@
 """Operators of two Leases on one job: one acts, the other waits, or takes over from a dead one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +57,7 @@ def two() -> Two:
     return Two(restart={"backoff": {"maxSeconds": 1}})
 
 
-def test_it_signs_what_it_writes_anyway_and_one_with_its_lease_goes_on(two: Two) -> None:
+def test_it_signs_what_it_writes_anyway_and_one_with_its_lease_goes_on(two):
     """As in a rolling upgrade."""
     world = two.runs()
     assert two.operator == {"lease": A, "version": f"1 of {A}"}
@@ -71,7 +69,7 @@ def test_it_signs_what_it_writes_anyway_and_one_with_its_lease_goes_on(two: Two)
 
 
 @pytest.mark.fault("O5")
-def test_while_the_other_lives_it_does_nothing_but_ask(two: Two) -> None:
+def test_while_the_other_lives_it_does_nothing_but_ask(two):
     world = two.runs()
     before = {**world.status}
     two.play(B)
@@ -92,7 +90,7 @@ def test_while_the_other_lives_it_does_nothing_but_ask(two: Two) -> None:
     assert (world.status["attempt"], two.operator["lease"]) == (2, A)
 
 
-def test_an_answer_is_enough_for_five_minutes_then_silence_is_noticed(two: Two) -> None:
+def test_an_answer_is_enough_for_five_minutes_then_silence_is_noticed(two):
     world = two.runs()
     two.play(B)
     two.play(A)
@@ -108,7 +106,7 @@ def test_an_answer_is_enough_for_five_minutes_then_silence_is_noticed(two: Two) 
 
 
 @pytest.mark.fault("O5")
-def test_an_operator_takes_over_from_a_dead_one_which_then_waits(two: Two) -> None:
+def test_an_operator_takes_over_from_a_dead_one_which_then_waits(two):
     """helm uninstall A, helm install B: within a minute a lost pod is replaced."""
     world = two.runs()
     two.play(B)
@@ -130,7 +128,7 @@ def test_an_operator_takes_over_from_a_dead_one_which_then_waits(two: Two) -> No
     assert (two.operator["lease"], two.operator["other"]) == (B, A)
 
 
-def test_one_that_has_stopped_asking_is_forgotten(two: Two) -> None:
+def test_one_that_has_stopped_asking_is_forgotten(two):
     world = two.runs()
     two.play(B)
     two.play(A)
@@ -146,7 +144,7 @@ def test_one_that_has_stopped_asking_is_forgotten(two: Two) -> None:
     assert not two.reports
 
 
-def test_a_third_one_relies_on_the_answer_that_another_got(two: Two) -> None:
+def test_a_third_one_relies_on_the_answer_that_another_got(two):
     """Else two of them would ask in turns, without an end."""
     world = two.runs()
     for lease in (B, A):
@@ -160,7 +158,7 @@ def test_a_third_one_relies_on_the_answer_that_another_got(two: Two) -> None:
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_it_answers_in_any_phase(two: Two, suspended: bool) -> None:
+def test_it_answers_in_any_phase(two, suspended):
     world = two.runs()
     if suspended:
         world.job["spec"]["suspend"] = True
@@ -175,7 +173,7 @@ def test_it_answers_in_any_phase(two: Two, suspended: bool) -> None:
     assert world.status["phase"] == ("Suspended" if suspended else "Succeeded")
 
 
-def test_a_job_that_has_ended_is_taken_over_once_there_is_something_to_do() -> None:
+def test_a_job_that_has_ended_is_taken_over_once_there_is_something_to_do():
     two = Two(ttlSecondsAfterFinished=3600)
     world = two.runs()
     world.all_end(0)
@@ -193,7 +191,7 @@ def test_a_job_that_has_ended_is_taken_over_once_there_is_something_to_do() -> N
     assert [type(one) for one in world.plan().actions] == [act.DeleteJob]
 
 
-def test_one_that_goes_is_not_asked_for(two: Two) -> None:
+def test_one_that_goes_is_not_asked_for(two):
     world = two.runs()
     world.job["metadata"]["deletionTimestamp"] = world.now.isoformat()
     world.feedback = replace(act.ApiFeedback(), lease=B)
@@ -201,9 +199,7 @@ def test_one_that_goes_is_not_asked_for(two: Two) -> None:
 
 
 @pytest.mark.parametrize("lease", [A, B])
-def test_an_old_definition_that_drops_the_name_causes_no_endless_writes(
-    two: Two, lease: str
-) -> None:
+def test_an_old_definition_that_drops_the_name_causes_no_endless_writes(two, lease):
     two.world.api.prunes = frozenset({"operator", "observedGeneration"})
     two.runs()
     assert "operator" not in two.world.status
@@ -212,7 +208,7 @@ def test_an_old_definition_that_drops_the_name_causes_no_endless_writes(
     assert two.play(lease).log == []
 
 
-def test_fields_of_a_newer_operator_are_kept(two: Two) -> None:
+def test_fields_of_a_newer_operator_are_kept(two):
     stored = {"phase": "Running", "attempt": 3, "later": {"a": [1]}}
     read = status_.from_dict(stored)
     assert status_.to_dict(replace(read, phase="Failed"))["later"] == {"a": [1]}
@@ -238,7 +234,7 @@ NOW = "2026-01-01T00:00:00Z"
         "x",
     ],
 )  # fmt: skip
-def test_whatever_name_somebody_forges_the_job_gets_to_an_end(two: Two, forged: object) -> None:
+def test_whatever_name_somebody_forges_the_job_gets_to_an_end(two, forged):
     world = two.runs(operator=forged)
     del world.pods["job-1"]
     for _ in range(4):

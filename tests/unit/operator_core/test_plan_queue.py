@@ -1,7 +1,5 @@
 """Stories of a job in a queue of Kueue: no pod before admission, quota back after the last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -154,7 +152,7 @@ def test_an_admission_that_contradicts_the_template_ends_the_workload():
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_an_evicted_gang_releases_its_quota_after_the_last_pod(at_once: bool):
+def test_an_evicted_gang_releases_its_quota_after_the_last_pod(at_once):
     world = kueue_does(running(), workloads.evict, "Preempted" if at_once else "PodsReadyTimeout")
     assert (world.phase, world.stalled) == ("Pending", "Queued")
     assert {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.pods.values()} == {30}
@@ -239,7 +237,7 @@ def test_kueue_hears_when_the_gang_runs_and_when_it_does_not():
 
 
 @pytest.mark.parametrize(("code", "end"), [(0, "Succeeded"), (2, "Failed")])
-def test_the_end_of_the_job_finishes_the_workload_after_the_last_pod(code: int, end: str):
+def test_the_end_of_the_job_finishes_the_workload_after_the_last_pod(code, end):
     world = running()
     world.end(0, code).end(1, 0) if code else world.all_end(0).settle()
     assert world.phase == end
@@ -379,7 +377,7 @@ def test_another_snapshot_volume_releases_the_quota():
 
 
 @pytest.mark.parametrize("value", [None, "other"])
-def test_a_label_that_changes_while_it_runs_counts_once_the_quota_is_free(value: str | None):
+def test_a_label_that_changes_while_it_runs_counts_once_the_quota_is_free(value):
     world = label(running(), QUEUE, value)
     assert (world.phase, len(world.pods)) == ("Running", 3)
     assert workload(world)["spec"]["queueName"] == "team"

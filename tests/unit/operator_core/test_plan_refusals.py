@@ -1,7 +1,5 @@
 """What the API server refuses for longer: one try at a time, ever more seldom, no two alike."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable
@@ -45,7 +43,7 @@ def live(world: World, seconds: float) -> World:
 
 @pytest.mark.parametrize("what", ["refuse", "refuse_network"])
 @pytest.mark.parametrize("code", [403, 500, 0])
-def test_after_a_refusal_one_object_is_tried_ever_more_seldom(code: int, what: str):
+def test_after_a_refusal_one_object_is_tried_ever_more_seldom(code, what):
     world, asked = refusing(code=code, what=what)
     one = 0 if what == "refuse" else None
     assert [replica for _, replica in asked] == [one]
@@ -199,7 +197,7 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
         ("etcd: no", "", ""),
     ],
 )  # fmt: skip
-def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure: str):
+def test_a_refusal_says_who_refused_and_what_helps(message, who, cure):
     told = refusals.explained(act.Refusal(1, 403, "Forbidden", message, START))
     words, refused, last = told.partition(" (refused by ")
     assert words == message.removeprefix('pods "job-0" is forbidden: ')
@@ -218,9 +216,7 @@ def test_a_refusal_says_who_refused_and_what_helps(message: str, who: str, cure:
          "no pod was made, next try in"),
     ],
 )  # fmt: skip
-def test_the_column_of_kubectl_begins_with_what_matters(
-    code: int, said: str, begins: str, also: str
-):
+def test_the_column_of_kubectl_begins_with_what_matters(code, said, begins, also):
     world = World()
     world.refuse = lambda _: refusal(code, said.format(begins))
     assert world.settle().status["message"].startswith(begins)
@@ -232,7 +228,7 @@ def test_the_column_of_kubectl_begins_with_what_matters(
     ("words", "column"),
     [('Back-off pulling image "example/train:nope"',) * 2, ("", "pod job-0:")],
 )
-def test_the_column_tells_an_image_before_its_pod(words: str, column: str):
+def test_the_column_tells_an_image_before_its_pod(words, column):
     world = started().waiting(0, "ImagePullBackOff", words)
     assert world.status["message"] == column
     assert "pod job-0" in world.condition("Stalled")["message"]

@@ -1,7 +1,5 @@
 """Stories of gangs that the cluster refuses or has no room for: nobody is charged, all get on."""
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta
 
 import pytest
@@ -20,7 +18,7 @@ def unscheduled(world: World, replica: int) -> World:
 @pytest.mark.fault("U5")
 @pytest.mark.parametrize("code", [0, 401, 403, 409, 500, 503])
 @pytest.mark.parametrize("what", ["pod", "service"])
-def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str, code: int):
+def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what, code):
     world, words = World(), "exceeded quota" if code == 403 else "words"
     if what == "pod":
         world.refuse = lambda action: refusal(code, words) if action.replica == 2 else None
@@ -44,7 +42,7 @@ def test_what_the_cluster_refuses_is_waited_for_and_charged_to_nobody(what: str,
 
 @pytest.mark.fault("A5")
 @pytest.mark.parametrize("code", [400, 422])
-def test_an_invalid_pod_is_reported_and_made_after_an_edit(code: int):
+def test_an_invalid_pod_is_reported_and_made_after_an_edit(code):
     world = World()
     world.refuse = lambda _: refusal(code, 'unknown field "spec.contaners"')
     world.settle()
@@ -65,7 +63,7 @@ def test_an_invalid_pod_is_reported_and_made_after_an_edit(code: int):
 
 
 @pytest.mark.parametrize("how", ["by an edit", "by itself"])
-def test_a_corrected_pod_that_waits_for_quota_is_not_called_invalid(how: str):
+def test_a_corrected_pod_that_waits_for_quota_is_not_called_invalid(how):
     world = World()
     world.refuse = lambda _: refusal(422, "Invalid value")
     assert world.settle().status["reason"] == "PodRefused"
@@ -109,7 +107,7 @@ def placed(world: World, replica: int, at: datetime) -> World:
 
 @pytest.mark.fault("U5")
 @pytest.mark.parametrize("ahead", [0, 3600, -3600])
-def test_who_got_a_node_late_has_the_whole_time_to_start_on_it(ahead: int):
+def test_who_got_a_node_late_has_the_whole_time_to_start_on_it(ahead):
     """Whatever the cluster's clock says, up to twice the time; a node that was slow is no fault."""
     world = started(startupDeadlineSeconds=60).run(0, 1).wait(55)
     placed(world, 2, world.now + timedelta(seconds=ahead)).wait(10)
@@ -167,7 +165,7 @@ def test_a_recovery_with_a_try_that_was_given_back_counts_from_the_failure():
 
 
 @pytest.mark.parametrize("placed", [(0, 1), ()])
-def test_a_gang_that_never_finds_room_leaves_half_of_the_time_to_others(placed: tuple[int, ...]):
+def test_a_gang_that_never_finds_room_leaves_half_of_the_time_to_others(placed):
     """Whatever its age; where it takes no place from anybody it asks again soon."""
     world = started()
     held = rested = 0.0

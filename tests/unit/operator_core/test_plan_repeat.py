@@ -1,7 +1,5 @@
 """Stories of programs that fail again and again, or before they have begun."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -68,7 +66,7 @@ def test_a_loop_that_has_ended_is_told_no_more_and_costs_nothing_meanwhile():
 
 
 @pytest.mark.parametrize("seconds", [1, 60, 140])
-def test_a_loop_of_attempts_does_not_flap_with_them(seconds: int):
+def test_a_loop_of_attempts_does_not_flap_with_them(seconds):
     world = running(restart={"maxRestarts": 9, "backoff": {"maxSeconds": 300}})
     for number in range(8):
         world.wait(seconds).end(0, 1).wait(300).run()
@@ -106,7 +104,7 @@ def test_attempts_and_rounds_count_alike_whatever_was_saved_between():
     "other",
     [{"step": 41}, {"exception": "ValueError"}, {"code": 137, "signal": 9}, {"exception": ""}],
 )
-def test_what_differs_is_tried_again(other: dict[str, Any]):
+def test_what_differs_is_tried_again(other):
     rounds = [record(0, 40), {**record(1, 40), **other}]
     assert running().end(0, 1, message=report(40, *rounds)).phase == "Starting"
 
@@ -120,7 +118,7 @@ def test_a_failure_without_a_step_since_the_snapshot_may_be_of_the_start():
 
 
 @pytest.mark.parametrize(("action", "phase"), [("Restart", "Starting"), ("Fail", "Failed")])
-def test_a_rule_of_the_users_wins(action: str, phase: str):
+def test_a_rule_of_the_users_wins(action, phase):
     world = running(restart={"rules": [{"exitCodes": [1], "action": action}]})
     world.end(0, 1, message=report(40, record(0, 40), record(1, 40)))
     assert world.phase == phase
@@ -150,7 +148,7 @@ def test_a_start_that_fails_is_tried_over_ten_minutes():
 
 
 @pytest.mark.parametrize("how", ["report", "poll"])
-def test_a_failure_after_a_step_is_tried_at_once_as_ever(how: str):
+def test_a_failure_after_a_step_is_tried_at_once_as_ever(how):
     world = running(restart={"maxRestarts": 4})
     found = []
     for number in range(4):
@@ -175,7 +173,7 @@ def refused(world: World, reason: str, message: str = REJECTED) -> World:
 
 @pytest.mark.fault("N19")
 @pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
-def test_a_pod_that_kubelets_refuse_repeatedly_is_shown_and_ends_the_job(reason: str):
+def test_a_pod_that_kubelets_refuse_repeatedly_is_shown_and_ends_the_job(reason):
     """A template that names its node, or a scheduler that sees room where its kubelet sees none."""
     world = running()
     began = world.now

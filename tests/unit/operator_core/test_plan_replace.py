@@ -1,7 +1,5 @@
 """Stories of gangs in which only lost pods are replaced, or that restart whole instead."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from datetime import timedelta
@@ -38,7 +36,7 @@ def replaced(world: World) -> int:
 @pytest.mark.parametrize("replica", range(3))
 @pytest.mark.parametrize("how", ["killed", "vanished", "deleted"])
 @pytest.mark.fault("N3", "T5")
-def test_a_lost_pod_is_replaced_and_the_others_are_kept(replica: int, how: str):
+def test_a_lost_pod_is_replaced_and_the_others_are_kept(replica, how):
     world = holding()
     before = uids(world)
     if how == "killed":
@@ -63,7 +61,7 @@ def test_a_lost_pod_is_replaced_and_the_others_are_kept(replica: int, how: str):
 
 
 @pytest.mark.parametrize(("replica", "hub"), [(0, "2"), (1, "1")])
-def test_a_replacement_knows_the_hub_that_it_may_follow(replica: int, hub: str):
+def test_a_replacement_knows_the_hub_that_it_may_follow(replica, hub):
     world = holding().end(replica, 137)
     env = env_of(world.pods[f"job-{replica}"])
     names = (contract.ATTEMPT, contract.HUB, contract.REPLACEMENT, contract.REPLACE_SECONDS)
@@ -122,7 +120,7 @@ def test_after_a_replacement_a_suspension_leaves_the_others_time_to_save():
     ],
 )
 @pytest.mark.fault("N24")
-def test_without_rounds_time_or_others_all_restart(spec: dict[str, Any]):
+def test_without_rounds_time_or_others_all_restart(spec):
     world = holding(**spec).end(0, 137)
     assert (intent(world), replaced(world)) == ((2, 2, ""), 0)
     assert "replaced" not in world.loss
@@ -151,7 +149,7 @@ def test_a_failure_that_no_restart_cures_ends_the_job():
 @pytest.mark.parametrize(
     ("kind", "code"), [("exception", 1), ("signal", 139), ("hang", 76), ("hardware", 74)]
 )
-def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind: str, code: int):
+def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind, code):
     """After the last round in place: the cause has words of its own, the others end with 75."""
     words = {"version": 1, "kind": kind, "code": code, "round": 3}
     world = holding(graceful=True).end(1, code, message=json.dumps(words))
@@ -183,7 +181,7 @@ def test_a_backoff_is_waited_for_unless_the_others_do_not_wait_so_long():
 
 
 @pytest.mark.parametrize(("lost", "alone"), [(256, True), (257, False)])
-def test_no_more_replacements_than_the_status_holds(lost: int, alone: bool):
+def test_no_more_replacements_than_the_status_holds(lost, alone):
     world = holding(replicas=300)
     for replica in range(lost):
         world.end(replica, 137, settle=False)
@@ -203,7 +201,7 @@ def test_a_resume_forgets_that_launchers_waited():
 
 @pytest.mark.fault("N22")
 @pytest.mark.parametrize("how", ["killed", "vanished"])
-def test_what_is_lost_with_the_cause_joins_it(how: str):
+def test_what_is_lost_with_the_cause_joins_it(how):
     """A pod that is being removed is the cause of a peer's end, or lost beside another cause."""
     world = holding(graceful=True).terminate(2)
     world = world.end(1, 137) if how == "killed" else world.vanish(1)
@@ -214,9 +212,7 @@ def test_what_is_lost_with_the_cause_joins_it(how: str):
 
 @pytest.mark.parametrize(("code", "counts"), [(137, (2, 2, 0)), (75, (1, 1, 0))])
 @pytest.mark.fault("N22")
-def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
-    code: int, counts: tuple[int, int, int]
-):
+def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(code, counts):
     world = holding(graceful=True).end(1, 137)
     since = world.status["timings"]["replacingSince"]
     world.wait(10).end(2, code).wait(5)
@@ -229,9 +225,7 @@ def test_another_pod_that_is_lost_joins_and_only_its_own_loss_is_counted(
 @pytest.mark.parametrize(
     ("how", "counts"), [("OOMKilled", (1, 1, 0)), ("Error", (1, 1, 0)), ("vanished", (1, 0, 1))]
 )
-def test_pods_that_end_at_one_moment_are_one_loss_whenever_kubelets_tell(
-    how: str, counts: tuple[int, int, int]
-):
+def test_pods_that_end_at_one_moment_are_one_loss_whenever_kubelets_tell(how, counts):
     world = holding(replicas=8, graceful=True)
     for replica in range(1, 7):
         world = world.vanish(replica) if how == "vanished" else world.end(replica, 137, reason=how)
@@ -264,7 +258,7 @@ def test_launchers_that_all_give_up_are_few_writes():
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_a_delay_is_waited_for_also_where_all_restart_in_the_end(code: int):
+def test_a_delay_is_waited_for_also_where_all_restart_in_the_end(code):
     world = holding(restart={"backoff": {"initialSeconds": 60, "maxSeconds": 60}})
     world.vanish(1).run().vanish(1)
     world.wait(20).end(0, code, settle=False).end(2, code)
@@ -325,7 +319,7 @@ def test_the_deadline_ends_a_wait_for_an_old_pod_too():
 
 @pytest.mark.parametrize("code", [403, 422])
 @pytest.mark.fault("N23")
-def test_a_refused_pod_is_tried_again_until_the_deadline(code: int):
+def test_a_refused_pod_is_tried_again_until_the_deadline(code):
     world = holding()
     quota = "pods is forbidden: exceeded quota: q"
     world.refuse = lambda _: refusal(code, quota)
@@ -422,7 +416,7 @@ def test_lost_pods_alone_are_read_but_for_a_final_decision_all():
 
 @pytest.mark.parametrize("code", [1, 74, 75, 137])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_pod_missing_only_in_the_cache_is_read_before_a_loss_counts(code: int, there: bool):
+def test_a_pod_missing_only_in_the_cache_is_read_before_a_loss_counts(code, there):
     """Its floor would be raised, and its pod, which is well, deleted (rule E14)."""
     world = holding()
     unseen = world.pods.pop("job-2")
@@ -476,7 +470,7 @@ def test_a_new_pod_after_the_others_ended_restarts_all_uncharged():
 
 
 @pytest.mark.parametrize(("lost", "code", "done"), [(1, 1, (0, 2)), (1, 75, (2,)), (0, 75, (1, 2))])
-def test_any_other_end_of_a_new_pod_is_a_loss(lost: int, code: int, done: tuple[int, ...]):
+def test_any_other_end_of_a_new_pod_is_a_loss(lost, code, done):
     """Of another cause, while the hub is there, or of the hub's own new pod."""
     world = holding().vanish(lost).run(lost)
     for replica in done:
@@ -494,7 +488,7 @@ def test_a_crd_that_drops_the_births_has_the_whole_gang_restarted():
 
 
 @pytest.mark.parametrize("births", ["", "x", "1:2:3", "1:9", "1:1,2:0", "99:2", "1:" + "9" * 99])
-def test_births_that_somebody_wrote_leave_a_gang_that_comes_back(births: str):
+def test_births_that_somebody_wrote_leave_a_gang_that_comes_back(births):
     world = holding().end(1, 137).run()
     world.job["status"]["births"] = births
     assert world.wait(600).end(2, 137).run().phase == "Running"

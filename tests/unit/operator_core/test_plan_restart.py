@@ -1,7 +1,5 @@
 """Stories of a gang that loses members, told to the pure planner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 
@@ -45,7 +43,7 @@ def test_the_secret_is_made_before_the_pods_and_when_it_may_be_gone():
 
 @pytest.mark.parametrize("replica", range(3))
 @pytest.mark.parametrize("how", ["killed", "vanished", "deleted"])
-def test_any_member_lost_in_any_way_is_one_restart(replica: int, how: str):
+def test_any_member_lost_in_any_way_is_one_restart(replica, how):
     world = running()
     if how == "killed":
         world.end(replica, 137)
@@ -85,7 +83,7 @@ def test_no_pod_is_created_while_an_old_one_is_still_there():
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_max_restarts_is_exact(limit: int):
+def test_max_restarts_is_exact(limit):
     world = running(restart={"maxRestarts": limit})
     for _ in range(limit):
         assert world.end(1, 1).wait(300).run().phase == "Running"
@@ -112,7 +110,7 @@ def test_backoff_first_at_once_then_doubling_and_bounded():
 
 
 @pytest.mark.parametrize("code", [2, 64, 78, 126, 127, 70])
-def test_what_cannot_be_cured_fails_at_once(code: int):
+def test_what_cannot_be_cured_fails_at_once(code):
     world = running().end(2, code)
     assert (world.phase, world.status["attempt"]) == ("Failed", 1)
     assert world.status["reason"] == "PermanentFailure"
@@ -132,7 +130,7 @@ def test_collateral_waits_for_its_cause_and_is_infrastructure_without_one():
 
 @pytest.mark.fault("U4")
 @pytest.mark.parametrize("hours", [1, -1])
-def test_the_cause_is_waited_for_by_our_own_clock(hours: int):
+def test_the_cause_is_waited_for_by_our_own_clock(hours):
     """Else a kubelet whose clock is off makes what the user did free."""
     world = running()
     world.now += timedelta(hours=hours)
@@ -153,7 +151,7 @@ def test_the_cause_is_waited_for_by_our_own_clock(hours: int):
         ({"reasons": ["OOM"]}, "Restart", "Starting", 1),
     ],
 )
-def test_the_first_rule_that_matches_wins(match: dict, action: str, phase: str, charged: int):
+def test_the_first_rule_that_matches_wins(match, action, phase, charged):
     rules = [{**match, "action": action}, {"exitCodes": [137], "action": "Fail"}]
     world = running(restart={"rules": rules}).end(0, 137, reason="OOMKilled")
     assert (world.phase, world.counts[1]) == (phase, charged)
@@ -188,9 +186,7 @@ def test_recovery_time_and_metrics_are_told_with_the_transition():
         (None, -10, 3.0),  # of an attempt that began since
     ],
 )
-def test_an_outage_counts_from_the_last_step_that_was_heard_of(
-    code: int | None, heard: int | None, seconds: float
-):
+def test_an_outage_counts_from_the_last_step_that_was_heard_of(code, heard, seconds):
     world = running().wait(60).end(0, 1).run().wait(600)
     progress = Progress(step=7 if heard else None, updated_at=world.now)
     if heard == -10:
@@ -215,7 +211,7 @@ def test_a_loss_belongs_to_this_start_under_a_slower_clock():
 
 @pytest.mark.fault("O6")
 @pytest.mark.parametrize("seen", [False, True])
-def test_a_success_of_which_nothing_is_left_is_run_again_free_of_charge(seen: bool):
+def test_a_success_of_which_nothing_is_left_is_run_again_free_of_charge(seen):
     """docs/guides/restarts.md tells of this limit; what an operator has seen before counts."""
     world = running()
     if seen:
@@ -243,9 +239,7 @@ def test_a_late_deletion_of_the_taint_manager_costs_one_more_disruption():
 
 @pytest.mark.fault("U8")
 @pytest.mark.parametrize(("kilobytes", "most"), [(1, 500), (10, 110), (120, 9)])
-def test_a_large_gang_of_a_large_template_is_rendered_a_few_pods_at_a_time(
-    kilobytes: int, most: int
-):
+def test_a_large_gang_of_a_large_template_is_rendered_a_few_pods_at_a_time(kilobytes, most):
     """All at once they would be a gigabyte, and hold up all other jobs for a second."""
     trainer = {"name": "trainer", "args": ["x" * 1000] * kilobytes}
     world = World(job_object(replicas=700, template={"spec": {"containers": [trainer]}}))

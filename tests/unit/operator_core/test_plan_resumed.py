@@ -1,7 +1,5 @@
 """What is told of a resume: from whose snapshot, and whether the steps done again were equal."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -80,7 +78,7 @@ def test_another_program_of_the_same_job_is_no_warning():
         {"equal": False, "step": 3, "rank": -1, "what": "loss"},
     ],
 )  # fmt: skip
-def test_what_a_stranger_may_write_says_nothing(raw: object):
+def test_what_a_stranger_may_write_says_nothing(raw):
     assert (observe.resumed(raw).get("resumed", ""), observe.proof(raw)) == ("", None)
 
 
@@ -120,7 +118,7 @@ def saved(world: World) -> set[str | None]:
 
 
 @pytest.mark.parametrize("resume", ["Auto", "Never"])
-def test_new_pods_are_told_the_newest_snapshot_that_the_status_knows_of(resume: str):
+def test_new_pods_are_told_the_newest_snapshot_that_the_status_knows_of(resume):
     snapshot = {"path": "/s", "volume": {"emptyDir": {}}, "resume": resume}
     world = poll(running(snapshot=snapshot), step=7, snapshotStep=0)
     assert saved(world.end(1, 1).wait(1).run()) == {None}
@@ -145,6 +143,6 @@ def test_pods_without_snapshots_of_ours_are_told_of_none():
         ({"nfs": {"server": "s", "path": "/"}}, None),
     ],
 )
-def test_pods_know_whether_their_snapshots_end_with_them(source: dict[str, Any], ends: str | None):
+def test_pods_know_whether_their_snapshots_end_with_them(source, ends):
     pod = rendered(snapshot={"path": "/s", "volume": source})
     assert env_of(pod).get(contract.SNAPSHOT_EPHEMERAL) == ends

@@ -3,8 +3,6 @@
 Replicas 0 and 2 run on node1, replica 1 on node2. Pods go as kubelets let them go.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from typing import Any
@@ -25,7 +23,7 @@ def on_nodes(**spec: Any) -> World:
 @pytest.mark.fault("N14")
 @pytest.mark.parametrize("code", [1, 76, 134, 137])
 @pytest.mark.parametrize("restart", [{"maxRestarts": 0}, RULES | {"maxRestarts": 9}])
-def test_the_end_of_a_job_waits_for_kubernetes_word_on_the_nodes(code: int, restart: dict):
+def test_the_end_of_a_job_waits_for_kubernetes_word_on_the_nodes(code, restart):
     if "rules" in restart:
         restart = {**restart, "rules": [{"exitCodes": [code], "action": "Fail"}]}
     world = on_nodes(restart=restart).end(0, code, settle=False).end(2, code)
@@ -82,7 +80,7 @@ def test_the_removal_of_one_that_is_done_excuses_nobody():
 
 
 @pytest.mark.parametrize("message", ["", "no room"])
-def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message: str):
+def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message):
     """Replica 2 has no node, or does not start, and the time to start is over in the wait."""
     spec = job_object(restart={"maxRestarts": 0}, startupDeadlineSeconds=60)
     world = World(spec, machines=Machines(), graceful=True).settle().run(0, 1).wait(30)
@@ -101,9 +99,7 @@ def test_what_is_given_back_meanwhile_takes_no_failure_with_it(message: str):
     (1, "ExitCode1", "User"),
     (75, "ExitCode75", "Infrastructure"),
 ])  # fmt: skip
-def test_a_deadline_that_falls_into_the_wait_takes_no_failure_with_it(
-    code: int, reason: str, cls: str
-):
+def test_a_deadline_that_falls_into_the_wait_takes_no_failure_with_it(code, reason, cls):
     world = on_nodes(restart={"maxRestarts": 0}, activeDeadlineSeconds=60).wait(57)
     assert world.end(0, code).phase == "Running"
     assert world.wait(3).condition("Failed")["reason"] == "DeadlineExceeded"
@@ -113,7 +109,7 @@ def test_a_deadline_that_falls_into_the_wait_takes_no_failure_with_it(
 
 
 @pytest.mark.parametrize(("code", "reason"), [(1, "ExitCode1"), (75, "ExitCode75")])
-def test_a_suspension_that_falls_into_the_wait_takes_no_failure_with_it(code: int, reason: str):
+def test_a_suspension_that_falls_into_the_wait_takes_no_failure_with_it(code, reason):
     world = on_nodes(restart={"maxRestarts": 0}).end(0, code).wait(1).patch(suspend=True)
     assert (world.phase, world.loss["reason"]) == ("Suspended", reason)
     assert reason in world.condition("Suspended")["message"]
@@ -128,7 +124,7 @@ def test_a_suspension_that_falls_into_the_wait_takes_no_failure_with_it(code: in
 
 
 @pytest.mark.parametrize("restart", [{"maxRestarts": 0}, {}])
-def test_peers_of_one_that_was_deleted_while_nobody_looked_die_of_it(restart: dict):
+def test_peers_of_one_that_was_deleted_while_nobody_looked_die_of_it(restart):
     """By force, or while the operator was away: its object is gone before its peers' ends show."""
     world = on_nodes(restart=restart).restart_operator()
     del world.pods["job-1"]
@@ -159,7 +155,7 @@ def found_there(machines: Machines) -> None:
 
 @pytest.mark.parametrize("limit", [0, 3])
 @pytest.mark.parametrize("deleted", [True, False])
-def test_an_unknown_node_is_read_before_its_peers_are_charged(limit: int, deleted: bool):
+def test_an_unknown_node_is_read_before_its_peers_are_charged(limit, deleted):
     """It may be new, or have been deleted before this operator began."""
     world = gone_while_nobody_looked(maxRestarts=limit)
     machines = world.machines
@@ -193,7 +189,7 @@ def test_a_read_that_fails_holds_up_a_restart_for_a_minute_at_most():
 
 @pytest.mark.fault("T13")
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_rank_that_its_program_has_ended_early_is_charged(deleted: bool):
+def test_a_rank_that_its_program_has_ended_early_is_charged(deleted):
     """By sys.exit(0) on one rank, say: it would do so a hundred times, were nobody charged."""
     said = "rank 1 after step 12 ended with exit code 0 while others trained: then rank 0: 75"
     facts = {"version": 1, "kind": "peerLost", "round": 3, "step": 12, "exception": said}
@@ -223,7 +219,7 @@ def test_a_rank_that_ended_early_ends_no_job_while_a_machine_is_in_doubt():
 @pytest.mark.fault("T13")
 @pytest.mark.parametrize("code", [75, 76])
 @pytest.mark.parametrize("report", [True, False])
-def test_a_replica_that_ended_early_is_named_when_the_others_fail(code: int, report: bool):
+def test_a_replica_that_ended_early_is_named_when_the_others_fail(code, report):
     """With 0, which no failure is; of a program whose launchers have no hub in common."""
     told = '{"version":1,"kind":"success","round":0,"step":12}' if report else ""
     world = on_nodes(restart={"maxRestarts": 3}).end(1, 0, message=told)

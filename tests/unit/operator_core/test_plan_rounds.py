@@ -1,7 +1,5 @@
 """Stories of gangs whose launchers restart processes in place: told, counted once, not charged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -164,7 +162,7 @@ def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
         ({"round": 0, "replica": 2, "code": 75, "kind": "exit"}, "User", "ExitCode75", ""),
     ],
 )  # fmt: skip
-def test_classes_of_rounds(record: dict[str, Any], cls: str, reason: str, message: str):
+def test_classes_of_rounds(record, cls, reason, message):
     failure = poll(running(), 1, record).status["lastFailure"]
     assert (failure["class"], failure["reason"], failure.get("message", "")) == (
         cls, reason, message)  # fmt: skip
@@ -178,7 +176,7 @@ def test_classes_of_rounds(record: dict[str, Any], cls: str, reason: str, messag
         {"round": 0, "rank": 99, "exception": "\x1b[31m" * 9999}, {"round": True, "rank": 1},
     ],
 )  # fmt: skip
-def test_a_record_that_makes_no_sense_leaves_a_round_of_unknown_cause(record: object):
+def test_a_record_that_makes_no_sense_leaves_a_round_of_unknown_cause(record):
     world = poll(running(), 1, record)
     assert in_place(world) == (1, 1)
     assert "failures" not in world.status
@@ -193,7 +191,7 @@ def test_a_record_that_makes_no_sense_leaves_a_round_of_unknown_cause(record: ob
         ({"maxRestarts": 0, "inPlace": {"enabled": True}}, "0"),
     ],
 )  # fmt: skip
-def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budget: str):
+def test_the_launcher_is_told_how_many_rounds_it_may_make(restart, budget):
     assert env_of(rendered(restart=restart))[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] == budget
 
 
@@ -210,7 +208,7 @@ def test_the_launcher_is_told_how_many_rounds_it_may_make(restart: object, budge
           {"reasons": ["Error"], "action": "Fail"}], "254,255"),
     ],
 )  # fmt: skip
-def test_what_the_users_rules_fail_is_not_restarted_in_place(rules: object, codes: str):
+def test_what_the_users_rules_fail_is_not_restarted_in_place(rules, codes):
     assert env_of(rendered(restart={"rules": rules}))[contract.IN_PLACE_FINAL_EXIT_CODES] == codes
 
 
@@ -221,7 +219,7 @@ def test_what_the_users_rules_fail_is_not_restarted_in_place(rules: object, code
         (65535, 9400, [], 65534), (65534, 65535, [65533], 65532), (1024, 65535, [1025], 1026),
     ],
 )  # fmt: skip
-def test_the_hub_has_a_port_of_its_own(port: int, metrics: int, declared: list[int], hub: int):
+def test_the_hub_has_a_port_of_its_own(port, metrics, declared, hub):
     sidecar = {"name": "side", "ports": [{"containerPort": number} for number in declared]}
     template = {"spec": {"containers": [{"name": "trainer"}, sidecar]}}
     fields = {"port": port, "metrics": {"port": metrics}, "template": template}

@@ -1,7 +1,5 @@
 """Stories of gangs with pods that stand by: seats 3 and more of a gang of 3 replicas."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -75,7 +73,7 @@ def test_on_the_hosts_network_none_can_stand_by():
 
 @pytest.mark.parametrize("words", [QUOTA, "no PriorityClass with name low was found"])
 @pytest.mark.fault("N26")
-def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words: str):
+def test_one_that_is_refused_is_tried_again_and_the_gang_trains_on(words):
     world = running()
     world.patch(suspend=True)
     world.job["spec"]["standby"] = 1
@@ -132,7 +130,7 @@ def test_another_operator_makes_an_unseen_pod_in_a_new_attempt():
 @pytest.mark.parametrize("how", ["killed", "vanished"])
 @pytest.mark.parametrize("seat", [1, 3])
 @pytest.mark.fault("N25")
-def test_a_lost_pod_is_made_again_while_the_others_train(seat: int, how: str):
+def test_a_lost_pod_is_made_again_while_the_others_train(seat, how):
     world = standing_by()
     world.end(seat, 137) if how == "killed" else world.vanish(seat)
     assert (intent(world), world.phase) == ((2, 1, f"{seat}:2"), "Running")
@@ -269,7 +267,7 @@ def test_a_round_names_the_pod_that_served_where_that_is_known():
 
 
 @pytest.mark.parametrize(("gone", "in_place"), [(True, 0), (False, 1)])
-def test_a_round_ended_by_a_lost_link_counts_with_the_serving_pod(gone: bool, in_place: int):
+def test_a_round_ended_by_a_lost_link_counts_with_the_serving_pod(gone, in_place):
     lost = {"round": 0, "replica": 1, "kind": "lost"}
     world = standing_by().end(1, 137).poll(lost, holds=True, serving="1:3").wait(2)
     if gone:
@@ -281,7 +279,7 @@ def test_a_round_ended_by_a_lost_link_counts_with_the_serving_pod(gone: bool, in
 
 
 @pytest.mark.parametrize("seen_first", [True, False])
-def test_a_round_with_a_takeover_counts_with_the_lost_pod(seen_first: bool):
+def test_a_round_with_a_takeover_counts_with_the_lost_pod(seen_first):
     lost = {"round": 0, "replica": 1, "kind": "lost"}
     world = standing_by()
     if seen_first:

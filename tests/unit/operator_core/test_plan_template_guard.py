@@ -1,7 +1,5 @@
 """Stories of a job whose spec no pod can be made of any more: refused, but never frozen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ def mend(world: World, spec: dict[str, Any]) -> World:
 
 @pytest.mark.fault("U1")
 @broken
-def test_a_gang_that_runs_goes_on_to_its_end(reason: str, spec: dict[str, Any]):
+def test_a_gang_that_runs_goes_on_to_its_end(reason, spec):
     world = running().patch(**spec)
     assert (world.phase, world.status["attempt"], len(world.pods)) == ("Running", 1, 3)
     assert world.condition("Invalid")["reason"] == reason
@@ -38,9 +36,7 @@ def test_a_gang_that_runs_goes_on_to_its_end(reason: str, spec: dict[str, Any]):
 @pytest.mark.fault("U1")
 @broken
 @pytest.mark.parametrize("how", ["killed", "vanished"])
-def test_a_loss_is_counted_the_gang_released_and_nothing_made(
-    reason: str, spec: dict[str, Any], how: str
-):
+def test_a_loss_is_counted_the_gang_released_and_nothing_made(reason, spec, how):
     world = running().patch(**spec)
     world = world.end(0, 1) if how == "killed" else world.vanish(0)
     assert (world.phase, world.status["attempt"], world.pods) == ("Restarting", 2, {})
@@ -53,14 +49,14 @@ def test_a_loss_is_counted_the_gang_released_and_nothing_made(
 
 
 @broken
-def test_a_failure_for_good_and_a_deadline_still_end_it(reason: str, spec: dict[str, Any]):
+def test_a_failure_for_good_and_a_deadline_still_end_it(reason, spec):
     assert running().patch(**spec).end(0, 2).phase == "Failed"
     world = started(activeDeadlineSeconds=60).run().patch(**spec).wait(60)
     assert world.condition("Failed")["reason"] == "DeadlineExceeded"
 
 
 @broken
-def test_a_gang_that_cannot_become_whole_any_more_is_released(reason: str, spec: dict[str, Any]):
+def test_a_gang_that_cannot_become_whole_any_more_is_released(reason, spec):
     world = World()
     while "Starting" not in str(world.job.get("status")):
         world.carry_out(world.plan().actions[0])
@@ -115,7 +111,7 @@ BESIDE = ("/", "/snap", "/snapshots/jobs", "/snapshots/other", "/a/snapshots", "
 
 
 @pytest.mark.parametrize("path", [*HIDING, *BESIDE])
-def test_no_mount_of_the_template_hides_where_snapshots_go(path: str):
+def test_no_mount_of_the_template_hides_where_snapshots_go(path):
     hides = path in HIDING
     trainer = {"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": path}]}
     template = {"spec": {"containers": [trainer]}}
@@ -133,7 +129,7 @@ def move(world: World, looks: int) -> None:
 
 @pytest.mark.parametrize("phase", ["Starting", "Running"])
 @pytest.mark.parametrize("looks", range(3))
-def test_the_advice_can_be_followed_quicker_than_it_is_stored(phase: str, looks: int):
+def test_the_advice_can_be_followed_quicker_than_it_is_stored(phase, looks):
     """suspend, edit, resume: after so many of the operator's moves, none of them or all."""
     world = started() if phase == "Starting" else running()
     move(world.edit(suspend=True), looks)
@@ -150,7 +146,7 @@ def test_the_advice_can_be_followed_quicker_than_it_is_stored(phase: str, looks:
 @pytest.mark.parametrize(
     ("field", "value"), [("nprocPerNode", "many"), ("template", {"spec": {"containers": []}})]
 )
-def test_a_spec_that_no_schema_caught_waits_with_the_field_named(field: str, value: object):
+def test_a_spec_that_no_schema_caught_waits_with_the_field_named(field, value):
     world = started(**{field: value})
     assert (world.phase, world.pods) == ("Pending", {})
     assert f"spec.{field}" in world.condition("Invalid")["message"]

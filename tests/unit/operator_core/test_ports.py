@@ -1,7 +1,5 @@
 """On the host's network ports are the node's: gangs and replicas must not take each other's."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -38,7 +36,7 @@ def test_all_replicas_know_one_master_and_hub_and_have_own_pages():
 
 
 @pytest.mark.parametrize("master", [31000, 20001, "first", "second"])
-def test_a_port_that_the_user_has_chosen_is_kept(master: int | str):
+def test_a_port_that_the_user_has_chosen_is_kept(master):
     drawn = ports.of(HOST, ports.MASTER, ports.METRICS, "u", 1, 2)
     chosen = {"first": drawn.master, "second": drawn.hub}.get(str(master), master)
     assert isinstance(chosen, int)

@@ -1,7 +1,5 @@
 """Every field of the CRD's spec does something: none is taken and then ignored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddpjob_operator.core.objects import spec

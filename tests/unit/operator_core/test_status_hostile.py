@@ -1,7 +1,5 @@
 """Whatever is in one job's status or spec: bounded memory, and plan() has an answer."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Iterator
@@ -101,7 +99,7 @@ def peak(run: Any) -> float:
 
 @pytest.mark.fault("U3")
 @pytest.mark.parametrize("path", STATUS, ids=".".join)
-def test_what_is_read_of_any_field_is_small_and_the_crd_would_take_it(path: Path):
+def test_what_is_read_of_any_field_is_small_and_the_crd_would_take_it(path):
     found: list[dict[str, Any]] = []
     for value in HOSTILE:
         raw = poison(worlds()["Running"].status, path, value)
@@ -115,9 +113,7 @@ def test_what_is_read_of_any_field_is_small_and_the_crd_would_take_it(path: Path
     phase=st.sampled_from(["Starting", "Running", "Restarting", "Suspended", "Failed"]),
     poisons=st.lists(st.tuples(st.sampled_from(STATUS), WHICH), min_size=1),
 )
-def test_whatever_is_in_the_status_the_planner_has_an_answer(
-    phase: str, poisons: list[tuple[Path, int]]
-):
+def test_whatever_is_in_the_status_the_planner_has_an_answer(phase, poisons):
     world = deepcopy(worlds()[phase])
     for path, value in poisons:
         world.job["status"] = poison(world.status, path, HOSTILE[value])
@@ -126,14 +122,14 @@ def test_whatever_is_in_the_status_the_planner_has_an_answer(
 
 
 @pytest.mark.parametrize("value", [None, 7, "x" * 10**6, [], [DEEP] * 100, DEEP, {"a": DEEP}])
-def test_a_status_that_is_none_is_no_status(value: Any):
+def test_a_status_that_is_none_is_no_status(value):
     job = observe.job(job_object() | {"status": value})
     assert plan(job, (), ApiFeedback(), START).actions
     assert status.from_dict(value) == status.from_dict({})
 
 
 @given(poisons=st.lists(st.tuples(st.sampled_from(SPEC), WHICH), min_size=1))
-def test_whatever_is_in_the_spec_the_planner_has_an_answer(poisons: list[tuple[Path, int]]):
+def test_whatever_is_in_the_spec_the_planner_has_an_answer(poisons):
     world = deepcopy(worlds()["Running"])
     for path, value in poisons:
         world.job["spec"] = poison(world.job["spec"], path, HOSTILE[value])
@@ -148,7 +144,7 @@ def test_whatever_is_in_the_spec_the_planner_has_an_answer(poisons: list[tuple[P
     [("0-1,4", {0, 1, 4}), ("8-10", set()), ("9", {9}), (f"1,{DIGITS}", set()),
      ("3,1", set()), ("0-3,2-4", set()), ("5-3", set()), ("0-9," * 3000, set())],
 )  # fmt: skip
-def test_ranges_are_bounded_by_the_replicas_and_each_is_unfolded_once(text: str, found: set[int]):
+def test_ranges_are_bounded_by_the_replicas_and_each_is_unfolded_once(text, found):
     assert ranges.parse_ranges(text, 10) == found
 
 

@@ -1,7 +1,5 @@
 """Kueue's Workload as data: parsed whatever is in it, written without losing what others wrote."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +30,7 @@ def test_what_was_rendered_is_read_back():
 
 
 @pytest.mark.parametrize("name", ["job", "a" * 63, "a.b-" * 15])
-def test_its_name_is_a_labels_value_and_that_of_no_other_job(name: str):
+def test_its_name_is_a_labels_value_and_that_of_no_other_job(name):
     found = made(name=name)["metadata"]["name"]
     assert len(found) <= 63
     assert not {"-", "."} & {found.rpartition("-")[0][-1]}
@@ -53,7 +51,7 @@ STRANGE = [None, [], {}, "x", 1, [None], [{"type": 1}], {"a": 1}, [[]], [{"name"
 @pytest.mark.parametrize(
     "field", ["conditions", "admission", "admissionChecks", "reclaimablePods", "podSetAssignments"]
 )
-def test_a_strange_status_is_read_as_nothing(strange: object, field: str):
+def test_a_strange_status_is_read_as_nothing(strange, field):
     body = made()
     where = {"podSetAssignments": strange}
     body["status"] = {"admission": where} if field == "podSetAssignments" else {field: strange}
@@ -89,7 +87,7 @@ TEMPLATE = {
         ([Placement(node_selector={"m": "1"}), Placement(node_selector={"m": "1"})], ""),
     ],
 )
-def test_another_value_under_a_key_is_a_conflict(asked: list[Placement], words: str):
+def test_another_value_under_a_key_is_a_conflict(asked, words):
     found = workload.placed(TEMPLATE, asked)
     assert isinstance(found, str) == bool(words)
     assert not words or (isinstance(found, str) and words in found)

@@ -1,13 +1,10 @@
 """The API client against a local HTTP server that behaves in all the ways servers do."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -109,9 +106,7 @@ async def api(server: Server, calls: Counter[tuple[str, str, int]]) -> AsyncIter
         (504, Unavailable),
     ],
 )
-async def test_errors_carry_the_servers_words(
-    api: Api, server: Server, calls: Counter[Any], code: int, error: type[ApiError]
-) -> None:
+async def test_errors_carry_the_servers_words(api, server, calls, code, error):
     server.says({"kind": "Status", "reason": "Because", "message": "so it is"}, code)
     with pytest.raises(error) as caught:
         await api.get(PODS, "ns", "x")
@@ -121,7 +116,7 @@ async def test_errors_carry_the_servers_words(
     assert calls == {("get", "pods", code): 1}
 
 
-async def test_an_error_without_an_end_is_one(api: Api, server: Server) -> None:
+async def test_an_error_without_an_end_is_one(api, server):
     async def refuse(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=409)
         await response.prepare(request)
@@ -133,9 +128,7 @@ async def test_an_error_without_an_end_is_one(api: Api, server: Server) -> None:
         await api.get(PODS, "ns", "x")
 
 
-async def test_no_answer_may_mean_done(
-    api: Api, server: Server, calls: Counter[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_answer_may_mean_done(api, server, calls, monkeypatch):
     async def hang(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(30)
         return web.json_response({})
@@ -148,9 +141,7 @@ async def test_no_answer_may_mean_done(
     assert calls == {("update", "pods", 0): 1}
 
 
-async def test_a_throttled_call_is_repeated_when_the_server_says(
-    api: Api, server: Server, calls: Counter[Any]
-) -> None:
+async def test_a_throttled_call_is_repeated_when_the_server_says(api, server, calls):
     async def later(request: web.Request) -> web.StreamResponse:
         if len(server.seen) < 3:
             return web.json_response({}, status=429, headers={"Retry-After": "0"})
@@ -161,7 +152,7 @@ async def test_a_throttled_call_is_repeated_when_the_server_says(
     assert calls == {("create", "pods", 429): 2, ("create", "pods", 200): 1}
 
 
-async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
+async def test_a_list_is_read_in_pages(api, server):
     async def page(request: web.Request) -> web.StreamResponse:
         token = request.query.get("continue")
         meta = {"resourceVersion": "7"} | ({} if token else {"continue": "more"})
@@ -177,9 +168,7 @@ async def test_a_list_is_read_in_pages(api: Api, server: Server) -> None:
         assert "resourceVersion" not in request.query, "a quorum read"
 
 
-async def test_only_the_servers_silence_ends_a_list_or_a_watch(
-    api: Api, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_the_servers_silence_ends_a_list_or_a_watch(api, server, monkeypatch):
     """What is long to decode, for one user has made it so, would keep the list from all others."""
     monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 2.0)
 
@@ -205,7 +194,7 @@ async def test_only_the_servers_silence_ends_a_list_or_a_watch(
     assert [event async for event in api.watch(PODS, "ns", "5", silence=0.2)] == []
 
 
-async def test_an_answer_that_is_no_list_is_not_an_empty_one(api: Api, server: Server) -> None:
+async def test_an_answer_that_is_no_list_is_not_an_empty_one(api, server):
     """Every pod would count as gone, and every gang would be restarted."""
     for text in (
         "{}",
@@ -222,7 +211,7 @@ async def test_an_answer_that_is_no_list_is_not_an_empty_one(api: Api, server: S
         assert caught.value.code == 0
 
 
-async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api: Api, server: Server) -> None:
+async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api, server):
     for line in (
         "null",
         "<html>",
@@ -237,9 +226,7 @@ async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api: Api, serv
                 pass
 
 
-async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
-    api: Api, server: Server
-) -> None:
+async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(api, server):
     meta = {"resourceVersion": "7", "note": "x" * (9 << 20)}
     long = {"type": "ADDED", "object": {"metadata": meta}}
 
@@ -259,7 +246,7 @@ async def test_a_watch_reads_lines_of_any_length_and_ends_with_the_stream(
     assert server.seen[0].path == "/api/v1/pods"
 
 
-async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> None:
+async def test_an_error_event_of_a_watch_is_raised(api, server):
     event = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
     server.says(json.dumps(event) + "\n")
     with pytest.raises(Gone, match="too old"):
@@ -267,14 +254,14 @@ async def test_an_error_event_of_a_watch_is_raised(api: Api, server: Server) -> 
             pass
 
 
-async def test_a_redirect_is_not_followed(api: Api, server: Server) -> None:
+async def test_a_redirect_is_not_followed(api, server):
     server.says("", 302, Location="/elsewhere")
     with pytest.raises(ApiError):
         await api.get(PODS, "ns", "x")
     assert len(server.seen) == 1
 
 
-async def test_each_call_carries_the_token_of_the_moment(server: Server) -> None:
+async def test_each_call_carries_the_token_of_the_moment(server):
     configuration = FakeConfiguration(server.url)
     async with Api(Credentials(configuration, "default"), lambda *_: None) as api:
         await api.get(PODS, "ns", "x")

@@ -1,7 +1,5 @@
 """The process as a whole, before an API server that refuses, hangs or was restored."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -141,9 +139,7 @@ def stop() -> None:
 
 
 @pytest.mark.parametrize("plural", ["leases", "nodes"])
-async def test_a_part_that_fails_ends_the_process_as_a_bug(
-    api: FakeApi, plural: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_part_that_fails_ends_the_process_as_a_bug(api, plural, caplog):
     async def broken(verb: str, resource: Resource, _: object) -> None:
         if resource.plural == plural:
             raise RuntimeError("broken inside")
@@ -154,9 +150,7 @@ async def test_a_part_that_fails_ends_the_process_as_a_bug(
     assert "broken inside" in caplog.text
 
 
-async def test_a_lost_lease_ends_the_process_and_is_no_bug(
-    api: FakeApi, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_lost_lease_ends_the_process_and_is_no_bug(api, caplog):
     running = asyncio.create_task(made().run())
     await api.written.wait()
     api.lease = {"spec": {"holderIdentity": "b", "leaseDurationSeconds": 15}}
@@ -165,9 +159,7 @@ async def test_a_lost_lease_ends_the_process_and_is_no_bug(
     assert "bug" not in caplog.text
 
 
-async def test_etcd_restored_below_a_barrier_starts_the_process_anew(
-    api: FakeApi, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_etcd_restored_below_a_barrier_starts_the_process_anew(api, caplog):
     """A worker's quorum read shows it before any watch or list of a whole kind does."""
     api.status, api.pods_at = STARTING, ["8", "7"]
     assert await made().run() == 1
@@ -175,7 +167,7 @@ async def test_etcd_restored_below_a_barrier_starts_the_process_anew(
     assert "bug" not in caplog.text
 
 
-async def test_the_end_fits_in_the_grace_that_the_chart_gives(api: FakeApi) -> None:
+async def test_the_end_fits_in_the_grace_that_the_chart_gives(api):
     """Even if work, lists and the lease all hang, and some do not let themselves be cancelled."""
     found = re.search(r"terminationGracePeriodSeconds: (\d+)", DEPLOYMENT.read_text())
     assert found is not None
@@ -202,7 +194,7 @@ async def test_the_end_fits_in_the_grace_that_the_chart_gives(api: FakeApi) -> N
         let_go = True  # the loop cancels who is left
 
 
-async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(api: FakeApi) -> None:
+async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(api):
     """A slow API server needs 5 s for it, though the work was done at once."""
 
     async def slow(verb: str, resource: Resource, _: object) -> None:
@@ -229,9 +221,7 @@ async def test_the_lease_is_given_back_in_the_time_that_the_work_leaves(api: Fak
     ids=["forbidden", "error", "silence", "too long"],
 )
 @pytest.mark.parametrize("plurals", [("ddpjobs", "pods"), ("pods",)], ids="-".join)
-async def test_a_namespace_that_cannot_be_read_holds_up_no_other(
-    api: FakeApi, error: ApiError, plurals: tuple[str, ...]
-) -> None:
+async def test_a_namespace_that_cannot_be_read_holds_up_no_other(api, error, plurals):
     """Its administrator can take the operator's rights there."""
 
     async def refuse(verb: str, resource: Resource, namespace: str | None) -> None:

@@ -1,7 +1,5 @@
 """The operator's clock: what came before it was set, or before a gap in sight, does not count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
@@ -43,7 +41,7 @@ class Machine:
 
 @pytest.mark.fault("U4")
 @pytest.mark.parametrize("jump", [HOUR, -HOUR, 9600 * HOUR])
-def test_a_clock_that_is_set_is_followed_and_earlier_times_do_not_count(jump: timedelta):
+def test_a_clock_that_is_set_is_followed_and_earlier_times_do_not_count(jump):
     machine = Machine()
     machine.live(600)
     assert (machine.clock.seen_since(), machine.set) == (START, 0)
@@ -105,7 +103,7 @@ class SlowApi:
         return Listing(items, "7")
 
 
-async def test_a_slow_list_is_no_gap_in_sight_and_each_job_a_sign_of_life() -> None:
+async def test_a_slow_list_is_no_gap_in_sight_and_each_job_a_sign_of_life():
     """Or the startup deadline would begin anew with each, and the loop seem stuck."""
     api: Any = SlowApi()
     clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)

@@ -1,7 +1,5 @@
 """Decoding what users wrote: in pieces of any size, item by item, and however deep it is nested."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -39,22 +37,20 @@ async def read(text: str, size: int = 1000) -> tuple[list[Any], dict[str, Any]]:
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
 @pytest.mark.parametrize("whole", [LIST, ITEMS_LAST], ids=["items first", "items last"])
 @pytest.mark.parametrize("indent", [None, 2])
-async def test_a_list_is_read_from_pieces_of_any_size(
-    size: int, whole: dict[str, Any], indent: int | None
-) -> None:
+async def test_a_list_is_read_from_pieces_of_any_size(size, whole, indent):
     text = json.dumps(whole, indent=indent, ensure_ascii=False)
     items, rest = await read(text, size)
     assert items == LIST["items"]
     assert rest == {name: LIST[name] for name in ("apiVersion", "metadata")}
 
 
-async def test_a_list_of_nothing() -> None:
+async def test_a_list_of_nothing():
     for text in ('{"items":[],"metadata":{}}', '{"items":null,"kind":"PodList","metadata":{}}'):
         items, rest = await read(text, 3)
         assert (items, rest["metadata"]) == ([], {})
 
 
-async def test_each_item_is_kept_before_the_next_one_has_arrived() -> None:
+async def test_each_item_is_kept_before_the_next_one_has_arrived():
     kept: list[str] = []
     items = [{"name": name, "fill": "x" * 1000} for name in "abcdef"]
     text = json.dumps({"items": items, "metadata": {}})
@@ -70,7 +66,7 @@ async def test_each_item_is_kept_before_the_next_one_has_arrived() -> None:
     assert sent[len(sent) // 2] >= 2, "half has arrived, and what was whole of it is kept"
 
 
-async def test_between_two_items_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_between_two_items_others_have_their_turn(monkeypatch):
     monkeypatch.setattr("ddpjob_operator.shell.api._TURN", 0.0)
     turns: list[int] = []
     kept: list[object] = []
@@ -86,7 +82,7 @@ async def test_between_two_items_others_have_their_turn(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "text", ["", "[]", "nothing", '{"items":[{"a":1}', '{"items":[{"a":}]}', '{"a"', '{"items":[']
 )
-async def test_what_is_no_list_is_a_value_error(text: str) -> None:
+async def test_what_is_no_list_is_a_value_error(text):
     with pytest.raises(ValueError, match="JSON"):
         await read(text, 2)
 
@@ -97,7 +93,7 @@ def deep(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["arrays", "objects"])
 @pytest.mark.parametrize("size", [10_000, 1_000_000])
-async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind: str, size: int) -> None:
+async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind, size):
     tail = "]}" * 30_000  # text, also where a piece ends within it
     item = '{"metadata":{"name":"]\\"}"},"spec":{"x":0,"y":[[1],"}"],"z":"' + tail + '"}}'
     text = (
@@ -113,7 +109,7 @@ async def test_a_deep_item_of_a_list_is_cut_and_the_others_are_whole(kind: str, 
 
 @pytest.mark.fault("U8")
 @pytest.mark.parametrize("kind", ["arrays", "objects"])
-def test_a_deep_job_is_read_and_refused(kind: str) -> None:
+def test_a_deep_job_is_read_and_refused(kind):
     job = {
         "metadata": {"namespace": "ns", "name": "j", "uid": "u", "generation": 1},
         "spec": {"replicas": 2, "template": {"spec": {"containers": [{"name": "t"}], "x": 0}}},
@@ -130,14 +126,14 @@ def test_a_deep_job_is_read_and_refused(kind: str) -> None:
     assert math.isnan(value)
 
 
-def test_what_a_decoder_reads_stays_as_it_is() -> None:
+def test_what_a_decoder_reads_stays_as_it_is():
     text = json.dumps({"a": [[]] * 1000, "b": '"[' * 1000}).encode()
     assert shallow(text) is text
     assert loads(text) == json.loads(text)
 
 
 @pytest.mark.fault("U8")
-def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named() -> None:
+def test_a_template_that_is_too_long_is_not_kept_and_the_cure_is_named():
     env = [{"name": f"N{n}", "value": "v" * 100} for n in range(2000)]
     raw = {"spec": {"containers": [{"name": "trainer", "env": env}]}}
     found = compact_spec.template(raw)

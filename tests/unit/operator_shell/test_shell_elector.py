@@ -1,7 +1,5 @@
 """The lease: two electors, an API that can fail, and time that is simulated."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable
@@ -9,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpjob_operator.shell.api import ApiError, Conflict, NotFound, Object, Resource, Unavailable
+from ddpjob_operator.shell.api import Conflict, NotFound, Object, Resource, Unavailable
 from ddpjob_operator.shell.elector import Elector
 from support.patience import PATIENCE
 
@@ -113,7 +111,7 @@ async def dead_leader(server: LeaseServer) -> Candidate:
     return found
 
 
-async def test_one_of_two_leads_and_the_other_follows_when_it_dies() -> None:
+async def test_one_of_two_leads_and_the_other_follows_when_it_dies():
     server = LeaseServer()
     first = Candidate(server, "a")
     await asyncio.sleep(1)
@@ -132,7 +130,7 @@ async def test_one_of_two_leads_and_the_other_follows_when_it_dies() -> None:
     await second.die()
 
 
-async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
+async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease():
     """Its task is cancelled while the API server has the call already."""
     server = LeaseServer()
     first = await dead_leader(server)
@@ -150,7 +148,7 @@ async def test_a_renewal_that_is_stored_late_does_not_keep_the_lease() -> None:
 
 
 @pytest.mark.parametrize("verb", ["create", "replace"])
-async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None:
+async def test_a_lease_that_is_just_being_taken_is_given_back(verb):
     """Its task is cancelled, or the answer is lost, when the API server has stored it already."""
     server = LeaseServer()
     if verb == "replace":
@@ -172,9 +170,7 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb: str) -> None
     "error",
     [Unavailable(500, "", "down"), Conflict(409, "Conflict", "changed")],
 )
-async def test_a_release_that_cannot_be_says_why(
-    error: ApiError, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_release_that_cannot_be_says_why(error, caplog):
     server, loop = LeaseServer(), asyncio.get_running_loop()
     first = Candidate(server, "a")
     await asyncio.sleep(5)
@@ -190,7 +186,7 @@ async def test_a_release_that_cannot_be_says_why(
     assert f"cannot give the lease ns/lease back: {error}" in caplog.text
 
 
-async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() -> None:
+async def test_without_an_api_server_it_stops_acting_before_the_lease_expires():
     server = LeaseServer()
     first = Candidate(server, "a")
     await asyncio.sleep(6)
@@ -209,7 +205,7 @@ async def test_without_an_api_server_it_stops_acting_before_the_lease_expires() 
     assert first.changes == [True, False]
 
 
-async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None:
+async def test_a_renewal_that_comes_late_tells_that_leadership_is_back():
     """What was looked at meanwhile was left alone, so it must be looked at again."""
     server = LeaseServer()
     first = Candidate(server, "a")
@@ -237,7 +233,7 @@ async def test_a_renewal_that_comes_late_tells_that_leadership_is_back() -> None
     await first.die()
 
 
-async def test_what_others_write_to_the_lease_is_no_sign_of_life() -> None:
+async def test_what_others_write_to_the_lease_is_no_sign_of_life():
     """Whoever labels or annotates it, a backup's or GitOps' controller, does not hold it."""
     server = LeaseServer()
     await dead_leader(server)

@@ -1,7 +1,5 @@
 """The executor: what each answer of the API server teaches. The API is a scripted double."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable
@@ -168,7 +166,7 @@ WRITE = WriteStatus(
 LOST = Unavailable(504, "", "lost")
 
 
-async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage) -> None:
+async def test_a_stored_status_is_known_at_once_and_only_then_told(stage):
     stage.api.script["replace ddpjobs"] = [job(9, phase="Starting")]
     await stage.do(WRITE)
     assert (stage.now.resource_version, stage.now.status) == ("9", {"phase": "Starting"})
@@ -180,9 +178,7 @@ async def test_a_stored_status_is_known_at_once_and_only_then_told(stage: Stage)
 
 
 @pytest.mark.parametrize("answer", ["stored", "repeated"])
-async def test_what_was_read_before_another_operator_acted_confirms_nothing(
-    stage: Stage, answer: str
-) -> None:
+async def test_what_was_read_before_another_operator_acted_confirms_nothing(stage, answer):
     """Also where aiohttp has repeated the write, and only the first one counts."""
     stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
     stage.api.script = {"replace ddpjobs": [job(9, phase="Running")]}
@@ -204,9 +200,7 @@ async def test_what_was_read_before_another_operator_acted_confirms_nothing(
         (Unavailable(0, "", "lost"), "", []),
     ],
 )
-async def test_a_status_write_of_unknown_fate_reads_the_job_again(
-    stage: Stage, answer: ApiError, found: str, told: list[str]
-) -> None:
+async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage, answer, found, told):
     """If only the answer was lost, its events and figures are those of any other write.
 
     Nothing is confirmed any more, also if the read fails, too.
@@ -223,7 +217,7 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(
     assert stage.api.calls == ["replace ddpjobs", "get ddpjobs"], "the rest is planned anew"
 
 
-async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
+async def test_nothing_is_done_without_the_lease(stage):
     stage.leading = False
     for action in (WRITE, ConfirmGone(2), create(), DeletePod("job-0", "p", None)):
         with pytest.raises(NotLeadingError):
@@ -243,13 +237,8 @@ async def test_nothing_is_done_without_the_lease(stage: Stage) -> None:
     ids=["older-attempt", "terminating", "another-job", "nobody's", "lost-its-label"],
 )
 async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
-    stage: Stage,
-    found: Object,
-    owner: str | None,
-    attempt: int,
-    deleting: bool,
-    kept: list[str],
-) -> None:
+    stage, found, owner, attempt, deleting, kept
+):
     stage.store.remove_pod("hidden")  # the watch said DELETED, but the pod runs on
     stage.api.script = {"create pods": [taken()], "get pods": [found]}
     await stage.do(create())
@@ -265,9 +254,7 @@ async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
 @pytest.mark.parametrize(
     ("code", "confirmed"), [(403, True), (422, True), (500, False), (0, False)]
 )
-async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
-    stage: Stage, code: int, confirmed: bool
-) -> None:
+async def test_after_a_creation_of_unknown_fate_a_list_comes_first(stage, code, confirmed):
     read = QuorumRead(2, NOW)
     stage.store.set_feedback("u1", ApiFeedback(confirmed=read))
     stage.api.script["create pods"] = [error_from_status(code, {"reason": "R", "message": "m"})]
@@ -288,7 +275,7 @@ async def test_after_a_creation_of_unknown_fate_a_list_comes_first(
     ids=["of-an-older-attempt", "without-its-labels", "leaving", "another-job's"],
 )
 @pytest.mark.fault("A4")
-async def test_where_a_name_is_taken_no_more_creations_begin(stage: Stage, late: Object) -> None:
+async def test_where_a_name_is_taken_no_more_creations_begin(stage, late):
     """As when a call that timed out arrives after the barrier: what is planned is out of date."""
     pods = [pod(replica, version=20 + replica) for replica in range(1, 64)]
     stage.api.script["create pods"] = [*pods[:40], taken(), *pods[40:]]
@@ -306,7 +293,7 @@ async def test_where_a_name_is_taken_no_more_creations_begin(stage: Stage, late:
     assert set(stage.feedback.refusals) == {0}
 
 
-async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
+async def test_the_barrier_shows_an_older_pod_or_confirms(stage):
     stage.api.script["list pods"] = [
         Listing([pod(0, attempt=1, version=7)], "20"),
         Listing([pod(1, attempt=2, version=21)], "30"),
@@ -321,9 +308,7 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage: Stage) -> None:
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
-async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(
-    stage: Stage,
-) -> None:
+async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(stage):
     def begun() -> bool:
         return stage.feedback.confirmed is not None and stage.feedback.confirmed.begun
 
@@ -345,7 +330,7 @@ async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(
 
 
 @pytest.mark.fault("N11")
-async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage: Stage) -> None:
+async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage):
     labelled = {LABEL_JOB_UID: "u1"}
     over = {**pod(3), "status": {"phase": "Failed"}}
     named = [pod(0, labels=labelled), pod(1), pod(2, owner="other"), over]
@@ -359,7 +344,7 @@ async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage: St
     assert stage.feedback.confirmed.hidden is None
 
 
-async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stage) -> None:
+async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage):
     for replica in (0, 1):
         stage.store.put_pod(pod(replica))
     stage.store.remove_pod("p0-2")
@@ -372,7 +357,7 @@ async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage: Stag
     )
 
 
-async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage: Stage) -> None:
+async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage):
     """A leader that was deposed without knowing it still has the old status in its cache."""
     stage.api.script["list pods"] = [Listing([], "20")] * 2
     stage.api.script["get ddpjobs"] = [job(6, attempt=3), NotFound(404, "", "")]
@@ -405,7 +390,7 @@ LEAVING = {"version": 11, "deletionTimestamp": "2026-01-01T00:00:00Z"}
     ],
     ids=["gone", "status", "removed-at-once", "graceful", "finalizer", "another-uid", "written"],
 )
-async def test_deletions(stage: Stage, answer: Answer, found: Object, left: list[str]) -> None:
+async def test_deletions(stage, answer, found, left):
     stage.api.script = {"delete pods": [answer], "get pods": [found]}
     again = found == pod()
     with pytest.raises(Conflict) if again else contextlib.nullcontext():
@@ -415,7 +400,7 @@ async def test_deletions(stage: Stage, answer: Answer, found: Object, left: list
     assert all(pod.deleting != again for pod in stage.store.pods_of("u1"))
 
 
-async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage) -> None:
+async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage):
     leaving = {"kind": "DDPJob", **job(9)}
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     stage.api.script["delete ddpjobs"] = [leaving, {"kind": "Status", "status": "Success"}]
@@ -425,7 +410,7 @@ async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage: Stage
         await stage.do(DeleteJob("u1"))
 
 
-async def test_a_job_that_has_changed_since_it_was_finished_is_not_deleted(stage: Stage) -> None:
+async def test_a_job_that_has_changed_since_it_was_finished_is_not_deleted(stage):
     """As after a restore of etcd, which makes it a running one again."""
     stage.api.script["delete ddpjobs"] = [Conflict(409, "Conflict", "it has changed")]
     stage.api.script["get ddpjobs"] = [job(9)]
@@ -476,9 +461,7 @@ NO_UPDATE = Forbidden(403, "Forbidden", "no update")
     ],
     ids=str,
 )
-async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
-    stage: Stage, spec: dict[str, Any], answer: Answer
-) -> None:
+async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(stage, spec, answer):
     stage.api.script = {"get services": [changed(**spec)], "replace services": [answer]}
     await stage.do(ENSURE)
     assert stage.api.calls == ["get services", "replace services"]
@@ -503,9 +486,7 @@ async def test_what_somebody_has_changed_of_it_is_put_right_by_one_write(
     ],
     ids=["foreign", "nobody's", "terminating", "foreign-after-all", "forbidden"],
 )
-async def test_network_that_is_refused_stops_the_plan(
-    stage: Stage, gets: list[Any], creates: list[Any], code: int, owner: str | None
-) -> None:
+async def test_network_that_is_refused_stops_the_plan(stage, gets, creates, code, owner):
     stage.api.script = {"get services": list(gets), "create services": list(creates)}
     await stage.do(ENSURE, create())
     assert stage.feedback.network_attempt == 0
@@ -517,9 +498,7 @@ async def test_network_that_is_refused_stops_the_plan(
 
 
 @pytest.mark.parametrize("there", [False, True])
-async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(
-    stage: Stage, caplog: pytest.LogCaptureFixture, there: bool
-) -> None:
+async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(stage, caplog, there):
     """One that is there is the job's, by its name: the operator has no right to look."""
     secret = {"kind": "Secret", "metadata": {"name": "job-12345678"}, "type": "Opaque"}
     stage.api.script = {"create secrets": [taken() if there else {}]}
@@ -537,7 +516,7 @@ async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(
         Conflict(409, "Conflict", "Operation cannot be fulfilled on resourcequotas"),
     ],
 )
-async def test_a_secret_that_is_refused_stops_the_plan(stage: Stage, refused: ApiError) -> None:
+async def test_a_secret_that_is_refused_stops_the_plan(stage, refused):
     """A 409 is not always that it is there."""
     stage.api.script = {"create secrets": [refused]}
     await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
@@ -547,7 +526,7 @@ async def test_a_secret_that_is_refused_stops_the_plan(stage: Stage, refused: Ap
     assert (refusal.code, stage.feedback.network_attempt) == (refused.code, 0)
 
 
-async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage) -> None:
+async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage):
     stage.store.put_pod(pod(0))
     stage.store.put_pod(pod(1))
     stage.api.slow = {"job-1"}
@@ -559,8 +538,8 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage: Stage
 
 @pytest.mark.parametrize("kind", ["pods", "services"])
 async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
-    stage: Stage, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    stage, kind, caplog
+):
     action = ENSURE if kind == "services" else create()
     script = stage.api.script
     for serial in range(4):
@@ -575,7 +554,7 @@ async def test_a_row_of_refusals_is_one_line_in_the_log_and_ends_with_a_success(
     assert stage.feedback.refused == ()
 
 
-async def test_pods_that_are_taken_widen_the_way_up_to_a_bound(stage: Stage) -> None:
+async def test_pods_that_are_taken_widen_the_way_up_to_a_bound(stage):
     """Doubling: 1, 2, 4 ... 32 side by side. Each call takes one tick of a made-up clock."""
     under_way, widths = [0], []
 
@@ -603,7 +582,7 @@ GROUP = {
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage: Stage, waits: bool) -> None:
+async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage, waits):
     """Its group is there: only a right to look is gone, as after an upgrade of the chart."""
     if waits:
         stage.store.put_pod(pod(), from_watch=False)
@@ -614,7 +593,7 @@ async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage: Stage, w
     assert (stage.feedback.network_refusal is not None) == waits
 
 
-async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
+async def test_groups_that_no_api_can_read_hold_up_no_job(stage):
     """As those of v1alpha2 that an upgrade to Kubernetes 1.37 has left in etcd."""
     unread = 'no kind "PodGroup" is registered for version "scheduling.k8s.io/v1alpha2"'
     stage.api.script = {"list podgroups": [Throttled(429, "TooManyRequests", unread)]}
@@ -622,7 +601,7 @@ async def test_groups_that_no_api_can_read_hold_up_no_job(stage: Stage) -> None:
     assert stage.feedback.groups_removed == "job-u1-1"
 
 
-async def test_a_priority_class_that_is_missing_is_no_missing_api(stage: Stage) -> None:
+async def test_a_priority_class_that_is_missing_is_no_missing_api(stage):
     """Its words would be of feature gates and rights, and the cure is a class."""
     wrong = 'podgroups "job-u1-2" is forbidden: no PriorityClass with name high was found'
     refused = Forbidden(403, "Forbidden", wrong)
@@ -633,9 +612,7 @@ async def test_a_priority_class_that_is_missing_is_no_missing_api(stage: Stage) 
     assert stage.feedback.network_refusal.message == wrong
 
 
-async def test_a_deposed_operators_late_removal_spares_a_newer_attempts_group(
-    stage: Stage,
-) -> None:
+async def test_a_deposed_operators_late_removal_spares_a_newer_attempts_group(stage):
     """Without pods so far nothing protects it, and all pods would wait for a group in vain."""
 
     def group(attempt: int) -> Object:
@@ -651,9 +628,7 @@ async def test_a_deposed_operators_late_removal_spares_a_newer_attempts_group(
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(
-    stage: Stage, waits: bool
-) -> None:
+async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(stage, waits):
     """A backoff would outlast the wait: only a pod that is created ends it."""
     if waits:
         stage.store.put_pod(pod(), from_watch=False)

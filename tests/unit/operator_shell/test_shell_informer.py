@@ -1,7 +1,5 @@
 """The informer's patience with a server that calls every version too old."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -68,9 +66,7 @@ async def informing(api: ForgetfulApi) -> AsyncIterator[PodInformer]:
 
 
 @pytest.mark.parametrize("gone_lists", [False, True], ids=["watches", "lists"])
-async def test_repeated_gone_is_no_storm_of_lists(
-    gone_lists: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_repeated_gone_is_no_storm_of_lists(gone_lists, caplog):
     api = ForgetfulApi()
     api.gone_lists = gone_lists
     async with informing(api):
@@ -84,7 +80,7 @@ async def test_repeated_gone_is_no_storm_of_lists(
 
 
 @pytest.mark.parametrize("too_old", [True, False], ids=["too old", "ends"])
-async def test_a_watch_that_tells_something_and_ends_at_once_is_no_storm(too_old: bool) -> None:
+async def test_a_watch_that_tells_something_and_ends_at_once_is_no_storm(too_old):
     api = ForgetfulApi()
     api.events, api.too_old, api.pause = [BOOKMARK], too_old, 0.01
     async with informing(api):
@@ -137,7 +133,7 @@ async def informing_of_nodes(api: NodesApi, store: Store) -> AsyncIterator[list[
     task.cancel()
 
 
-async def test_a_node_that_changes_names_the_jobs_that_are_on_it() -> None:
+async def test_a_node_that_changes_names_the_jobs_that_are_on_it():
     api, store = NodesApi([node("a", 3), node("b", 3)]), store_with_a_pod_on("a")
     api.events = [
         ("MODIFIED", node("a", 6)),  # a heartbeat
@@ -152,7 +148,7 @@ async def test_a_node_that_changes_names_the_jobs_that_are_on_it() -> None:
     assert store.keys_on({"a"}) == set()
 
 
-async def test_a_node_that_is_about_to_go_names_the_jobs_that_are_on_it() -> None:
+async def test_a_node_that_is_about_to_go_names_the_jobs_that_are_on_it():
     tainted = {"spec": {"taints": [{"key": "going"}]}}
     store = Store(nodes=NodeCache(signals=Signals(taints=("going",))))
     store.put_job(stored.job())
@@ -174,9 +170,7 @@ async def test_a_node_that_is_about_to_go_names_the_jobs_that_are_on_it() -> Non
         (Unavailable(503, "", "not you"), None),  # no want of rights
     ],
 )
-async def test_nodes_that_cannot_be_read_are_unknown_and_nobody_waits(
-    error: ApiError, known: object, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_nodes_that_cannot_be_read_are_unknown_and_nobody_waits(error, known, caplog):
     api, store = NodesApi(error), store_with_a_pod_on("a")
     async with informing_of_nodes(api, store):
         assert store.nodes.of(["a"]) == known
@@ -190,7 +184,7 @@ async def test_nodes_that_cannot_be_read_are_unknown_and_nobody_waits(
         assert found.known["a"].ready
 
 
-async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
+async def test_each_object_of_a_list_is_a_sign_of_life():
     """All of them may take longer than a loop may seem stuck."""
     api = NodesApi([node("a", 3)])
     informer = NodeInformer(api, Store(), None, lambda _: None)  # type: ignore[arg-type]
@@ -206,7 +200,7 @@ async def test_each_object_of_a_list_is_a_sign_of_life() -> None:
 
 
 @pytest.mark.parametrize("part", ["list", "watch"])
-async def test_no_server_makes_it_wait_for_an_hour(part: str) -> None:
+async def test_no_server_makes_it_wait_for_an_hour(part):
     busy = Unavailable(503, "", "maintenance", retry_after=3600.0)
 
     class BusyApi(NodesApi):

@@ -1,12 +1,9 @@
 """The command itself: how it ends before it has begun or while a thread waits, and how it logs."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from kopf._cogs.clients.errors import APIError
@@ -44,7 +41,7 @@ main()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_while_it_imports_ends_it(name: str) -> None:
+def test_a_signal_while_it_imports_ends_it(name):
     """To PID 1, which it is in a pod, the kernel delivers no signal that has no handler."""
     command = [sys.executable, "-c", SIGNALLED.format(name=name)]
     done = subprocess.run(
@@ -53,7 +50,7 @@ def test_a_signal_while_it_imports_ends_it(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_resolver_that_never_answers_does_not_keep_it(tmp_path: Path) -> None:
+def test_a_resolver_that_never_answers_does_not_keep_it(tmp_path):
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", "http://api.example:1", "default")
     command = [
         *(sys.executable, "-c", SILENT_RESOLVER, "--kubeconfig", str(kubeconfig)),
@@ -80,9 +77,7 @@ def as_before() -> Iterator[None]:
 
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("error", [WatchingError("429"), APIError({}, status=500, headers={})])
-def test_a_watch_that_the_api_server_ended_is_no_traceback(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_watch_that_the_api_server_ended_is_no_traceback(error, capsys):
     configure_logs("info", "text")
     log = logging.getLogger("kopf._core.reactor.orchestration")
     log.error("Watcher has failed", exc_info=error)
@@ -95,7 +90,7 @@ def test_a_watch_that_the_api_server_ended_is_no_traceback(
 
 
 @pytest.mark.usefixtures("as_before")
-def test_a_quoted_line_end_makes_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quoted_line_end_makes_no_line_of_its_own(capsys):
     configure_logs("info", "text")
     logging.getLogger("ddpjob_operator").warning("refused: %s", "a\n2026 ERROR b\x1b[31m")
     assert capsys.readouterr().err.count("\n") == 1

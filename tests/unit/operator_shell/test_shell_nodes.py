@@ -1,7 +1,5 @@
 """The cache of nodes: since when each is silent, by which clock, and what a quorum said."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -57,9 +55,7 @@ class Leases:
         return Listing([keep(one) for one in objects], "1")
 
 
-async def test_a_lease_is_old_by_what_this_process_has_listed(
-    clock: Clock, cache: NodeCache
-) -> None:
+async def test_a_lease_is_old_by_what_this_process_has_listed(clock, cache):
     """Never by its own time, which is the kubelet's."""
     api = Leases(clock)
     cache.replace_all([node(1)])
@@ -102,7 +98,7 @@ def look(cache: NodeCache) -> Node:
     return seen(cache, "a").known["a"]
 
 
-def test_silence_is_measured_by_the_own_clock(cache: NodeCache, clock: Clock) -> None:
+def test_silence_is_measured_by_the_own_clock(cache, clock):
     cache.replace_all([node(3)])
     clock.seconds += 10
     assert cache.put(node(4, "Unknown", since=-3600))
@@ -114,16 +110,14 @@ def test_silence_is_measured_by_the_own_clock(cache: NodeCache, clock: Clock) ->
     assert (look(cache).ready, look(cache).down_seconds) == (True, 0)
 
 
-def test_a_node_that_was_ready_while_nobody_looked_counts_anew(
-    cache: NodeCache, clock: Clock
-) -> None:
+def test_a_node_that_was_ready_while_nobody_looked_counts_anew(cache, clock):
     cache.replace_all([node(3, "Unknown", since=0)])
     clock.seconds += 60
     assert not cache.put(node(9, "Unknown", since=50))
     assert look(cache).down_seconds == 0
 
 
-def test_a_read_says_nothing_of_what_a_watch_tells_later(cache: NodeCache, clock: Clock) -> None:
+def test_a_read_says_nothing_of_what_a_watch_tells_later(cache, clock):
     """A list of seconds ago, when the node was ready, is no word on its silence since."""
     cache.replace_all([node(3)])
     clock.seconds += 5
@@ -144,7 +138,7 @@ def test_a_read_says_nothing_of_what_a_watch_tells_later(cache: NodeCache, clock
     assert look(cache).read_seconds == 0
 
 
-def test_an_older_event_changes_nothing_but_an_older_read_does(cache: NodeCache) -> None:
+def test_an_older_event_changes_nothing_but_an_older_read_does(cache):
     cache.replace_all([node(9, "Unknown")])
     assert not cache.put(node(8))
     assert not look(cache).ready
@@ -152,9 +146,7 @@ def test_an_older_event_changes_nothing_but_an_older_read_does(cache: NodeCache)
     assert look(cache).ready
 
 
-def test_a_node_that_is_gone_counts_from_then_and_may_come_back(
-    cache: NodeCache, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_is_gone_counts_from_then_and_may_come_back(cache, clock, monkeypatch):
     cache.replace_all([node(3, "Unknown", since=-100)])
     assert cache.remove("a")
     clock.seconds += 7
@@ -166,7 +158,7 @@ def test_a_node_that_is_gone_counts_from_then_and_may_come_back(
     assert [cache.remove(name) for name in "bcddcb"] == [True] * 3 + [False] * 2 + [True]
 
 
-def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) -> None:
+def test_a_pod_may_be_told_of_before_its_node(cache, clock):
     cache.replace_all([])
     assert not look(cache).exists
     clock.seconds += 3
@@ -178,7 +170,7 @@ def test_a_pod_may_be_told_of_before_its_node(cache: NodeCache, clock: Clock) ->
     assert look(cache).down_seconds == 0
 
 
-def test_a_control_plane_node_is_no_worker(cache: NodeCache) -> None:
+def test_a_control_plane_node_is_no_worker(cache):
     cache.replace_all([node(3)])
     assert not seen(cache).disrupted
     cache.replace_all([node(4, "Unknown")])
@@ -191,9 +183,7 @@ def test_a_control_plane_node_is_no_worker(cache: NodeCache) -> None:
     assert cache.of([]) is not None
 
 
-def test_after_a_silence_of_most_nodes_their_calm_begins_anew(
-    cache: NodeCache, clock: Clock
-) -> None:
+def test_after_a_silence_of_most_nodes_their_calm_begins_anew(cache, clock):
     def called(name: str, version: int, status: str = "True") -> Any:
         found, number = node(version, status)
         return replace(found, name=name), number

@@ -1,7 +1,5 @@
 """The operator's port for probes and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
@@ -53,7 +51,7 @@ async def ask(port: int, path: str, times: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_kubelet_reaches_it_in_a_cluster_of_ipv6_too(address: str) -> None:
+def test_the_kubelet_reaches_it_in_a_cluster_of_ipv6_too(address):
     """Else it would end the operator again and again."""
     if not has_address(address):
         pytest.skip(f"this machine has no {address}")
@@ -75,7 +73,7 @@ def test_the_kubelet_reaches_it_in_a_cluster_of_ipv6_too(address: str) -> None:
     assert asyncio.run(ask()).endswith(b"ok\n")
 
 
-async def test_metrics_are_rendered_at_most_once_a_second() -> None:
+async def test_metrics_are_rendered_at_most_once_a_second():
     """It takes long where there are many namespaces, and whoever asks on and on costs the lease."""
     told, clock = Told(), [100.0]
     async with probing(told, clock) as port:
@@ -88,12 +86,12 @@ async def test_metrics_are_rendered_at_most_once_a_second() -> None:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/elsewhere"])
-async def test_a_connection_has_one_answer(path: str) -> None:
+async def test_a_connection_has_one_answer(path):
     async with probing(Told(), [0.0]) as port:
         assert (await ask(port, path, times=20)).count(b"HTTP/1.1 ") == 1
 
 
-async def test_strangers_who_connect_and_say_nothing_make_room_for_the_kubelet() -> None:
+async def test_strangers_who_connect_and_say_nothing_make_room_for_the_kubelet():
     silent: list[Connection] = []
     async with probing(Told(), [0.0]) as port:
         for _ in range(100):

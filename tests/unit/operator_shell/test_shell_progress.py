@@ -1,7 +1,5 @@
 """GET /state: whom it asks, what it accepts, and that it never fails anything."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -86,7 +84,7 @@ async def until(check: Callable[[], object]) -> None:
 
 
 @needs_address
-async def test_news_reach_outcomes_and_queue_once_and_only_a_leader_asks() -> None:
+async def test_news_reach_outcomes_and_queue_once_and_only_a_leader_asks():
     asked: list[str] = []
     questions = 0
 
@@ -111,7 +109,7 @@ async def test_news_reach_outcomes_and_queue_once_and_only_a_leader_asks() -> No
 
 
 @needs_address
-async def test_whom_the_hub_calls_away_is_told_again_until_it_is_back() -> None:
+async def test_whom_the_hub_calls_away_is_told_again_until_it_is_back():
     away: list[Any] = [1, 7, -1, "0", None]
     asked: list[str] = []
 
@@ -137,7 +135,7 @@ DRAWN = ports.of(
 
 @pytest.mark.parametrize("port", [ports.MASTER, DRAWN], ids=["default", "taken"])
 @pytest.mark.parametrize("host_network", [False, True])
-async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port: int) -> None:
+async def test_it_asks_where_the_pod_was_told_to_answer(host_network, port):
     template = {"spec": {"hostNetwork": host_network, "containers": [{"name": "trainer"}]}}
     obj = {**job(9400), "spec": {"replicas": 1, "template": template, "port": port}}
     store = Store()
@@ -151,7 +149,7 @@ async def test_it_asks_where_the_pod_was_told_to_answer(host_network: bool, port
     assert host_network == (env[contract.METRICS_PORT] != "9400")
 
 
-def test_after_a_replacement_it_asks_the_hub() -> None:
+def test_after_a_replacement_it_asks_the_hub():
     store = Store()
     store.put_job(stored.job(1, phase="Running", attempt=5, membersSince=2, births="0:4,1:5"))
     store.put_pod(stored.pod("old", 0, 2, status=pod(0, "192.0.2.6")["status"]))
@@ -168,7 +166,7 @@ GOOD = json.dumps({"step": 1})
 
 
 @needs_address
-async def test_what_a_stranger_may_answer_is_ignored() -> None:
+async def test_what_a_stranger_may_answer_is_ignored():
     """Or the launcher of another attempt or gang, whose address it is by now."""
     answers = [
         *({"text": json.dumps({**other, "round": 5, "step": 7})} for other in OTHERS),
@@ -193,7 +191,7 @@ async def test_what_a_stranger_may_answer_is_ignored() -> None:
 
 
 @needs_address
-async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
+async def test_jobs_that_never_answer_do_not_silence_the_others():
     """More of them than are asked side by side, and all before the one that answers."""
     steps = holes = 0
 
@@ -233,7 +231,7 @@ async def test_jobs_that_never_answer_do_not_silence_the_others() -> None:
     ],
     ids=["before", "head", "body"],
 )
-async def test_of_an_answer_without_end_little_is_looked_at(begin: bytes, more: bytes) -> None:
+async def test_of_an_answer_without_end_little_is_looked_at(begin, more):
     sent = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -260,7 +258,7 @@ async def test_of_an_answer_without_end_little_is_looked_at(begin: bytes, more: 
     "::ffff:0:127.0.0.1", "64:ff9b::169.254.169.254", "64:ff9b:1::a9fe:a9fe", "2002:7f00:1::",
     "2002:a9fe:a9fe::1", "2001:0:7f00:1::", "fe80::1%eth0", "fd00::7%1", "fd00::7%\r\nX: y",
 ])  # fmt: skip
-def test_addresses_that_no_pod_has_are_not_asked(ip: str) -> None:
+def test_addresses_that_no_pod_has_are_not_asked(ip):
     store = Store()
     store.put_job(job(9400))
     store.put_pod(pod(replica=0, ip=ip))
@@ -272,5 +270,5 @@ def test_addresses_that_no_pod_has_are_not_asked(ip: str) -> None:
     "10.1.2.3", "192.168.0.9", "100.64.0.1", "240.1.2.3", "8.8.8.8", "fd00::7", "2001:db8::7",
     "2600:1f14::1",
 ])  # fmt: skip
-def test_addresses_that_pods_have_are_asked(ip: str) -> None:
+def test_addresses_that_pods_have_are_asked(ip):
     assert progress._is_of_a_pod(ip)

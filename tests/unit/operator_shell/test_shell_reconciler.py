@@ -1,7 +1,5 @@
 """The reconciler: how often it looks at a job whose writes are refused, or that is large."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tracemalloc
@@ -79,7 +77,7 @@ class Stage:
         await asyncio.wait([task])
 
 
-async def test_a_status_that_is_refused_is_tried_ever_more_slowly() -> None:
+async def test_a_status_that_is_refused_is_tried_ever_more_slowly():
     stage = Stage(2)
     stage.wire.gate = lambda call: "422" if call.verb == "replace" else ""
     async with stage.working_on_it():
@@ -87,7 +85,7 @@ async def test_a_status_that_is_refused_is_tried_ever_more_slowly() -> None:
     assert 10 < len([call for call in stage.wire.calls if call.verb == "replace"]) < 50
 
 
-async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
+async def test_a_gang_of_large_pods_is_made_without_a_pause():
     """In many rounds, since its pods are rendered by the megabyte: not one a second."""
     stage = Stage(300, ["x" * 1000] * 120)
     async with stage.working_on_it():
@@ -95,7 +93,7 @@ async def test_a_gang_of_large_pods_is_made_without_a_pause() -> None:
     assert len(stage.pods(stage.job)) == 300
 
 
-async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them() -> None:
+async def test_a_loss_among_many_that_are_done_is_not_held_up_by_them():
     """Each success is a write of its own, so the job is busy for as many rounds."""
     stage = Stage(200)
     async with stage.working_on_it():
@@ -127,9 +125,7 @@ POISONED = [
 
 @pytest.mark.fault("U3")
 @pytest.mark.parametrize("poison", POISONED, ids="+".join)
-async def test_what_is_in_one_jobs_status_stops_neither_it_nor_another(
-    poison: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_in_one_jobs_status_stops_neither_it_nor_another(poison, caplog):
     stage = Stage(2)
     spoilt = stage.add("spoilt", phase="Starting", **{"attempt": 1, "membersSince": 1, **poison})
     tracemalloc.start()

@@ -1,7 +1,5 @@
 """Workloads: the newest wins, what is gone stays gone, unread is not none; the API of PodGroups."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -34,7 +32,7 @@ def queues(cache: WorkloadCache) -> list[str]:
     return [one.queue for one in cache.of(JOB) or ()]
 
 
-def test_before_a_list_and_after_a_refusal_nothing_is_known() -> None:
+def test_before_a_list_and_after_a_refusal_nothing_is_known():
     cache = WorkloadCache()
     assert cache.of(JOB) is None
     cache.replace_all(None, [], "1")
@@ -43,7 +41,7 @@ def test_before_a_list_and_after_a_refusal_nothing_is_known() -> None:
     assert cache.of(JOB) is None
 
 
-def test_each_namespace_is_known_by_its_own_list() -> None:
+def test_each_namespace_is_known_by_its_own_list():
     cache = WorkloadCache()
     cache.replace_all("other", [], "1")
     assert cache.of(JOB) is None
@@ -51,7 +49,7 @@ def test_each_namespace_is_known_by_its_own_list() -> None:
     assert cache.of(JOB) == ()
 
 
-def test_an_older_version_never_replaces_a_newer_one(cache: WorkloadCache) -> None:
+def test_an_older_version_never_replaces_a_newer_one(cache):
     cache.put(obj(5))
     cache.put(obj(4))
     assert queues(cache) == ["5"]
@@ -59,14 +57,14 @@ def test_an_older_version_never_replaces_a_newer_one(cache: WorkloadCache) -> No
     assert queues(cache) == ["6"]
 
 
-def test_a_list_drops_what_it_lacks_but_nothing_younger(cache: WorkloadCache) -> None:
+def test_a_list_drops_what_it_lacks_but_nothing_younger(cache):
     cache.put(obj(5, "old"))
     cache.put(obj(9, "young"))
     cache.replace_all(None, [], "7")
     assert queues(cache) == ["9"]
 
 
-def test_what_we_deleted_no_late_event_brings_back(cache: WorkloadCache) -> None:
+def test_what_we_deleted_no_late_event_brings_back(cache):
     cache.put(obj(5))
     cache.remove(("ns", workload.name_of(JOB)), "wl", for_good=True)
     cache.put(obj(6))
@@ -75,12 +73,12 @@ def test_what_we_deleted_no_late_event_brings_back(cache: WorkloadCache) -> None
     assert queues(cache) == ["7"]
 
 
-def test_another_namespaces_workload_is_nobodys(cache: WorkloadCache) -> None:
+def test_another_namespaces_workload_is_nobodys(cache):
     cache.put(obj(5, namespace="elsewhere"))
     assert queues(cache) == []
 
 
-def test_one_that_lost_its_owner_is_no_second_one_as_it_was(cache: WorkloadCache) -> None:
+def test_one_that_lost_its_owner_is_no_second_one_as_it_was(cache):
     """Else an eviction would never be seen."""
     cache.put(obj(5))
     orphan = obj(6)
@@ -96,7 +94,7 @@ class Closed:
         raise Forbidden(403, "Forbidden", f"cannot get path {path}")
 
 
-async def test_discovery_that_is_forbidden_is_an_answer() -> None:
+async def test_discovery_that_is_forbidden_is_an_answer():
     """The operator does no job's work before it has one."""
     found = GangApi(Closed(), lambda: None)  # type: ignore[arg-type]
     task = asyncio.create_task(found.run())

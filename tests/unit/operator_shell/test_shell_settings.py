@@ -1,7 +1,5 @@
 """What the operator makes of its flags."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,7 +11,7 @@ LABELS = {"matchLabels": {"app": "prometheus"}}
 PEER = {"podSelector": LABELS}
 
 
-def test_flags_win_over_the_environment() -> None:
+def test_flags_win_over_the_environment():
     environ = {"POD_NAME": "a", "POD_NAMESPACE": "ns", "KUBECONFIG": "/k"}
     found = settings.parse(["--namespaces", "b, c", "--kubeconfig", "/other"], environ)
     wanted = settings.Settings(
@@ -23,7 +21,7 @@ def test_flags_win_over_the_environment() -> None:
     assert settings.parse(["--metrics-from", json.dumps([PEER])], {}).metrics_from == (PEER,)
 
 
-def test_signals_of_nodes_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_signals_of_nodes_are_json(capsys):
     given = {"conditions": ["KernelDeadlock"], "taints": [], "cordon": True}
     found = settings.parse(["--node-signals", json.dumps(given)], {}).node_signals
     assert found == Signals(("KernelDeadlock",), (), cordon=True)
@@ -33,7 +31,7 @@ def test_signals_of_nodes_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "argument --node-signals: no JSON" in capsys.readouterr().err
 
 
-def test_peers_are_as_the_api_server_stores_them() -> None:
+def test_peers_are_as_the_api_server_stores_them():
     """Else each look at a NetworkPolicy finds it changed, writes it again and says so."""
     for given, stored in (
         ({"namespaceSelector": {"matchLabels": {}}}, {"namespaceSelector": {}}),
@@ -44,7 +42,7 @@ def test_peers_are_as_the_api_server_stores_them() -> None:
         assert found.metrics_from == (stored,)
 
 
-def test_what_names_no_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_names_no_peer_is_refused(capsys):
     for given in ("{}", "[{}]", '[{"ipBlock": {}}]', "[3]", "x"):
         with pytest.raises(SystemExit):
             settings.parse(["--metrics-from", given], {})

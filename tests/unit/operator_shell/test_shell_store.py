@@ -1,7 +1,5 @@
 """The store: newer replaces older, lists and deletions are not undone by late events."""
 
-from __future__ import annotations
-
 import gc
 from datetime import UTC, datetime
 from unittest.mock import Mock
@@ -28,7 +26,7 @@ def store_with_a_job() -> Store:
     return store
 
 
-def test_of_a_template_no_objects_are_kept() -> None:
+def test_of_a_template_no_objects_are_kept():
     container = {"name": "trainer", "env": [{"name": f"N{n}", "value": "v"} for n in range(50)]}
     volume = {"nfs": {"server": "s", "path": "p"}}
     spec = {
@@ -49,7 +47,7 @@ def phases(store: Store, uid: str = "u1") -> dict[str, str]:
     return {found.uid: found.phase for found in store.pods_of(uid)}
 
 
-def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
+def test_a_job_made_again_under_the_same_name_starts_from_nothing():
     store = store_with_a_job()
     store.set_feedback("u1", ApiFeedback(network_attempt=3))
     store.put_pod(pod(6))
@@ -61,7 +59,7 @@ def test_a_job_made_again_under_the_same_name_starts_from_nothing() -> None:
     assert store.feedback("u1") == ApiFeedback()
 
 
-def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
+def test_the_answer_to_our_own_write_revives_no_job_that_is_gone():
     store = store_with_a_job()
     store.put_own_write(job(7, phase="Running"))
     snapshot = store.snapshot(KEY)
@@ -72,7 +70,7 @@ def test_the_answer_to_our_own_write_revives_no_job_that_is_gone() -> None:
     assert store.snapshot(KEY) is None
 
 
-def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
+def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself():
     store = store_with_a_job()
     store.put_job(job(3, uid="u2", name="old"))
     store.put_job(job(30, uid="u3", name="young"))
@@ -82,7 +80,7 @@ def test_a_list_drops_jobs_that_vanished_but_none_younger_than_itself() -> None:
     assert (store.keys_in("elsewhere"), len(store.keys_in("ns"))) == ([], 2)
 
 
-def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
+def test_a_pod_event_names_the_job_and_an_echo_does_not():
     store = store_with_a_job()
     assert store.put_pod(pod(6)) == {KEY}
     assert store.put_pod(pod(6), from_watch=False) == set()
@@ -94,7 +92,7 @@ def test_a_pod_event_names_the_job_and_an_echo_does_not() -> None:
     assert phases(store) == {}
 
 
-def test_no_pod_is_of_another_namespaces_job() -> None:
+def test_no_pod_is_of_another_namespaces_job():
     """Whoever learns a job's uid can write it on a pod of his own, and let that fail or stay."""
     liar = pod(6, "liar", phase="Failed")
     liar["metadata"].update(namespace="theirs", labels={LABEL_ATTEMPT: "1", LABEL_REPLICA: "1"})
@@ -108,7 +106,7 @@ def test_no_pod_is_of_another_namespaces_job() -> None:
     assert store.seen("u1", 1) == {0}
 
 
-def test_a_list_of_the_liars_namespace_says_nothing_of_the_jobs_own_pods() -> None:
+def test_a_list_of_the_liars_namespace_says_nothing_of_the_jobs_own_pods():
     """Each namespace is listed for itself, and pods may come before their jobs."""
     store = Store()
     liar = pod(3, "liar")
@@ -120,7 +118,7 @@ def test_a_list_of_the_liars_namespace_says_nothing_of_the_jobs_own_pods() -> No
     assert [each.uid for each in store.pods_of("u1")] == ["ours"]
 
 
-def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
+def test_a_pod_that_changed_its_owner_is_told_to_both():
     store = store_with_a_job()
     store.put_job(job(6, uid="u2", name="other"))
     store.put_pod(pod(7))
@@ -134,7 +132,7 @@ def test_a_pod_that_changed_its_owner_is_told_to_both() -> None:
     assert store.put_pod(pod(10)) == {KEY}, "given back, it counts again"
 
 
-def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
+def test_a_quorum_list_replaces_the_cache_and_outlives_older_events():
     store = store_with_a_job()
     store.put_pod(pod(6, "gone"))
     store.put_pod(pod(7, "kept"))
@@ -151,7 +149,7 @@ def test_a_quorum_list_replaces_the_cache_and_outlives_older_events() -> None:
     assert phases(store) == {"kept": "Failed", "new": "Pending", "young": "Pending"}
 
 
-def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
+def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs():
     store = store_with_a_job()
     store.put_job(job(6, uid="u2", name="other"))
     store.put_job(job(6, uid="u3", name="quiet"))
@@ -170,7 +168,7 @@ def test_a_relist_deletes_what_it_does_not_show_and_names_the_jobs() -> None:
 
 
 @pytest.mark.fault("A7")
-def test_a_list_older_than_what_was_known_is_of_a_restored_etcd() -> None:
+def test_a_list_older_than_what_was_known_is_of_a_restored_etcd():
     store = store_with_a_job()
     store.put_pod(pod(30))
     with pytest.raises(RewoundError, match="pods were read at version 29 after 30"):
@@ -184,7 +182,7 @@ def test_a_list_older_than_what_was_known_is_of_a_restored_etcd() -> None:
 
 
 @pytest.mark.fault("A7")
-def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None:
+def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd():
     """The manual's way raises the revision: lists are newer then, what they show is not."""
     store = store_with_a_job()
     store.put_job(job(9))
@@ -196,7 +194,7 @@ def test_a_job_older_than_it_was_before_the_read_is_of_a_restored_etcd() -> None
     assert not store.put_read_job(job(11), before)  # an event has overtaken it
 
 
-def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> None:
+def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts():
     store = store_with_a_job()
     for attempt in range(1, 7):
         one = pod(10 + attempt, uid=f"x{attempt}")
@@ -208,7 +206,7 @@ def test_who_had_a_pod_is_known_after_it_is_gone_for_the_newest_attempts() -> No
     assert store.seen("u1", None) == store.seen("other", 6) == frozenset()
 
 
-def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
+def test_after_a_pause_in_leading_nothing_is_confirmed():
     store = store_with_a_job()
     read = QuorumRead(3, datetime(2026, 1, 1, tzinfo=UTC))
     store.set_feedback("u1", ApiFeedback(confirmed=read, network_attempt=3))
@@ -217,7 +215,7 @@ def test_after_a_pause_in_leading_nothing_is_confirmed() -> None:
 
 
 @pytest.mark.parametrize("seats", [frozenset[int](), frozenset({0})], ids=["all", "few"])
-def test_a_pod_whose_deletion_overtakes_a_list_stays_gone(seats: frozenset[int]) -> None:
+def test_a_pod_whose_deletion_overtakes_a_list_stays_gone(seats):
     store = store_with_a_job()
     store.put_pod(pod(6))
     store.put_pod(pod(19))  # being deleted: a list at 20 shows it so
@@ -228,7 +226,7 @@ def test_a_pod_whose_deletion_overtakes_a_list_stays_gone(seats: frozenset[int])
     assert phases(store) == {"p0": "Pending"}, "it only had no label for a while"
 
 
-def test_a_list_of_few_seats_removes_and_outdates_their_pods_alone() -> None:
+def test_a_list_of_few_seats_removes_and_outdates_their_pods_alone():
     def of(seat: int, version: int) -> Object:
         return stored.pod(f"p{seat}-{version}", seat, version=version)
 
@@ -244,7 +242,7 @@ def test_a_list_of_few_seats_removes_and_outdates_their_pods_alone() -> None:
     assert "p1-21" in phases(store)
 
 
-def test_when_an_end_was_first_seen_is_kept_until_the_clock_is_set() -> None:
+def test_when_an_end_was_first_seen_is_kept_until_the_clock_is_set():
     times = iter([datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)])
     store = Store(lambda: next(times))
     store.put_job(job(5))

@@ -1,7 +1,5 @@
 """What is published of jobs: metrics, by namespace and from 0 on; Events, not too many."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -41,7 +39,7 @@ def shown() -> Published:
     return Published()
 
 
-def test_jobs_are_counted_by_namespace_and_phase(shown: Published) -> None:
+def test_jobs_are_counted_by_namespace_and_phase(shown):
     shown.jobs = [
         job("a"),
         job("a", phase="Running"),
@@ -55,7 +53,7 @@ def test_jobs_are_counted_by_namespace_and_phase(shown: Published) -> None:
     assert shown("ddpjob_jobs", namespace="a", phase="Nonsense") is None
 
 
-def test_a_namespace_without_jobs_for_a_day_has_no_series_any_more(shown: Published) -> None:
+def test_a_namespace_without_jobs_for_a_day_has_no_series_any_more(shown):
     """Namespaces that come and go by the hour would fill the operator and Prometheus else."""
     shown.jobs = [job("a", phase="Running"), job("b", phase="Running")]
     shown.metrics.count_refusal("a", 403)
@@ -73,7 +71,7 @@ def test_a_namespace_without_jobs_for_a_day_has_no_series_any_more(shown: Publis
     assert shown("ddpjob_refused_creations_total", namespace="a", code="403") == 0
 
 
-def test_what_is_not_as_it_should_be_is_counted_by_reason_until_its_end(shown: Published) -> None:
+def test_what_is_not_as_it_should_be_is_counted_by_reason_until_its_end(shown):
     shown.jobs = [
         job("a", phase="Starting", reason="Unschedulable"),
         job("a", phase="Running", reason="NodeNotReady"),
@@ -85,7 +83,7 @@ def test_what_is_not_as_it_should_be_is_counted_by_reason_until_its_end(shown: P
     assert shown("ddpjob_stalled", namespace="a", reason="MaxRestartsExceeded") is None
 
 
-def test_counters_of_a_namespace_begin_at_zero(shown: Published) -> None:
+def test_counters_of_a_namespace_begin_at_zero(shown):
     shown.jobs = [job("a")]
     shown.metrics.registry.get_sample_value("ddpjob_jobs", {})  # a scrape
     for kind in (*SEVERITY, "Unknown"):
@@ -128,7 +126,7 @@ async def recording() -> AsyncIterator[tuple[Recorder, Sink, Time]]:
     task.cancel()
 
 
-async def test_an_event_names_the_job_and_a_failure_to_send_is_no_failure() -> None:
+async def test_an_event_names_the_job_and_a_failure_to_send_is_no_failure():
     async with recording() as (recorder, sink, _):
         sink.fail = [Forbidden(403, "Forbidden", "no")]
         recorder.send(job("ns"), [FAILED, STARTED])
@@ -145,7 +143,7 @@ async def test_an_event_names_the_job_and_a_failure_to_send_is_no_failure() -> N
     assert (body["type"], body["reason"], body["count"]) == ("Normal", "Started", 1)
 
 
-async def test_one_job_cannot_flood_and_does_not_silence_others() -> None:
+async def test_one_job_cannot_flood_and_does_not_silence_others():
     async with recording() as (recorder, sink, time):
         flood = [Event("Normal", "Flood", str(number)) for number in range(500)]
         recorder.send(job("ns"), flood)

@@ -1,7 +1,5 @@
 """The work queue: once in line, one worker per key, delays and back-off."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -26,7 +24,7 @@ async def working(
         await task
 
 
-async def test_a_key_is_never_worked_on_twice_at_once_and_comes_back_once() -> None:
+async def test_a_key_is_never_worked_on_twice_at_once_and_comes_back_once():
     queue: WorkQueue[str] = WorkQueue()
     inside: Counter[str] = Counter()
     most: Counter[str] = Counter()
@@ -53,7 +51,7 @@ async def test_a_key_is_never_worked_on_twice_at_once_and_comes_back_once() -> N
     assert rounds == {"a": 2, "b": 2}
 
 
-async def test_the_earliest_of_several_delays_counts() -> None:
+async def test_the_earliest_of_several_delays_counts():
     queue: WorkQueue[str] = WorkQueue()
     loop = asyncio.get_running_loop()
     times: list[float] = []
@@ -70,7 +68,7 @@ async def test_the_earliest_of_several_delays_counts() -> None:
     assert [round(at - began) for at in times] == [10]
 
 
-async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
+async def test_failures_in_a_row_double_the_delay_until_forgiven():
     queue: WorkQueue[str] = WorkQueue()
     delays = [queue.add_failed("a") for _ in range(12)]
     assert 0.08 <= delays[0] <= 0.12
@@ -84,7 +82,7 @@ async def test_failures_in_a_row_double_the_delay_until_forgiven() -> None:
     queue.forget("b")
 
 
-async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None:
+async def test_work_that_waits_for_nothing_lets_others_have_their_turn():
     queue: WorkQueue[str] = WorkQueue()
     turns: list[int] = []
     done = 0
@@ -102,7 +100,7 @@ async def test_work_that_waits_for_nothing_lets_others_have_their_turn() -> None
     assert len(set(turns)) > 40, "about one key between two turns of others"
 
 
-async def test_a_key_that_rests_is_worked_on_once_when_the_rest_is_over() -> None:
+async def test_a_key_that_rests_is_worked_on_once_when_the_rest_is_over():
     queue: WorkQueue[str] = WorkQueue()
     times: list[float] = []
 
@@ -125,7 +123,7 @@ async def test_a_key_that_rests_is_worked_on_once_when_the_rest_is_over() -> Non
         assert len(times) == 3, "after a rest at once"
 
 
-async def test_groups_take_turns_however_long_the_line_of_one_is() -> None:
+async def test_groups_take_turns_however_long_the_line_of_one_is():
     """One namespace with hundreds of jobs that crash is not to make another's gang wait."""
     queue: WorkQueue[str] = WorkQueue(group=lambda key: key[0])
     order: list[str] = []
@@ -146,7 +144,7 @@ async def test_groups_take_turns_however_long_the_line_of_one_is() -> None:
     assert order[:5] == ["a0", "b1", "a1", "b2", "a2"]
 
 
-async def test_work_of_one_group_that_hangs_leaves_a_worker_to_each_other() -> None:
+async def test_work_of_one_group_that_hangs_leaves_a_worker_to_each_other():
     """A webhook that hangs in one namespace is not to hold up the gangs of others."""
     queue: WorkQueue[str] = WorkQueue(group=lambda key: key[0])
     begun: list[str] = []
@@ -171,7 +169,7 @@ async def test_work_of_one_group_that_hangs_leaves_a_worker_to_each_other() -> N
     assert sorted(begun) == sorted([*(f"a{n}" for n in range(40)), "b0", "b0", "b1", "c0", "c1"])
 
 
-async def test_a_worker_goes_to_the_group_that_has_fewest() -> None:
+async def test_a_worker_goes_to_the_group_that_has_fewest():
     queue: WorkQueue[str] = WorkQueue(group=lambda key: key[0])
     inside: Counter[str] = Counter()
 
@@ -191,7 +189,7 @@ async def test_a_worker_goes_to_the_group_that_has_fewest() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-async def test_no_key_is_left_in_line_while_a_worker_may_take_it(workers: int) -> None:
+async def test_no_key_is_left_in_line_while_a_worker_may_take_it(workers):
     """Whatever the order of adding, ending and coming back: nobody misses being woken."""
     draw = random.Random(workers)
     queue: WorkQueue[tuple[int, int]] = WorkQueue(group=lambda key: key[0])

@@ -1,9 +1,6 @@
 """Which GPUs there are, which one a process takes, when it must not make do with the CPU."""
 
-from __future__ import annotations
-
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +40,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return have
 
 
-def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):  # type: ignore[no-untyped-def]
+def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):
     taken = gpus(4)
     assert accelerator.choose("auto", 3, {}) == torch.device("cuda", 3)
     assert accelerator.choose("cuda", 0, {}) == torch.device("cuda", 0)
@@ -72,7 +69,7 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):  # typ
         (RuntimeError("No CUDA GPUs are available"), HardwareError),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ignore[no-untyped-def]
+def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(
     gpus, monkeypatch, complaint, kind, count
 ):
     gpus(count if complaint else 0, complaint)
@@ -87,7 +84,7 @@ def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(  # type: ig
     assert "start(device='cpu')" in str(error.value)
 
 
-def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypatch, tmp_path):
     """CUDA has the same words for it as for a GPU that is lost."""
     gpus(0, RuntimeError("No CUDA GPUs are available"))
     monkeypatch.setattr(devices, "_DEV", tmp_path)
@@ -102,14 +99,14 @@ def test_what_no_other_node_would_do_better_is_the_users_to_mend(gpus, monkeypat
             accelerator.choose("auto", 0, {"CUDA_VISIBLE_DEVICES": visible})
 
 
-def test_ranks_that_cannot_train_together() -> None:
+def test_ranks_that_cannot_train_together():
     assert _misfit(["cpu "] * 3) == ""
     assert _misfit(["cuda GPU-a", "cuda GPU-b"]) == ""
     assert "rank 1 trains on cpu and rank 0 on cuda" in _misfit(["cuda GPU-a", "cpu "])
     assert "ranks 0 and 2 have the same GPU, GPU-a" in _misfit([f"cuda GPU-{n}" for n in "aba"])
 
 
-def test_tf32_is_known_by_whichever_words_it_was_chosen() -> None:
+def test_tf32_is_known_by_whichever_words_it_was_chosen():
     """cuDNN's own fp32_precision stays "none" when allow_tf32 is taken away."""
     usual = accelerator.tf32()
     places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
@@ -133,7 +130,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_memory_is_not_given_back_in_the_midst_of_a_copy(waits: list[str]) -> None:
+def test_memory_is_not_given_back_in_the_midst_of_a_copy(waits):
     device = accelerator.Cuda(torch.device("cuda", 0))
     with pytest.raises(MemoryError), device.saving(None):
         raise MemoryError  # some of the copies are under way
@@ -143,7 +140,7 @@ def test_memory_is_not_given_back_in_the_midst_of_a_copy(waits: list[str]) -> No
     assert len(waits) == 2
 
 
-def test_sparse_and_packed_batches_get_to_the_device(waits: list[str]) -> None:
+def test_sparse_and_packed_batches_get_to_the_device(waits):
     """torch cannot tell the allocator of a sparse one, record_stream(), which others need."""
     moved = accelerator.Cuda(torch.device("meta")).loaded(torch.eye(3).to_sparse())
     assert (moved.device.type, moved.layout) == ("meta", torch.sparse_coo)
@@ -154,7 +151,7 @@ def test_sparse_and_packed_batches_get_to_the_device(waits: list[str]) -> None:
     assert torch.equal(sent.batch_sizes, packed.batch_sizes), "these stay on the CPU"
 
 
-def test_a_registered_dict_has_its_tensors_back_on_their_devices() -> None:
+def test_a_registered_dict_has_its_tensors_back_on_their_devices():
     """Snapshots are read on the CPU; a script would fail on a GPU, after a resume only."""
     meta = torch.ones(2, device="meta")
     kept: dict[str, Any] = {
@@ -193,7 +190,7 @@ TWO = "nvidia0 nvidia1"
         ("", {OF_IMAGES: "GPU-8f7a"}, (0, False, 0, True, "")),
     ],
 )
-def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, found):  # type: ignore[no-untyped-def]
+def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, found):
     monkeypatch.setattr(devices, "_DEV", tmp_path / "no such folder")
     assert not devices.any_here()
     monkeypatch.setattr(devices, "_DEV", tmp_path)
@@ -205,9 +202,7 @@ def test_what_dev_and_the_environment_say(tmp_path, monkeypatch, names, env, fou
     )  # fmt: skip
 
 
-def test_the_drivers_version_is_that_of_its_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_version_is_that_of_its_module(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "_MODULE", tmp_path / "version")
     assert devices.driver_version() == ""
     for told, version in (

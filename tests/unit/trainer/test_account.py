@@ -1,9 +1,5 @@
 """Where a launcher's time goes: a rank's record of its steps, and the launcher's sums of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ddpjob_trainer.launcher.reports.account import Account
@@ -15,7 +11,7 @@ def state(**seconds: float) -> RankState:
     return RankState(0, "step", 5, seconds=StepSeconds(**seconds))
 
 
-def test_the_first_step_is_of_the_start_and_repeated_ones_are_apart(tmp_path: Path):
+def test_the_first_step_is_of_the_start_and_repeated_ones_are_apart(tmp_path):
     steps = StepAccount(reached=12)
     steps.passed("data", 9.0)
     assert steps.stepped(11, 10.0, 110.0) == StepSeconds(last=110.0)
@@ -65,7 +61,7 @@ def test_a_launchers_life_is_booked_whole_but_for_the_step_under_way():
     ("phase", "rest", "where"),
     [("done", None, "idle"), ("step", None, "recovering"), ("step", "snapshot", "snapshot")],
 )
-def test_the_last_seconds_of_a_run(phase: str, rest: str | None, where: str):
+def test_the_last_seconds_of_a_run(phase, rest, where):
     account = Account(0.0)
     account.begin("round", 0.0, None)
     last = RankState(0, phase, 9, seconds=StepSeconds(trained=6.0, last=8.0))  # type: ignore[arg-type]

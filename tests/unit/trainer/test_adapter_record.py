@@ -1,7 +1,5 @@
 """What the adapters for other trainers write into this rank's record."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -28,7 +26,7 @@ def seen(directory: Path, rank: int = 0) -> RankState:
     return found
 
 
-def test_a_run_from_its_resume_to_its_end(tmp_path: Path, mine: record.Record):
+def test_a_run_from_its_resume_to_its_end(tmp_path, mine):
     record.forward_begins()  # such as those of Lightning's sanity check
     record.forward_ends()
     for early in (lambda: mine.stepped(1, 0.5), mine.saving, lambda: mine.saved(1), mine.ended):
@@ -64,9 +62,7 @@ def test_a_run_from_its_resume_to_its_end(tmp_path: Path, mine: record.Record):
     assert seen(tmp_path).phase == "done"
 
 
-def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(
-    tmp_path: Path, mine: record.Record
-):
+def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(tmp_path, mine):
     reads = 0
 
     class Loss:
@@ -86,7 +82,7 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(
 
 
 def test_a_data_loaders_worker_is_no_rank_and_rank_1_names_no_checkpoint(
-    tmp_path: Path, mine: record.Record, monkeypatch: pytest.MonkeyPatch
+    tmp_path, mine, monkeypatch
 ):
     mine.begin()
     before = seen(tmp_path)
@@ -105,9 +101,7 @@ def test_a_data_loaders_worker_is_no_rank_and_rank_1_names_no_checkpoint(
     assert seen(tmp_path, 1).snapshot_step == -1
 
 
-def test_a_second_run_of_a_process_keeps_the_seconds_of_the_first(
-    tmp_path: Path, mine: record.Record
-):
+def test_a_second_run_of_a_process_keeps_the_seconds_of_the_first(tmp_path, mine):
     """As k-fold's: the launcher reads the newest record only, and its sums must not fall."""
     mine.begin(total_steps=30)
     for step in range(1, 4):

@@ -1,10 +1,8 @@
 """Every declared argument, given what it cannot be: one line that names it, no traceback."""
 
-from __future__ import annotations
-
 import inspect
 import math
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ DECLARED = [
 
 
 @pytest.mark.parametrize("one", DECLARED)
-def test_what_an_argument_cannot_be_is_refused_by_name(one: Field[Any]) -> None:
+def test_what_an_argument_cannot_be_is_refused_by_name(one):
     kind = str(one.type)
     if kind == "Any":  # sampler, weights: data
         return
@@ -77,7 +75,7 @@ def test_what_an_argument_cannot_be_is_refused_by_name(one: Field[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_every_argument_is_declared_once(kind: type[Arguments]) -> None:
+def test_every_argument_is_declared_once(kind):
     """A new one that is only in the signature would be checked by nobody."""
     shown = inspect.signature(CALLS[kind]).parameters
     assert shown.keys() - ELSEWHERE == {one.name for one in fields(kind)}
@@ -90,7 +88,7 @@ def test_every_argument_is_declared_once(kind: type[Arguments]) -> None:
         assert found.annotation == one.type or one.name in ("level", "threads"), one.name
 
 
-def test_what_is_accepted_is_made_plain() -> None:
+def test_what_is_accepted_is_made_plain():
     def accepted(kind: type[Arguments], name: str, value: Any) -> Any:
         return checked(next(one for one in fields(kind) if one.name == name), value)
 

@@ -1,10 +1,7 @@
 """Which exceptions of a script's start would come again, and which something else may cure."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -38,10 +35,7 @@ FOUND = "FileNotFoundError: [Errno 2] No such file or directory: "
     ],
 )
 @pytest.mark.parametrize("module", [False, True])
-def test_what_would_come_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, exception: str, raised_in: str, again: bool,
-    module: bool,
-) -> None:  # fmt: skip
+def test_what_would_come_again(tmp_path, monkeypatch, *, exception, raised_in, again, module):
     volume, here = tmp_path / "volume", tmp_path / "code"
     volume.mkdir()
     here.mkdir()

@@ -1,7 +1,5 @@
 """The judgement of `ddpjob audit`, without a process: stories that were made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -148,7 +146,7 @@ TABLE: dict[str, tuple[Gang, list[tuple[str, int]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_cause_is_named_and_what_follows_from_it_is_not(name: str):
+def test_a_cause_is_named_and_what_follows_from_it_is_not(name):
     resumed, expected, facts = TABLE[name]
     found = judged(resumed)
     assert [(one.kind, one.step) for one in found.findings] == expected
@@ -173,7 +171,7 @@ def test_all_causes_of_the_first_step_and_later_wrong_samples_are_named():
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_rounding_is_no_mistake_and_hides_none(world: int):
+def test_rounding_is_no_mistake_and_hides_none(world):
     near = changed(gradients=lambda i: f"h{i}", after=lambda i: f"v{i + 1}", norm=2.0000001)
     later = changed(SAVED + 1, weights=lambda i: f"v{i}", outputs=lambda i: (f"z{i}",))
 
@@ -214,7 +212,7 @@ def test_chance_is_not_judged_where_the_script_does_not_repeat_itself():
 
 
 @pytest.mark.parametrize(("end", "label"), [(TOTAL, WRONG), (TOTAL + 2, UNKNOWN)])
-def test_the_number_of_steps_is_judged_where_undisturbed_runs_agree(end: int, label: str):
+def test_the_number_of_steps_is_judged_where_undisturbed_runs_agree(end, label):
     """Samples are drawn without a seed; ``end``: of a second undisturbed run."""
     calm, again = run(astray(4)), run(astray(4, weights=lambda i: f"u{i}"), end=end)
     found = judged(run(begin=SAVED, end=TOTAL + 4), calm=calm, again=again)
@@ -380,9 +378,7 @@ def test_a_rank_that_died_one_step_earlier_is_compared_as_far_as_it_got():
         (6, [5], None, 3),  # too late: nothing would follow it
     ],
 )
-def test_the_kill_comes_within_an_epoch_after_the_first(
-    total: int, saved: Sequence[int], epoch: int | None, expected: int
-):
+def test_the_kill_comes_within_an_epoch_after_the_first(total, saved, epoch, expected):
     assert samples.kill_after(total, saved, epoch) == expected
 
 
@@ -399,7 +395,7 @@ def test_checkpoints_are_told_from_logs():
     assert samples.saved_after(dataclasses.replace(found, bytes=4000, steps=only_log)) == []
 
 
-def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path: Path):
+def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path):
     head = '{"rank": 0, "world": 1, "names": ["w"], "more": 1}\n'
     line = '{"weights": "a", "inputs": ["x"], "later": 2}\n'
     (tmp_path / "rank-0.7.jsonl").write_text(head + line * 2 + '{"weights": "b')
@@ -410,7 +406,7 @@ def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path: Path):
     assert found.steps[0].inputs == ("x",)
 
 
-def test_the_copy_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_copy_leaves_the_folder_alone(tmp_path, monkeypatch):
     here, work = tmp_path / "here", tmp_path / "here/kept/work"
     for name in ("train.py", "data/x.bin", "runs/old.pt", ".git/HEAD", "__pycache__/t.pyc",
                  ".hidden/x", "env/pyvenv.cfg"):  # fmt: skip
@@ -433,7 +429,7 @@ def test_the_copy_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.Mo
         source.fill(work)
 
 
-def test_what_lies_outside_is_linked_beside_the_copy(tmp_path: Path):
+def test_what_lies_outside_is_linked_beside_the_copy(tmp_path):
     here, root = tmp_path / "a/b/here", tmp_path / "root"
     for name in ("a/b/here/train.py", "a/data/x.bin", "a/b/more/y.bin"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -453,7 +449,7 @@ def test_what_lies_outside_is_linked_beside_the_copy(tmp_path: Path):
     ("option", "name"),
     [("linked", "dat"), ("linked", "../nothing"), ("linked", ".."), ("left_out", "runs/old")],
 )
-def test_what_matches_nothing_is_refused(option: str, name: str, tmp_path: Path):
+def test_what_matches_nothing_is_refused(option, name, tmp_path):
     here = tmp_path / "here"
     (here / "data").mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"{name}: .* holds no such file"):
@@ -472,7 +468,7 @@ SOLVES = {
 
 
 @pytest.mark.parametrize("kind", SOLVES)
-def test_a_cure_fits_its_cause_in_the_words_of_every_framework(kind: str):
+def test_a_cure_fits_its_cause_in_the_words_of_every_framework(kind):
     assert SOLVES[kind] in report.cure(Finding(kind), report.OWN)
     for framework in ("accelerate", "lightning", "transformers", "pytorch_lightning"):
         assert report.cure(Finding(kind), framework)
@@ -501,9 +497,8 @@ def test_of_several_frameworks_the_outermost_resumes():
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(
-    words: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    words, complaint, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     Path("own.py").touch()
     assert cli.main(["audit", *words.split()]) == 64

@@ -1,7 +1,5 @@
 """Buffers that are put back when an update is left out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -42,7 +40,7 @@ def test_ranks_share_a_buffer_outside_the_state_dict_while_shapes_agree():
 
 
 @pytest.mark.parametrize(("length", "left"), [(2, 1.0), (3, 5.0)])
-def test_a_cache_that_has_grown_is_not_put_back(length: int, left: float):
+def test_a_cache_that_has_grown_is_not_put_back(length, left):
     found = model()
     backup = Backup(found)
     backup.take(0)

@@ -1,7 +1,5 @@
 """Lack of memory: what the kernel tells of it, and which ends of workers it explains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -42,7 +40,7 @@ def write(place: Path, names: tuple[str, ...], kills: int, *sizes: object) -> No
         ("4:memory:/slice/job", "memory/slice", V1),
     ],
 )
-def test_kills_limit_and_peak_are_read(own, base, names, tmp_path):  # type: ignore[no-untyped-def]
+def test_kills_limit_and_peak_are_read(own, base, names, tmp_path):
     (tmp_path / "own").write_text(own)
     write(tmp_path / "cgroup" / base, names, 2, 2 * GIB, GIB)
     write(tmp_path / "cgroup" / base / "job", names, 2, NONE_V1, 7)
@@ -50,7 +48,7 @@ def test_kills_limit_and_peak_are_read(own, base, names, tmp_path):  # type: ign
     assert read(tmp_path / "cgroup", tmp_path / "own") == Memory(2, 2 * GIB, GIB)
 
 
-def test_no_limit_and_no_peak_are_unknown(tmp_path):  # type: ignore[no-untyped-def]
+def test_no_limit_and_no_peak_are_unknown(tmp_path):
     own = tmp_path / "own"
     own.write_text("0::/\n")
     write(tmp_path, V2, 0, "max", None)
@@ -61,7 +59,7 @@ def test_no_limit_and_no_peak_are_unknown(tmp_path):  # type: ignore[no-untyped-
 
 
 @pytest.mark.parametrize("text", [None, "", "garbage", "0::/", "4:memory:/"])
-def test_where_nobody_tells_nothing_is_known(text, tmp_path):  # type: ignore[no-untyped-def]
+def test_where_nobody_tells_nothing_is_known(text, tmp_path):
     own = tmp_path / "own"
     if text is not None:
         own.write_text(text)
@@ -88,7 +86,7 @@ OF_NODE = "the kernel killed it, as its node had none left: raise resources.requ
         (LIMITED, None, ""),
     ],
 )
-def test_the_words_tell_limit_peak_and_cure(before, now, words):  # type: ignore[no-untyped-def]
+def test_the_words_tell_limit_peak_and_cure(before, now, words):
     assert killed(before, now) == (f"out of memory ({words}" if words else "")
 
 
@@ -109,8 +107,8 @@ OF_A_LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Kill
     ],
 )
 def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
-    status, said, grows, named, tmp_path, monkeypatch  # type: ignore[no-untyped-def]
-):  # fmt: skip
+    status, said, grows, named, tmp_path, monkeypatch
+):
     found = [LIMITED, Memory(LIMITED.kills + grows, 2 * GIB, 2 * GIB)]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0) if len(found) > 1 else found[0])
     monkeypatch.setattr(OutputPump, "exception", lambda self, rank, crashed=False: said)
@@ -124,7 +122,7 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
     assert [line.startswith(f"rank 1: {oom}") for line in told] == [True] * (named == "oom")
 
 
-def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):
     found = [FREE, LIMITED]
     monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
     workers, _ = make_group(tmp_path)

@@ -1,7 +1,5 @@
 """Chaos without processes: the plan of kills, fail points, records, the verdict."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -40,7 +38,7 @@ def planned(seed: int = 1, count: int = 12, **more: Any) -> list[Kill]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_every_plan_holds(seed: int) -> None:
+def test_what_every_plan_holds(seed):
     kills = planned(seed)
     assert planned(seed) == kills != planned(seed + 1)
     assert [kill.number for kill in kills] == list(range(1, 13))
@@ -62,7 +60,7 @@ def test_what_every_plan_holds(seed: int) -> None:
     assert {kill.victim for kill in kills} >= {0, 1, 2}
 
 
-def test_all_points_are_in_reach_and_many_kills_come_while_restarting() -> None:
+def test_all_points_are_in_reach_and_many_kills_come_while_restarting():
     kills = [kill for seed in range(30) for kill in planned(seed)]
     assert {kill.point for kill in kills} == {*POINTS, ""}
     assert sum(kill.restarting and not kill.point for kill in kills) > len(kills) / 20
@@ -80,9 +78,7 @@ def test_all_points_are_in_reach_and_many_kills_come_while_restarting() -> None:
     ("total", "epoch", "first"),
     [(60, 0, 46), (60, 10, 46), (60, 48, 53), (60, 60, 46), (60, 58, 59), (8, 0, 7), (2, 0, 1)],
 )
-def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(
-    total: int, epoch: int, first: int
-) -> None:
+def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(total, epoch, first):
     """It goes on from a snapshot that holds what has switched until then."""
     for seed, count in itertools.product(range(10), (1, 2, 12)):
         kills = planned(seed, min(count, total - 1), total_steps=total, epoch=epoch)
@@ -93,7 +89,7 @@ def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(
         assert (late.point, late.restarting) == ("", False)
 
 
-def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path: Path) -> None:
+def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path):
     received: list[int] = []
 
     def reached(rank: int | None, hits: int, *points: str) -> list[int]:
@@ -163,7 +159,7 @@ def hashes(calm: Records, wild: Records) -> list[str]:
     return [compare.sha256(records.stories, calm.stories) for records in (calm, wild)]
 
 
-def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path: Path) -> None:
+def test_equal_runs_are_identical_also_when_steps_were_replayed(tmp_path):
     calm, wild = run_of(tmp_path / "a"), run_of(tmp_path / "b")
     write(tmp_path / "b", 1, torn=b'{"event": "st')
     write(tmp_path / "b", 1, torn=b"\n")
@@ -223,7 +219,7 @@ def end(**parts: str) -> dict[str, Any]:
         ({"more": [TOLD]}, {}, VALUES),
     ],
 )  # fmt: skip
-def test_any_part_that_differs_is_named(tmp_path: Path, undisturbed, disturbed, found) -> None:  # type: ignore[no-untyped-def]
+def test_any_part_that_differs_is_named(tmp_path, undisturbed, disturbed, found):
     calm, wild = run_of(tmp_path / "a", **undisturbed), run_of(tmp_path / "b", **disturbed)
     assert compare.weights(calm.stories) == "ee"
     assert compare.differences(calm.stories, wild.stories) == found
@@ -241,7 +237,7 @@ def recorded(directory: Path, state: TrainingState, *, committed: bool) -> RankS
     return records.stories[0]
 
 
-def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path: Path) -> None:
+def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path):
     open_gate(tmp_path / GATE, OPEN)
     state = TrainingState(nn.Linear(2, 2))
     state.register("all", {"best": 1.0})
@@ -252,9 +248,7 @@ def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path: Path) -> None:
     assert story.told == {(3, "evaluate()"): {json.dumps({"hits": two, "loss": half})}}
 
 
-def test_a_rank_at_its_end_stands_there_until_every_kill_was_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_at_its_end_stands_there_until_every_kill_was_made(tmp_path, monkeypatch):
     """However many steps it has made: early or late is a difference, and no reason to miss it."""
     open_gate(tmp_path / GATE, 5)
     gates = iter((10, 10, OPEN))
@@ -264,7 +258,7 @@ def test_a_rank_at_its_end_stands_there_until_every_kill_was_made(
     assert story.hashes[0].keys() == {"parameters", "weights"}
 
 
-def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path: Path) -> None:
+def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path):
     records = run_of(tmp_path / "a")
     for attempt, number, after in [(1, 1, 20), (1, 2, None), (2, 0, 0), (3, 0, 35)]:
         for rank in range(2):
@@ -286,9 +280,9 @@ def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path: Path) -> No
         ([0], [], 40, 3, "every 40 steps, and the run has 40: lower --every"),
     ],
 )
-def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # type: ignore[no-untyped-def]
+def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(
     restarts, differences, every, code, said, tmp_path, monkeypatch, capsys
-) -> None:
+):
     pace = replace(PACE, every=every)
     result = Result([], 1, restarts, pace, "aa", "aa", differences)
     monkeypatch.setattr(chaos, "prove", lambda *_: result)
@@ -302,7 +296,7 @@ def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(  # ty
     assert (told["verdict"], told["restarts"]) == (last, restarts)
 
 
-def test_bad_options_end_with_64(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_end_with_64(capsys):
     for arguments, complaint in (
         ("--nproc 0 x", "--nproc=0 must be at least 1"),
         ("--nproc 3 --kills 0 x", "--kills=0 must be at least 1"),
@@ -315,7 +309,7 @@ def test_bad_options_end_with_64(capsys: pytest.CaptureFixture[str]) -> None:
         assert complaint in capsys.readouterr().err
 
 
-def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path: Path) -> None:
+def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path):
     base = {"PATH": "/bin", "RANK": "3", "DDPJOB_REPLICA": "1", "MASTER_ADDR": "x"}
     found = environment_of_job(base, tmp_path, "u", 5, 7.5)
     assert found.keys() & base.keys() == {"PATH"}
@@ -342,7 +336,7 @@ def at_the_end(directory: Path, total: int = 10) -> Disturbance:
 
 @pytest.mark.parametrize("restarting", [False, True])
 @pytest.mark.parametrize(("sent", "room"), [(signal.SIGTERM, 3), (signal.SIGKILL, 0)])
-def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, restarting):  # type: ignore[no-untyped-def]
+def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, restarting):
     """It ends the step after the next at the latest."""
     driver = at_the_end(tmp_path, total=100)
     kill = replace(KILL, step=10, signal=sent)
@@ -355,7 +349,7 @@ def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, r
     assert gate(tmp_path) == 10, "held at the last step until the barrier is armed"
 
 
-def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path: Path) -> None:
+def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path):
     """An early end is a difference, to be told as such; where no gate could hold it, an error."""
     driver = at_the_end(tmp_path)
     driver._await(replace(KILL, step=15))
@@ -364,9 +358,7 @@ def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("total", "held_at"), [(100, 10), (9, 8)])
-def test_the_late_kill_waits_for_the_snapshot_before_it(
-    tmp_path: Path, total: int, held_at: int
-) -> None:
+def test_the_late_kill_waits_for_the_snapshot_before_it(tmp_path, total, held_at):
     """And it comes before the last step: a restart must have one to make."""
     driver = at_the_end(tmp_path, total)
     looks: list[int] = []
@@ -391,7 +383,7 @@ def test_the_late_kill_waits_for_the_snapshot_before_it(
     assert gate(tmp_path) == held_at
 
 
-def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path: Path) -> None:
+def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path):
     driver = at_the_end(tmp_path)
     made = Made(KILL, 0.0, 1, (1, 0), [10, 10], 100)
     driver.made.append(made)

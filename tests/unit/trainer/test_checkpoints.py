@@ -1,7 +1,5 @@
 """Which checkpoint a program goes on from, of those that its pattern names."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -35,7 +33,7 @@ def write(path: Path, at: int, content: str = "x") -> None:
         ({"ck/last.pt": 5, "ck/note.txt": 9}, "ck/last.pt", "ck/last.pt"),
     ],
 )
-def test_the_newest_is_taken(tmp_path, files, pattern, found):  # type: ignore[no-untyped-def]
+def test_the_newest_is_taken(tmp_path, files, pattern, found):
     for name, at in files.items():
         write(tmp_path / name, at)
     assert newest(pattern, tmp_path) == found
@@ -43,7 +41,7 @@ def test_the_newest_is_taken(tmp_path, files, pattern, found):  # type: ignore[n
     assert newest(absolute, Path("/")) == (found and str(tmp_path / found))
 
 
-def test_what_is_empty_or_leads_nowhere_is_no_checkpoint(tmp_path):  # type: ignore[no-untyped-def]
+def test_what_is_empty_or_leads_nowhere_is_no_checkpoint(tmp_path):
     write(tmp_path / "ck/1.pt", 5)
     write(tmp_path / "ck/2.pt", 6, "")
     (tmp_path / "ck/3.pt").mkdir()
@@ -51,7 +49,7 @@ def test_what_is_empty_or_leads_nowhere_is_no_checkpoint(tmp_path):  # type: ign
     assert newest("ck/*.pt", tmp_path) == "ck/1.pt"
 
 
-def test_what_a_restart_removes_is_no_checkpoint(tmp_path):  # type: ignore[no-untyped-def]
+def test_what_a_restart_removes_is_no_checkpoint(tmp_path):
     write(tmp_path / "work/ck/1.pt", 5)
     write(tmp_path / "claim/2.pt", 4)
     (tmp_path / "work/out").symlink_to(tmp_path / "claim")
@@ -59,7 +57,7 @@ def test_what_a_restart_removes_is_no_checkpoint(tmp_path):  # type: ignore[no-u
     assert newest("*/*.pt", tmp_path / "work", emptied=True) == "out/2.pt"
 
 
-def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):
     answers, asked = threading.Event(), []
 
     def look(*given: object, **named: object) -> list[object]:
@@ -76,7 +74,7 @@ def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):  # type:
     assert Checkpoints("").look() == ""
 
 
-def test_a_program_that_fails_from_one_twice_goes_on_from_an_older_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_program_that_fails_from_one_twice_goes_on_from_an_older_one(tmp_path, monkeypatch):
     """The newest may be half written; kills and lost peers say nothing of it."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2, 3):
@@ -92,7 +90,7 @@ def test_a_program_that_fails_from_one_twice_goes_on_from_an_older_one(tmp_path,
     assert looked.look(failed=True) == "ck/4.pt", "it got on, and may fail once"
 
 
-def test_what_an_earlier_run_has_left_is_no_checkpoint_of_this_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_what_an_earlier_run_has_left_is_no_checkpoint_of_this_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "ck/5.pt", 5)
     looked = Checkpoints("ck/*.pt")
@@ -105,7 +103,7 @@ def test_what_an_earlier_run_has_left_is_no_checkpoint_of_this_one(tmp_path, mon
     assert Path(looked.look()).resolve().name == "5.pt", "written over by this run"
 
 
-def test_a_link_to_the_newest_is_no_second_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_link_to_the_newest_is_no_second_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "ck/3.pt", 3)
     write(tmp_path / "ck/4.pt", 4)

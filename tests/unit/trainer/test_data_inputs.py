@@ -1,7 +1,5 @@
 """What run.steps() takes, and that a batch depends on its position only."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -501,7 +499,7 @@ def test_the_users_code_in_a_worker_finds_its_own_dataset():
     there.close()
 
 
-def test_a_dataset_that_changes_its_length_is_refused_at_the_next_epoch() -> None:
+def test_a_dataset_that_changes_its_length_is_refused_at_the_next_epoch():
     data = [torch.tensor(float(number)) for number in range(SAMPLES)]
     source = opened(data)  # two steps an epoch
     source.begin(range(4), lambda step: [])

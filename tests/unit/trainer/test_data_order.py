@@ -1,7 +1,5 @@
 """Data order: a keyed permutation in O(1), and the other orders, position by position."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Ranks whose datasets differ are told by lengths, indices and a few samples at equal positions."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -79,7 +77,7 @@ EQUAL: list[Callable[[], Any]] = [
 ]
 
 
-def test_equal_ones_are_compared_in_silence() -> None:
+def test_equal_ones_are_compared_in_silence():
     for number, make in enumerate(EQUAL):
         assert compared([make() for _ in range(3)]) == "", number
 
@@ -95,7 +93,7 @@ DIFFERENT = [
 ]
 
 
-def test_what_differs_is_refused_where_no_code_of_the_scripts_made_it() -> None:
+def test_what_differs_is_refused_where_no_code_of_the_scripts_made_it():
     for one, other, what in DIFFERENT:
         words = (
             f"dataset of rank 2 is not rank 0's, by {what}.*: every rank must be given the whole"
@@ -106,7 +104,7 @@ def test_what_differs_is_refused_where_no_code_of_the_scripts_made_it() -> None:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.tier("gate"))])
 @pytest.mark.parametrize("other", [Own(X.flip(0)), Unseeded(X)])
-def test_of_a_dataset_of_the_scripts_own_rank_0_warns(other: Any, workers: int) -> None:
+def test_of_a_dataset_of_the_scripts_own_rank_0_warns(other, workers):
     """It may hold something of the rank on purpose, or draw from what nobody seeds."""
     first = type(other)(X)
     told = compared([first, first, other], workers=workers)
@@ -116,7 +114,7 @@ def test_of_a_dataset_of_the_scripts_own_rank_0_warns(other: Any, workers: int) 
     assert "generators=[...]" in told
 
 
-def test_three_samples_of_the_first_step_are_made_once_and_move_nothing() -> None:
+def test_three_samples_of_the_first_step_are_made_once_and_move_nothing():
     torch.manual_seed(1)
     before = rng.capture()
     every = [Own(X) for _ in range(3)]
@@ -133,7 +131,7 @@ def test_three_samples_of_the_first_step_are_made_once_and_move_nothing() -> Non
     assert alone.calls == []
 
 
-def test_a_snapshot_knows_the_length_and_the_indices() -> None:
+def test_a_snapshot_knows_the_length_and_the_indices():
     def of(dataset: Any) -> dict[str, Any]:
         found = json.loads(json.dumps(opened(dataset, 0).fingerprint))
         assert isinstance(found, dict)
@@ -148,7 +146,7 @@ def test_a_snapshot_knows_the_length_and_the_indices() -> None:
     assert take_data({"data": stored}, None) == ""
 
 
-def test_last_bits_and_folders_of_other_machines_are_no_difference() -> None:
+def test_last_bits_and_folders_of_other_machines_are_no_difference():
     def of(sample: Any) -> list[list[list[float]]]:
         return [[dataset_fingerprint.numbers(sample)]]
 

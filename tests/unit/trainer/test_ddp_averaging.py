@@ -1,7 +1,5 @@
 """When DDP is told to share buffers and to synchronise gradients: by our count, not by its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,7 @@ from ddpjob_trainer.gradients.ddp import DdpAveraging, without_effect
 
 
 @pytest.mark.parametrize("models", [1, 2])
-def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models):  # type: ignore[no-untyped-def]
+def test_buffers_come_from_rank_0_in_the_first_forward_of_each_step_only(models):
     """DDP's own flag depends on what the forward before was, and hence on a resume."""
     world: Any = SimpleNamespace(rank=1, size=2)
     options: Any = SimpleNamespace(micro_batches=2, global_batch=8)
@@ -94,7 +92,7 @@ class Sink(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("factor", [0.5, -1.0, 3.0])
-def test_a_backward_that_gives_other_gradients_the_second_time_is_refused(factor):  # type: ignore[no-untyped-def]
+def test_a_backward_that_gives_other_gradients_the_second_time_is_refused(factor):
     module = nn.Linear(3, 2)
     loss = Fused.apply(module(torch.arange(6.0).view(2, 3)), True) * factor
     with (
@@ -109,7 +107,7 @@ def test_a_backward_that_gives_other_gradients_the_second_time_is_refused(factor
 @pytest.mark.parametrize(
     "factor", [0.5, 0.0, float("nan"), float("inf"), 1e30], ids=lambda factor: f"{factor:g}"
 )
-def test_backwards_that_give_the_same_twice_pass(factor):  # type: ignore[no-untyped-def]
+def test_backwards_that_give_the_same_twice_pass(factor):
     module = nn.ModuleDict(
         {
             "linear": nn.Linear(3, 2),
@@ -130,7 +128,7 @@ def test_backwards_that_give_the_same_twice_pass(factor):  # type: ignore[no-unt
         loss.backward()
 
 
-def test_what_the_order_of_additions_makes_of_zero_is_no_other_gradient():  # type: ignore[no-untyped-def]
+def test_what_the_order_of_additions_makes_of_zero_is_no_other_gradient():
     for first, second, expected in (
         ([-3e-7, 1e-7], [2e-7, 5e-7], None),
         ([-3e-3, 1e-3], [-6e-3, 2e-3], "weight"),
@@ -140,7 +138,7 @@ def test_what_the_order_of_additions_makes_of_zero_is_no_other_gradient():  # ty
         assert determinism._different(*made) == expected
 
 
-def test_a_batch_that_counts_for_nothing_may_leave_an_output_out() -> None:
+def test_a_batch_that_counts_for_nothing_may_leave_an_output_out():
     used, unused = nn.Linear(2, 2), nn.Linear(2, 2)
     x, _ = Sink.apply(used(torch.ones(1, 2)), unused(torch.ones(1, 2)))
     with without_effect([*used.parameters(), *unused.parameters()]):

@@ -1,7 +1,5 @@
 """`ddpjob`: one command on a laptop; what it hands over, and how its old spelling comes to it."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -19,7 +17,7 @@ def run(module: str, *words: str, path: Path) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def test_the_old_spelling_does_the_same_with_a_line_of_advice(tmp_path: Path) -> None:
+def test_the_old_spelling_does_the_same_with_a_line_of_advice(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "yaml.py").write_text("raise SystemExit('of the script, not of the command')")
     words = ("init", "train.py", "--", "--lr", "1")
@@ -30,7 +28,7 @@ def test_the_old_spelling_does_the_same_with_a_line_of_advice(tmp_path: Path) ->
     assert run("ddpjob_trainer", "audit", "--", "no.py", path=tmp_path).returncode == 64
 
 
-def test_what_is_the_plugins_is_handed_over(tmp_path: Path) -> None:
+def test_what_is_the_plugins_is_handed_over(tmp_path):
     lacking = run("ddpjob_tools", "status", "digits", path=tmp_path)
     assert (lacking.returncode, lacking.stdout) == (127, "")
     assert lacking.stderr.startswith("ddpjob status: needs kubectl-ddp on PATH (No such file")
@@ -41,7 +39,7 @@ def test_what_is_the_plugins_is_handed_over(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (7, f"{' '.join(words)}\n")
 
 
-def test_its_help_has_a_line_for_each_of_its_commands_and_of_the_plugins() -> None:
+def test_its_help_has_a_line_for_each_of_its_commands_and_of_the_plugins():
     [plugins] = (one for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
     assert {one.dest: one.help for one in plugins._choices_actions} == cluster.COMMANDS
     shown = cli._parser().format_help()

@@ -1,7 +1,5 @@
 """What a rank is said to do while its loop stands still: what its own device does."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +37,7 @@ def watch() -> Any:
     return SimpleNamespace(device=device, progress=progress, look=found.look, watch=found)
 
 
-def test_a_gpu_that_hangs_in_its_own_work_is_told_from_one_that_waits(watch: Any) -> None:
+def test_a_gpu_that_hangs_in_its_own_work_is_told_from_one_that_waits(watch):
     for now in (200.0, 201.0, 260.0):
         watch.look(now)
     assert watch.progress.told == ["forward"], "once, wherever its host stands"
@@ -58,7 +56,7 @@ def test_a_gpu_that_hangs_in_its_own_work_is_told_from_one_that_waits(watch: Any
     assert not {"forward", "update"} & WAITING
 
 
-def test_seconds_are_the_devices_own() -> None:
+def test_seconds_are_the_devices_own():
     """Those in which it waits for its batch or evaluates are told from those of its computing."""
     device, progress = Queued(torch.device("cpu")), Progress()
     watch = DeviceWatch(device, progress)  # type: ignore[arg-type]
@@ -80,7 +78,7 @@ def test_seconds_are_the_devices_own() -> None:
     assert (nothing.told, nothing.seconds) == ([], {})
 
 
-def test_its_thread_asks_its_own_gpu() -> None:
+def test_its_thread_asks_its_own_gpu():
     """CUDA's device belongs to the thread: each rank's would ask, and wake, the first."""
     entered = threading.Event()
 

@@ -66,7 +66,7 @@ class Rank:
         (92, 90, False),  # near the end: no snapshot but the last follows
     ],
 )
-def test_the_first_comes_two_steps_after_a_durable_snapshot(step: int, newest: int, due: bool):
+def test_the_first_comes_two_steps_after_a_durable_snapshot(step, newest, due):
     rank = Rank().begin()
     assert rank.due(step, newest) is due
     rank.replay.compares = True  # another restart
@@ -96,9 +96,7 @@ def test_the_first_comes_two_steps_after_a_durable_snapshot(step: int, newest: i
         ({"parent": 0}, 0, {}, []),  # a shell or torchrun is between the launcher and this process
     ],
 )
-def test_each_run_has_a_defined_drill_or_none(
-    where: dict[str, Any], done: int, more: dict[str, Any], found: list[int]
-):
+def test_each_run_has_a_defined_drill_or_none(where, done, more, found):
     """Steps at which one would come, if each snapshot were durable at the next step's end."""
     rank, every = Rank(**where).begin(done, **more), where.get("every", EVERY)
     due = [

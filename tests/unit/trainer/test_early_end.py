@@ -1,7 +1,5 @@
 """A rank that ends with 0 while others train is named before the one that failed by it."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddpjob_contract.exits import kind_of
@@ -16,7 +14,7 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 @pytest.mark.parametrize(
     ("code", "exception"), [(1, GLOO), (75, ""), (76, "Hang: rank 0 stands still")]
 )
-def test_who_ended_early_is_named_before_its_victim(code: int, exception: str):
+def test_who_ended_early_is_named_before_its_victim(code, exception):
     exits = [Exit(1, 0, 0, 5.0, step=12), Exit(0, 0, code, 6.0, exception=exception)]
     outcome = Outcome(2, 1, {one.rank: one for one in exits})
     verdict = rounds.decide(History(), outcome, Limits(3), at="now")

@@ -1,7 +1,5 @@
 """The hash that finds ranks that drift apart."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ def hashed(tensor: torch.Tensor) -> int:
      torch.int8, torch.bool],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 1000])
-def test_equal_content_has_one_hash_however_it_lies_in_memory(dtype, count):  # type: ignore[no-untyped-def]
+def test_equal_content_has_one_hash_however_it_lies_in_memory(dtype, count):
     torch.manual_seed(count)
     tensor = torch.randn(count, 3).to(dtype)
     expected = hashed(tensor)
@@ -32,7 +30,7 @@ def test_equal_content_has_one_hash_however_it_lies_in_memory(dtype, count):  # 
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 100, 4 * _ROW + 3])
-def test_each_flipped_bit_shows(count):  # type: ignore[no-untyped-def]
+def test_each_flipped_bit_shows(count):
     tensor = torch.randn(count)
     before = hashed(tensor)
     for place in {0, count // 2, count - 1}:
@@ -42,7 +40,7 @@ def test_each_flipped_bit_shows(count):  # type: ignore[no-untyped-def]
             assert hashed(flipped) != before, (place, bit)
 
 
-def test_pairs_of_changes_do_not_cancel():  # type: ignore[no-untyped-def]
+def test_pairs_of_changes_do_not_cancel():
     torch.manual_seed(1)
     tensor = torch.randn(2 * _ROW * 2 + 100)
     before = hashed(tensor)
@@ -59,7 +57,7 @@ def test_pairs_of_changes_do_not_cancel():  # type: ignore[no-untyped-def]
         assert hashed(swapped) != before
 
 
-def test_a_shape_or_a_zeros_sign_is_no_matter_of_luck():  # type: ignore[no-untyped-def]
+def test_a_shape_or_a_zeros_sign_is_no_matter_of_luck():
     assert hashed(torch.zeros(8)) != hashed(-torch.zeros(8))
     assert len({hashed(torch.ones(n)) for n in range(50)}) == 50
     assert hash_tensors([]).tolist() == []
@@ -67,7 +65,7 @@ def test_a_shape_or_a_zeros_sign_is_no_matter_of_luck():  # type: ignore[no-unty
     assert hashed(torch.arange(10, dtype=torch.float32)) == 3597304182156034048
 
 
-def test_where_two_ranks_differ_first():  # type: ignore[no-untyped-def]
+def test_where_two_ranks_differ_first():
     for theirs, place in (
         ([1, 2, 3], None),
         ([1, 0, 0], 1),
@@ -78,7 +76,7 @@ def test_where_two_ranks_differ_first():  # type: ignore[no-untyped-def]
         assert _first_difference(np.array(theirs), np.array([1, 2, 3])) == place
 
 
-def test_a_single_element_lies_as_its_tensor_does() -> None:
+def test_a_single_element_lies_as_its_tensor_does():
     of_a_table, negative = torch.full((3, 2), 7.0)[:1, 0], torch.full((1,), complex(1, -7))
     for tensor in (of_a_table, negative.conj().imag):
         assert hashed(tensor) == hashed(torch.tensor([7.0]))

@@ -1,7 +1,5 @@
 """The tree of shards: any way to share them among ranks gives the same bits."""
 
-from __future__ import annotations
-
 import random
 import struct
 from itertools import pairwise
@@ -41,7 +39,7 @@ def over_ranks(values: list[float], ranges: list[range]) -> float:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.tier("gate")
-def test_any_contiguous_split_gives_the_same_bits(count):  # type: ignore[no-untyped-def]
+def test_any_contiguous_split_gives_the_same_bits(count):
     draw = random.Random(count)
     other = sum(tree_reduce.total(numbers(8, seed)) != sum(numbers(8, seed)) for seed in range(50))
     assert other > 10, "the order matters, or this proves nothing"
@@ -58,7 +56,7 @@ def test_any_contiguous_split_gives_the_same_bits(count):  # type: ignore[no-unt
             assert bits(over_ranks(values, split)) == expected
 
 
-def test_the_tree_is_fixed_for_ever():  # type: ignore[no-untyped-def]
+def test_the_tree_is_fixed_for_ever():
     """Another tree would silently break every resume over an upgrade."""
 
     def shape(node: Node) -> object:
@@ -71,7 +69,7 @@ def test_the_tree_is_fixed_for_ever():  # type: ignore[no-untyped-def]
     assert shape(Node(0, 3)) == ((0, 1), 2)
 
 
-def test_ranks_own_all_shards_in_order_and_differ_by_one():  # type: ignore[no-untyped-def]
+def test_ranks_own_all_shards_in_order_and_differ_by_one():
     for count in COUNTS:
         for ranks in range(1, count + 1):
             parts = [tree_reduce.owned(count, ranks, rank) for rank in range(ranks)]
@@ -81,7 +79,7 @@ def test_ranks_own_all_shards_in_order_and_differ_by_one():  # type: ignore[no-u
                 assert list(tree_reduce.subtrees(Node(0, 8), mine)) == [(mine.start, mine.stop)]
 
 
-def test_one_sum_per_level_is_held_and_a_missing_part_is_an_error():  # type: ignore[no-untyped-def]
+def test_one_sum_per_level_is_held_and_a_missing_part_is_an_error():
     partial: Partial[float] = Partial(64, add)
     for shard in range(64):
         partial.push(shard, 1.0)

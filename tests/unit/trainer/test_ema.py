@@ -1,7 +1,5 @@
 """The moving average: torch's own, in its bits."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -15,7 +13,7 @@ def model() -> nn.Module:
     return nn.ModuleDict({"norm": nn.BatchNorm1d(4), "conv": nn.Conv2d(2, 3, 3), "low": half})
 
 
-def test_its_bits_are_torchs() -> None:
+def test_its_bits_are_torchs():
     one, other = model(), model()
     mine = make_ema(one, 0.9)
     assert mine is not None

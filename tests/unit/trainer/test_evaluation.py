@@ -1,7 +1,5 @@
 """What evaluate() adds up: numbers and dicts of them, over ranks that have batches and some not."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -51,7 +49,7 @@ def evaluate(
 
 # With 25 the third rank has no batch, and the second a smaller one.
 @pytest.mark.parametrize("batch_size", [1, 8, 20, 25, 64])
-def test_every_sample_counts_once_however_it_is_cut(batch_size):  # type: ignore[no-untyped-def]
+def test_every_sample_counts_once_however_it_is_cut(batch_size):
     assert evaluate(lambda m, b: b[0].sum(), batch_size=batch_size) == VALUES.sum()
     found = evaluate(lambda m, b: {"sum": b[0].sum(), "count": len(b[0])}, batch_size=batch_size)
     assert found == {"sum": float(VALUES.sum()), "count": 50.0}
@@ -63,7 +61,7 @@ def test_every_sample_counts_once_however_it_is_cut(batch_size):  # type: ignore
     assert late == {"all": 7.0, "late": 4.0}, "a name counts where it is"
 
 
-def test_workers_change_no_bit():  # type: ignore[no-untyped-def]
+def test_workers_change_no_bit():
     """Though dataset and metric draw; with this batch size the third rank has no batch."""
     results = {
         evaluate(lambda m, b: (b * torch.rand(())).sum(), data=Noisy(), batch_size=25, workers=n)
@@ -72,7 +70,7 @@ def test_workers_change_no_bit():  # type: ignore[no-untyped-def]
     assert len(results) == 1, results
 
 
-def test_what_is_no_metric_is_refused_and_options_before_anybody_waits() -> None:
+def test_what_is_no_metric_is_refused_and_options_before_anybody_waits():
     for metric, words in (
         (lambda m, b: b[0], "must be a number or a tensor of one element"),
         (lambda m, b: {"acc": "x"}, "the metric 'acc' must be a number"),
@@ -95,7 +93,7 @@ def test_what_is_no_metric_is_refused_and_options_before_anybody_waits() -> None
             evaluation.check({**usual, name: value})
 
 
-def test_modes_and_gradients_are_put_back() -> None:
+def test_modes_and_gradients_are_put_back():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
     model(torch.ones(3, 2)).sum().backward()
@@ -110,7 +108,7 @@ def test_modes_and_gradients_are_put_back() -> None:
     assert all(map(torch.equal, values, [gradient for gradient in after if gradient is not None]))
 
 
-def test_shared_buffers_are_no_change_to_a_graph_that_waits() -> None:
+def test_shared_buffers_are_no_change_to_a_graph_that_waits():
     model = nn.BatchNorm1d(2)
     loss = model(torch.randn(4, 2)).pow(2).sum()
 

@@ -1,7 +1,5 @@
 """The event log: exact losses, whole lines, the last word of a step."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -14,7 +12,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.telemetry.event_log import EventLog, exact, read_events, read_losses
 
 
-def test_losses_come_back_bit_for_bit(tmp_path):  # type: ignore[no-untyped-def]
+def test_losses_come_back_bit_for_bit(tmp_path):
     drawn = random.Random(1)
     losses = [struct.unpack("<d", drawn.randbytes(8))[0] for _ in range(2000)]
     losses += [0.0, -0.0, 5e-324, math.inf, -math.inf, math.nan]
@@ -30,7 +28,7 @@ def test_losses_come_back_bit_for_bit(tmp_path):  # type: ignore[no-untyped-def]
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_a_replayed_step_counts_once_with_its_last_value(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_replayed_step_counts_once_with_its_last_value(tmp_path):
     path = tmp_path / "deep/events"
     log = EventLog(path)
     for step, loss in ((1, 4.0), (2, 3.0), (3, 2.5)):
@@ -44,7 +42,7 @@ def test_a_replayed_step_counts_once_with_its_last_value(tmp_path):  # type: ign
 
 
 @pytest.mark.parametrize("torn", [b'{"event":"step","st', b"x" * 10_000])
-def test_a_torn_last_line_is_cut_off_at_the_next_start(tmp_path, torn):  # type: ignore[no-untyped-def]
+def test_a_torn_last_line_is_cut_off_at_the_next_start(tmp_path, torn):
     for before in ({}, {1: 0.5}):
         path = tmp_path / f"events-{len(before)}"
         for step, loss in before.items():
@@ -56,7 +54,7 @@ def test_a_torn_last_line_is_cut_off_at_the_next_start(tmp_path, torn):  # type:
         assert read_losses(path) == before | {2: 0.25}
 
 
-def test_a_full_disk_ends_the_log_and_an_unwritable_path_is_refused(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_full_disk_ends_the_log_and_an_unwritable_path_is_refused(tmp_path):
     log = EventLog(Path("/dev/full"))
     assert "ends here: No space left on device" in log.write("step")
     assert log.write("step") == ""

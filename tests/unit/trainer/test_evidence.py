@@ -1,7 +1,5 @@
 """What launchers keep beside the snapshots: bounds, retention, strangers, who failed first."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -53,7 +51,7 @@ def read(root: Path) -> Any:
 # --- Bounds -------------------------------------------------------------------------------------
 
 
-def test_last_lines_are_the_newest_that_fit() -> None:
+def test_last_lines_are_the_newest_that_fit():
     lines = [f"{n}\x1b[2J" for n in range(1000)]
     shown = bounds.newest(lines, 500)
     assert shown == lines[-len(shown) :]
@@ -62,14 +60,14 @@ def test_last_lines_are_the_newest_that_fit() -> None:
 
 
 @pytest.mark.parametrize(("world", "nproc"), [(1, 1), (64, 64), (1024, 8), (10_000 * 8, 8)])
-def test_a_round_of_any_gang_is_bounded(world: int, nproc: int) -> None:
+def test_a_round_of_any_gang_is_bounded(world, nproc):
     share = bounds.log_share(world, nproc)
     assert share * nproc <= 256 << 10
     assert share * world <= max(8 << 20, world * (2 << 10))
     assert bounds.flight_share(world) * world <= 32 << 20
 
 
-def test_a_file_that_is_too_large_keeps_the_log_of_what_failed() -> None:
+def test_a_file_that_is_too_large_keeps_the_log_of_what_failed():
     long = ["x" * 1000] * 25
     ranks = [rank(n, "failed" if n == 3 else "stopped", log=long) for n in range(64)]
     data = bounds.encode(body(0, *ranks))
@@ -85,7 +83,7 @@ def test_a_file_that_is_too_large_keeps_the_log_of_what_failed() -> None:
 
 
 @pytest.mark.parametrize("planted", ["evidence", "round"])
-def test_no_link_is_followed(tmp_path: Path, planted: str) -> None:
+def test_no_link_is_followed(tmp_path, planted):
     root, elsewhere = tmp_path / "snapshots", tmp_path / "elsewhere"
     root.mkdir()
     elsewhere.mkdir()
@@ -99,7 +97,7 @@ def test_no_link_is_followed(tmp_path: Path, planted: str) -> None:
     assert list(elsewhere.iterdir()) == []
 
 
-def test_what_a_killed_launcher_left_or_a_stranger_planted_is_no_obstacle(tmp_path: Path) -> None:
+def test_what_a_killed_launcher_left_or_a_stranger_planted_is_no_obstacle(tmp_path):
     kept(tmp_path, body())
     (where,) = (tmp_path / "evidence").iterdir()
     (where / ".replica-0.json").symlink_to("/dev/full")
@@ -116,7 +114,7 @@ def names(root: Path) -> set[str]:
     return {path.name for path in (root / "evidence").iterdir()}
 
 
-def test_the_newest_rounds_are_kept_and_nobody_prunes_a_later_one(tmp_path: Path) -> None:
+def test_the_newest_rounds_are_kept_and_nobody_prunes_a_later_one(tmp_path):
     rounds = [body(uid="u", round=n) for n in range(30)]
     kept(tmp_path, *rounds)
     for n, one in enumerate(rounds):
@@ -129,7 +127,7 @@ def test_the_newest_rounds_are_kept_and_nobody_prunes_a_later_one(tmp_path: Path
     assert names(tmp_path) == {"mine", *(folder.place("u", 1, n).name for n in range(10, 30))}
 
 
-def test_of_another_job_only_what_was_over_before_is_pruned(tmp_path: Path) -> None:
+def test_of_another_job_only_what_was_over_before_is_pruned(tmp_path):
     others = [body(uid="other", round=n) for n in range(30)]
     kept(tmp_path, body(), *others)
     for n, one in enumerate(others):
@@ -140,7 +138,7 @@ def test_of_another_job_only_what_was_over_before_is_pruned(tmp_path: Path) -> N
     assert len(names(tmp_path)) == 1 + 25
 
 
-def test_bytes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_bounded_too(tmp_path, monkeypatch):
     rounds = [body(round=n) for n in range(5)]
     kept(tmp_path, *rounds)
     for n, one in enumerate(rounds):
@@ -151,9 +149,7 @@ def test_bytes_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(names(tmp_path)) == 3
 
 
-def test_on_a_full_disk_the_old_file_stays_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_the_old_file_stays_and_nothing_else(tmp_path, monkeypatch):
     kept(tmp_path, body(why="before"))
 
     def full(fd: int, data: bytes) -> int:
@@ -175,9 +171,7 @@ def entry(one: Evidence, **more: Any) -> Entry:
     return Entry(at, f"replica-{one['replica']}.json", one, **more)
 
 
-def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(tmp_path, monkeypatch):
     answers, came, in_time = threading.Event(), threading.Event(), list[bool]()
     write = folder.write
 
@@ -205,7 +199,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(
     assert whys == {0: None, 96: "newer", 97: "newer", 98: "newer", 99: "newer"}
 
 
-def test_why_nothing_is_kept_is_said_once(tmp_path: Path) -> None:
+def test_why_nothing_is_kept_is_said_once(tmp_path):
     said: list[str] = []
     (tmp_path / "evidence").touch()  # a file in its place
     found = Writer(tmp_path, said.append)
@@ -219,7 +213,7 @@ def test_why_nothing_is_kept_is_said_once(tmp_path: Path) -> None:
     assert read(tmp_path)["round"] == 4
 
 
-def test_a_folder_that_is_deleted_meanwhile_is_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_is_deleted_meanwhile_is_made_again(tmp_path):
     found = Writer(tmp_path, pytest.fail)
     for turn in range(2):
         found.put(entry(body()))
@@ -231,7 +225,7 @@ def test_a_folder_that_is_deleted_meanwhile_is_made_again(tmp_path: Path) -> Non
             (tmp_path / "evidence").rmdir()
 
 
-def test_flight_recorders_are_copied_bounded(tmp_path: Path) -> None:
+def test_flight_recorders_are_copied_bounded(tmp_path):
     small, large = tmp_path / "trace_0", tmp_path / "trace_1"
     small.write_bytes(b"dump" * 1000)
     large.write_bytes(os.urandom(5000))
@@ -250,7 +244,7 @@ def test_flight_recorders_are_copied_bounded(tmp_path: Path) -> None:
 # --- Object stores ------------------------------------------------------------------------------
 
 
-def test_evidence_is_uploaded_pruned_and_fetched(tmp_path: Path) -> None:
+def test_evidence_is_uploaded_pruned_and_fetched(tmp_path):
     root, store = tmp_path / "snapshots", tmp_path / "store"
     url = f"file://{store}"
     rounds = [body(round=n) for n in range(MAX_ROUNDS)]
@@ -286,7 +280,7 @@ def test_evidence_is_uploaded_pruned_and_fetched(tmp_path: Path) -> None:
 # --- Reading ------------------------------------------------------------------------------------
 
 
-def test_files_of_strangers_and_other_jobs_are_no_evidence(tmp_path: Path) -> None:
+def test_files_of_strangers_and_other_jobs_are_no_evidence(tmp_path):
     kept(tmp_path, body(0), body(1))
     (where,) = (tmp_path / "evidence").iterdir()
     alien: list[Any] = [
@@ -306,7 +300,7 @@ def test_files_of_strangers_and_other_jobs_are_no_evidence(tmp_path: Path) -> No
     assert (found["failed"], found["stopped"]) == ([7], [0, 1])
 
 
-def test_two_jobs_of_one_name_are_told_apart(tmp_path: Path, capsys: Any) -> None:
+def test_two_jobs_of_one_name_are_told_apart(tmp_path, capsys):
     kept(tmp_path, body(uid="old", why="long ago"), body(uid="new"))
     assert len(names(tmp_path)) == 2
     commands.show(tmp_path, "old", attempt=1, rank=0)
@@ -318,9 +312,7 @@ def test_two_jobs_of_one_name_are_told_apart(tmp_path: Path, capsys: Any) -> Non
         commands.show(tmp_path, "third", attempt=2)
 
 
-def test_an_attempt_that_replaced_pods_has_the_rounds_of_its_hub(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_an_attempt_that_replaced_pods_has_the_rounds_of_its_hub(tmp_path, capsys):
     kept(
         tmp_path,
         body(made=1, why="first"), body(round=1, made=2, why="second"),
@@ -336,7 +328,7 @@ def test_an_attempt_that_replaced_pods_has_the_rounds_of_its_hub(
     assert "second" in capsys.readouterr().out
 
 
-def test_who_failed_first_is_the_hubs_word(tmp_path: Path) -> None:
+def test_who_failed_first_is_the_hubs_word(tmp_path):
     cause = {"round": 0, "rank": 2, "replica": 2, "kind": "signal", "snapshotStep": 8}
     kept(
         tmp_path,
@@ -350,7 +342,7 @@ def test_who_failed_first_is_the_hubs_word(tmp_path: Path) -> None:
     assert found["snapshotStep"] == 8
 
 
-def test_without_the_hub_it_is_who_failed_by_itself(tmp_path: Path) -> None:
+def test_without_the_hub_it_is_who_failed_by_itself(tmp_path):
     later = "2026-01-01T12:00:09Z"
     kept(
         tmp_path,
@@ -361,7 +353,7 @@ def test_without_the_hub_it_is_who_failed_by_itself(tmp_path: Path) -> None:
     assert read(tmp_path)["first"]["rank"] == 2
 
 
-def test_who_only_followed_is_not_first_whatever_one_launcher_says(tmp_path: Path) -> None:
+def test_who_only_followed_is_not_first_whatever_one_launcher_says(tmp_path):
     """Without rounds each launcher hears itself alone."""
     kept(
         tmp_path,
@@ -371,7 +363,7 @@ def test_who_only_followed_is_not_first_whatever_one_launcher_says(tmp_path: Pat
     assert read(tmp_path)["first"]["rank"] == 1
 
 
-def test_a_lost_pod_is_first_and_has_its_last_lines(tmp_path: Path) -> None:
+def test_a_lost_pod_is_first_and_has_its_last_lines(tmp_path):
     lost, cause = {"1": "was lost", "2": "was lost"}, {"kind": "lost", "replica": 1}
     kept(
         tmp_path,
@@ -386,7 +378,7 @@ def test_a_lost_pod_is_first_and_has_its_last_lines(tmp_path: Path) -> None:
     assert found["tails"]["j-2"] == ["last of 2"]
 
 
-def test_a_gang_that_is_gone_as_a_whole_has_nobody_first(tmp_path: Path) -> None:
+def test_a_gang_that_is_gone_as_a_whole_has_nobody_first(tmp_path):
     kept(tmp_path, *(body(n, rank(n, "running"), state="running") for n in range(3)))
     found = read(tmp_path)
     assert "first" not in found
@@ -394,7 +386,7 @@ def test_a_gang_that_is_gone_as_a_whole_has_nobody_first(tmp_path: Path) -> None
     assert set(found["tails"]) == {"j-0", "j-1", "j-2"}
 
 
-def test_what_is_shown_moves_no_cursor_and_is_bounded(tmp_path: Path, capsys: Any) -> None:
+def test_what_is_shown_moves_no_cursor_and_is_bounded(tmp_path, capsys):
     lines = ["\x1b[2J\x07red"] * 5000
     many = [body(n, rank(n, "failed", log=lines, exception="no\x1bway"), round=r)
             for n in range(30) for r in range(20)]  # fmt: skip
@@ -408,7 +400,7 @@ def test_what_is_shown_moves_no_cursor_and_is_bounded(tmp_path: Path, capsys: An
     assert len(capsys.readouterr().out) <= EVIDENCE_MAX_BYTES + 1
 
 
-def test_no_evidence_is_said_with_the_reason(tmp_path: Path) -> None:
+def test_no_evidence_is_said_with_the_reason(tmp_path):
     with pytest.raises(ConfigError, match="no such directory: name the job's"):
         commands.ls(tmp_path / "absent")
     with pytest.raises(ConfigError, match="has no evidence of attempt 3 round 1: launchers write"):

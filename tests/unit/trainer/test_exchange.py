@@ -1,7 +1,5 @@
 """What the ranks tell one another, by the store and the interface that they meet at."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable
@@ -38,9 +36,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_tensor_is_overwritten_however_its_elements_lie(
-    monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
+def test_a_tensor_is_overwritten_however_its_elements_lie(monkeypatch, layout):
     tensor = LAYOUTS[layout]()
     sent = torch.arange(float(tensor.numel())).to(tensor.dtype)
 
@@ -53,7 +49,7 @@ def test_a_tensor_is_overwritten_however_its_elements_lie(
     assert tensor.flatten().tolist() == sent.tolist()
 
 
-def test_the_store_of_a_torch_without_libuv_as_debians(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_a_torch_without_libuv_as_debians(monkeypatch):
     made, tries = rendezvous.TCPStore, []
 
     def built_without(*where: Any, use_libuv: bool = True, **options: Any) -> Any:
@@ -88,9 +84,7 @@ def test_the_store_of_a_torch_without_libuv_as_debians(monkeypatch: pytest.Monke
         ("ib0", "127.0.1.1", "10.0.0.7", "ib0"),
     ],
 )
-def test_the_interface_on_the_way_to_rank_0(
-    given: str, node: str | None, own: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interface_on_the_way_to_rank_0(given, node, own, expected, monkeypatch):
     def looked_up(host: str, port: None) -> list[tuple[object, ...]]:
         if node is None:
             raise socket.gaierror(-2, "Name or service not known")
@@ -105,7 +99,7 @@ def test_the_interface_on_the_way_to_rank_0(
     assert os.environ.get(interfaces.NAME) == expected
 
 
-def test_addresses_of_this_machine() -> None:
+def test_addresses_of_this_machine():
     assert interfaces._address("lo") == "127.0.0.1"
     assert interfaces._address("no such") is None
     assert interfaces._towards("127.0.0.1") == "127.0.0.1"

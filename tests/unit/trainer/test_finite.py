@@ -1,7 +1,5 @@
 """Which gradients may be applied."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -27,7 +25,7 @@ def allows(*gradients: torch.Tensor | None, norm: float | None = None) -> bool:
     return POLICY.allows(parameters, known)
 
 
-def test_in_every_place_of_each_dtype():  # type: ignore[no-untyped-def]
+def test_in_every_place_of_each_dtype():
     dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64
     for place, dtype in itertools.product(range(4), dtypes):
         gradients = [torch.ones(5, dtype=(torch.float32, dtype)[i % 2]) for i in range(4)]
@@ -37,7 +35,7 @@ def test_in_every_place_of_each_dtype():  # type: ignore[no-untyped-def]
             assert not allows(None, *gradients)
 
 
-def test_layouts():  # type: ignore[no-untyped-def]
+def test_layouts():
     for value in (1.0, *BAD):
         fine = value == 1.0
         assert allows(torch.full((4, 6), value).t()[::2]) == fine
@@ -48,7 +46,7 @@ def test_layouts():  # type: ignore[no-untyped-def]
     assert allows(None)
 
 
-def test_squares_that_overflow_are_no_reason():  # type: ignore[no-untyped-def]
+def test_squares_that_overflow_are_no_reason():
     assert allows(torch.full((5,), 1e30))
     assert allows(torch.full((5,), 1e30), norm=math.inf)
     assert allows(torch.ones(5), norm=1.0)
@@ -56,7 +54,7 @@ def test_squares_that_overflow_are_no_reason():  # type: ignore[no-untyped-def]
         assert not allows(torch.tensor([1.0, value]), norm=value)
 
 
-def test_one_call_for_all_whatever_the_default_dtype(monkeypatch):  # type: ignore[no-untyped-def]
+def test_one_call_for_all_whatever_the_default_dtype(monkeypatch):
     monkeypatch.setattr(nan_policy, "_finite", lambda _: pytest.fail("one call per tensor"))
     torch.set_default_dtype(torch.float64)
     try:

@@ -137,7 +137,7 @@ def make() -> Iterator[Callable[..., Launcher]]:
     ],
 )
 @pytest.mark.fault("T18")
-def test_which_hub_a_launcher_follows(make, followed, hub, follows, by_call):  # type: ignore[no-untyped-def]
+def test_which_hub_a_launcher_follows(make, followed, hub, follows, by_call):
     """L1: whether it is called, or asks where the hub's name leads it."""
     launcher = make(PARKED, named=not by_call or followed is not None)
     client = launcher.client
@@ -156,7 +156,7 @@ def test_which_hub_a_launcher_follows(make, followed, hub, follows, by_call):  #
     assert (peer.heard(), peer.open) == (([STOPPED], True) if follows else ([], False))
 
 
-def test_a_call_takes_a_launcher_from_a_hub_that_still_answers(make):  # type: ignore[no-untyped-def]
+def test_a_call_takes_a_launcher_from_a_hub_that_still_answers(make):
     """L2: Hello comes when nothing runs here, and says so."""
     launcher = make(RUNNING)
     client = launcher.client
@@ -180,7 +180,7 @@ def test_a_call_takes_a_launcher_from_a_hub_that_still_answers(make):  # type: i
     ]
 
 
-def test_a_call_may_come_before_the_first_hub_was_met(make):  # type: ignore[no-untyped-def]
+def test_a_call_may_come_before_the_first_hub_was_met(make):
     launcher = make(RUNNING, named=False)
     new = launcher.calls(Call("uid", 6, "new"))
     assert (new.heard(), launcher.client.met) == ([], True)
@@ -190,7 +190,7 @@ def test_a_call_may_come_before_the_first_hub_was_met(make):  # type: ignore[no-
     assert new.heard() == [PARKED]
 
 
-def test_who_asks_in_two_ways_keeps_the_first_that_admits_it(make):  # type: ignore[no-untyped-def]
+def test_who_asks_in_two_ways_keeps_the_first_that_admits_it(make):
     """The hub refuses the second as long as the first is linked."""
     launcher = make(PARKED)
     dialed = launcher.asks()
@@ -203,7 +203,7 @@ def test_who_asks_in_two_ways_keeps_the_first_that_admits_it(make):  # type: ign
     assert launcher.client.lost == ""
 
 
-def test_what_is_no_call_is_refused(make):  # type: ignore[no-untyped-def]
+def test_what_is_no_call_is_refused(make):
     launcher = make(PARKED)
     other = launcher.calls(Call("other", 6, "new"))
     assert other.heard() == [Refused("this launcher belongs to another job", final=True)]
@@ -212,14 +212,14 @@ def test_what_is_no_call_is_refused(make):  # type: ignore[no-untyped-def]
         assert (peer.heard(), peer.open) == ([], False)
 
 
-def test_one_that_has_been_replaced_is_out(make):  # type: ignore[no-untyped-def]
+def test_one_that_has_been_replaced_is_out(make):
     """H3, also over the link that it has."""
     launcher = make(RUNNING)
     launcher.linked(5, "hub").says(Refused("a newer pod has its place", final=True))
     assert (launcher.client.lost, launcher.client.met) == ("a newer pod has its place", False)
 
 
-def test_a_hello_names_the_replica_that_was_served_last(make):  # type: ignore[no-untyped-def]
+def test_a_hello_names_the_replica_that_was_served_last(make):
     launcher = make(PARKED)
     launcher.linked(5, "hub").says(Go(5, 1, 2, ()))
     launcher.client.leave()
@@ -232,7 +232,7 @@ def test_a_hello_names_the_replica_that_was_served_last(make):  # type: ignore[n
 
 
 @pytest.mark.fault("T18")
-def test_a_new_hub_calls_until_all_are_linked() -> None:
+def test_a_new_hub_calls_until_all_are_linked():
     selector = selectors.DefaultSelector()
     [nobody] = free_ports(1)
     linked, heard = {2}, list[Message]()
@@ -258,7 +258,7 @@ def test_a_new_hub_calls_until_all_are_linked() -> None:
 
 
 @pytest.mark.fault("T18")
-def test_a_new_hub_takes_a_launcher_from_the_one_at_its_name() -> None:
+def test_a_new_hub_takes_a_launcher_from_the_one_at_its_name():
     """With two hubs, each with one launcher more."""
     own = replace(RUNNING, replicas=2)
     lead = replace(own, seat=0, pod="hub-5")

@@ -1,7 +1,5 @@
 """Generators that objects keep, or a script names: what they draw depends on the position."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import OrderedDict, deque
@@ -124,7 +122,7 @@ REACHED: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-def test_they_are_found_where_datasets_and_transforms_keep_them() -> None:
+def test_they_are_found_where_datasets_and_transforms_keep_them():
     for case, (make, wanted) in REACHED.items():
         found = generators.found_in(make())
         assert len({id(one) for one in found}) == len(found) == wanted, case
@@ -141,7 +139,7 @@ class Odd:
         raise AssertionError("the class is asked for")
 
 
-def test_a_search_ends_whatever_it_is_given_and_runs_no_script_code() -> None:
+def test_a_search_ends_whatever_it_is_given_and_runs_no_script_code():
     assert generators.found_in(Holds(Odd())) == []
     nodes: list[Any] = [SimpleNamespace(near=[]) for _ in range(50_000)]
     for number, node in enumerate(nodes):
@@ -150,7 +148,7 @@ def test_a_search_ends_whatever_it_is_given_and_runs_no_script_code() -> None:
     assert generators.found_in(source) == [source.parts[1].rng]
 
 
-def test_those_named_are_seeded_too_each_once() -> None:
+def test_those_named_are_seeded_too_each_once():
     own, other = Noise(), Seeds()
     found = generators.found_in(Holds(own), [own.rng, other])
     assert found == [own.rng, other]
@@ -164,9 +162,7 @@ def test_those_named_are_seeded_too_each_once() -> None:
 
 
 @pytest.mark.parametrize(("make", "named"), [(Shuffles, []), (lambda: of_the_module, [RNG])])
-def test_a_sampler_gives_an_epoch_the_same_order_whatever_came_before(
-    make: Any, named: list[Any]
-) -> None:
+def test_a_sampler_gives_an_epoch_the_same_order_whatever_came_before(make, named):
     def last_of(*epochs: int) -> list[int]:
         order = Sampled(5, make(), 9, named)
         return [order.samples(epoch, np.arange(9)).tolist() for epoch in epochs][-1]
@@ -193,7 +189,7 @@ class Own(Dataset[float]):
         return first, float(self.second.random()), LAZY.random(), self.samples[0].rng.random()
 
 
-def test_draws_from_own_and_named_generators_depend_on_the_position_only() -> None:
+def test_draws_from_own_and_named_generators_depend_on_the_position_only():
     def of(*, named: bool) -> list[list[tuple[float, ...]]]:
         dataset = Own()
         batches = Batches(dataset, list, 5, [LAZY, dataset.samples[0].rng] if named else ())
@@ -234,7 +230,7 @@ class Sharded(IterableDataset[int]):
             yield file, float(self.noise.random())
 
 
-def test_a_stream_that_is_read_again_gives_what_it_gave() -> None:
+def test_a_stream_that_is_read_again_gives_what_it_gave():
     def opened() -> Stream:
         return stream(Sharded(0), batch=2, collate=Collates())
 
@@ -247,7 +243,7 @@ def test_a_stream_that_is_read_again_gives_what_it_gave() -> None:
     assert after.read() == wanted
 
 
-def test_what_all_ranks_shuffle_alike_they_still_do() -> None:
+def test_what_all_ranks_shuffle_alike_they_still_do():
     """Else some files would be read by two of them, and others by none."""
     found = streams([Sharded(rank) for rank in range(3)], batch=4)
     orders = []
@@ -308,7 +304,7 @@ def loader(rank: int, by: str, workers: int = 0) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize(("by", "workers"), [*((by, 0) for by in SHUFFLED), ("torch", 2)])
-def test_batches_that_all_ranks_shuffle_are_shuffled_alike(by: str, workers: int) -> None:
+def test_batches_that_all_ranks_shuffle_are_shuffled_alike(by, workers):
     """start() seeds all ranks alike. Else one would read what another does, and some nobody."""
     sources = [loader(rank, by, workers) for rank in range(3)]
     epochs = read(sources)
@@ -320,7 +316,7 @@ def test_batches_that_all_ranks_shuffle_are_shuffled_alike(by: str, workers: int
     assert workers or read(sources) == epochs, "in a second run over the same loaders"
 
 
-def test_ranks_that_read_the_same_part_are_found_by_their_first_batches() -> None:
+def test_ranks_that_read_the_same_part_are_found_by_their_first_batches():
     """Loop.compare_streams() warns by what tells their first batches apart."""
     for ranks, different in (((0, 0, 0), 1), ((0, 1, 2), 3)):
         found = streams([loader(rank, "torch") for rank in ranks])
@@ -329,7 +325,7 @@ def test_ranks_that_read_the_same_part_are_found_by_their_first_batches() -> Non
         assert len({one.first for one in found}) == different
 
 
-def test_where_a_generator_stands_is_told_alike() -> None:
+def test_where_a_generator_stands_is_told_alike():
     of_torch: Callable[[int], Any] = lambda seed: torch.Generator().manual_seed(seed)  # noqa: E731
     for make in (of_torch, np.random.default_rng, np.random.RandomState, random.Random):
         marks = [generators.mark(make(seed)) for seed in (1, 1, 2)]

@@ -1,7 +1,5 @@
 """gpu-check itself: its command line, its verdicts and its page. Nothing is launched here."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -34,7 +32,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("verdicts", "code"), [(("PASS", "WARN", "SKIP"), 0), (("PASS", "FAIL", "PASS"), 1), ((), 0)]
 )
-def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):  # type: ignore[no-untyped-def]
+def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):
     found = [(verdict, "measured", "cure") for verdict in verdicts]
     monkeypatch.setattr(gpu_check, "CHECKS", [Check(1, "one", lambda setup: iter(found))])
     report = tmp_path / "report.json"
@@ -47,7 +45,7 @@ def test_only_a_failure_fails(monkeypatch, capsys, tmp_path, verdicts, code):  #
     assert told["environment"]["torch"] == "2.9"
 
 
-def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
+def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
     for nproc, says in (("3", "--nproc 3, but there are 2 GPUs"), ("0", "--nproc")):
         assert cli.main(["gpu-check", "--nproc", nproc]) == 64
         assert says in capsys.readouterr().err
@@ -65,7 +63,7 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):  # type: igno
         machine(tmp_path)
 
 
-def test_quick_runs_the_first_four(monkeypatch):  # type: ignore[no-untyped-def]
+def test_quick_runs_the_first_four(monkeypatch):
     ran = []
     made = [
         Check(c.number, c.name, lambda s, n=c.number: ran.append(n) or iter(())) for c in CHECKS
@@ -168,7 +166,7 @@ OPENED = "launcher: no warm spares: an import has opened /dev/nvidia-uvm\n"
         (8, {FIRST: killed(1, -1, 1)}, "FAIL", "3 restarts, 2 launches"),
     ],
 )
-def test_what_a_check_finds(tmp_path, monkeypatch, number, ended, verdict, says):  # type: ignore[no-untyped-def]
+def test_what_a_check_finds(tmp_path, monkeypatch, number, ended, verdict, says):
     monkeypatch.chdir(tmp_path)  # the place of each launch
     events = [{"event": name, "time": at} for name, at in (("failure", 5.0), ("end", 7.5))]
     Path("events").write_text("".join(json.dumps(one) + "\n" for one in events))
@@ -177,7 +175,7 @@ def test_what_a_check_finds(tmp_path, monkeypatch, number, ended, verdict, says)
     assert says in finding.measured
 
 
-def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):
     asked: list[Sequence[str]] = []
     monkeypatch.setattr(gpu_check, "Run", started(asked, "DIFFERENT"))
     given = setup(tmp_path)
@@ -207,12 +205,12 @@ for runs, seconds in (
 """
 
 
-def test_runs_go_side_by_side_and_what_takes_too_long_is_killed(tmp_path: Path) -> None:
+def test_runs_go_side_by_side_and_what_takes_too_long_is_killed(tmp_path):
     words = [sys.executable, "-c", IN_TURN, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.stdout.splitlines() == ["0   | a", "3   | b", "137 "], done.stderr
 
 
-def test_the_page_names_every_check() -> None:
+def test_the_page_names_every_check():
     rows = re.findall(r"^\| (\d+) \| ([^|]+?) \|", PAGE.read_text(), re.MULTILINE)
     assert [(int(number), name) for number, name in rows] == [(c.number, c.name) for c in CHECKS]

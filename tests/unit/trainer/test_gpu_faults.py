@@ -1,7 +1,5 @@
 """Whose fault an end was, by what CUDA, the driver and NCCL say of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -27,7 +25,7 @@ def aborted(words: str) -> list[str]:
                          ).splitlines()]  # fmt: skip
 
 
-def test_a_gpu_that_failed_is_told_by_its_words_from_what_the_program_did() -> None:
+def test_a_gpu_that_failed_is_told_by_its_words_from_what_the_program_did():
     for text in (
         f"torch.AcceleratorError: {ECC}",
         "RuntimeError: CUDA error: unspecified launch failure",
@@ -59,7 +57,7 @@ def test_a_gpu_that_failed_is_told_by_its_words_from_what_the_program_did() -> N
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA to ask")
-def test_the_words_are_those_of_the_cuda_that_torch_came_with() -> None:
+def test_the_words_are_those_of_the_cuda_that_torch_came_with():
     """It tells them without a GPU."""
     # DevicesUnavailable, ECC, NVLink, Contained, stack error, LaunchFailure, NotReady, Unknown
     faults = (46, 214, 220, 226, 714, 719, 802, 999)
@@ -71,7 +69,7 @@ def test_the_words_are_those_of_the_cuda_that_torch_came_with() -> None:
         assert is_fault(text) == (code in faults), text
 
 
-def test_nccl_ends_a_process_and_says_why() -> None:
+def test_nccl_ends_a_process_and_says_why():
     for words, code in (
         (ECC, ExitCode.HARDWARE),
         ("[Rank 1] Watchdog caught collective operation timeout: Work(9)", ExitCode.PEER_LOST),

@@ -1,7 +1,5 @@
 """What trains wrongly without any restart is refused, with the cure; all else is let be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +51,7 @@ def watched() -> Iterator[Watched]:
     found.guard.stop()
 
 
-def test_what_prepare_advances_is_not_advanced_again(watched: Watched) -> None:
+def test_what_prepare_advances_is_not_advanced_again(watched):
     scheduler = lr_scheduler.CosineAnnealingLR(watched.optimizer, 9)
     watched.begin(scheduler)
     for _ in range(3):
@@ -68,7 +66,7 @@ def test_what_prepare_advances_is_not_advanced_again(watched: Watched) -> None:
             found()
 
 
-def test_one_that_prepare_was_not_given_is_the_scripts_affair(watched: Watched) -> None:
+def test_one_that_prepare_was_not_given_is_the_scripts_affair(watched):
     """A restart shows whether it is kept."""
     watched.begin()
     plateau = lr_scheduler.ReduceLROnPlateau(watched.optimizer)
@@ -80,7 +78,7 @@ def test_one_that_prepare_was_not_given_is_the_scripts_affair(watched: Watched) 
         watched.guard.step_ended()
 
 
-def test_the_loop_may_not_step_by_itself(watched: Watched) -> None:
+def test_the_loop_may_not_step_by_itself(watched):
     watched.begin()
     with pytest.raises(ConfigError, match=r"SGD\.step\(\) is called in the loop, on gradients"):
         watched.optimizer.step()
@@ -90,7 +88,7 @@ def test_the_loop_may_not_step_by_itself(watched: Watched) -> None:
     watched.optimizer.step()
 
 
-def test_an_optimizer_of_the_model_must_be_prepared(watched: Watched) -> None:
+def test_an_optimizer_of_the_model_must_be_prepared(watched):
     watched.begin()
     other = torch.optim.AdamW(watched.model.parameters())
     with pytest.raises(ConfigError, match=r"AdamW is used in the loop, but prepare\(\) does not"):
@@ -99,7 +97,7 @@ def test_an_optimizer_of_the_model_must_be_prepared(watched: Watched) -> None:
     other.step()
 
 
-def test_one_of_something_else_may_work_within_a_step(watched: Watched) -> None:
+def test_one_of_something_else_may_work_within_a_step(watched):
     """As one that looks for the change of an input which deceives the model."""
     watched.begin()
     before = torch.optim.Adam([torch.zeros(2, requires_grad=True)])
@@ -146,7 +144,7 @@ CHANGES: dict[str, Callable[[Backwards], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_too_early_is_refused(change: str) -> None:
+def test_what_is_changed_too_early_is_refused(change):
     watched = Backwards()
     watched.backward(0)
     CHANGES[change](watched)
@@ -157,7 +155,7 @@ def test_what_is_changed_too_early_is_refused(change: str) -> None:
             watched.update()
 
 
-def test_gradients_that_another_backward_has_left_are_refused() -> None:
+def test_gradients_that_another_backward_has_left_are_refused():
     watched = Backwards()
     watched.backward(0)
     watched.backward(1)
@@ -169,7 +167,7 @@ def test_gradients_that_another_backward_has_left_are_refused() -> None:
         watched.touched.before_backward(0, first=True)
 
 
-def test_between_two_losses_of_a_batch_a_models_gradients_may_be_dropped() -> None:
+def test_between_two_losses_of_a_batch_a_models_gradients_may_be_dropped():
     """As a GAN drops what the generator's loss has left in the discriminator."""
     watched = Backwards()
     for _ in range(3):
@@ -180,7 +178,7 @@ def test_between_two_losses_of_a_batch_a_models_gradients_may_be_dropped() -> No
         watched.optimizer.zero_grad()
 
 
-def test_a_mean_may_be_clipped_unless_it_lacks_the_factor_of_the_weights() -> None:
+def test_a_mean_may_be_clipped_unless_it_lacks_the_factor_of_the_weights():
     watched = Backwards(local=False)
     for weighted in (False, True):
         watched.backward(0, weighted=weighted)
@@ -191,7 +189,7 @@ def test_a_mean_may_be_clipped_unless_it_lacks_the_factor_of_the_weights() -> No
         watched.update()
 
 
-def test_scaled_gradients_may_be_clipped_once_the_script_has_unscaled_them() -> None:
+def test_scaled_gradients_may_be_clipped_once_the_script_has_unscaled_them():
     watched = Backwards(local=False, scaler=torch.amp.GradScaler("cpu"))
     for unscaled in (True, False):
         watched.backward(0)

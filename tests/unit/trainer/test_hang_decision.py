@@ -1,7 +1,5 @@
 """Who hangs: the culprit, never those that wait for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddpjob_trainer.liveness.hang import Deadlines, Sign, find
@@ -38,13 +36,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_culprit(name):  # type: ignore[no-untyped-def]
+def test_the_culprit(name):
     signs, culprit = CASES[name]
     found = find([sign(rank, *rest) for rank, rest in enumerate(signs)], LIMITS)
     assert (found.rank if found else None) == culprit
 
 
-def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-untyped-def]
+def test_a_stopped_process_is_at_fault_wherever_it_stands():
     stopped = sign(1, "step", "backward", 30.5, stopped=True)
     signs = sign(0, "step", "backward", 31.0), stopped, sign(2, "step", "data", 31.0)
     found = find(signs, LIMITS)
@@ -53,7 +51,7 @@ def test_a_stopped_process_is_at_fault_wherever_it_stands():  # type: ignore[no-
     assert "rank 1 is stopped (SIGSTOP)" in str(found)
 
 
-def test_one_without_a_record_has_not_come_to_start():  # type: ignore[no-untyped-def]
+def test_one_without_a_record_has_not_come_to_start():
     found = find([sign(0, "startup", "rendezvous", 50.0), Sign(RankState(1), 60.5)], LIMITS)
     assert str(found) == (
         "rank 1 hangs: it has not come to ddp.start() within 60.5 s; the limit is"
@@ -61,7 +59,7 @@ def test_one_without_a_record_has_not_come_to_start():  # type: ignore[no-untype
     )
 
 
-def test_the_message_names_rank_phase_activity_time_step_and_the_limit():  # type: ignore[no-untyped-def]
+def test_the_message_names_rank_phase_activity_time_step_and_the_limit():
     for phase, limit in (("startup", 60), ("step", 30), ("snapshot", 100)):
         assert str(find([sign(3, phase, "data", 100.54)], LIMITS)) == (
             f"rank 3 hangs: it gave no sign of life for 100.5 s in phase {phase} (data) after"

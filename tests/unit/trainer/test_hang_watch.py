@@ -1,7 +1,5 @@
 """The launcher's watch over records: what counts as silence, and the stacks it asks for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,7 +29,7 @@ def writers(tmp_path):  # type: ignore[no-untyped-def]
     return found
 
 
-def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):  # type: ignore[no-untyped-def]
+def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):
     watch = HangWatch(LIMITS)
     for second in range(100, 111):
         writers[0].mark("forward", now=0.0)  # the rank's own clock has no say
@@ -41,7 +39,7 @@ def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):  # type: i
     assert (found.rank, found.sign.silent) == (1, 11.0)
 
 
-def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch):  # type: ignore[no-untyped-def]
+def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch):
     """The others wait for it in finish(). Only the time that it is stopped counts."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         try:
@@ -62,7 +60,7 @@ def test_after_the_loop_only_who_is_stopped_hangs(tmp_path, writers, monkeypatch
     assert "the limit is DDPJOB_HANG_STEP_SECONDS=10" in str(found[10])
 
 
-def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: ignore[no-untyped-def]
+def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):
     watch = HangWatch(LIMITS)  # without a record nobody is watched
     assert [watch.poll(tmp_path, PIDS, 100.0 + s) for s in range(50)] == [None] * 50
     watch = HangWatch(LIMITS)
@@ -75,7 +73,7 @@ def test_who_never_comes_to_start_is_named_once_others_have(tmp_path):  # type: 
     assert (found[3].rank, found[3].phase, found[3].sign.state.activity) == (1, "startup", "start")
 
 
-def test_that_nobody_comes_to_start_is_a_hang_where_the_source_calls_it(tmp_path):  # type: ignore[no-untyped-def]
+def test_that_nobody_comes_to_start_is_a_hang_where_the_source_calls_it(tmp_path):
     """All wait, for the lock of a killed build say. ``starts``: the source calls ddp.start()."""
     for starts, found in ((True, 0), (False, None)):
         watch = HangWatch(LIMITS, starts=starts)
@@ -86,7 +84,7 @@ def test_that_nobody_comes_to_start_is_a_hang_where_the_source_calls_it(tmp_path
         assert (hang.rank if hang else None) == found
 
 
-def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):  # type: ignore[no-untyped-def]
+def test_a_launcher_that_stood_still_itself_blames_nobody(tmp_path, writers):
     """A laptop that slept, a frozen pod: the workers had no chance either."""
     watch = HangWatch(LIMITS)
     for now in (100.0, 101.0, *(5000.0 + second for second in range(7))):
@@ -133,7 +131,7 @@ def _answered(request: StackRequest) -> str:
     return text
 
 
-def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path, monkeypatch):
     running = [_worker(tmp_path, rank) for rank in (0, 1)]
     try:
         pids = {rank: process.pid for rank, process in enumerate(running)}
@@ -172,7 +170,7 @@ def test_a_line_per_thread_for_the_report():
     assert stacks_module.brief("no answer\n") == []
 
 
-def test_who_cannot_answer_is_not_signalled(tmp_path):  # type: ignore[no-untyped-def]
+def test_who_cannot_answer_is_not_signalled(tmp_path):
     """Without a handler the signal would end the process."""
     with subprocess.Popen(["sleep", "600"], process_group=0) as process:
         request = StackRequest(_hang(1), tmp_path, {1: process.pid})

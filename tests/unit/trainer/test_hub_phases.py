@@ -3,9 +3,6 @@
 test_hub_seats.py has who is admitted and who serves, test_rounds_decide.py whether a round follows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -101,9 +98,7 @@ def over() -> Gang:
         (over, lambda g: g.comes(2, birth=5), {2: "Welcome End"}),
     ],
 )
-def test_each_event_in_each_phase_of_a_gang_that_waits(
-    begin: Callable[[], Gang], event: Callable[[Gang], object], words: dict[int, str]
-) -> None:
+def test_each_event_in_each_phase_of_a_gang_that_waits(begin, event, words):
     gang = begin()
     event(gang)
     assert gang.words() == words
@@ -119,9 +114,7 @@ def test_each_event_in_each_phase_of_a_gang_that_waits(
         (stopping, lambda g: g.says(0, Leaving(15)), End(-1, "replica 0 was told to end", True)),
     ],
 )
-def test_a_gang_that_cannot_wait_ends_with_any_launcher(
-    begin: Callable[..., Gang], event: Callable[[Gang], object], end: End
-) -> None:
+def test_a_gang_that_cannot_wait_ends_with_any_launcher(begin, event, end):
     gang = begin(waits=False)
     assert not gang.hub.seats.can_wait
     event(gang)
@@ -134,7 +127,7 @@ def test_a_gang_that_cannot_wait_ends_with_any_launcher(
 
 
 @pytest.mark.parametrize("why", ["one does not wait", "no rounds", "one is done", "one is to come"])
-def test_what_keeps_a_gang_from_waiting(why: str) -> None:
+def test_what_keeps_a_gang_from_waiting(why):
     gang = Gang(
         (0, 1) if why == "one is to come" else ALL,
         waits=(0, 2) if why == "one does not wait" else True,
@@ -149,7 +142,7 @@ def test_what_keeps_a_gang_from_waiting(why: str) -> None:
     assert gang.words()[0] == "End"
 
 
-def test_who_comes_late_learns_where_the_gang_is() -> None:
+def test_who_comes_late_learns_where_the_gang_is():
     gang = Gang((0, 1), waits=False)
     gang.fails(1, -9)
     gang.said()
@@ -168,7 +161,7 @@ def test_who_comes_late_learns_where_the_gang_is() -> None:
 # --- A round is stopped ------------------------------------------------------------------------
 
 
-def test_a_round_follows_once_all_have_stopped() -> None:
+def test_a_round_follows_once_all_have_stopped():
     gang = stopping()
     gang.stop(0, 1, step=7)
     gang.stop(2)
@@ -181,7 +174,7 @@ def test_a_round_follows_once_all_have_stopped() -> None:
 
 
 @pytest.mark.parametrize("cause", [False, True])
-def test_a_lost_peer_waits_a_moment_for_its_cause(cause: bool) -> None:
+def test_a_lost_peer_waits_a_moment_for_its_cause(cause):
     gang = running()
     gang.fails(0, 75, now=10.0)
     assert gang.said() == {}
@@ -193,7 +186,7 @@ def test_a_lost_peer_waits_a_moment_for_its_cause(cause: bool) -> None:
     assert gang.said() == everyone(Stop(0))
 
 
-def test_who_says_in_words_that_a_peer_is_gone_waits_longer() -> None:
+def test_who_says_in_words_that_a_peer_is_gone_waits_longer():
     """For one that cleans up first, as a program without our library may."""
     gang, boom = running(), "ValueError: boom at step 3"
     reset = "RuntimeError: [../third_party/gloo] Connection reset by peer"
@@ -207,7 +200,7 @@ def test_who_says_in_words_that_a_peer_is_gone_waits_longer() -> None:
     assert (record["rank"], record["exception"]) == (2, boom)
 
 
-def test_a_script_that_fails_at_once_on_all_ranks_ends_with_64() -> None:
+def test_a_script_that_fails_at_once_on_all_ranks_ends_with_64():
     gang = running()
     for round_ in (0, 1):
         ends = [
@@ -233,7 +226,7 @@ def test_a_script_that_fails_at_once_on_all_ranks_ends_with_64() -> None:
     ("here", "why"),
     [(ALL, "replica 2 did not stop"), ((0, 1), "replica 2 has not come to the hub")],
 )
-def test_who_does_not_stop_in_time_ends_the_attempt(here: tuple[int, ...], why: str) -> None:
+def test_who_does_not_stop_in_time_ends_the_attempt(here, why):
     gang = Gang(here, waits=False)
     gang.fails(1, -9, now=1.0)
     gang.stop(0, 1, now=2.0)
@@ -247,7 +240,7 @@ def test_who_does_not_stop_in_time_ends_the_attempt(here: tuple[int, ...], why: 
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_who_says_that_processes_still_end_is_waited_for(stops: bool) -> None:
+def test_who_says_that_processes_still_end_is_waited_for(stops):
     """A GPU's memory is given back for seconds after a kill."""
     gang = running(waits=False)
     gang.says(2, Exiting(0), 0.5)  # nothing has been stopped yet
@@ -269,7 +262,7 @@ def test_who_says_that_processes_still_end_is_waited_for(stops: bool) -> None:
 
 
 @pytest.mark.parametrize("words", ["Stopped", "Exiting", ""])
-def test_a_hub_that_was_stopped_itself_reads_before_it_judges(words: str) -> None:
+def test_a_hub_that_was_stopped_itself_reads_before_it_judges(words):
     """The others' messages, and its own workers' ends, wait until its launcher is awake again."""
     gang = running(waits=False)
     gang.fails(1, -9, now=1.0)
@@ -296,9 +289,7 @@ def test_a_hub_that_was_stopped_itself_reads_before_it_judges(words: str) -> Non
 @pytest.mark.parametrize(
     ("lasted", "modified", "word"), [(1.0, -1, "End"), (60.0, -1, "Go"), (1.0, 7, "Go")]
 )
-def test_a_long_round_and_a_newer_file_are_progress(
-    lasted: float, modified: int, word: str
-) -> None:
+def test_a_long_round_and_a_newer_file_are_progress(lasted, modified, word):
     gang = Gang(budget=1)
     gang.hub.tick(100.0)
     gang.fails(1, -9, now=101.0)
@@ -311,7 +302,7 @@ def test_a_long_round_and_a_newer_file_are_progress(
     assert gang.words()[2] == f"Stop {word}"
 
 
-def test_all_go_on_from_the_checkpoint_that_the_hub_has_found() -> None:
+def test_all_go_on_from_the_checkpoint_that_the_hub_has_found():
     """It looks once all have stopped, since others may still write one."""
     gang = stopping()
     gang.stop(0, 1)
@@ -327,7 +318,7 @@ def test_all_go_on_from_the_checkpoint_that_the_hub_has_found() -> None:
     assert gang.asked[-1], "the program failed by itself"
 
 
-def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
+def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks():
     """As membership.join has it for replica 2 of 3: a hub of its own, and no round follows."""
     posted: list[Message] = []
     alone = Hello("uid", "pod-0", 0, 4, replicas=1, nproc=1, holds=False, running=True)
@@ -339,7 +330,7 @@ def test_without_rounds_a_launcher_is_alone_with_the_gangs_ranks() -> None:
     assert posted == [Welcome(4, "pod-0"), Stop(0), end]
 
 
-def test_nobody_speaks_for_another() -> None:
+def test_nobody_speaks_for_another():
     gang = running()
     with pytest.raises(ValueError, match="rank 0 is not of replica 1"):
         gang.says(1, Failed(0, (Exit(0, 0, -9, 0.0),), 1))
@@ -350,7 +341,7 @@ def test_nobody_speaks_for_another() -> None:
 # --- Success -----------------------------------------------------------------------------------
 
 
-def test_success_is_everybodys() -> None:
+def test_success_is_everybodys():
     gang = running()
     for seat in ALL:
         assert (gang.said(), gang.hub.needed) == ({}, True)
@@ -360,7 +351,7 @@ def test_success_is_everybodys() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("gone", ["", "lost", "told to end", "told to end, then lost"])
-def test_a_failure_needs_those_who_have_succeeded(gone: str, waits: bool) -> None:
+def test_a_failure_needs_those_who_have_succeeded(gone, waits):
     """Who is done may go without harm to the others, but then no round can follow."""
     gang = running(waits=waits)
     gang.says(1, Done(0))
@@ -374,7 +365,7 @@ def test_a_failure_needs_those_who_have_succeeded(gone: str, waits: bool) -> Non
     assert gang.said() == ({0: [end], 2: [end]} if gone else everyone(Stop(0)))
 
 
-def test_the_others_finish_without_one_that_was_done_and_told_to_end() -> None:
+def test_the_others_finish_without_one_that_was_done_and_told_to_end():
     gang = running()
     gang.says(1, Done(0))
     gang.says(1, Leaving(15))
@@ -385,7 +376,7 @@ def test_the_others_finish_without_one_that_was_done_and_told_to_end() -> None:
 
 
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_who_is_done_and_told_to_end_lets_the_others_save(leaves: int) -> None:
+def test_who_is_done_and_told_to_end_lets_the_others_save(leaves):
     """Where it is the hub, or a round would need it; or another is told to end, too."""
     gang = running()
     gang.says(leaves, Done(0))
@@ -407,7 +398,7 @@ def test_who_is_done_and_told_to_end_lets_the_others_save(leaves: int) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("done", [True, False])
-def test_one_told_to_end_after_the_last_step_takes_no_success(done: bool, first: bool) -> None:
+def test_one_told_to_end_after_the_last_step_takes_no_success(done, first):
     """Programs that save and end with 0 at a signal have not come to that step."""
     gang, ends = running(), DONE if done else ENDS
     gang.says(1, Leaving(15))
@@ -422,7 +413,7 @@ def test_one_told_to_end_after_the_last_step_takes_no_success(done: bool, first:
     assert gang.said() == (everyone(Finished()) if done else {})
 
 
-def test_who_is_done_stops_again_when_another_is_lost() -> None:
+def test_who_is_done_stops_again_when_another_is_lost():
     gang = running()
     gang.says(0, Done(0))
     gang.says(1, Done(0))
@@ -440,7 +431,7 @@ def test_who_is_done_stops_again_when_another_is_lost() -> None:
 
 @pytest.mark.fault("T13")
 @pytest.mark.parametrize("waited", [False, True])  # for others; it is gone after a minute
-def test_who_ended_early_elsewhere_is_named_to_its_victim(waited: bool) -> None:
+def test_who_ended_early_elsewhere_is_named_to_its_victim(waited):
     gang = Gang(budget=0 if not waited else 1, waits=False)
     gang.says(1, Done(0, tuple(replace(one, step=12) for one in ENDS[1])))
     assert ([one.rank for one in gang.hub.others[0]], gang.hub.others[1]) == ([2, 3], 2)
@@ -455,7 +446,7 @@ def test_who_ended_early_elsewhere_is_named_to_its_victim(waited: bool) -> None:
     assert end.early.startswith("rank 2, 3 after step 12 ended with exit code 0 while others")
 
 
-def test_a_hub_is_needed_while_another_launcher_is_at_work() -> None:
+def test_a_hub_is_needed_while_another_launcher_is_at_work():
     gang = Gang((0, 1))  # replica 2 never came, so it does not depend on the hub
     gang.says(0, Done(0))
     assert gang.hub.needed
@@ -467,7 +458,7 @@ def test_a_hub_is_needed_while_another_launcher_is_at_work() -> None:
 # --- A launcher is lost ------------------------------------------------------------------------
 
 
-def test_only_the_lost_launcher_is_replaced() -> None:
+def test_only_the_lost_launcher_is_replaced():
     gang = running()
     gang.loses(2)
     assert (gang.said(), gang.hub.facts["away"]) == ({0: [Stop(0)], 1: [Stop(0)]}, [2])
@@ -480,7 +471,7 @@ def test_only_the_lost_launcher_is_replaced() -> None:
 
 
 @pytest.mark.fault("T17")
-def test_a_new_pod_costs_nothing_and_a_broken_link_a_round_of_the_budget() -> None:
+def test_a_new_pod_costs_nothing_and_a_broken_link_a_round_of_the_budget():
     gang = Gang(budget=2)
     for round_ in range(1, 10):
         gang.loses(2)
@@ -498,7 +489,7 @@ def test_a_new_pod_costs_nothing_and_a_broken_link_a_round_of_the_budget() -> No
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_more_may_be_lost_until_the_first_one_should_be_replaced(in_time: bool) -> None:
+def test_more_may_be_lost_until_the_first_one_should_be_replaced(in_time):
     """Also newcomers before Go."""
     gang = waiting()
     gang.loses(1, now=50.0)
@@ -519,7 +510,7 @@ def test_more_may_be_lost_until_the_first_one_should_be_replaced(in_time: bool) 
     assert gang.said() == {0: [end], 1: [end]}
 
 
-def test_who_does_not_stop_loses_its_place_and_may_come_back() -> None:
+def test_who_does_not_stop_loses_its_place_and_may_come_back():
     gang = running()
     gang.fails(1, 75)
     gang.hub.tick(0.5)
@@ -543,7 +534,7 @@ def test_who_does_not_stop_loses_its_place_and_may_come_back() -> None:
         (2, -9, "lost"),  # the end of a lost pod's worker is the pod's
     ],
 )
-def test_the_cause_of_a_round_that_a_loss_has_ended(failed: int, status: int, kind: str) -> None:
+def test_the_cause_of_a_round_that_a_loss_has_ended(failed, status, kind):
     gang = running()
     gang.fails(failed, status)
     gang.loses(2)
@@ -552,7 +543,7 @@ def test_the_cause_of_a_round_that_a_loss_has_ended(failed: int, status: int, ki
     assert gang.goes(1).records[0]["kind"] == kind
 
 
-def test_nobody_waits_for_a_round_that_cannot_follow() -> None:
+def test_nobody_waits_for_a_round_that_cannot_follow():
     gang = running()
     gang.fails(1, 64)
     gang.loses(2)
@@ -561,7 +552,7 @@ def test_nobody_waits_for_a_round_that_cannot_follow() -> None:
 
 
 @pytest.mark.fault("N4")
-def test_one_that_leaves_lets_the_others_save_and_is_replaced() -> None:
+def test_one_that_leaves_lets_the_others_save_and_is_replaced():
     gang = running()
     gang.says(1, Leaving(15))
     assert gang.said() == everyone(Stop(0, graceful=True))
@@ -580,7 +571,7 @@ def test_one_that_leaves_lets_the_others_save_and_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_hub_that_replaces_one_waits_for_all_and_not_for_ever(in_time: bool) -> None:
+def test_a_hub_that_replaces_one_waits_for_all_and_not_for_ever(in_time):
     gang = Gang(replaces=True)
     gang.comes(1, 1.0, birth=1)  # a survivor
     gang.loses(1, now=2.0)

@@ -3,10 +3,6 @@
 test_hub_phases.py has what the hub does then.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from ddpjob_trainer.launcher.hub.messages import (
@@ -42,9 +38,7 @@ OTHER_ATTEMPT = "this hub belongs to attempt 4"
         ({"birth": 5}, OTHER_ATTEMPT, False),
     ],
 )
-def test_only_this_gang_is_admitted_and_each_once(
-    change: dict[str, Any], words: str, final: bool
-) -> None:
+def test_only_this_gang_is_admitted_and_each_once(change, words, final):
     gang = Gang((0, 1))
     refused = gang.comes(**{"seat": 2, "running": True, **change})
     if words:
@@ -54,7 +48,7 @@ def test_only_this_gang_is_admitted_and_each_once(
 
 
 @pytest.mark.parametrize("can_wait", [True, False])
-def test_who_runs_a_round_of_the_old_hub_has_to_stop_it_first(can_wait: bool) -> None:
+def test_who_runs_a_round_of_the_old_hub_has_to_stop_it_first(can_wait):
     """It waits for a call of the new hub, if it can wait."""
     gang = Gang(replaces=True)
     refused = gang.comes(1, birth=3, running=True, holds=can_wait)
@@ -63,7 +57,7 @@ def test_who_runs_a_round_of_the_old_hub_has_to_stop_it_first(can_wait: bool) ->
 
 
 @pytest.mark.fault("N7")
-def test_a_newer_pod_takes_the_seat_and_the_older_is_out() -> None:
+def test_a_newer_pod_takes_the_seat_and_the_older_is_out():
     """H3."""
     gang = Gang()
     assert gang.comes(2, 1.0, birth=5) is None
@@ -73,7 +67,7 @@ def test_a_newer_pod_takes_the_seat_and_the_older_is_out() -> None:
 
 
 @pytest.mark.fault("N7")
-def test_a_pod_comes_back_once_its_link_is_closed_and_nothing_runs() -> None:
+def test_a_pod_comes_back_once_its_link_is_closed_and_nothing_runs():
     gang = Gang()
     for running in (False, True):
         assert gang.comes(2, running=running) == ADMITTED
@@ -89,7 +83,7 @@ def test_a_pod_comes_back_once_its_link_is_closed_and_nothing_runs() -> None:
 # --- Standbys: seats 3 and 4 -----------------------------------------------------------------
 
 
-def test_a_standby_takes_the_place_as_soon_as_all_have_stopped() -> None:
+def test_a_standby_takes_the_place_as_soon_as_all_have_stopped():
     gang = Gang(standby=2)
     assert (gang.hub.seats.can_wait, gang.hub.facts["serving"]) == (True, "")
     gang.loses(2)
@@ -101,7 +95,7 @@ def test_a_standby_takes_the_place_as_soon_as_all_have_stopped() -> None:
     assert gang.hub.facts["serving"] == "2:3"
 
 
-def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_waits() -> None:
+def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_waits():
     gang = Gang(standby=1)
     gang.loses(2)
     gang.stop(0, 1)
@@ -118,7 +112,7 @@ def test_who_was_replaced_by_a_standby_is_out_and_its_newcomer_waits() -> None:
     assert gang.goes(3, (0, 2, 3)).records[-1]["replica"] == 2
 
 
-def test_losses_that_standbys_fill_cost_none_of_the_budget() -> None:
+def test_losses_that_standbys_fill_cost_none_of_the_budget():
     gang = Gang(standby=2, budget=1)
     gang.loses(2)
     gang.stop(0, 1)
@@ -128,7 +122,7 @@ def test_losses_that_standbys_fill_cost_none_of_the_budget() -> None:
     gang.goes(2, (0, 4, 3))
 
 
-def test_who_is_back_in_time_keeps_its_place() -> None:
+def test_who_is_back_in_time_keeps_its_place():
     """And no more are replaced than stand by."""
     gang = Gang(standby=1)
     gang.loses(1, 2)
@@ -139,7 +133,7 @@ def test_who_is_back_in_time_keeps_its_place() -> None:
     gang.goes(1, (0, 3, 2))
 
 
-def test_the_place_of_one_that_leaves_is_taken_when_it_has_left() -> None:
+def test_the_place_of_one_that_leaves_is_taken_when_it_has_left():
     """Till then its workers save, or run on while those of another that failed do not."""
     gang = Gang(standby=2)
     gang.says(2, Leaving(15))
@@ -150,7 +144,7 @@ def test_the_place_of_one_that_leaves_is_taken_when_it_has_left() -> None:
     gang.goes(1, (0, 1, 3))
 
 
-def test_the_loss_of_a_standby_changes_nothing_until_it_is_needed() -> None:
+def test_the_loss_of_a_standby_changes_nothing_until_it_is_needed():
     gang = Gang(standby=2)
     gang.loses(3)
     gang.says(4, Leaving(15))
@@ -163,14 +157,14 @@ def test_the_loss_of_a_standby_changes_nothing_until_it_is_needed() -> None:
     gang.goes(1, (0, 1, 3))
 
 
-def test_no_standby_takes_the_place_of_the_hubs_own_launcher() -> None:
+def test_no_standby_takes_the_place_of_the_hubs_own_launcher():
     gang = Gang(standby=2)
     gang.says(0, Leaving(15))
     gang.stop(1, 2)
     assert gang.hub.waits
 
 
-def test_a_new_hub_begins_with_the_first_that_come() -> None:
+def test_a_new_hub_begins_with_the_first_that_come():
     """And asks them what they served."""
     gang = Gang(standby=2, replaces=True)
     assert gang.comes(4, birth=1) is None
@@ -187,14 +181,14 @@ def test_a_new_hub_begins_with_the_first_that_come() -> None:
     gang.goes(1, (0, 1, 3))
 
 
-def test_a_new_pod_takes_no_place_from_one_that_has_served() -> None:
+def test_a_new_pod_takes_no_place_from_one_that_has_served():
     gang = Gang(standby=1, replaces=True)
     gang.comes(2, birth=4)
     gang.comes(3, birth=1, held=2)
     gang.goes(0, (0, 2, 3))
 
 
-def test_standbys_hear_of_the_end_and_nobody_waits_for_them() -> None:
+def test_standbys_hear_of_the_end_and_nobody_waits_for_them():
     gang = Gang(standby=1)
     for seat in (1, 2):
         assert gang.hub.needed
@@ -204,7 +198,7 @@ def test_standbys_hear_of_the_end_and_nobody_waits_for_them() -> None:
     assert gang.said() == {seat: [Finished()] for seat in range(4)}
 
 
-def test_a_standby_has_no_say_and_none_may_run() -> None:
+def test_a_standby_has_no_say_and_none_may_run():
     gang = Gang(standby=1)
     for message in (Failed(0, (Exit(0, 0, -9, 0.0),), 0), Done(0), Exiting(0)):
         gang.says(3, message)

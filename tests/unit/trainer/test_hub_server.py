@@ -1,7 +1,5 @@
 """The limits of the hub's port: strangers cannot keep a launcher of the gang out."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -42,7 +40,7 @@ def hello(uid: str = "uid") -> bytes:
     return encode(replace(OTHER, uid=uid))
 
 
-def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
+def test_strangers_are_dropped_unless_they_are_admitted(port):
     silent, refused, launcher = (port.connect() for _ in range(3))
     refused.sendall(hello("another's") * 2)
     launcher.sendall(hello())
@@ -57,7 +55,7 @@ def test_strangers_are_dropped_unless_they_are_admitted(port: Port) -> None:
 
 
 @pytest.mark.fault("T15")
-def test_of_300_strangers_the_oldest_make_room_for_a_launcher(port: Port) -> None:
+def test_of_300_strangers_the_oldest_make_room_for_a_launcher(port):
     strangers = [port.connect() for _ in range(300)]
     port.hear(100.0)
     with port.connect() as launcher:
@@ -78,7 +76,7 @@ def test_of_300_strangers_the_oldest_make_room_for_a_launcher(port: Port) -> Non
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
 @pytest.mark.fault("T15")
-def test_a_stranger_has_4_kib_and_a_launcher_more(port: Port, end: bytes) -> None:
+def test_a_stranger_has_4_kib_and_a_launcher_more(port, end):
     long = Failed(0, (Exit(1, 0, 1, 0.0, exception="x" * 5000),), 0)
     with port.connect() as stranger, port.connect() as launcher:
         stranger.sendall(hello("u" * 5000).rstrip() + end)
@@ -90,7 +88,7 @@ def test_a_stranger_has_4_kib_and_a_launcher_more(port: Port, end: bytes) -> Non
 
 
 @pytest.mark.fault("T16")
-def test_a_link_is_lost_after_5_seconds_of_silence_at_a_running_loop(port: Port) -> None:
+def test_a_link_is_lost_after_5_seconds_of_silence_at_a_running_loop(port):
     """At either end, and whatever the clock says meanwhile: an own pause counts for nothing."""
     client = HubClient(port.address, OTHER, port.selector, lambda said: None)
     while not client.met:
@@ -115,7 +113,7 @@ def test_a_link_is_lost_after_5_seconds_of_silence_at_a_running_loop(port: Port)
 
 
 @pytest.mark.fault("T16")
-def test_a_launcher_that_does_not_answer_the_hub_is_away(port: Port) -> None:
+def test_a_launcher_that_does_not_answer_the_hub_is_away(port):
     with port.connect() as launcher:
         launcher.sendall(hello())
         port.hear(100.0)
@@ -134,9 +132,7 @@ def test_a_launcher_that_does_not_answer_the_hub_is_away(port: Port) -> None:
     ("secret", "secret", True), ("secret", "", False), ("secret", "another", False),
     ("", "", True), ("", "secret", True),
 ])  # fmt: skip
-def test_nobody_is_admitted_or_followed_without_the_secret(
-    here: str, there: str, enters: bool
-) -> None:
+def test_nobody_is_admitted_or_followed_without_the_secret(here, there, enters):
     """It may be right later; a pod that was made without one asks for none."""
     with contextlib.closing(Port(replace(GANG, token=here))) as port, port.connect() as launcher:
         launcher.sendall(encode(replace(OTHER, token=there)))
@@ -167,12 +163,12 @@ def test_nobody_is_admitted_or_followed_without_the_secret(
         b"\xff", b"[" * 5000,
     ],
 )  # fmt: skip
-def test_what_is_no_message_is_refused(line: bytes) -> None:
+def test_what_is_no_message_is_refused(line):
     with pytest.raises((ValueError, TypeError, RecursionError)):
         decode(line)
 
 
-def test_without_descriptors_the_port_costs_no_processor(port: Port) -> None:
+def test_without_descriptors_the_port_costs_no_processor(port):
     """select() would return at once, again and again, with the processor that workers need."""
     with socket.socket() as launcher:
         with none_left():
@@ -189,7 +185,7 @@ def test_without_descriptors_the_port_costs_no_processor(port: Port) -> None:
         port.hear(due)
 
 
-def test_a_port_without_descriptors_can_be_closed() -> None:
+def test_a_port_without_descriptors_can_be_closed():
     port = Port(GANG)
     with socket.socket() as launcher, none_left():
         launcher.connect(port.address)
@@ -197,7 +193,7 @@ def test_a_port_without_descriptors_can_be_closed() -> None:
         port.close()
 
 
-def test_who_is_not_admitted_says_why_and_once(port: Port) -> None:
+def test_who_is_not_admitted_says_why_and_once(port):
     port.hub.admit(OTHER, 0.0)
     said: list[str] = []
     client = HubClient(port.address, OTHER, port.selector, said.append)

@@ -1,7 +1,5 @@
 """`ddpjob init`: YAML that reads back as the files were, a valid job, clear refusals."""
 
-from __future__ import annotations
-
 import base64
 import re
 import subprocess
@@ -53,7 +51,7 @@ def files_of(objects: Objects) -> dict[str, Any]:
     return dict(volume["configMap"])
 
 
-def test_a_script_of_this_machine_travels_in_a_config_map(script: Path, manifest: Any) -> None:
+def test_a_script_of_this_machine_travels_in_a_config_map(script, manifest):
     other = script.parent / "model.py"
     other.write_text("x = 1")
     options = ("--replicas", 3, "--output", "results/")
@@ -79,7 +77,7 @@ def test_a_script_of_this_machine_travels_in_a_config_map(script: Path, manifest
     assert claim == {"claimName": "my-train-v2-snapshots"}
 
 
-def test_a_script_of_an_image_needs_no_config_map(manifest: Any) -> None:
+def test_a_script_of_an_image_needs_no_config_map(manifest):
     words = "/app/train.py --image r/mine:1 --name n --gpus 8 --claim 10Gi --every-steps 7"
     found = manifest(*words.split(), "--output", "results")
     assert found.keys() == {"PersistentVolumeClaim", "DDPJob"}
@@ -103,7 +101,7 @@ def placed(objects: Objects) -> dict[str, bytes]:
     return {one["path"]: held[one["key"]] for one in items} if items else held
 
 
-def test_files_lie_in_the_pods_as_they_do_here(script: Path, manifest: Any) -> None:
+def test_files_lie_in_the_pods_as_they_do_here(script, manifest):
     """Flattened, `from models.net import make` would find nothing there."""
     here = script.parent
     expected = {
@@ -138,7 +136,7 @@ def test_files_lie_in_the_pods_as_they_do_here(script: Path, manifest: Any) -> N
     assert "workingDir" not in trainer(found)
 
 
-def test_what_does_not_travel_is_told(script: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_what_does_not_travel_is_told(script, capsys, monkeypatch):
     here = script.parent
     for name in ("model.py", "data/load.py", "given.py", "notes/a.txt", "behind/held.txt"):
         (here / name).parent.mkdir(exist_ok=True)
@@ -165,7 +163,7 @@ def test_what_does_not_travel_is_told(script: Path, capsys: Any, monkeypatch: An
     assert said(script) == ""
 
 
-def test_what_a_pod_gets_besides(script: Path, manifest: Any) -> None:
+def test_what_a_pod_gets_besides(script, manifest):
     words = "--cpu 4 --memory 16Gi --env A=b=$(c) --env HF_HOME=/x --output runs --output logs/a"
     given = ("--resume-args", "--init_from=resume", "--resume-when", "runs/*.pt")
     found = manifest(script, *words.split(), *given)
@@ -181,7 +179,7 @@ def test_what_a_pod_gets_besides(script: Path, manifest: Any) -> None:
     assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
-def test_packages_and_files_that_the_pods_lack_are_named(script: Path, capsys: Any) -> None:
+def test_packages_and_files_that_the_pods_lack_are_named(script, capsys):
     here = script.parent
     for name in ("config/small.py", "imgs/1.png", "runs/last.pt", "model.py", "src/part.py"):
         (here / name).parent.mkdir(exist_ok=True)
@@ -205,7 +203,7 @@ def test_packages_and_files_that_the_pods_lack_are_named(script: Path, capsys: A
     assert said("--image", "i", "--output", "runs", *ends, "runs/*.pt") == []
 
 
-def test_what_the_stock_image_has_is_what_its_pins_bring() -> None:
+def test_what_the_stock_image_has_is_what_its_pins_bring():
     root, other = Path(__file__).parents[3], {
         "pyyaml": "yaml", "scikit-learn": "sklearn", "prometheus-client": "prometheus_client",
         "typing-extensions": "typing_extensions", "cuda-bindings": "cuda",
@@ -218,7 +216,7 @@ def test_what_the_stock_image_has_is_what_its_pins_bring() -> None:
     assert {other.get(one, one) for one in names} | ours == stock.MODULES
 
 
-def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
+def test_manifests_are_utf_8_in_every_locale(script):
     poor = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PATH": ""}
     env = poor | {"PYTHONPATH": PATHS}
 
@@ -232,9 +230,7 @@ def test_manifests_are_utf_8_in_every_locale(script: Path) -> None:
     assert b"2 objects of kind DDPJob in the file" in told
 
 
-def test_an_edited_file_is_another_template_and_programs_are_executable(
-    script: Path, manifest: Any
-) -> None:
+def test_an_edited_file_is_another_template_and_programs_are_executable(script, manifest):
     templates = []
     for text in (SCRIPT, SCRIPT, "print(2)\n"):
         script.write_text(text)
@@ -253,7 +249,7 @@ def test_an_edited_file_is_another_template_and_programs_are_executable(
     assert files_of(manifest(script, other))["defaultMode"] == 0o755
 
 
-def test_a_script_on_the_claim_needs_no_image_of_its_own(manifest: Any) -> None:
+def test_a_script_on_the_claim_needs_no_image_of_its_own(manifest):
     found = manifest("/snapshots/code-1/train.py", "--snapshots", "shared")
     assert found.keys() == {"DDPJob"}
     job = found["DDPJob"]
@@ -266,9 +262,7 @@ def test_a_script_on_the_claim_needs_no_image_of_its_own(manifest: Any) -> None:
     assert "volumes" not in job["spec"]["template"]["spec"]
 
 
-def test_kubernetes_puts_no_variables_into_arguments(
-    script: Path, manifest: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kubernetes_puts_no_variables_into_arguments(script, manifest, capsys):
     found = manifest(script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
     assert trainer(found)["command"][6:] == ["$$(RANK)", "a$$$$b", "\x7f"]
     assert cli.main(["init", str(script), "--", "--lr", "1e-3"]) == 0
@@ -278,7 +272,7 @@ def test_kubernetes_puts_no_variables_into_arguments(
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=60))
-def test_any_text_reads_back_as_it_was(text: str) -> None:
+def test_any_text_reads_back_as_it_was(text):
     assert yaml.safe_load(init._dumped({"data": {"x": text}})) == {"data": {"x": text}}
 
 
@@ -325,7 +319,7 @@ def test_any_text_reads_back_as_it_was(text: str) -> None:
         (["SCRIPT", "HUGE"], "huge.txt: a ConfigMap holds"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory):
     here, outside = script.parent, tmp_path_factory.mktemp("elsewhere") / script.name
     (here / "folder").mkdir()
     for path in (outside, here / "..x", here / "folder/held.txt"):
@@ -338,7 +332,7 @@ def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory
     assert says in capsys.readouterr().err
 
 
-def test_an_unknown_option_is_the_scripts(capsys: Any) -> None:
+def test_an_unknown_option_is_the_scripts(capsys):
     for words, says in (
         ("init", "are required: SCRIPT\n"),
         ("init a.py --lr 0.1", "ddpjob init a.py -- --lr 0.1"),
@@ -354,7 +348,7 @@ def test_an_unknown_option_is_the_scripts(capsys: Any) -> None:
         assert says in said
 
 
-def test_one_torch_in_the_image_the_page_and_what_local_compares() -> None:
+def test_one_torch_in_the_image_the_page_and_what_local_compares():
     root = Path(__file__).parents[3]
     assert f"torch=={stock.TORCH}" in (root / "dev/requirements/torch.in").read_text().splitlines()
     page = (root / "docs/start/your-script.md").read_text()

@@ -60,7 +60,7 @@ def carry(before: TrainingState, after: TrainingState) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_of_numpys_or_pythons_goes_on_where_it_was(kind: str) -> None:
+def test_a_generator_of_numpys_or_pythons_goes_on_where_it_was(kind):
     one, other = KINDS[kind](1), KINDS[kind](2)
     drawn = [one.random(), *(getattr(one, n)() for n in ("standard_normal",) if hasattr(one, n))]
     assert drawn
@@ -68,7 +68,7 @@ def test_a_generator_of_numpys_or_pythons_goes_on_where_it_was(kind: str) -> Non
     assert [one.random() for _ in range(5)] == [other.random() for _ in range(5)]
 
 
-def test_a_generator_of_another_kind_is_refused() -> None:
+def test_a_generator_of_another_kind_is_refused():
     with pytest.raises(ConfigError, match="as 'draws' does not fit"):
         resumed("draws", KINDS["MT19937"](1), KINDS["default_rng"](1))
     with pytest.raises(ConfigError, match="of another kind then"), fitting("draws"):
@@ -77,7 +77,7 @@ def test_a_generator_of_another_kind_is_refused() -> None:
         TrainingState(nn.Linear(2, 2)).register("draws", random.SystemRandom())  # type: ignore[arg-type]
 
 
-def test_a_deque_and_the_types_of_a_dicts_values_come_back() -> None:
+def test_a_deque_and_the_types_of_a_dicts_values_come_back():
     values = {"last": deque([9.0], maxlen=3), "pair": deque([torch.zeros(2)])}
     resumed("mine", {"last": deque([1.0, 2.0, 3.0], 3), "pair": deque([torch.ones(2)])}, values)
     last = values["last"]
@@ -119,7 +119,7 @@ class Warm(torch.optim.lr_scheduler.LRScheduler):
         return [base / (1 + self.last_epoch) for base in self.base_lrs]
 
 
-def test_a_rate_of_a_readers_type_and_a_schedulers_enum_survive_a_resume() -> None:
+def test_a_rate_of_a_readers_type_and_a_schedulers_enum_survive_a_resume():
     """Only a dict's values are the script's to see."""
     kept = []
     for _ in range(2):
@@ -149,9 +149,7 @@ def test_a_rate_of_a_readers_type_and_a_schedulers_enum_survive_a_resume() -> No
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_a_registered_dict_would_get_back_as_another_type_is_refused(
-    value: Any, *, per_rank: bool
-) -> None:
+def test_what_a_registered_dict_would_get_back_as_another_type_is_refused(value, *, per_rank):
     state = TrainingState(nn.Linear(2, 2))
     state.register("mine", {"kept": value}, per_rank=per_rank)
     words = rf"mine/values/kept: a {type(value).__name__}; .* keep what it is made of"
@@ -185,7 +183,7 @@ class Coded(torch.Tensor):
 
 @pytest.mark.parametrize("per_rank", [False, True])
 @pytest.mark.parametrize("kept", ["optimizer", "object"])
-def test_a_tensor_of_another_class_is_refused_in_any_state(kept: str, *, per_rank: bool) -> None:
+def test_a_tensor_of_another_class_is_refused_in_any_state(kept, *, per_rank):
     """It would come back as a plain one, and update otherwise. In a module it is filled."""
     net = nn.Linear(2, 2)
     state, optimizer = TrainingState(net), torch.optim.SGD(net.parameters(), 0.1)
@@ -203,7 +201,7 @@ def test_a_tensor_of_another_class_is_refused_in_any_state(kept: str, *, per_ran
     filled.capture(0)
 
 
-def test_a_models_tensor_of_another_class_is_filled() -> None:
+def test_a_models_tensor_of_another_class_is_filled():
     states = []
     for number in (3.0, 5.0):
         net = nn.Linear(2, 2)
@@ -220,14 +218,14 @@ def test_a_models_tensor_of_another_class_is_filled() -> None:
     assert average.module.weight.codes.tolist() == [[4, 4], [4, 4]]
 
 
-def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused() -> None:
+def test_in_a_state_dict_of_the_scripts_only_a_mask_is_refused():
     for value in (nn.Parameter(torch.ones(2)), np.ones(2).view(np.matrix), Itself(b"x")):
         flatten({"kept": value})
     with pytest.raises(UnstorableError, match="cannot store kept: a MaskedArray"):
         flatten({"kept": np.ma.masked_array([1.0, 2.0], [1, 0])})
 
 
-def test_conjugates_and_elements_of_others_in_a_model_come_back() -> None:
+def test_conjugates_and_elements_of_others_in_a_model_come_back():
     states = []
     for number in (1, 2):
         model = nn.Module()
@@ -259,7 +257,7 @@ def reverse(groups: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("change", [regroup, reverse])
-def test_parameters_that_change_their_group_in_the_loop_are_refused(change: Any) -> None:
+def test_parameters_that_change_their_group_in_the_loop_are_refused(change):
     """load_state_dict() goes by the place: another parameter would get the state."""
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -273,7 +271,7 @@ def test_parameters_that_change_their_group_in_the_loop_are_refused(change: Any)
         state.capture(0)
 
 
-def test_a_rate_that_is_a_tensor_stays_the_one_that_all_groups_hold() -> None:
+def test_a_rate_that_is_a_tensor_stays_the_one_that_all_groups_hold():
     def made(rate: torch.Tensor) -> torch.optim.Optimizer:
         groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
         return torch.optim.Adam(groups, lr=rate)

@@ -1,7 +1,5 @@
 """What the launcher makes of its environment and its command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pwd
@@ -66,7 +64,7 @@ def config(script: str, env: dict[str, str], **options: object) -> LaunchConfig:
         (POD | {contract.REPLICAS: "3", BUDGET: "5", contract.HUB_PORT: "2223"}, None, 5),
     ],
 )
-def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no-untyped-def]
+def test_rounds_without_progress(script, env, given, rounds):
     made = config(script, env, rounds_without_progress=given)
     assert made.rounds_without_progress == rounds
     assert made.spares == (made.nproc if rounds else 0)
@@ -75,7 +73,7 @@ def test_rounds_without_progress(script, env, given, rounds):  # type: ignore[no
     assert config(script, env | {contract.HEAL_AFTER_SECONDS: "70"}).heal_after == 70
 
 
-def test_a_number_that_cannot_be_and_what_is_no_modules_name_are_refused(script):  # type: ignore[no-untyped-def]
+def test_a_number_that_cannot_be_and_what_is_no_modules_name_are_refused(script):
     for given, refusal in (
         ({"nproc": 0}, "--nproc=0 must be at least 1"),
         ({"nproc": 100_000}, "--nproc=100000 must be at most 1024"),
@@ -92,7 +90,7 @@ def test_a_number_that_cannot_be_and_what_is_no_modules_name_are_refused(script)
             config(script, {}, **given)
 
 
-def test_the_arguments_of_later_starts(script):  # type: ignore[no-untyped-def]
+def test_the_arguments_of_later_starts(script):
     of_job = {contract.RESUME_ARGS: '["--resume", "{newest}"]', contract.RESUME_WHEN: "ck/*.pt"}
     made = config(script, POD | of_job)
     assert made.resume_words("ck/7.pt") == ("--resume", "ck/7.pt")
@@ -116,7 +114,7 @@ def test_the_arguments_of_later_starts(script):  # type: ignore[no-untyped-def]
         ("import torch", "3", 3),
     ],
 )
-def test_spares(tmp_path, text, given, spares):  # type: ignore[no-untyped-def]
+def test_spares(tmp_path, text, given, spares):
     path = tmp_path / "train.py"
     path.write_text(text)
     made = config(str(path), {}, nproc=3, spares=given, preload="PIL, scipy.stats,")
@@ -141,7 +139,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("when", ["import", "begun"])
-def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignore[no-untyped-def]
+def test_an_interrupt_right_after_the_start_is_a_plain_end(when):
     command, env = [sys.executable, "-c", INTERRUPTED, when], {**os.environ, "PYTHONPATH": PATHS}
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -149,7 +147,7 @@ def test_an_interrupt_right_after_the_start_is_a_plain_end(when):  # type: ignor
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_a_read_only_root_and_a_user_of_whom_the_image_knows_nothing(script, monkeypatch, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_read_only_root_and_a_user_of_whom_the_image_knows_nothing(script, monkeypatch, tmp_path):
     """Temporary files go to memory (torch._dynamo asks for a directory); a name and a home."""
     made, own = config(script, POD), {"HOME": str(tmp_path)}
     found = common_environment(made, {**own, contract.TOKEN: "secret"})
@@ -180,7 +178,7 @@ def waiting(script: str, **more: str) -> LaunchConfig:
     return config(script, POD | gang | hub | {contract.REPLACEMENT: "1"} | more)
 
 
-def test_a_standby_serves_what_go_names(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_standby_serves_what_go_names(script, tmp_path):
     """Its ranks see nothing of the pod's seat."""
     runtime: Any = SimpleNamespace(metrics=tmp_path, replay=tmp_path, round_path=lambda key: key)
     serving = dataclasses.replace(waiting(script), replica=1)
@@ -189,13 +187,13 @@ def test_a_standby_serves_what_go_names(script, tmp_path):  # type: ignore[no-un
     assert (env[contract.REPLICA], env["PET_NODE_RANK"]) == ("1", "1")
 
 
-def test_a_new_hub_calls_the_standbys_too(script):  # type: ignore[no-untyped-def]
+def test_a_new_hub_calls_the_standbys_too(script):
     hub = waiting(script, **{contract.REPLICA: "0"})
     assert list(hub.others()) == [1, 2, 3]
     assert hub.others()[3] == ("j-3.j.ns.svc", 2223)
 
 
-def test_a_standby_without_rounds_is_refused(script):  # type: ignore[no-untyped-def]
+def test_a_standby_without_rounds_is_refused(script):
     with pytest.raises(ConfigError, match="this pod is a standby, which needs restarts in place"):
         waiting(script, **{BUDGET: "0"})
 
@@ -204,7 +202,7 @@ HABIT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
 PLACE = {"RANK": "0", "WORLD_SIZE": "2"}
 
 
-def test_what_a_script_sets_for_rank_0s_address_does_not_count(script, tmp_path):  # type: ignore[no-untyped-def]
+def test_what_a_script_sets_for_rank_0s_address_does_not_count(script, tmp_path):
     given = config(script, {"PET_NNODES": "2", **POD})
     place = SimpleNamespace(metrics=tmp_path, replay=tmp_path, round_path=lambda key: tmp_path)
     env = rank_environment(given, 0, Key(1, 0), place)  # type: ignore[arg-type]
@@ -234,7 +232,7 @@ def test_what_a_script_sets_for_rank_0s_address_does_not_count(script, tmp_path)
         ("x = (", False),
     ],
 )
-def test_who_calls_start_and_who_only_reads_snapshots(tmp_path, source, starts):  # type: ignore[no-untyped-def]
+def test_who_calls_start_and_who_only_reads_snapshots(tmp_path, source, starts):
     (tmp_path / "train.py").write_text(source)
     path = str(tmp_path / "train.py")
     assert config(path, {}).calls_start is starts
@@ -242,7 +240,7 @@ def test_who_calls_start_and_who_only_reads_snapshots(tmp_path, source, starts):
     assert config(path, {"PET_NNODES": "2", **POD}).watched_at_start is starts
 
 
-def test_a_relative_directory_of_snapshots_is_the_launchers(script, tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_relative_directory_of_snapshots_is_the_launchers(script, tmp_path, monkeypatch):
     """A script may be elsewhere before it comes to ddp.start()."""
     monkeypatch.chdir(tmp_path)
     given = config(script, {contract.SNAPSHOT_DIR: "snaps", **POD})

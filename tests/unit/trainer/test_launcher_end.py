@@ -1,7 +1,5 @@
 """The launcher's end: nobody is left behind, unless nothing can end it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -51,7 +49,7 @@ def run_until_nobody(workers: WorkerGroup, now: float) -> float:
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("tty0", 10), ("nvidia0", 60)])
-def test_a_worker_that_cannot_be_killed_counts_as_gone(  # type: ignore[no-untyped-def]
+def test_a_worker_that_cannot_be_killed_counts_as_gone(
     tmp_path, sent, monkeypatch, device, seconds
 ):
     (tmp_path / device).touch()
@@ -68,7 +66,7 @@ def test_a_worker_that_cannot_be_killed_counts_as_gone(  # type: ignore[no-untyp
     assert said[1].startswith(words)
 
 
-def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sent, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sent, monkeypatch):
     """Else the next round would call it and end with it."""
     workers, _ = make_group(tmp_path)
     for local_rank in range(3):
@@ -82,7 +80,7 @@ def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sen
     assert workers.is_gone(())
 
 
-def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):  # type: ignore[no-untyped-def]
+def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):
     workers, _ = make_group(tmp_path)
     workers.mark_hung(1, "Hang: rank 1 stands still", [], 5.0)
     assert workers.dying
@@ -98,7 +96,7 @@ def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, se
 @pytest.mark.parametrize(
     ("status", "counts"), [(1, 0), (3, 0), (-6, 0), (-11, 0), (-9, -9), (143, 143)]
 )
-def test_an_error_after_the_runs_finish_fails_nothing(tmp_path, sent, status, counts):  # type: ignore[no-untyped-def]
+def test_an_error_after_the_runs_finish_fails_nothing(tmp_path, sent, status, counts):
     """Unlike the end by somebody else: a round does again what the script does after it."""
     workers, said = make_group(tmp_path)
     writer = RankStateWriter(tmp_path, 1)
@@ -111,14 +109,14 @@ def test_an_error_after_the_runs_finish_fails_nothing(tmp_path, sent, status, co
 
 
 @pytest.mark.parametrize("status", [75, 1])
-def test_an_end_for_a_drill_is_known_by_its_record_and_its_code(tmp_path, sent, status):  # type: ignore[no-untyped-def]
+def test_an_end_for_a_drill_is_known_by_its_record_and_its_code(tmp_path, sent, status):
     workers, _ = make_group(tmp_path)
     RankStateWriter(tmp_path, 1).ends("drill")
     workers.ended(NEVER + 1, status, 1.0)
     assert [(one.drill, one.exception) for one in workers.exits] == [(status == 75, "")]
 
 
-def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):  # type: ignore[no-untyped-def]
+def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):
     workers, _ = make_group(tmp_path)
     RankStateWriter(tmp_path, 1)
     for rank in (0, 1):
@@ -127,7 +125,7 @@ def test_a_code_is_foreign_without_a_record_of_our_library(tmp_path, sent):  # t
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_program_that_resumes_from_checkpoints_may_fail_because_of_them(  # type: ignore[no-untyped-def]
+def test_a_program_that_resumes_from_checkpoints_may_fail_because_of_them(
     tmp_path, sent, monkeypatch, resumes
 ):
     """Its newest may be half written and an older one sound, so two failures prove nothing."""
@@ -174,7 +172,7 @@ def finish(
 
 
 @pytest.mark.parametrize("cause", [1, 7])
-def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type: ignore[no-untyped-def]
+def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):
     """Whether the first failure was here (rank 1) or at another launcher (rank 7)."""
     workers = stopped(tmp_path, 3 if cause == 1 else 75)
     ended = termination.Ended(end=End(cause, "replica 0 did not stop within 5 s", graceful=False))
@@ -184,7 +182,7 @@ def test_the_report_names_who_could_not_be_ended(tmp_path, sent, cause):  # type
     assert any(f"rank 0 (pid {NEVER}) was killed" in line for line in where), content
 
 
-def test_the_report_names_an_early_end_elsewhere_and_a_signal_in_between(tmp_path, sent):  # type: ignore[no-untyped-def]
+def test_the_report_names_an_early_end_elsewhere_and_a_signal_in_between(tmp_path, sent):
     ended = termination.Ended(end=End(1, "no", graceful=False, early="rank 7 ended with 0"))
     code, content = finish(tmp_path, stopped(tmp_path, 75), ended)
     assert (code, content["kind"], content["rank"]) == (75, "peerLost", 1)
@@ -207,7 +205,7 @@ def test_the_report_names_an_early_end_elsewhere_and_a_signal_in_between(tmp_pat
         (False, None, 0, 0),
     ],
 )
-def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # type: ignore[no-untyped-def]
+def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(
     tmp_path, sent, at_work, phase, step, code
 ):
     workers, _ = make_group(tmp_path)
@@ -223,7 +221,7 @@ def test_who_ends_with_0_after_a_signal_has_succeeded_only_if_it_was_done(  # ty
     assert (found, content["kind"]) == (code, "sigterm" if code else "success")
 
 
-def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ignore[no-untyped-def]
+def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):
     """A process in a read from a disk that does not answer."""
     asked = 0
 
@@ -247,7 +245,7 @@ def test_who_cannot_be_killed_is_not_waited_for(monkeypatch, sent):  # type: ign
     assert reaped == [(NEVER, -9)]
 
 
-def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monkeypatch):
     """A failure like any other: the next round may have some."""
     pump, said = OutputPump(Log(), prefixed=True), list[str]()
     workers = WorkerGroup(config_of_three(), Key(1, 0), tmp_path, pump, said.append)
@@ -270,7 +268,7 @@ def test_without_descriptors_a_worker_cannot_start_and_none_leaks(tmp_path, monk
 
 
 @pytest.mark.parametrize("how", ["signal", "stop", "grace"])
-def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: ignore[no-untyped-def]
+def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):
     """The fork server may import for seconds: a SIGTERM, or another rank's failure, comes first."""
     workers, _ = make_group(tmp_path, start=lambda local_rank: None if local_rank else NEVER)
     if how == "signal":
@@ -290,7 +288,7 @@ def test_who_has_not_come_yet_is_not_waited_for(tmp_path, sent, how):  # type: i
 
 
 @pytest.mark.parametrize("pid", [0, 1, 2**32 - 1])
-def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, pid):  # type: ignore[no-untyped-def]
+def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, pid):
     workers, _ = make_group(tmp_path)
     RankStateWriter(tmp_path, 1)
     with path_of(tmp_path, 1).open("r+b") as record:
@@ -300,7 +298,7 @@ def test_a_record_that_names_another_process_misleads_no_signal(tmp_path, sent, 
     assert sent == [(NEVER, 15), (NEVER + 1, 15), (NEVER + 2, 15)]
 
 
-def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):
     """Else a victim here would be the first, and blamed."""
     heard, seen = list[float](), list[float]()
 
@@ -319,7 +317,7 @@ def test_a_failure_heard_of_is_older_than_an_end_seen_after_it(monkeypatch):  # 
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path, again):  # type: ignore[no-untyped-def]
+def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path, again):
     """Before a round that follows another one here."""
     did, ticked = list[str](), Event()
     supervisor: Any = object.__new__(Supervisor)
@@ -337,9 +335,7 @@ def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path, agai
     assert did == ["restored True"] * again + ["begin"]
 
 
-def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(  # type: ignore[no-untyped-def]
-    tmp_path, sent
-):
+def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(tmp_path, sent):
     workers, _ = make_group(tmp_path)
     nobody: Any = None
     ended = termination.Ended(end=End(-1, "replica 1 leaves", graceful=True))

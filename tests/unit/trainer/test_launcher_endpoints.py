@@ -1,7 +1,5 @@
 """The launcher's HTTP port: neither a resolver nor its end keeps the supervisor waiting."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -50,7 +48,7 @@ def ask(server: Server, path: str) -> bytes:
         return bytes(reply.read())
 
 
-def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(serve, monkeypatch):  # type: ignore[no-untyped-def]
+def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(serve, monkeypatch):
     for name in ("getfqdn", "gethostbyaddr"):
         monkeypatch.setattr(socket, name, lambda *_: pytest.fail("asks for a name"))
     server = serve()
@@ -63,7 +61,7 @@ def test_it_serves_without_a_resolver_and_frees_its_port_at_the_end(serve, monke
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
-def test_strangers_who_connect_and_say_nothing_make_room_for_others(serve):  # type: ignore[no-untyped-def]
+def test_strangers_who_connect_and_say_nothing_make_room_for_others(serve):
     """Else they hold the descriptors that the next round needs."""
     server = serve()
     address = ("127.0.0.1", port_of(server))
@@ -75,7 +73,7 @@ def test_strangers_who_connect_and_say_nothing_make_room_for_others(serve):  # t
         one.close()
 
 
-def test_an_endless_request_is_answered_and_closed_before_memory_fills(serve):  # type: ignore[no-untyped-def]
+def test_an_endless_request_is_answered_and_closed_before_memory_fills(serve):
     address = ("127.0.0.1", port_of(serve()))
     with socket.create_connection(address, timeout=PATIENCE) as stranger:
         begin = b"GET /healthz HTTP/1.1\r\na: "
@@ -85,7 +83,7 @@ def test_an_endless_request_is_answered_and_closed_before_memory_fills(serve):  
             assert reply.read().endswith(b"ok\n")
 
 
-def test_without_descriptors_it_waits_instead_of_trying_all_the_time(serve, monkeypatch):  # type: ignore[no-untyped-def]
+def test_without_descriptors_it_waits_instead_of_trying_all_the_time(serve, monkeypatch):
     monkeypatch.setattr(sockets, "FULL_SECONDS", 600.0)
     tries: list[float] = []
 
@@ -108,7 +106,7 @@ def test_without_descriptors_it_waits_instead_of_trying_all_the_time(serve, monk
     assert not server.thread.is_alive()
 
 
-def test_a_file_that_vanishes_meanwhile_hides_no_metrics(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_file_that_vanishes_meanwhile_hides_no_metrics(tmp_path, monkeypatch):
     """That of a rank which ends; or it is half written as yet."""
     (tmp_path / "gauge_1.db").touch()
     real, looks = Path.stat, list[Path]()
@@ -129,7 +127,7 @@ STATE: State = {
 PRIVATE = {"uid", "rounds", "stacks", "proof"}
 
 
-def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(serve):  # type: ignore[no-untyped-def]
+def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(serve):
     server = serve(STATE)
     for query in ("", "?", "?uid=", "?UID=5c1e", "?x=5c1e"):
         told = json.loads(ask(server, f"/state{query}"))
@@ -149,13 +147,13 @@ def test_strangers_are_told_neither_what_admits_them_to_the_hub_nor_stacks(serve
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def test_only_this_machines_addresses_are_local(host: str) -> None:
+def test_only_this_machines_addresses_are_local(host):
     assert endpoints._is_local(host)
     for other in ("10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "::", "0.0.0.0"):
         assert not endpoints._is_local(other)
 
 
-def test_strangers_have_answers_made_once_a_second_at_most(serve, monkeypatch):  # type: ignore[no-untyped-def]
+def test_strangers_have_answers_made_once_a_second_at_most(serve, monkeypatch):
     monkeypatch.setattr(endpoints, "_KEPT_SECONDS", 2 * PATIENCE)
     made: list[str] = []
 

@@ -1,7 +1,5 @@
 """The launcher's log and its workers' output, when nobody reads and when strays hold a pipe."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -61,7 +59,7 @@ class Reader:
         return self.found
 
 
-def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkeypatch):  # type: ignore[no-untyped-def]
+def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(log_module, "_MAX_BYTES", 200_000)
     monkeypatch.setattr(log_module, "_PATIENCE_SECONDS", NEVER)
     monkeypatch.setattr(log_module, "_FLUSH_SECONDS", NEVER)
@@ -85,7 +83,7 @@ def test_what_nobody_reads_is_kept_up_to_a_bound_then_dropped_and_counted(monkey
 @pytest.mark.parametrize(
     ("hurry", "short"), [(False, "_PATIENCE_SECONDS"), (False, "_FLUSH_SECONDS"), (True, "")]
 )
-def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch, hurry, short):  # type: ignore[no-untyped-def]
+def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch, hurry, short):
     for name in ("_PATIENCE_SECONDS", "_FLUSH_SECONDS"):
         monkeypatch.setattr(log_module, name, 0.05 if name == short else NEVER)
     with unread(1, 2):
@@ -95,7 +93,7 @@ def test_a_reader_that_stands_still_is_not_waited_for_at_the_end(monkeypatch, hu
     assert ended
 
 
-def test_stderr_is_written_while_nobody_reads_stdout():  # type: ignore[no-untyped-def]
+def test_stderr_is_written_while_nobody_reads_stdout():
     with unread(1), unread(2) as errors:
         log = Log()
         log.put(1, b"x" * 1_000_000)
@@ -103,7 +101,7 @@ def test_stderr_is_written_while_nobody_reads_stdout():  # type: ignore[no-untyp
         assert os.read(errors, 100) == b"launcher: heard\n"
 
 
-def test_reports_and_evidence_show_no_password_of_the_uploads_url():  # type: ignore[no-untyped-def]
+def test_reports_and_evidence_show_no_password_of_the_uploads_url():
     url = "s3://key:pa55word@store/bucket"
     pump = OutputPump(Log(), prefixed=True, secret_url=url)
     out, err = pump.pipes(0)
@@ -117,7 +115,7 @@ def test_reports_and_evidence_show_no_password_of_the_uploads_url():  # type: ig
     os.close(err)
 
 
-def test_a_workers_last_words_are_known_though_a_stray_holds_its_pipe():  # type: ignore[no-untyped-def]
+def test_a_workers_last_words_are_known_though_a_stray_holds_its_pipe():
     with unread(1, 2) as pipe:
         log = Log()
         log.put(1, b"x" * 1_000_000)  # no room: the thread that reads pipes waits

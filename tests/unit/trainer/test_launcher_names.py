@@ -1,11 +1,8 @@
 """A launcher tells that rank 0's name does not resolve: in its log, and of a hang as its cause."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +40,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
 
 
 @pytest.mark.fault("T11")
-def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -> None:
+def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver):
     alone = Names(None, lambda line: None)
     alone.begin()
     assert (alone.trouble, resolver.asked.is_set()) == ("", False), "nobody is asked"
@@ -71,7 +68,7 @@ def test_a_name_that_does_not_resolve_is_told_once_a_round(resolver: Resolver) -
 
 
 @pytest.mark.fault("T11")
-def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path: Path) -> None:
+def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path):
     """Torch tells of a socket that has timed out, and nothing of the name."""
     words = f"{MASTER} does not resolve (no such name)"
     found = ["", words]
@@ -83,7 +80,7 @@ def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path: Path) -> N
 
 @pytest.mark.fault("T11")
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
-def test_a_hang_at_the_start_names_it_as_its_cause(phase: Any, named: bool) -> None:
+def test_a_hang_at_the_start_names_it_as_its_cause(phase, named):
     hang = Hang(Sign(RankState(1, phase, activity="rendezvous"), 601.0), 600.0)
     request: Any = SimpleNamespace(hang=hang, text=str, native=str, brief=list)
     told: list[str] = []

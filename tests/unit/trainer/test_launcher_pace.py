@@ -1,7 +1,5 @@
 """Steps per second are those of the last minute."""
 
-from __future__ import annotations
-
 from ddpjob_trainer.launcher.reports.state import Pace
 from ddpjob_trainer.liveness.heartbeat import RankState
 

@@ -1,7 +1,5 @@
 """Ports that a launcher finds for others: nobody holds them, and nobody is given them meanwhile."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
@@ -10,7 +8,7 @@ from ddpjob_trainer.launcher import sockets
 from support.launching import has_address
 
 
-def test_each_is_another_and_none_is_handed_out_by_the_kernel() -> None:
+def test_each_is_another_and_none_is_handed_out_by_the_kernel():
     found = sockets.free_ports(200)
     assert len(set(found)) == 200
     assert max(found) < 20_000  # the operator's begin there, Linux' own at 32,768
@@ -19,9 +17,7 @@ def test_each_is_another_and_none_is_handed_out_by_the_kernel() -> None:
 
 @pytest.mark.parametrize("host", ["::", "127.0.0.1"])
 @pytest.mark.parametrize("listens", [True, False])
-def test_what_another_holds_is_taken_though_it_does_not_listen_yet(
-    monkeypatch: pytest.MonkeyPatch, listens: bool, host: str
-) -> None:
+def test_what_another_holds_is_taken_though_it_does_not_listen_yet(monkeypatch, listens, host):
     if not has_address(host):
         pytest.skip(f"this machine has no {host}")
     first, _ = two = sockets.free_ports(2)

@@ -1,7 +1,5 @@
 """`ddpjob local`: what a manifest becomes here, held against CRD and operator."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -50,7 +48,7 @@ def body(tmp_path: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("name", examples())
-def test_each_example_becomes_a_plan(name: str, tmp_path: Path) -> None:
+def test_each_example_becomes_a_plan(name, tmp_path):
     job = plan((EXAMPLES / name).read_text(), tmp_path)
     ports = range(2000, 2000 + job.ports())
     for replica in range(job.replicas):
@@ -62,9 +60,7 @@ def test_each_example_becomes_a_plan(name: str, tmp_path: Path) -> None:
     assert job.nproc == {"ladder/2-processes.yaml": 3, "ladder/3-faults.yaml": 3}.get(name, 1)
 
 
-def test_what_init_prints_becomes_a_plan_with_a_copy_to_work_in(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_init_prints_becomes_a_plan_with_a_copy_to_work_in(tmp_path, capsys, monkeypatch):
     (tmp_path / "src").mkdir()
     (tmp_path / "src/train.py").write_text("print(1)\n")
     monkeypatch.chdir(tmp_path)
@@ -99,7 +95,7 @@ def test_what_init_prints_becomes_a_plan_with_a_copy_to_work_in(
     assert "--anew" not in mine.words, "somebody's folder"
 
 
-def test_another_torch_than_the_images_is_told(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_another_torch_than_the_images_is_told(tmp_path, monkeypatch):
     for image, here, says in (
         (stock.IMAGE, "2.12.1+cpu", f"torch is 2.12.1 here and {stock.TORCH} in"),
         (stock.IMAGE, f"{stock.TORCH}+cpu", ""),
@@ -113,7 +109,7 @@ def test_another_torch_than_the_images_is_told(tmp_path, monkeypatch) -> None:  
 
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("more", ["full", "bare"])
-def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) -> None:
+def test_the_variables_are_the_operators(nproc, more, tmp_path):
     changes: dict[str, Any] = {}
     if more == "full":
         rules = [
@@ -150,7 +146,7 @@ def test_the_variables_are_the_operators(nproc: int, more: str, tmp_path: Path) 
     assert {n: ours[n] for n in theirs.keys() - OWN} == {n: theirs[n] for n in theirs.keys() - OWN}
 
 
-def test_the_operators_answer_to_each_exit_code(tmp_path: Path) -> None:
+def test_the_operators_answer_to_each_exit_code(tmp_path):
     limits = restarts.limits_of(read(body(tmp_path)))
     answers = {code: limits.action(code) for code in range(1, 256)}
     assert {code for code in answers if answers[code] == "Fail"} == {2, 64, 70, 78, 126, 127}
@@ -164,7 +160,7 @@ def test_the_operators_answer_to_each_exit_code(tmp_path: Path) -> None:
             assert code in exits.final_codes(ruled.ruled), (code, reason)
 
 
-def test_budgets_delays_and_what_heals_them() -> None:
+def test_budgets_delays_and_what_heals_them():
     limits = restarts.Limits(2, 1, 1, 3, 0, 100, ())
     many = replace(limits, max_restarts=9)
     steps = [(1, 0, at) for at in ((1, -1), (2, -1), (3, -1), (3, -1), (3, 5))]  # progressPath
@@ -181,7 +177,7 @@ def test_budgets_delays_and_what_heals_them() -> None:
         assert [budget.after(*failure)[0] for failure in failures] == delays
 
 
-def test_paths_and_variables_of_the_pods_become_those_of_here(tmp_path: Path) -> None:
+def test_paths_and_variables_of_the_pods_become_those_of_here(tmp_path):
     code, at = tmp_path / "workspace", "valueFrom"
     code.mkdir()
     (code / "x.py").touch()
@@ -213,7 +209,7 @@ def test_paths_and_variables_of_the_pods_become_those_of_here(tmp_path: Path) ->
     }  # fmt: skip
 
 
-def test_words_and_values_are_those_of_the_pods(tmp_path: Path) -> None:
+def test_words_and_values_are_those_of_the_pods(tmp_path):
     """Of the shell's variables a pod knows none, YAML's times are strings, null is none."""
     line = "cd $(HF_TOKEN); exec python3 train.py"
     text = f"""
@@ -249,7 +245,7 @@ data: {{B: $(A)}}
     assert job.files[tmp_path / "scratch/0/day"].content == b"2026-01-01"
 
 
-def test_options_and_what_is_left_out(tmp_path: Path) -> None:
+def test_options_and_what_is_left_out(tmp_path):
     text = body(
         tmp_path,
         spce={},
@@ -318,12 +314,12 @@ def mounted(**source: Any) -> dict[str, Any]:
         ({"apiVersion": "ddpjob.dev/v1beta1"}, "apiVersion: 'ddpjob.dev/v1beta1' must be"),
     ],
 )
-def test_refusals_name_field_and_cure(changes: Any, complaint: str, tmp_path: Path) -> None:
+def test_refusals_name_field_and_cure(changes, complaint, tmp_path):
     with pytest.raises(ConfigError, match=complaint):
         plan(with_map(body(tmp_path, **changes)), tmp_path, folders={})
 
 
-def test_a_file_of_a_config_map_may_be_executed_where_its_mode_says_so(tmp_path: Path) -> None:
+def test_a_file_of_a_config_map_may_be_executed_where_its_mode_says_so(tmp_path):
     items = [{"key": "x", "path": "bin/x", "mode": 0o500}]
     for mode, first in (({"defaultMode": 0o755}, "/app/x"), ({"items": items}, "/app/bin/x")):
         text = body(tmp_path, **{"T.command": [first]}, **mounted(**mode))
@@ -337,7 +333,7 @@ def with_map(job: str, key: str = "x") -> str:
     return json.dumps({"kind": "List", "items": [json.loads(job), config_map]})
 
 
-def test_yaml_that_holds_no_such_objects_is_refused() -> None:
+def test_yaml_that_holds_no_such_objects_is_refused():
     for objects, complaint in (
         ("ConfigMap\ndata: {../x: a}", r"ConfigMap data: '../x' must be a file's name"),
         ("ConfigMap\ndata: {x: 1}", r"ConfigMap.data.x: 1 must be a string"),
@@ -362,7 +358,7 @@ def test_yaml_that_holds_no_such_objects_is_refused() -> None:
         (["{file}", "--replicas", "0"], "--replicas: 0 must be"),
     ],
 )
-def test_refusals_of_the_command(words, complaint, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_refusals_of_the_command(words, complaint, tmp_path, capsys):
     (tmp_path / "file").write_text("{a: [")
     (tmp_path / "bytes").write_bytes(b"\xff")
     files = {name: tmp_path / name for name in ("file", "bytes")}
@@ -372,7 +368,7 @@ def test_refusals_of_the_command(words, complaint, tmp_path, capsys) -> None:  #
     assert complaint in capsys.readouterr().err
 
 
-def test_a_gpu_for_each_process(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_gpu_for_each_process(tmp_path, monkeypatch):
     for has, chosen, expected in (
         (0, None, None),
         (6, None, "2,3"),
@@ -387,7 +383,7 @@ def test_a_gpu_for_each_process(tmp_path, monkeypatch) -> None:  # type: ignore[
         assert job.environment(1, 1, range(5)).get("CUDA_VISIBLE_DEVICES") == expected
 
 
-def test_two_runs_of_a_manifest_do_not_share_a_folder_of_snapshots(tmp_path: Path) -> None:
+def test_two_runs_of_a_manifest_do_not_share_a_folder_of_snapshots(tmp_path):
     folder = tmp_path / "job-snapshots" / "job"
     with alone(folder):
         assert folder.is_dir(), "a volume is there before the program is"

@@ -3,8 +3,6 @@
 L2 to L4 are rules of the protocol; test_following.py has which hub it follows.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,9 +84,7 @@ class Part:
         (Parked, [], "gone", Parked, ["leave", "join"]),
     ],
 )
-def test_each_word_of_the_hub_in_each_phase(  # type: ignore[no-untyped-def]
-    phase, messages, lost, then, did
-):
+def test_each_word_of_the_hub_in_each_phase(phase, messages, lost, then, did):
     part = Part(phase)
     assert (part.take(*messages, lost=lost), part.did) == (then, did)
     assert not part.ended.lost
@@ -104,7 +100,7 @@ def test_each_word_of_the_hub_in_each_phase(  # type: ignore[no-untyped-def]
         (Running, {}, {"end": End(-1, "no", graceful=False)}),
     ],
 )
-def test_some_end_when_the_hub_is_lost(phase, made, ended):  # type: ignore[no-untyped-def]
+def test_some_end_when_the_hub_is_lost(phase, made, ended):
     part = Part(phase, **made)
     for name, value in ended.items():
         setattr(part.ended, name, value)
@@ -121,7 +117,7 @@ def test_some_end_when_the_hub_is_lost(phase, made, ended):  # type: ignore[no-u
         (Parked, None, 430.0),
     ],
 )
-def test_nobody_waits_for_ever(phase: type[Phase], kill_at: float | None, until: float) -> None:
+def test_nobody_waits_for_ever(phase, kill_at, until):
     part = Part(phase)
     part.workers.kill_at = kill_at
     part.take(now=until)
@@ -130,7 +126,7 @@ def test_nobody_waits_for_ever(phase: type[Phase], kill_at: float | None, until:
     assert (part.ended.lost, part.did) == ("it does not answer", ["stop 1"])
 
 
-def test_a_parked_launcher_waits_as_long_as_there_is_a_hub() -> None:
+def test_a_parked_launcher_waits_as_long_as_there_is_a_hub():
     part = Part(Parked)
     part.link.linked = True
     part.take(now=5000.0)
@@ -143,7 +139,7 @@ def test_a_parked_launcher_waits_as_long_as_there_is_a_hub() -> None:
     assert part.ended.lost == "it does not answer"
 
 
-def test_a_parked_launcher_may_look_for_a_hub_where_nobody_listens_yet() -> None:
+def test_a_parked_launcher_may_look_for_a_hub_where_nobody_listens_yet():
     part = Part(Running)
     part.workers.exits, part.workers.failed = [None], True
     assert isinstance(part.phase, Running)
@@ -156,7 +152,7 @@ def test_a_parked_launcher_may_look_for_a_hub_where_nobody_listens_yet() -> None
     assert (part.did, part.ended.lost) == (["Failed", "stop 0", "Stopped", "join"], "")
 
 
-def test_a_parked_launcher_ends_at_a_signal() -> None:
+def test_a_parked_launcher_ends_at_a_signal():
     part = Part(Parked)
     part.phase.forward(15, 101.0)
     part.take(GO)
@@ -166,7 +162,7 @@ def test_a_parked_launcher_ends_at_a_signal() -> None:
 
 
 @pytest.mark.parametrize("succeeded", [True, False])
-def test_a_parked_launcher_ends_when_all_have_succeeded(succeeded: bool) -> None:
+def test_a_parked_launcher_ends_when_all_have_succeeded(succeeded):
     """Also its replica, before it was stopped; else it stood by."""
     part = Part(Parked)
     part.workers.succeeded = succeeded

@@ -1,7 +1,5 @@
 """metrics.md and the code name the same metrics, and a scrape shows those and no others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ ROW = re.compile(r"^\| `(ddpjob_trainer_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.+)
 SPECS = (*metric_names.WORKER, *metric_names.LAUNCHER)
 
 
-def test_the_page_has_a_row_for_each_metric_and_no_other():  # type: ignore[no-untyped-def]
+def test_the_page_has_a_row_for_each_metric_and_no_other():
     rows = {name: (kind, labels) for name, kind, labels, _, _ in ROW.findall(PAGE)}
     code = {
         spec.exposed: (spec.type, ", ".join(f"`{label}`" for label in spec.labels) or "-")
@@ -26,7 +24,7 @@ def test_the_page_has_a_row_for_each_metric_and_no_other():  # type: ignore[no-u
     assert all(f"`{activity}`" in PAGE for activity in ACTIVITIES)
 
 
-def test_names_follow_prometheus():  # type: ignore[no-untyped-def]
+def test_names_follow_prometheus():
     for spec in SPECS:
         assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", spec.name)
         assert not spec.name.endswith(("_total", "_count", "_sum", "_bucket", "_ms"))

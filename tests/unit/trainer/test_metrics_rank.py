@@ -1,7 +1,5 @@
 """One rank's metrics: files named after the rank, counters that survive their process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -35,7 +33,7 @@ def run(directory: Path, rank: int, step: int) -> None:
     assert subprocess.call(command, env={**os.environ, **more}, timeout=PATIENCE) == -9
 
 
-def test_restarts_leave_no_files_and_lose_no_counts(tmp_path):  # type: ignore[no-untyped-def]
+def test_restarts_leave_no_files_and_lose_no_counts(tmp_path):
     for round_ in range(4):
         for rank in (0, 1):
             run(tmp_path, rank, 100 * round_ + rank)
@@ -55,7 +53,7 @@ def test_restarts_leave_no_files_and_lose_no_counts(tmp_path):  # type: ignore[n
     assert as_text(tmp_path, LauncherMetrics()).decode() == text
 
 
-def test_the_metrics_that_a_spares_imports_have_made_are_kept(tmp_path):  # type: ignore[no-untyped-def]
+def test_the_metrics_that_a_spares_imports_have_made_are_kept(tmp_path):
     (tmp_path / f"counter_{os.getpid()}.db").touch()
     (tmp_path / f"counter_{2**22 + 1}.db").touch()
     forget_dead(tmp_path)

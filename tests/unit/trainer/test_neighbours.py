@@ -1,7 +1,5 @@
 """Launchers of two versions in one gang: what one says the other reads, or passes over."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -78,14 +75,14 @@ NEW = [
 LATER = b'{"type":"Regrow","size":2}\n'
 
 
-def test_the_version_before_is_the_one_that_its_page_says() -> None:
+def test_the_version_before_is_the_one_that_its_page_says():
     page = (frozen.WHEELS / "README.md").read_text()
     for wheel in frozen.WHEELS.glob("*.whl"):
         assert f"`{wheel.name}` | `{hashlib.sha256(wheel.read_bytes()).hexdigest()}`" in page
 
 
 @pytest.mark.fault("T20")
-def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: Path) -> None:
+def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path):
     """It closes the link at what it does not know: see docs/internals/api-plan.md."""
     assert {type(one) for one in SAID} == set(messages._TYPES.values())
     older = subprocess.run(
@@ -99,14 +96,14 @@ def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path: P
 
 @pytest.mark.fault("T20")
 @pytest.mark.parametrize("message", [*SAID, *NEW])
-def test_fields_of_a_later_version_are_left_out(message: Message) -> None:
+def test_fields_of_a_later_version_are_left_out(message):
     body = json.loads(encode(message))
     for part in (body, *body.get("exits", ())):
         part |= {"later": [{"deep": None}], "__class__": 1, "self": 2}
     assert decode(json.dumps(body).encode()) == message
 
 
-def test_a_field_that_an_earlier_version_does_not_send_is_its_default() -> None:
+def test_a_field_that_an_earlier_version_does_not_send_is_its_default():
     body = json.loads(encode(HUB))
     del body["held"], body["token"]
     assert decode(json.dumps(body).encode()) == replace(HUB, token="")
@@ -119,7 +116,7 @@ def port() -> Iterator[Port]:
 
 
 @pytest.mark.fault("T20")
-def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port: Port) -> None:
+def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port):
     with port.connect() as launcher:
         launcher.sendall(encode(OTHER) + LATER * 100 + encode(Failed(0, (EXIT,), 0)))
         port.hear()
@@ -131,7 +128,7 @@ def test_a_hub_passes_over_a_message_of_a_later_version_and_says_so_once(port: P
 
 
 @pytest.mark.fault("T20")
-def test_a_launcher_passes_over_a_message_of_a_later_hub_and_says_so_once() -> None:
+def test_a_launcher_passes_over_a_message_of_a_later_hub_and_says_so_once():
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listening, selectors.DefaultSelector() as ready:
         client = HubClient(listening.getsockname(), OTHER, ready, said.append)
@@ -151,9 +148,7 @@ def test_a_launcher_passes_over_a_message_of_a_later_hub_and_says_so_once() -> N
 @pytest.mark.parametrize(
     "first", [LATER, b'{"type":"Unknown","kind":"x"}\n', encode(Beat()), b'{"type":""}\n']
 )
-def test_a_stranger_that_begins_with_it_is_closed_at_once_and_not_quoted(
-    port: Port, first: bytes
-) -> None:
+def test_a_stranger_that_begins_with_it_is_closed_at_once_and_not_quoted(port, first):
     with port.connect() as stranger:
         stranger.sendall(first + encode(OTHER))
         port.hear()
@@ -163,6 +158,6 @@ def test_a_stranger_that_begins_with_it_is_closed_at_once_and_not_quoted(
 
 
 @pytest.mark.parametrize("kind", ["\\u001b[2J", "x" * 41, "a\\nb", "é", "no such", ""])
-def test_what_no_version_would_call_a_message_is_none(kind: str) -> None:
+def test_what_no_version_would_call_a_message_is_none(kind):
     with pytest.raises(ValueError, match="not a message"):
         decode(f'{{"type":"{kind}"}}'.encode())

@@ -3,8 +3,6 @@
 The texts are those of gloo in torch 2.13, and of torch's and NCCL's libraries.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,14 +64,14 @@ CASES: list[tuple[BaseException, int]] = [
 
 
 @pytest.mark.parametrize(("error", "code"), CASES)
-def test_the_exit_code_is_that_of_the_fault(error, code):  # type: ignore[no-untyped-def]
+def test_the_exit_code_is_that_of_the_fault(error, code):
     assert exit_code_of(error) == code
     expected = {LOST: PeerLostError, CONFIG: ConfigError}.get(code, type(error))
     with pytest.raises(expected), peer_loss():
         raise error
 
 
-def test_a_misconfiguration_names_what_nccl_found_and_the_cure():  # type: ignore[no-untyped-def]
+def test_a_misconfiguration_names_what_nccl_found_and_the_cure():
     with pytest.raises(ConfigError, match=r"NCCL: Duplicate GPU .* a GPU of its own"), peer_loss():
         raise CASES[0][0]
     assert brief(nccl(*CUDA, "Cuda failure 2 'out of memory'")) == (

@@ -1,7 +1,5 @@
 """What prepare() takes: one or several, by which names, on which device, whose scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the launcher reads from lines of real programs, and what it must not take for a step."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -110,9 +108,7 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
         (["\x1b[32mstep 30\x1b[0m loss 0.2\x1b[K"], 30, None, 0.2),
     ],
 )  # fmt: skip
-def test_lines_of_programs(
-    lines: list[str], step: int | None, total: int | None, loss: float | None
-) -> None:
+def test_lines_of_programs(lines, step, total, loss):
     assert short(after(*lines)) == (step, total, loss)
 
 
@@ -150,23 +146,23 @@ def test_lines_of_programs(
         "val_loss: 0.3, val loss 0.2",
     ],
 )
-def test_lines_that_are_no_step_and_no_loss(line: str) -> None:
+def test_lines_that_are_no_step_and_no_loss(line):
     assert after(line) == Numbers()
 
 
-def test_a_surer_form_counts_from_where_it_is_seen() -> None:
+def test_a_surer_form_counts_from_where_it_is_seen():
     bar = f"100%{BAR}50/50 [00:01<00:00, 36.50it/s]"
     assert short(after(bar, "step 3 loss 0.5", bar)) == (3, None, 0.5)
 
 
-def test_a_program_that_begins_again_begins_at_its_step() -> None:
+def test_a_program_that_begins_again_begins_at_its_step():
     reader = Reader({})
     reader.read("step 30 loss 0.2", 1.0)
     reader.begin()
     assert short(reader.numbers) == (None, None, None)
 
 
-def test_expressions_of_the_user() -> None:
+def test_expressions_of_the_user():
     output = {
         "step": r"^update (\d+)", "totalSteps": r"of ([\d,]+)", "loss": r"L=(\S+)",
         "metrics": {"accuracy": r"acc ([\d.]+)", "bad": r"acc (\S)x"},
@@ -181,7 +177,7 @@ def test_expressions_of_the_user() -> None:
     assert after(long, output={"step": r"update (\d+)"}).step is None
 
 
-def test_an_expression_that_is_cut_off_reads_nothing() -> None:
+def test_an_expression_that_is_cut_off_reads_nothing():
     def search(pattern: re.Pattern[str], line: str) -> re.Match[str] | None:
         return None
 
@@ -204,6 +200,6 @@ def test_an_expression_that_is_cut_off_reads_nothing() -> None:
         ({"step": 7, "metrics": [1]}, ""),
     ],
 )
-def test_what_is_wrong_with_expressions_is_named(raw: dict[str, object], why: str) -> None:
+def test_what_is_wrong_with_expressions_is_named(raw, why):
     assert why in flaw(raw)
     assert bool(flaw(raw)) == bool(why)

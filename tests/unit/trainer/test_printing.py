@@ -1,7 +1,5 @@
 """No text that a volume holds reaches a terminal as more than text, by whichever command."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect
@@ -83,7 +81,7 @@ def evidence(uid: str, replica: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_evidence_is_plain_text_whatever_its_files_say(tmp_path: Path, capsys: Any) -> None:
+def test_evidence_is_plain_text_whatever_its_files_say(tmp_path, capsys):
     uid = f"u{WRITTEN}"
     place = folder.place(uid, 1, 0)
     with folder.opened(tmp_path, place.name, make=True) as fd:
@@ -129,7 +127,7 @@ def with_header(path: Path, header: dict[str, Any]) -> None:
     rewritten(path, lambda _: body)
 
 
-def test_snapshots_are_plain_text_whatever_their_files_say(tmp_path: Path, capsys: Any) -> None:
+def test_snapshots_are_plain_text_whatever_their_files_say(tmp_path, capsys):
     root = tmp_path / "job"
     store, _ = open_snapshots(root, 1)
     tensors = {f"w{WRITTEN}": torch.ones(2), "v": torch.ones(2)}
@@ -166,14 +164,14 @@ def test_snapshots_are_plain_text_whatever_their_files_say(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("module", [evidence_commands, commands, reader, cli])
-def test_the_commands_print_in_one_way(module: Any) -> None:
+def test_the_commands_print_in_one_way(module):
     tree = ast.parse(inspect.getsource(module))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert not [func for func in calls if isinstance(func, ast.Name) and func.id == "print"]
     assert "stdout" not in inspect.getsource(module)
 
 
-def test_ranks_and_launchers_quote_a_volume_in_one_plain_line(capfd: Any) -> None:
+def test_ranks_and_launchers_quote_a_volume_in_one_plain_line(capfd):
     config = {"job": "mine", "program": {}, "total_steps": 3}
     origin.tell(1, {"job": ODD, "program": {}}, config)
     log = Log()

@@ -1,7 +1,5 @@
 """What a run publishes as it goes: phases, times, readings, and what the script logs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +35,7 @@ def state(directory: Path) -> RankState:
     return found
 
 
-def test_the_first_step_still_belongs_to_the_start(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_the_first_step_still_belongs_to_the_start(tmp_path, clock, capsys):
     progress = make(tmp_path)
     progress.built(dict)
     assert (state(tmp_path).phase, state(tmp_path).activity) == ("startup", "load")
@@ -52,7 +50,7 @@ def test_the_first_step_still_belongs_to_the_start(tmp_path, clock, capsys):  # 
     assert state(tmp_path).activity == "end"
 
 
-def test_times_and_readings(tmp_path, clock):  # type: ignore[no-untyped-def]
+def test_times_and_readings(tmp_path, clock):
     seen: dict[str, float] = {}
     progress = make(tmp_path)
     progress.built(lambda: {"learning_rate": 0.25})
@@ -79,7 +77,7 @@ def begun(directory: Path, step: int = 0, **options: object) -> Progress:
     return progress
 
 
-def test_each_step_is_told_once_and_the_rate_is_that_since_the_last_line(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_each_step_is_told_once_and_the_rate_is_that_since_the_last_line(tmp_path, clock, capsys):
     progress = begun(tmp_path, events=EventLog(tmp_path / "events"))
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
         clock.now += step
@@ -102,7 +100,7 @@ class Recorded:
         return lambda step, values: self.calls.append((step, values))
 
 
-def test_where_lines_are_far_apart_the_rate_is_of_the_last_minutes(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_where_lines_are_far_apart_the_rate_is_of_the_last_minutes(tmp_path, clock, capsys):
     progress = begun(tmp_path, log_every=500, total_steps=900)
     rates = []
     for step in range(1, 501):
@@ -116,7 +114,7 @@ def test_where_lines_are_far_apart_the_rate_is_of_the_last_minutes(tmp_path, clo
     assert len(set(rates[250:300])) > 2
 
 
-def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):
     sink = Recorded()
     progress = make(tmp_path, sinks=sink.sinks)
     rates = {"learning_rate": 0.5}
@@ -131,7 +129,7 @@ def test_sinks_get_the_runs_numbers_every_few_steps(tmp_path, clock, capsys):  #
     assert sink.calls == [("open", 2), (4, values)]
 
 
-def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, capsys):
     sink = Recorded()
     events = tmp_path / "events"
     progress = make(tmp_path, sinks=sink.sinks, events=EventLog(events))
@@ -154,7 +152,7 @@ def test_what_the_script_logs_is_told_when_its_step_has_ended(tmp_path, clock, c
     assert "loss" not in sink.calls[3][1], "the script's own comes first"  # type: ignore[index]
 
 
-def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, clock, capsys):  # type: ignore[no-untyped-def]
+def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, clock, capsys):
     sink = Recorded()
     progress = make(tmp_path, sinks=sink.sinks)
     progress.log(0, {"parameters": 12.0})
@@ -165,7 +163,7 @@ def test_a_resumed_run_does_not_repeat_what_it_logged_before_the_loop(tmp_path, 
     assert sink.calls == [("open", 6), (9, {"ahead": 1.0}), (7, {"accuracy": 0.5})]
 
 
-def test_numbers_of_all_kinds_can_be_logged_and_nothing_else():  # type: ignore[no-untyped-def]
+def test_numbers_of_all_kinds_can_be_logged_and_nothing_else():
     for values, words in (
         ({"x": torch.zeros(2)}, r"'x' is a tensor \[2\] of torch.float32; give one"),
         ({"x": torch.zeros((), dtype=torch.complex64)}, "of torch.complex64"),

@@ -1,7 +1,5 @@
 """What counts as the newest file at a progress path; nobody waits for a dead file server."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
@@ -49,9 +47,7 @@ def touch(tmp_path: Path) -> Callable[[str, int], Path]:
         ("links", 2),  # of the links themselves: last -> step-5 is news
     ],
 )
-def test_the_newest_file_counts(
-    path: str, seconds: int | None, tmp_path: Path, touch: Callable[[str, int], Path]
-):
+def test_the_newest_file_counts(path, seconds, tmp_path, touch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(touch("last", 7))
     for name, age in {
@@ -68,7 +64,7 @@ def test_the_newest_file_counts(
 
 
 def test_a_large_directory_is_looked_at_in_part_the_newest_parts_first(
-    tmp_path: Path, touch: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path, touch, monkeypatch
 ):
     for number in range(20):
         touch(f"many/{number}", 1)
@@ -79,9 +75,7 @@ def test_a_large_directory_is_looked_at_in_part_the_newest_parts_first(
     assert newest_mtime(tmp_path) == 5 * SECOND
 
 
-def test_a_newer_file_is_seen_and_an_older_one_takes_nothing_back(
-    touch: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_newer_file_is_seen_and_an_older_one_takes_nothing_back(touch, monkeypatch):
     path = touch("last", 5)
     watched = ProgressPath(path, every=60)
     monkeypatch.setattr(threading, "Thread", None)  # at the limit of pids no other can be started
@@ -99,7 +93,7 @@ def test_a_newer_file_is_seen_and_an_older_one_takes_nothing_back(
     assert watched.newest == 8 * SECOND
 
 
-def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch):
     begun, answers = threading.Semaphore(0), threading.Semaphore(0)
     looks = itertools.count(1)
 

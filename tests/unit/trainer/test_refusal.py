@@ -1,7 +1,5 @@
 """A refusal ends with its message, said once, and with the line of the script."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
@@ -34,7 +32,7 @@ def errors(tmp_path, monkeypatch, capfd):  # type: ignore[no-untyped-def]
     return read
 
 
-def test_one_rank_says_it_for_all_that_have_the_same_to_say(errors):  # type: ignore[no-untyped-def]
+def test_one_rank_says_it_for_all_that_have_the_same_to_say(errors):
     same = refused()
     other = refused(total_steps=10, global_batch=7)
     for rank, error in ((1, same), (0, same), (2, other)):
@@ -46,9 +44,7 @@ def test_one_rank_says_it_for_all_that_have_the_same_to_say(errors):  # type: ig
     assert second.startswith("ddpjob: rank 2: ConfigError: ")
 
 
-def test_without_a_launcher_or_a_writable_place_every_rank_says_it(  # type: ignore[no-untyped-def]
-    errors, monkeypatch, tmp_path
-):
+def test_without_a_launcher_or_a_writable_place_every_rank_says_it(errors, monkeypatch, tmp_path):
     error = refused()
     for directory in ("", str(tmp_path / "missing")):
         monkeypatch.setenv(environment.STATE_DIR, directory)
@@ -56,7 +52,7 @@ def test_without_a_launcher_or_a_writable_place_every_rank_says_it(  # type: ign
         assert len(errors()) == 2
 
 
-def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, monkeypatch):  # type: ignore[no-untyped-def]
+def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, monkeypatch):
     assert not refusal.tell(0, PeerLostError("gone"), None)
     assert not refusal.tell(0, ValueError("a bug"), None)
     monkeypatch.setenv(environment.TRACEBACK, "1")
@@ -64,7 +60,7 @@ def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, 
     assert errors() == []
 
 
-def test_the_line_is_the_scripts_though_torch_called_our_hook(errors):  # type: ignore[no-untyped-def]
+def test_the_line_is_the_scripts_though_torch_called_our_hook(errors):
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     updater = Updater()

@@ -1,7 +1,5 @@
 """The record of a rank's steps: what survives a kill, and what a comparison says of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +35,7 @@ def entry(step: int, **more: Any) -> Entry:
                     "first_loss": 0.5, **more})  # fmt: skip
 
 
-def test_the_next_process_finds_what_was_written(tmp_path: Path):
+def test_the_next_process_finds_what_was_written(tmp_path):
     path = tmp_path / "replay" / "rank-0"
     first = Records(path, KEY)
     assert first.found is None
@@ -52,7 +50,7 @@ def test_the_next_process_finds_what_was_written(tmp_path: Path):
     assert Records(path, KEY).found is None
 
 
-def test_the_newest_steps_are_kept_and_none_that_comes_after_a_difference(tmp_path: Path):
+def test_the_newest_steps_are_kept_and_none_that_comes_after_a_difference(tmp_path):
     records = Records(tmp_path / "rank-0", KEY)
     for step in range(1, CAPACITY + 11):
         records.put(entry(step))
@@ -63,7 +61,7 @@ def test_the_newest_steps_are_kept_and_none_that_comes_after_a_difference(tmp_pa
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"\0" * BYTES, b"ddpjob replay 2\0" + b"o" * 900])
-def test_a_file_of_another_run_is_no_record(tmp_path: Path, data: bytes):
+def test_a_file_of_another_run_is_no_record(tmp_path, data):
     (tmp_path / "rank-0").write_bytes(data)
     assert Records(tmp_path / "rank-0", KEY).found is None
     Records(tmp_path / "rank-0", KEY).put(entry(1))
@@ -126,7 +124,7 @@ def of(value: Any) -> int:
         {"x": torch.ones(2), "name": ["a", None, 3, 2.5, b"z", True]}, (), object,
     ],
 )  # fmt: skip
-def test_what_batches_hold_has_a_hash_that_does_not_change(value: Any):
+def test_what_batches_hold_has_a_hash_that_does_not_change(value):
     assert of(value) == of(value)
 
 
@@ -197,7 +195,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said: list[str]):
+def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path, said):
     Life(tmp_path / "r", 0).do(*LOSSES)
     Life(tmp_path / "r", 2).do(3.0)  # and killed: the rest is left to the next
     life = Life(tmp_path / "r", 2)
@@ -210,9 +208,7 @@ def test_a_restart_is_proven_once_its_steps_were_done_again(tmp_path: Path, said
     assert not (tmp_path / "r").exists()
 
 
-def test_a_difference_is_said_once_and_each_restart_before_it_differs(
-    tmp_path: Path, said: list[str]
-):
+def test_a_difference_is_said_once_and_each_restart_before_it_differs(tmp_path, said):
     Life(tmp_path / "r", 0).do(*LOSSES)
     life = Life(tmp_path / "r", 2)
     life.do(3.0, 4.5, 5.5, 6.5)
@@ -224,9 +220,7 @@ def test_a_difference_is_said_once_and_each_restart_before_it_differs(
     assert again.proofs == life.proofs  # not with what had been lost already
 
 
-def test_two_resumed_rounds_that_agree_are_no_proof_after_a_difference(
-    tmp_path: Path, said: list[str]
-):
+def test_two_resumed_rounds_that_agree_are_no_proof_after_a_difference(tmp_path, said):
     path, false = tmp_path / "r", {"equal": False, "step": 4, "rank": 0, "what": "loss"}
     Life(path, 0).do(*LOSSES)
     life = Life(path, 2)
@@ -259,9 +253,7 @@ def test_two_resumed_rounds_that_agree_are_no_proof_after_a_difference(
 
 
 @pytest.mark.parametrize(("done", "facts"), [(0, "same"), (2, "others"), (5, "same")])
-def test_nothing_is_claimed_of_what_was_not_compared(
-    tmp_path: Path, said: list[str], done: int, facts: str
-):
+def test_nothing_is_claimed_of_what_was_not_compared(tmp_path, said, done, facts):
     Life(tmp_path / "r", 0).do(*LOSSES)
     life = Life(tmp_path / "r", done, facts)
     life.do(7.0, 8.0, 9.0, end=True)
@@ -269,14 +261,14 @@ def test_nothing_is_claimed_of_what_was_not_compared(
     assert [text.partition(":")[0] for text in said] == ["restart not checked"] * (facts != "same")
 
 
-def test_a_disk_without_room_stops_no_training(tmp_path: Path, said: list[str]):
+def test_a_disk_without_room_stops_no_training(tmp_path, said):
     (tmp_path / "file").touch()
     life = Life(tmp_path / "file" / "r", 0)
     life.do(1.0)
     assert ["for want of a record" in text for text in said] == [True]
 
 
-def test_the_launcher_reads_the_proof_and_no_unchecked_restart_undoes_it(tmp_path: Path):
+def test_the_launcher_reads_the_proof_and_no_unchecked_restart_undoes_it(tmp_path):
     gang: Any = SimpleNamespace(
         state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
     )

@@ -1,7 +1,5 @@
 """What rounds.decide answers when every process of a round has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -88,7 +86,7 @@ def next_of(found: Iterable[Exit], *more: Any, **and_more: Any) -> History:
         (exits(KILLED, 64), 0),  # what no restart cures came after another end
     ],
 )
-def test_another_round_follows(found: list[Exit], cause: int | None) -> None:
+def test_another_round_follows(found, cause):
     verdict = verdict_of(found)
     assert (verdict.cause.rank if verdict.cause else None) == cause
     assert verdict.next is not None
@@ -106,14 +104,14 @@ def test_another_round_follows(found: list[Exit], cause: int | None) -> None:
         (exits(LOST, 42), (3, 42, LOST), "a rule of the job"),
     ],
 )
-def test_no_round_follows(found: list[Exit], final: tuple[int, ...], why: str) -> None:
+def test_no_round_follows(found, final, why):
     verdict = verdict_of(found, step=50, final=frozenset(final))
     assert (verdict.next, verdict.cause) == (None, found[1])
     assert why in verdict.why
 
 
 @pytest.mark.parametrize("found", [exits(LOST, 4), drilled(LOST)])
-def test_a_rule_of_the_job_means_its_exit_codes_and_no_drill(found: list[Exit]) -> None:
+def test_a_rule_of_the_job_means_its_exit_codes_and_no_drill(found):
     assert verdict_of(found, final=frozenset({3, LOST})).next is not None
 
 
@@ -130,13 +128,13 @@ def test_a_rule_of_the_job_means_its_exit_codes_and_no_drill(found: list[Exit]) 
         (76, "rank 0 hung", "hang: rank 0 hung"),
     ],
 )
-def test_a_record_says_in_words_how_a_round_ended(status: int, exception: str, words: str) -> None:
+def test_a_record_says_in_words_how_a_round_ended(status, exception, words):
     following = next_of([Exit(0, 0, status, 1.0, exception=exception)])
     assert in_words(following.records[0]) == words
     assert in_words({"round": 0}) == "peerLost"  # without a process to blame
 
 
-def test_the_records_of_two_rounds() -> None:
+def test_the_records_of_two_rounds():
     first = next_of([Exit(3, 1, KILLED, 0.0, step=17)], step=10)
     second = next_of([Exit(0, 0, 1, 0.0, exception="ValueError: x")], first)
     assert second.records == (
@@ -151,7 +149,7 @@ def test_the_records_of_two_rounds() -> None:
     )  # fmt: skip
 
 
-def test_only_the_newest_records_are_kept() -> None:
+def test_only_the_newest_records_are_kept():
     history = History()
     for step in range(15):
         history = next_of(exits(KILLED), history, step)
@@ -174,9 +172,7 @@ def test_only_the_newest_records_are_kept() -> None:
         ({"budget": 1, "heal_after": 0.0}, "lasted", (1e9, 1e9), 1),  # unless that is off
     ],
 )
-def test_the_budget_counts_failures_without_progress(  # type: ignore[no-untyped-def]
-    limits, what, values, rounds
-):
+def test_the_budget_counts_failures_without_progress(limits, what, values, rounds):
     history = History()
     for number, value in enumerate(values):
         verdict = verdict_of(exits(KILLED), history, **limits, **{what: value})
@@ -191,7 +187,7 @@ def test_the_budget_counts_failures_without_progress(  # type: ignore[no-untyped
 
 
 @pytest.mark.fault("U15")
-def test_one_exception_three_times_at_one_step_ends_the_attempt() -> None:
+def test_one_exception_three_times_at_one_step_ends_the_attempt():
     """Each round lasts for hours, which is progress, and would go on for ever."""
     history = next_of(raised(), None, 25, lasted=9999.0)
     history = next_of(raised(), history, 25, lasted=9999.0)
@@ -200,7 +196,7 @@ def test_one_exception_three_times_at_one_step_ends_the_attempt() -> None:
     assert "the same exception 3 times in a row at step 40" in verdict.why
 
 
-def test_numbers_that_differ_do_not_hide_the_same_exception() -> None:
+def test_numbers_that_differ_do_not_hide_the_same_exception():
     said = "RuntimeError: loss {} of <Batch at 0x7f{:x}> after {:g} s in pid {}"
     history = History()
     for one in (1.5, 2e-07):
@@ -222,9 +218,7 @@ def test_numbers_that_differ_do_not_hide_the_same_exception() -> None:
         (raised(0), raised(0), -1),
     ],
 )
-def test_what_differs_or_may_be_the_start_has_another_round(
-    second: list[Exit], third: list[Exit], step: int
-) -> None:
+def test_what_differs_or_may_be_the_start_has_another_round(second, third, step):
     history = next_of(second, next_of(third, None, step), step, lasted=99.0)
     assert verdict_of(third, history, step, lasted=99.0).next is not None
 
@@ -244,9 +238,7 @@ def test_what_differs_or_may_be_the_start_has_another_round(
          False),
     ],
 )  # fmt: skip
-def test_a_script_that_fails_twice_before_its_first_step_ends(  # type: ignore[no-untyped-def]
-    first, second, lasted, another
-):
+def test_a_script_that_fails_twice_before_its_first_step_ends(first, second, lasted, another):
     history = next_of(first, lasted=lasted, heal_after=0.0)
     verdict = verdict_of(second, history, lasted=lasted, heal_after=0.0)
     assert (verdict.next is not None, verdict.code) == ((True, 0) if another else (False, 64))
@@ -257,7 +249,7 @@ def test_a_script_that_fails_twice_before_its_first_step_ends(  # type: ignore[n
 # --- A drill ---------------------------------------------------------------------------------
 
 
-def test_a_drill_is_a_round_and_no_failure() -> None:
+def test_a_drill_is_a_round_and_no_failure():
     before = History(failures=1, snapshot_step=5, modified=7)
     after = next_of(drilled(LOST, LOST, LOST), before, 10, budget=1, modified=9)
     record = {"round": 0, "at": AT, "kind": "drill", "step": 12, "snapshotStep": 10}
@@ -268,7 +260,7 @@ def test_a_drill_is_a_round_and_no_failure() -> None:
     assert verdict_of(exits(KILLED), failed, 10, budget=1).next is None
 
 
-def test_who_was_stopped_or_lost_its_peers_to_a_drill_is_part_of_it() -> None:
+def test_who_was_stopped_or_lost_its_peers_to_a_drill_is_part_of_it():
     stopped = Exit(1, 1, KILLED, 0.0, ours=True)
     silent = Exit(2, 0, LOST, 0.0, exception="PeerLostError: closed")
     following = next_of([*drilled(LOST), stopped, silent], History(failures=2))
@@ -277,12 +269,12 @@ def test_who_was_stopped_or_lost_its_peers_to_a_drill_is_part_of_it() -> None:
 
 @pytest.mark.fault("T2")
 @pytest.mark.parametrize("status", [KILLED, 1, 76, 143])
-def test_a_death_during_a_drill_is_a_failure(status: int) -> None:
+def test_a_death_during_a_drill_is_a_failure(status):
     following = next_of(drilled(LOST, status, LOST))
     assert (following.failures, following.records[0]["rank"]) == (1, 1)
 
 
-def test_a_drill_is_bounded_and_needs_rounds() -> None:
+def test_a_drill_is_bounded_and_needs_rounds():
     ends, history = drilled(LOST, LOST), History()
     for left in (True, True, False):
         assert drills_left(history.records) is left

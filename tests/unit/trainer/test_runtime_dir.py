@@ -1,7 +1,5 @@
 """The launcher's directory: where there is room, and nothing of dead launchers is left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -38,7 +36,7 @@ def full(monkeypatch):  # type: ignore[no-untyped-def]
     return prefixes
 
 
-def test_a_killed_launchers_directory_is_removed_a_living_ones_is_not(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_killed_launchers_directory_is_removed_a_living_ones_is_not(tmp_path):
     foreign = tmp_path / "ddpjob-trainer-of-an-earlier-version"
     foreign.mkdir()
     (tmp_path / "ddpjob-launcher-file").touch()
@@ -58,7 +56,7 @@ def test_a_killed_launchers_directory_is_removed_a_living_ones_is_not(tmp_path):
     assert not runtime_dir.path.exists()
 
 
-def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full):  # type: ignore[no-untyped-def]
+def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full):
     runtime_dir = RuntimeDir(2, (str(tmp_path), "/nowhere"))
     full.add(str(tmp_path))
     with pytest.raises(NoRoomError, match=r"make /dev/shm bigger or free it, .*: No space left"):
@@ -71,7 +69,7 @@ def test_without_room_anywhere_the_error_names_places_and_cure(tmp_path, full): 
     assert runtime_dir.begin(Key(1, 1)).is_dir()  # somebody has made room
 
 
-def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_read_only_root_has_no_temporary_directory(tmp_path, monkeypatch):
     """`readOnlyRootFilesystem: true`; /dev/shm is a volume of the operator's."""
 
     def nowhere() -> str:

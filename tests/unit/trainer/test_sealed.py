@@ -1,14 +1,10 @@
 """A stranger at torch's store: what it forges decides nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,12 +85,7 @@ def writes_much(stranger: Store) -> None:
 
 @pytest.mark.parametrize("attack", [pretends, seals_with_another_token, says_it_again, writes_much])
 @pytest.mark.fault("T19")
-def test_a_forged_report_commits_no_snapshot(
-    store: TCPStore,
-    stranger: Any,
-    attack: Callable[[Store], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_forged_report_commits_no_snapshot(store, stranger, attack, capsys):
     mine, theirs = PartReports(board(store), (0, 1)), PartReports(board(stranger, 1), (0, 1))
     mine.post(150, REAL[0])
     attack(stranger)
@@ -107,7 +98,7 @@ def test_a_forged_report_commits_no_snapshot(
 
 
 @pytest.mark.fault("T19")
-def test_who_removes_reports_makes_nobody_wait(store: TCPStore, stranger: Any) -> None:
+def test_who_removes_reports_makes_nobody_wait(store, stranger):
     """get() would wait for hours; and no report is lost that was read before."""
     mine, theirs = PartReports(board(store), (0, 1)), PartReports(board(stranger, 1), (0, 1))
     mine.post(150, REAL[0])
@@ -119,9 +110,7 @@ def test_who_removes_reports_makes_nobody_wait(store: TCPStore, stranger: Any) -
     assert not keys(stranger, "snapshot")
 
 
-def test_the_first_call_that_a_rank_has_written_counts(
-    store: TCPStore, stranger: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_call_that_a_rank_has_written_counts(store, stranger, capsys):
     PrefixStore(seal().prefix, stranger).set("call/3", json.dumps([2, "run.save()"]))
     first, second = board(store), board(stranger, 1)
     assert first.first("call", 3, 0, b"run.steps()") == (0, b"run.steps()")
@@ -129,7 +118,7 @@ def test_the_first_call_that_a_rank_has_written_counts(
     assert second.first("call", 3, 1, b"run.evaluate()") == (0, b"run.steps()")
 
 
-def test_no_key_and_no_note_holds_the_jobs_uid(store: TCPStore, stranger: Any) -> None:
+def test_no_key_and_no_note_holds_the_jobs_uid(store, stranger):
     card(0).show(store)
     board(store).post("snapshot", 150, 0, b"{}")
     for key in stranger.list_keys():
@@ -165,9 +154,7 @@ def card(rank: int, world: int = 2, attempt: int = OWN.attempt, token: str = "t0
     ],
 )
 @pytest.mark.fault("T19")
-def test_a_forged_identity_is_waited_out(
-    store: TCPStore, stranger: Any, forged: Callable[[list[Any]], str]
-) -> None:
+def test_a_forged_identity_is_waited_out(store, stranger, forged):
     first, second = card(0), card(1)
     first.show(store)
     told = json.loads(data_of(stranger.get("ddpjob/identity")))
@@ -182,7 +169,7 @@ def test_a_forged_identity_is_waited_out(
     "text", [b"x" * 10, b"Unable to find address; ncclInvalidUsage", b"\xff" * 170]
 )
 @pytest.mark.fault("T19")
-def test_who_writes_over_gloos_own_keys_is_a_lost_peer(text: bytes) -> None:
+def test_who_writes_over_gloos_own_keys_is_a_lost_peer(text):
     """Gloo raises ValueError or MemoryError then, which would be charged as the script's."""
     store = HashStore()
     store.set("0//cpu//0/0", text)
@@ -192,7 +179,7 @@ def test_who_writes_over_gloos_own_keys_is_a_lost_peer(text: bytes) -> None:
 
 
 @pytest.mark.fault("T19")
-def test_a_younger_attempt_ends_a_straggler_and_no_job(store: TCPStore) -> None:
+def test_a_younger_attempt_ends_a_straggler_and_no_job(store):
     """A stranger may do that by repeating it; so it is no more than a lost peer."""
     card(0, attempt=3).show(store)
     with pytest.raises(PeerLostError, match="attempt 3 round 0, this process to attempt 2"):
@@ -200,9 +187,7 @@ def test_a_younger_attempt_ends_a_straggler_and_no_job(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize(("token", "error"), [("t0ken", ConfigError), ("", PeerLostError)])
-def test_only_what_nobody_else_can_have_written_ends_a_job_for_good(
-    store: TCPStore, token: str, error: type[Exception]
-) -> None:
+def test_only_what_nobody_else_can_have_written_ends_a_job_for_good(store, token, error):
     card(0, token=token).show(store)
     with pytest.raises(error, match="WORLD_SIZE is 3 here and 2 at rank 0"):
         card(1, world=3, token=token).compare(store)
@@ -211,7 +196,7 @@ def test_only_what_nobody_else_can_have_written_ends_a_job_for_good(
 # --- The key ----------------------------------------------------------------------------------
 
 
-def test_the_key_is_taken_out_of_the_environment(tmp_path: Path) -> None:
+def test_the_key_is_taken_out_of_the_environment(tmp_path):
     secret = round_secret("t0ken", OWN.uid, OWN.attempt, OWN.round)
     known = StoreKey(secret[:32], final=True, lineage=secret[32:])
     job = {"DDPJOB_UID": OWN.uid}

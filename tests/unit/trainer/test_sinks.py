@@ -40,7 +40,7 @@ def told(opener: Opener, steps: range, *, resumed: int = 0) -> None:
     sink.wait(PATIENCE)
 
 
-def test_what_a_sink_refuses_is_left_out_and_training_goes_on(capsys):  # type: ignore[no-untyped-def]
+def test_what_a_sink_refuses_is_left_out_and_training_goes_on(capsys):
     sink = Fake(failures=2)
     told(sink.open, range(1, 5))
     assert sink.rows == [3, 4]
@@ -48,7 +48,7 @@ def test_what_a_sink_refuses_is_left_out_and_training_goes_on(capsys):  # type: 
     assert said.count("warning: fake takes no values: refused; training goes on\n") == 1
 
 
-def test_a_sink_that_stands_still_holds_up_nothing(monkeypatch, capsys):  # type: ignore[no-untyped-def]
+def test_a_sink_that_stands_still_holds_up_nothing(monkeypatch, capsys):
     monkeypatch.setattr(sinks_module, "MAX_WAITING", 3)
     fake = Fake()
     fake.go.clear()
@@ -65,7 +65,7 @@ def test_a_sink_that_stands_still_holds_up_nothing(monkeypatch, capsys):  # type
     fake.go.set()
 
 
-def test_a_sink_without_its_package_says_so_once(monkeypatch, capsys):  # type: ignore[no-untyped-def]
+def test_a_sink_without_its_package_says_so_once(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     opened: list[int] = []
     told(lambda step: (opened.append(step), tensorboard("logs", step))[1], range(1, 3))
@@ -73,7 +73,7 @@ def test_a_sink_without_its_package_says_so_once(monkeypatch, capsys):  # type: 
     assert capsys.readouterr().err.count(words) == len(opened) == 1
 
 
-def test_tensorboard_hides_the_steps_that_come_again(monkeypatch, capsys):  # type: ignore[no-untyped-def]
+def test_tensorboard_hides_the_steps_that_come_again(monkeypatch, capsys):
     calls: list[object] = []
 
     class SummaryWriter:

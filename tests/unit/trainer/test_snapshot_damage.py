@@ -3,8 +3,6 @@
 Their checksums may be right: nothing runs, memory stays bounded, nothing outside is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """What stays on a disk: whatever a process is killed at, and whatever retention removes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -3,8 +3,6 @@
 Values of every kind, each rank's bytes; on the way back in place, nothing shared, all or nothing.
 """
 
-from __future__ import annotations
-
 import enum
 import errno
 import fcntl

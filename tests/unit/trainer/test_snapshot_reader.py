@@ -1,7 +1,5 @@
 """Snapshots read by users: read_snapshot(), `ddpjob-trainer snapshot`, the example for DCP."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

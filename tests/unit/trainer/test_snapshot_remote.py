@@ -3,8 +3,6 @@
 The cases of S3 run where s3fs and moto are installed: in the environment of `make foreign`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import json

@@ -1,7 +1,5 @@
 """A rank's part on its way to the disk: memory that it is staged in, and what the status names."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from pathlib import Path
@@ -151,7 +149,7 @@ def test_a_wait_is_said_again_each_time_that_it_has_doubled(tmp_path, monkeypatc
     assert "by rank 0." in at(140)
 
 
-def test_more_than_the_store_takes_is_a_failed_snapshot() -> None:
+def test_more_than_the_store_takes_is_a_failed_snapshot():
     """torch's own would cut the rank off, at this snapshot and after each restart at the next."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     other = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)

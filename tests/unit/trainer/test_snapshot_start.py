@@ -4,8 +4,6 @@ Neither late, stopped, deleted or other jobs nor strangers, bad disks and newer 
 training never begins from nothing by accident.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

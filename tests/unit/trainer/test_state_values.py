@@ -1,9 +1,6 @@
 """run.state(): what its values may be, and what comes back."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from ddpjob_trainer.state.codec import flatten, unflatten
 from ddpjob_trainer.state.values import Values
 
 
-def test_values_come_back_as_they_were() -> None:
+def test_values_come_back_as_they_were():
     state = Values({"best": math.inf, "bad": 0, "name": None, "seen": (1, ("a", True))})
     state.best, state.name, state.bad = np.float64(0.5), "x", np.int64(3)
     state.bad += 1
@@ -28,7 +25,7 @@ def test_values_come_back_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), [1], (1, [2]), {"a": 1}])
-def test_what_would_change_by_itself_is_refused(value: Any) -> None:
+def test_what_would_change_by_itself_is_refused(value):
     with pytest.raises(ConfigError, match=r"cannot be a (Tensor|list|dict)"):
         Values({"best": value})
     state = Values({"best": 1})
@@ -37,7 +34,7 @@ def test_what_would_change_by_itself_is_refused(value: Any) -> None:
     assert state.best == 1
 
 
-def test_a_name_that_was_not_given_is_a_slip() -> None:
+def test_a_name_that_was_not_given_is_a_slip():
     state = Values({"best": 1, "bad": 0})
     with pytest.raises(ConfigError, match=r"not given 'bset'.*It has best, bad"):
         state.bset = 2

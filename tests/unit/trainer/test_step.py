@@ -1,7 +1,5 @@
 """Which batch a backward belongs to, and when a step may update and end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

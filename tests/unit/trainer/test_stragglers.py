@@ -1,7 +1,5 @@
 """One rank holds up the others: it is named when it does so for minutes, and by what it does."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddpjob_contract import Straggler
@@ -31,7 +29,7 @@ class Gang:
         return found
 
 
-def test_equal_ranks_and_a_short_delay_are_no_news() -> None:
+def test_equal_ranks_and_a_short_delay_are_no_news():
     gang = Gang()
     assert gang.step(200) == []
     gang.spent[2] = (1.0, 0.1)
@@ -43,9 +41,7 @@ def test_equal_ranks_and_a_short_delay_are_no_news() -> None:
 @pytest.mark.parametrize(
     ("spent", "by"), [((0.9, 0.1), "compute"), ((0.9, 0.45), "data"), ((0.9, 0.25), "compute")]
 )
-def test_the_slow_one_is_named_once_and_again_when_it_is_not(
-    spent: tuple[float, float], by: str
-) -> None:
+def test_the_slow_one_is_named_once_and_again_when_it_is_not(spent, by):
     gang = Gang()
     gang.spent[3] = spent
     (found,) = gang.step(400)
@@ -56,14 +52,14 @@ def test_the_slow_one_is_named_once_and_again_when_it_is_not(
     assert [one.get("rank") for one in gang.step(400)] == [1]
 
 
-def test_in_turns_nobody_is_slow() -> None:
+def test_in_turns_nobody_is_slow():
     gang = Gang()
     for turn in range(12):
         gang.spent = [(0.9 if rank == turn % 4 else 0.5, 0.1) for rank in range(4)]
         assert gang.step(60) == []
 
 
-def test_one_rank_and_very_many_send_nothing() -> None:
+def test_one_rank_and_very_many_send_nothing():
     for size in (1, MOST_RANKS + 1):
         alone = Stragglers(0, size, lambda: (1.0, 0.0), lambda: 1e6)
         assert alone.report() == []

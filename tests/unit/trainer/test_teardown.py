@@ -1,7 +1,5 @@
 """How a process leaves its group: NCCL, whose farewell waits for the others, is stood in for."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +15,7 @@ from ddpjob_trainer.training.teardown import Teardown
 @pytest.mark.parametrize(
     ("backend", "together"), [("nccl", True), ("nccl", False), ("gloo", False)]
 )
-def test_who_leaves_alone_does_not_wait_for_what_is_queued(
-    monkeypatch: pytest.MonkeyPatch, backend: str, together: bool
-) -> None:
+def test_who_leaves_alone_does_not_wait_for_what_is_queued(monkeypatch, backend, together):
     done: list[str] = []
     world = SimpleNamespace(abort=lambda: done.append("abort"))
     monkeypatch.setattr(world_module, "_holders", [])
@@ -49,9 +45,7 @@ def process() -> Any:
     [(True, False, [True]), (False, False, [False]), (False, True, [])],
     ids=["finish()", "the script's end", "an exception"],
 )
-def test_who_has_met_the_others_leaves_with_them(  # type: ignore[no-untyped-def]
-    monkeypatch: pytest.MonkeyPatch, process: Any, finishes, failing, left
-) -> None:
+def test_who_has_met_the_others_leaves_with_them(monkeypatch, process, finishes, failing, left):
     """A process that fails ends at once instead, with the code of its exception."""
     found: list[bool] = []
     monkeypatch.setattr(of_run, "leave_group", lambda *, together: found.append(together))

@@ -1,7 +1,5 @@
 """torchrun's spellings: every one is known, and taken or refused with a cure."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -33,7 +31,7 @@ def translate(words: str, env: dict[str, str], program: str = "train.py") -> dic
     return torchrun.translate(vars(options), read_launcher(env), program, module=options.module)
 
 
-def test_no_option_of_torchruns_is_unknown():  # type: ignore[no-untyped-def]
+def test_no_option_of_torchruns_is_unknown():
     known = {name for action in parser()._actions for name in action.option_strings}
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
     assert theirs - known == set()
@@ -54,7 +52,7 @@ def test_no_option_of_torchruns_is_unknown():  # type: ignore[no-untyped-def]
         ("--rdzv-endpoint job-0.job.ns.svc:29500 --max-restarts 0", POD, None, 0, 29500),
     ],
 )  # fmt: skip
-def test_what_is_taken(words, env, nproc, rounds, port):  # type: ignore[no-untyped-def]
+def test_what_is_taken(words, env, nproc, rounds, port):
     assert translate(words, env) == {
         "nproc": nproc, "rounds_without_progress": rounds, "master_port": port,
     }  # fmt: skip
@@ -86,12 +84,12 @@ def test_what_is_taken(words, env, nproc, rounds, port):  # type: ignore[no-unty
         ("--virtual-local-rank", {}, "LOCAL_RANK"),
     ],
 )
-def test_what_is_refused_says_what_to_do(words, env, message):  # type: ignore[no-untyped-def]
+def test_what_is_refused_says_what_to_do(words, env, message):
     with pytest.raises(ConfigError, match=message):
         translate(words, env)
 
 
-def test_auto_falls_back_to_processors(monkeypatch):  # type: ignore[no-untyped-def]
+def test_auto_falls_back_to_processors(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert translate("--nproc-per-node auto", {})["nproc"] >= 1
     with pytest.raises(ConfigError, match="this machine shows none"):

@@ -1,11 +1,8 @@
 """The exception that ended a program, found in what Python and torch really print."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -111,7 +108,7 @@ def prefixed(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_exception_is_found_in_what_python_prints(name: str):
+def test_an_exception_is_found_in_what_python_prints(name):
     program, wanted = PROGRAMS[name]
     text = run("-c", program)
     assert read(text).exception == wanted, text
@@ -119,7 +116,7 @@ def test_an_exception_is_found_in_what_python_prints(name: str):
 
 
 @pytest.mark.parametrize("chain", ["from error", ""])
-def test_of_an_exception_that_another_one_has_caused_no_file_is_named(tmp_path: Path, chain: str):
+def test_of_an_exception_that_another_one_has_caused_no_file_is_named(tmp_path, chain):
     """The script's own line wraps what storage or a peer has done."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -153,7 +150,7 @@ ValueError: boom at step 3
 @pytest.mark.parametrize("text", [RICH, ASCII, *(
     "\n".join(" " * 20 + line for line in one.splitlines()) for one in (RICH, ASCII)
 )])  # fmt: skip
-def test_an_exception_is_found_below_the_frame_that_rich_draws(text: str):
+def test_an_exception_is_found_below_the_frame_that_rich_draws(text):
     """The last two as its handler of logging indents them."""
     for more in ("", "[rank1] over\n" * 9):
         assert read(f"before\n{text}\n{more}").exception == "ValueError: boom at step 3"
@@ -179,7 +176,7 @@ except ValueError as e: raise ExceptionGroup("many", [e])
 """
 
 
-def test_a_frame_in_a_group_is_no_exception(tmp_path: Path):
+def test_a_frame_in_a_group_is_no_exception(tmp_path):
     (tmp_path / "group.py").write_text(GROUP)
     text = run(tmp_path / "group.py")
     assert "    |     yield\n" in text, "what would be taken for one"
@@ -197,7 +194,7 @@ def test_a_frame_in_a_group_is_no_exception(tmp_path: Path):
         ),
     ],
 )
-def test_a_crash_is_told_with_its_place_whatever_was_met_before(program: str, wanted: str):
+def test_a_crash_is_told_with_its_place_whatever_was_met_before(program, wanted):
     text = run("-X", "faulthandler", "-c", program)
     assert read(text).fatal.startswith(wanted), text
     assert "line" in read(text).fatal

@@ -1,7 +1,5 @@
 """Options of start() and prepare(): values that cannot be, combinations that are refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -53,7 +51,7 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
 
 
 @pytest.mark.parametrize(("first", "second", "bad", "cured"), TABLE)
-def test_a_combination_is_refused_by_both_names_and_cured(first, second, bad, cured):  # type: ignore[no-untyped-def]
+def test_a_combination_is_refused_by_both_names_and_cured(first, second, bad, cured):
     with pytest.raises(ConfigError, match="do not go together") as error:
         refuse(bad)
     assert first in str(error.value)
@@ -62,7 +60,7 @@ def test_a_combination_is_refused_by_both_names_and_cured(first, second, bad, cu
     refuse(cured)
 
 
-def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def]
+def test_every_refusal_is_tried_and_documented():
     docs = (Path(__file__).parents[3] / "docs/guides/training.md").read_text()
     for refusal in REFUSALS:
         assert any(refusal.when(bad) for _, _, bad, _ in TABLE), refusal.first
@@ -70,7 +68,7 @@ def test_every_refusal_is_tried_and_documented():  # type: ignore[no-untyped-def
         assert name in docs, f"docs/guides/training.md does not name {name}"
 
 
-def test_a_value_that_cannot_be():  # type: ignore[no-untyped-def]
+def test_a_value_that_cannot_be():
     for changes, words in (
         ({"epochs": 2}, "start() needs total_steps or epochs, and not both"),
         ({"total_steps": None}, "start() needs total_steps or epochs, and not both"),
@@ -88,7 +86,7 @@ def test_a_value_that_cannot_be():  # type: ignore[no-untyped-def]
         ModelOptions(ema=1.0).check()
 
 
-def test_the_keywords_from_before_count_once_and_are_shown_in_the_new_way() -> None:
+def test_the_keywords_from_before_count_once_and_are_shown_in_the_new_way():
     old = {"snapshot_dir": "a", "log_every": 2, "allow_changes": "data"}
     new = "snapshots=ddp.Snapshots(directory=..., allow_changes=...), logging=ddp.Logging(every="
     assert advice(old) == f"advice: in place of {', '.join(old)} give start() {new}...)"

@@ -1,7 +1,5 @@
 """Pure pieces of the trainer: environment, data order, verdict, report, random numbers."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -23,7 +21,7 @@ from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_s
 from ddpjob_trainer.state import rng
 
 
-def test_the_operators_environment():  # type: ignore[no-untyped-def]
+def test_the_operators_environment():
     env = read_worker({})
     assert (env.rank, env.world_size, env.master, env.snapshot.directory) == (0, 1, None, None)
     env = read_worker(
@@ -61,13 +59,13 @@ def test_the_operators_environment():  # type: ignore[no-untyped-def]
         ({"DDPJOB_HANG_STEP_SECONDS": "-1"}, "must be a positive number of seconds"),
     ],
 )
-def test_contradictions_name_the_variable(env, words):  # type: ignore[no-untyped-def]
+def test_contradictions_name_the_variable(env, words):
     with pytest.raises(ConfigError) as error:
         read_worker(env)
     assert words in str(error.value)
 
 
-def test_a_launcher_in_a_gang_needs_the_gangs_variables():  # type: ignore[no-untyped-def]
+def test_a_launcher_in_a_gang_needs_the_gangs_variables():
     gang = {"DDPJOB_REPLICA": "1", "PET_NNODES": "3", "MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "2"}
     env = read_launcher(gang)
     assert env.final_exit_codes == frozenset()
@@ -82,7 +80,7 @@ def failed(rank: int, status: int, at: float = 0.0) -> Exit:
     return Exit(rank, rank, status, at)
 
 
-def test_the_first_failure():  # type: ignore[no-untyped-def]
+def test_the_first_failure():
     for exits, rank in (
         ([failed(0, 1, 2.0), failed(1, 1, 1.0)], 1),  # the earlier
         ([failed(0, 75, 1.0), failed(1, 1, 2.0)], 1),  # the cause, though later
@@ -119,7 +117,7 @@ def test_the_last_time_of_the_progress_path_is_in_report_and_state():
 
 
 @pytest.mark.parametrize("char", ["y", "\u4e2d", "\U0001f600", "\x01", "\x9b", "\ud800", '"'])
-def test_a_report_of_any_letters_keeps_exception_last_lines_and_a_round(char: str):
+def test_a_report_of_any_letters_keeps_exception_last_lines_and_a_round(char):
     round_: contract.Round = {
         "round": 123456, "at": "2026-01-01T00:00:00Z", "replica": 1234, "rank": 12345, "code": 143,
         "signal": 15, "kind": "exception", "exception": char * 400, "step": 2**40,
@@ -145,7 +143,7 @@ def test_a_report_of_any_letters_keeps_exception_last_lines_and_a_round(char: st
         assert (len(found["exception"]), len(found["log"][0])) == (300, 200)
 
 
-def test_a_report_leaves_out_a_nan_loss_and_makes_no_file_unless_asked(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_report_leaves_out_a_nan_loss_and_makes_no_file_unless_asked(tmp_path):
     state = RankState(0, step=3, loss=float("nan"))
     made = termination.make_report(None, state, [], round_=0, terminated=False, results=KNOWN)
     assert made == {"version": 1, "kind": "success", "round": 0, "step": 3, "snapshotStep": 2}
@@ -157,7 +155,7 @@ def test_a_report_leaves_out_a_nan_loss_and_makes_no_file_unless_asked(tmp_path)
     assert "not a regular file" in termination.write(made, tmp_path, create=False)
 
 
-def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: ignore[no-untyped-def]
+def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):
     writer = RankStateWriter(tmp_path, 3)
     writer.update(step=7, loss=0.25, phase="step")
     for character in ("\u20ac", "\U0001f600", "\x01", '"', "\udc80"):
@@ -170,7 +168,7 @@ def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):  # type: i
     assert read_state(tmp_path, 4) is None
 
 
-def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no-untyped-def]
+def test_random_numbers_depend_on_seed_step_and_shard_only():
     def draw(*seed: int) -> tuple[float, float, float]:
         if seed:
             rng.reseed(*seed)
@@ -190,7 +188,7 @@ def test_random_numbers_depend_on_seed_step_and_shard_only():  # type: ignore[no
     assert draw() == after
 
 
-def test_random_numbers_do_not_begin_to_use_a_gpu(monkeypatch):  # type: ignore[no-untyped-def]
+def test_random_numbers_do_not_begin_to_use_a_gpu(monkeypatch):
     """Nor pay for it; start(device='cpu') is the cure that is told where one is broken."""
     torch.manual_seed(key64("torch", 5, 3, 1))
     wanted = torch.rand(4)

@@ -1,7 +1,5 @@
 """Requests to warm spares, and what a spare learns from a program's source."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors
@@ -50,7 +48,7 @@ def heard(line: socket.socket) -> tuple[dict[str, Any], int]:
         ("import os\ndef f():\n    os.abort()\nimport json", [("os", ()), ("json", ())]),
     ],
 )
-def test_what_a_program_imports_at_its_top_level(source, modules):  # type: ignore[no-untyped-def]
+def test_what_a_program_imports_at_its_top_level(source, modules):
     assert list(fork_server.imports_of(source.encode(), "")) == modules
 
 
@@ -67,7 +65,7 @@ def test_what_a_program_imports_at_its_top_level(source, modules):  # type: igno
         ("not python", False),
     ],
 )
-def test_only_programs_that_import_us_get_spares(tmp_path, text, expected):  # type: ignore[no-untyped-def]
+def test_only_programs_that_import_us_get_spares(tmp_path, text, expected):
     path = tmp_path / "train.py"
     path.write_text(text)
     assert uses_our_library(Program(str(path), (), False)) is expected
@@ -183,7 +181,7 @@ def test_spares_of_another_rank_end_and_are_not_called():
 
 
 @pytest.mark.parametrize(("replica", "forked"), [(1, True), (3, False)])
-def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, forked):  # type: ignore[no-untyped-def]
+def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, forked):
     did: list[str] = []
     starter: Any = object.__new__(Starter)
     starter._config = SimpleNamespace(replica=replica, replicas=3, uses_our_library=True)

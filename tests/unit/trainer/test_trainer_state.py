@@ -1,7 +1,5 @@
 """The training state in memory: captured, put back into a new process's objects, trained on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +46,7 @@ def resumed(before: Any, after: Any, *, per_rank: bool = False) -> list[Training
     return states
 
 
-def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignore[no-untyped-def]
+def test_a_structure_that_changes_is_divided_and_laid_out_anew():
     def drawn(*sizes: int, own: int = 3, names: str = "vw") -> object:
         pairs = zip(names, sizes, strict=False)
         tensors = {name: torch.arange(float(size)) for name, size in pairs}
@@ -68,7 +66,7 @@ def test_a_structure_that_changes_is_divided_and_laid_out_anew():  # type: ignor
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make):  # type: ignore[no-untyped-def]
+def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make):
     made = []
     for _ in range(2):
         model = images()
@@ -84,7 +82,7 @@ def test_tensors_in_another_order_than_c_train_on_as_if_nothing_had_been(make): 
     assert first.sha256(0) == second.sha256(0)
 
 
-def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # type: ignore[no-untyped-def]
+def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():
     """A loop that sets the rate of a group, an optimizer within another."""
     made = []
     for rate in (0.5, 0.1):
@@ -106,7 +104,7 @@ def test_an_optimizers_groups_and_state_stay_the_objects_that_others_hold():  # 
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], buffer)
 
 
-def test_a_model_that_was_compiled_before_prepare_and_is_not_is_told_apart() -> None:
+def test_a_model_that_was_compiled_before_prepare_and_is_not_is_told_apart():
     plain, other = nn.Linear(2, 2), nn.Linear(2, 3)
     compiled: nn.Module = torch.compile(nn.Linear(2, 2))
     for before, after in ((plain, compiled), (compiled, plain)):
@@ -142,7 +140,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(("count", "loads"), [(1, "both"), (1, "inner"), (2, "inner")])
-def test_groups_that_two_optimizers_share_are_shared_after_a_resume(count: int, loads: str) -> None:
+def test_groups_that_two_optimizers_share_are_shared_after_a_resume(count, loads):
     """Else a schedule changes the rate of the outer one, and the inner one goes on with its own."""
     made = []
     for rate in (0.5, 0.1):
@@ -180,7 +178,7 @@ class Shows(torch.optim.SGD):
         self.inner.load_state_dict(state)
 
 
-def test_an_optimizer_that_shows_anothers_groups_comes_back():  # type: ignore[no-untyped-def]
+def test_an_optimizer_that_shows_anothers_groups_comes_back():
     inners = []
     for rate in (0.5, 0.1):
         model = nn.Linear(2, 2)
@@ -194,7 +192,7 @@ def test_an_optimizer_that_shows_anothers_groups_comes_back():  # type: ignore[n
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_a_generator_goes_on_where_it_was(per_rank: bool):  # type: ignore[no-untyped-def]
+def test_a_generator_goes_on_where_it_was(per_rank):
     before, after = (torch.Generator().manual_seed(seed) for seed in (1, 50))
     torch.rand(5, generator=before)
     resumed(before, after, per_rank=per_rank)
@@ -218,7 +216,7 @@ WRONG: dict[str, Callable[[Flat], object]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_state_of_other_types_is_refused(what):  # type: ignore[no-untyped-def]
+def test_a_state_of_other_types_is_refused(what):
     """Its checksums are right: it is another program's, or forged."""
     model = nn.Linear(2, 2)
     state = TrainingState(model)
@@ -230,7 +228,7 @@ def test_a_state_of_other_types_is_refused(what):  # type: ignore[no-untyped-def
         state.restore(memory_source(snapshot), 0)
 
 
-def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-def]
+def test_an_average_may_come_and_go_if_asked_for():
     model = nn.Linear(2, 2)
     plain, averaged = TrainingState(model), TrainingState(nn.Linear(2, 2))
     ema = make_ema(averaged.module, 0.9)
@@ -254,7 +252,7 @@ def test_an_average_may_come_and_go_if_asked_for():  # type: ignore[no-untyped-d
         plain.restore(memory_source(stored(averaged)), 0, ema_may_differ=True)
 
 
-def test_a_dict_is_kept_and_stays_the_same_object():  # type: ignore[no-untyped-def]
+def test_a_dict_is_kept_and_stays_the_same_object():
     memory, again = {"best": 0.5, "bad": 2, 7: torch.ones(2)}, {"best": 9.0, "gone": 1}
     resumed(memory, again)
     memory["best"] = 0.1
@@ -264,7 +262,7 @@ def test_a_dict_is_kept_and_stays_the_same_object():  # type: ignore[no-untyped-
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank: bool):  # type: ignore[no-untyped-def]
+def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank):
     """After a resume none of a script's do, and the bits are the same."""
     mean = torch.ones(3)
     values = {"now": mean, "best": mean, "last": [mean]}
@@ -275,7 +273,7 @@ def test_a_hash_does_not_depend_on_which_tensors_share_memory(per_rank: bool):  
     assert states[0].sha256(0) != hashes[0]
 
 
-def test_a_registered_module_comes_back_if_it_is_of_the_same_structure():  # type: ignore[no-untyped-def]
+def test_a_registered_module_comes_back_if_it_is_of_the_same_structure():
     teachers = [nn.Linear(3, 3), nn.Linear(3, 3)]
     for teacher in teachers:
         teacher.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
@@ -285,7 +283,7 @@ def test_a_registered_module_comes_back_if_it_is_of_the_same_structure():  # typ
         resumed(nn.Linear(3, 3), nn.Linear(4, 4))
 
 
-def test_a_registered_dict_never_writes_into_what_is_not_its_own():  # type: ignore[no-untyped-def]
+def test_a_registered_dict_never_writes_into_what_is_not_its_own():
     """Its best weights may begin as the model's own, and as those that are the newest."""
     states = []
     for number in (1.0, 0.0):
@@ -304,7 +302,7 @@ def test_a_registered_dict_never_writes_into_what_is_not_its_own():  # type: ign
     assert (*again["now"].tolist(), *again["best"].tolist()) == (1.0, 1.0, 9.0, 9.0)  # type: ignore[attr-defined]
 
 
-def test_a_model_that_gets_other_tensors_on_the_way_is_refused():  # type: ignore[no-untyped-def]
+def test_a_model_that_gets_other_tensors_on_the_way_is_refused():
     model = nn.Linear(2, 2)
     model.register_buffer("queue", torch.zeros(0, 2))
     model.register_buffer("cache", torch.zeros(1), persistent=False)
@@ -323,7 +321,7 @@ def test_a_model_that_gets_other_tensors_on_the_way_is_refused():  # type: ignor
     state.capture(0)
 
 
-def test_switches_come_back_as_far_as_the_loop_has_changed_them():  # type: ignore[no-untyped-def]
+def test_switches_come_back_as_far_as_the_loop_has_changed_them():
     nets = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
     nets[1][0].bias.requires_grad_(False)  # another version of the script
     modes = [Modes({"model": net}) for net in nets]

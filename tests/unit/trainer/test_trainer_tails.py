@@ -1,7 +1,5 @@
 """What becomes of an epoch's incomplete last batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ def epoch_of(number: int, length: int) -> list[int]:
     return Shuffled(3, length).samples(number, np.arange(length)).tolist()
 
 
-def test_pad_fills_up_from_the_start_of_the_same_epoch():  # type: ignore[no-untyped-def]
+def test_pad_fills_up_from_the_start_of_the_same_epoch():
     order = shuffled(10, 4, "pad")
     assert order.steps_per_epoch == 3
     whole = epoch_of(0, 10)
@@ -31,7 +29,7 @@ def test_pad_fills_up_from_the_start_of_the_same_epoch():  # type: ignore[no-unt
     assert samples(few, 0) == (epoch_of(0, 3) * 3)[:8]
 
 
-def test_an_exact_epoch_has_no_tail():  # type: ignore[no-untyped-def]
+def test_an_exact_epoch_has_no_tail():
     for step in range(7):
         drop, pad = (samples(shuffled(12, 4, tail), step) for tail in ("drop", "pad"))
         assert drop == pad
@@ -41,6 +39,6 @@ def test_an_exact_epoch_has_no_tail():  # type: ignore[no-untyped-def]
     ("length", "tail", "words"),
     [(0, "pad", "the dataset is empty"), (3, "drop", "lower global_batch, or use tail='pad'")],
 )
-def test_what_no_tail_can_help(length, tail, words):  # type: ignore[no-untyped-def]
+def test_what_no_tail_can_help(length, tail, words):
     with pytest.raises(ConfigError, match=words):
         shuffled(length, 4, tail)

@@ -1,7 +1,5 @@
 """Files of weights: what save() writes, what read() takes, what is refused; the best so far."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -44,7 +42,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-def test_what_is_saved_can_be_loaded_and_equal_weights_are_equal_bytes(tmp_path):  # type: ignore[no-untyped-def]
+def test_what_is_saved_can_be_loaded_and_equal_weights_are_equal_bytes(tmp_path):
     about = {"step": "7", "ema": "false", "note": 'ä"\x07\x7f\u2028\\'}
     paths = [tmp_path / "new" / f"{n}.safetensors" for n in range(8)]
     for path in paths:
@@ -62,7 +60,7 @@ def test_what_is_saved_can_be_loaded_and_equal_weights_are_equal_bytes(tmp_path)
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("kind", ["weights.pt", "weights.safetensors"])
-def test_plain_state_dicts_are_read_with_the_prefixes_of_wrappers(tmp_path, prefix, kind):  # type: ignore[no-untyped-def]
+def test_plain_state_dicts_are_read_with_the_prefixes_of_wrappers(tmp_path, prefix, kind):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
     path = tmp_path / kind
@@ -88,7 +86,7 @@ def in_part() -> nn.Module:
 
 @pytest.mark.parametrize("writer", [net, compiled, in_part])
 @pytest.mark.parametrize("reader", [net, compiled, in_part])
-def test_compiled_and_plain_modules_read_one_anothers_weights(tmp_path, writer, reader):  # type: ignore[no-untyped-def]
+def test_compiled_and_plain_modules_read_one_anothers_weights(tmp_path, writer, reader):
     weights.save(tmp_path / "w", source := writer(), {})
     assert load_file(tmp_path / "w").keys() == net().state_dict().keys()
     weights.load(tmp_path / "w", found := reader())
@@ -98,7 +96,7 @@ def test_compiled_and_plain_modules_read_one_anothers_weights(tmp_path, writer, 
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_a_file_that_is_being_written_leaves_the_old_one(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_file_that_is_being_written_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "weights"
     weights.save(path, Tied(0), {})
     (tmp_path / "weights.0badcafe.tmp").write_text("of a process that was killed")
@@ -111,7 +109,7 @@ def test_a_file_that_is_being_written_leaves_the_old_one(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["weights"]
 
 
-def test_what_is_no_tensor_is_named_and_read_from_torchs_files(tmp_path):  # type: ignore[no-untyped-def]
+def test_what_is_no_tensor_is_named_and_read_from_torchs_files(tmp_path):
     assert weights.save(tmp_path / "weights", Extra(2, 2), {}) == ["_extra_state"]
     torch.save(Extra(2, 2).state_dict(), tmp_path / "weights.pt")
     model = Extra(2, 2)
@@ -139,7 +137,7 @@ class Unsafe:
          'Unexpected key.*"odd"'),
     ],
 )  # fmt: skip
-def test_a_file_that_does_not_fit_is_refused_with_its_name(content, words, tmp_path):  # type: ignore[no-untyped-def]
+def test_a_file_that_does_not_fit_is_refused_with_its_name(content, words, tmp_path):
     path = tmp_path / "weights"
     if content == "directory":
         path.mkdir()
@@ -152,7 +150,7 @@ def test_a_file_that_does_not_fit_is_refused_with_its_name(content, words, tmp_p
     assert str(path) in str(error.value)
 
 
-def test_the_best_is_strictly_better_and_finite():  # type: ignore[no-untyped-def]
+def test_the_best_is_strictly_better_and_finite():
     before = [1.0, "min"]
     assert [is_better(v, "min", before) for v in (0.5, 1.0, 2.0, math.nan)] == [
         True, False, False, False,
@@ -172,7 +170,7 @@ RUN = {
 }  # fmt: skip
 
 
-def test_another_batch_or_other_data_only_if_asked_for(capsys):  # type: ignore[no-untyped-def]
+def test_another_batch_or_other_data_only_if_asked_for(capsys):
     def allowed(words: Any) -> frozenset[str]:
         return frozenset(Snapshots.taken(Snapshots(allow_changes=words), {}).allow_changes)
 
@@ -190,7 +188,7 @@ def test_another_batch_or_other_data_only_if_asked_for(capsys):  # type: ignore[
         assert "allow_changes" not in str(error.value)
 
 
-def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):  # type: ignore[no-untyped-def]
+def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):
     exact = ("micro_batches", "precision", "level", "threads", "torch", "device", "world_size")
     mine = {**RUN, **dict.fromkeys(exact, 1), "level": "resume"}
     here = {**mine, "accelerator": {"gpu": "H100", "nccl": "2.28.9"}}
@@ -206,7 +204,7 @@ def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):  # typ
     assert "nccl was" not in words
 
 
-def test_sums_in_another_order_are_told():  # type: ignore[no-untyped-def]
+def test_sums_in_another_order_are_told():
     config = {"buckets": None}
     assert take_layout(config, "layout/sums") == ""
     assert config == {"buckets": "layout/sums"}
@@ -214,7 +212,7 @@ def test_sums_in_another_order_are_told():  # type: ignore[no-untyped-def]
     assert "added up in another order than before" in take_layout(config, "layout/other")
 
 
-def test_a_schedule_that_counts_something_else_now_is_told():  # type: ignore[no-untyped-def]
+def test_a_schedule_that_counts_something_else_now_is_told():
     steps, epochs = {"scheduler_every": ["step"]}, {"scheduler_every": ["epoch"]}
     assert "at every step before the snapshot, and do so at every epoch" in take_schedules(
         steps, epochs

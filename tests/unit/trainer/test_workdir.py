@@ -1,7 +1,5 @@
 """What a script finds before it starts: its files, its output's folder, its snapshots'."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -34,7 +32,7 @@ def mounted(folder: Path) -> Path:
     return folder
 
 
-def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None:
+def test_files_are_copied_and_can_be_written(here, tmp_path):
     workdir.fill(mounted(tmp_path / "files"), None, {}, print)
     assert sorted(path.name for path in here.iterdir()) == [".hidden", "data", "train.py"]
     assert not any(path.is_symlink() for path in here.rglob("*"))
@@ -46,7 +44,7 @@ def test_files_are_copied_and_can_be_written(here: Path, tmp_path: Path) -> None
         workdir.fill(Path("no"), None, {}, print)
 
 
-def test_a_folder_that_was_empty_is_filled_anew(here: Path, tmp_path: Path) -> None:
+def test_a_folder_that_was_empty_is_filled_anew(here, tmp_path):
     """With several launchers: what one rank has saved there, the others' pods do not have."""
     files, env = mounted(tmp_path / "files"), {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
     again = workdir.fill(files, [Path("runs")], env, print, restores=True)
@@ -69,9 +67,7 @@ def test_a_folder_that_was_empty_is_filled_anew(here: Path, tmp_path: Path) -> N
         }  # fmt: skip
 
 
-def test_somebody_s_folder_is_never_cleared_nor_looked_through(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_s_folder_is_never_cleared_nor_looked_through(here, tmp_path, monkeypatch):
     """It may be the root of a container, with /proc below, or a claim of a million files."""
     monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("it is looked through"))
     (here / "mine").touch()
@@ -80,7 +76,7 @@ def test_somebody_s_folder_is_never_cleared_nor_looked_through(
 
 
 @pytest.mark.parametrize("name", ["train.py", "data/a.txt"])
-def test_no_file_is_overwritten(name: str, here: Path, tmp_path: Path) -> None:
+def test_no_file_is_overwritten(name, here, tmp_path):
     """`local --map /workspace/job=.` with a manifest of yesterday would undo today's work."""
     (here / name).parent.mkdir(exist_ok=True)
     (here / name).write_text("of today")
@@ -89,9 +85,7 @@ def test_no_file_is_overwritten(name: str, here: Path, tmp_path: Path) -> None:
     assert (here / name).read_text() == "of today"
 
 
-def test_the_snapshots_folder_is_there_before_the_script(
-    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_snapshots_folder_is_there_before_the_script(here, tmp_path, capsys):
     (here / "train.sh").write_text('#!/bin/sh\ntest -d "$DDPJOB_SNAPSHOT_DIR"\n')
     (here / "train.sh").chmod(0o755)
     folder = tmp_path / "snapshots/job"
@@ -100,7 +94,7 @@ def test_the_snapshots_folder_is_there_before_the_script(
         assert cli.main(["run", "./train.sh"]) == 0, capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_no_more(here: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_and_no_more(here, tmp_path):
     said: list[str] = []
     (tmp_path / "file").touch()
     for folder in (f"{tmp_path}/file/job", "s3://bucket/job"):
@@ -110,7 +104,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_more(here: Path, tmp_path: 
     assert list(here.iterdir()) == []
 
 
-def test_output_is_kept_beside_the_snapshots_or_refused(here: Path, tmp_path: Path) -> None:
+def test_output_is_kept_beside_the_snapshots_or_refused(here, tmp_path):
     env = {contract.SNAPSHOT_DIR: f"{tmp_path}/snapshots/job"}
     for _ in range(2):  # as a launcher finds it that is started again
         workdir.fill(None, [Path("runs/last")], env, print)
@@ -126,18 +120,14 @@ def test_output_is_kept_beside_the_snapshots_or_refused(here: Path, tmp_path: Pa
             workdir.fill(None, [Path("out")], other, print)
 
 
-def test_a_full_disk_is_no_fault_of_the_configuration(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_no_fault_of_the_configuration(here, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv(contract.SNAPSHOT_DIR, f"{tmp_path}/file/job")
     assert cli.main(["run", "--output", "out", "true"]) == 1
     assert "the working directory was not made ready: " in capsys.readouterr().err
 
 
-def test_a_file_server_that_does_not_answer_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_server_that_does_not_answer_holds_nothing_up(monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(workdir, "_ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: answers.wait())

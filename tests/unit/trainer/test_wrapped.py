@@ -1,7 +1,5 @@
 """The wrapper that prepare() returns tells the loop, and is in no copy and no file of the model."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_wrapped_model_prints_copies_and_saves_as_it_would_without_us() -> None:
+def test_a_wrapped_model_prints_copies_and_saves_as_it_would_without_us():
     told: list[object] = []
 
     @contextmanager
