@@ -15,6 +15,7 @@ from model.cluster import NAMESPACE, Cluster
 
 Object = dict[str, Any]
 QUEUE = "kueue.x-k8s.io/queue-name"
+PRIORITY = "kueue.x-k8s.io/priority-class"
 CLUSTER_QUEUE = "cq"
 
 
@@ -48,14 +49,8 @@ def reserve(obj: Object, now: datetime, *flavors: str, **assigned: Any) -> Objec
     pod_set = {"name": "trainer", "flavors": used, "count": obj["spec"]["podSets"][0]["count"]}
     admission = {"clusterQueue": CLUSTER_QUEUE, "podSetAssignments": [{**pod_set, **assigned}]}
     obj.setdefault("status", {})["admission"] = admission
-    tell(
-        obj,
-        now,
-        "QuotaReserved",
-        True,
-        "QuotaReserved",
-        f"Quota reserved in ClusterQueue {CLUSTER_QUEUE}",
-    )
+    said = f"Quota reserved in ClusterQueue {CLUSTER_QUEUE}"
+    tell(obj, now, "QuotaReserved", True, "QuotaReserved", said)
     for type_ in ("Evicted", "Preempted"):
         if true(obj, type_):
             said = f"Previously: {condition(obj, type_)['message']}"

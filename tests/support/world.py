@@ -38,9 +38,10 @@ from model.wire import ModelApi, Wire
 from support.cluster import ROOT
 from support.invariants import Write
 from support.objects import leaving
-from support.workloads import Kueue
+from support.workloads import PRIORITY, QUEUE, Kueue, condition, true
 
 JOB_UID = "uid-of-job"
+LABELS = {"queue": QUEUE, "priority": PRIORITY}
 #: RFC 3339 as the API server reads it. jsonschema has no word on formats without another package.
 DATE_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 
@@ -555,7 +556,55 @@ class World:
     def patch(self, **spec: Any) -> World:
         return self.edit(**spec).settle()
 
+    def kueue_does(self, what: Callable[..., object], *flavors: str, **more: Any) -> World:
+        """Kueue writes the job's Workload, and the operator looks."""
+        what(self.workload, self.now, *flavors, **more)
+        self._kueue.touch(self.workload)
+        return self.settle()
+
+    def label(self, **labels: str) -> World:
+        """The job has these labels and no other; the queue's is ``queue``."""
+        self.job["metadata"]["labels"] = {LABELS[name]: value for name, value in labels.items()}
+        return self.settle()
+
+    def do(self, what: Callable[[World], object]) -> World:
+        what(self)
+        return self
+
     # --- reading --------------------------------------------------------------------------
+
+    def sees(self, *words: str, **facts: Any) -> World:
+        """Check ``facts``, and that the condition Stalled has the words.
+
+        A fact is one of FACTS, an attribute of the world, or a field of the status.
+        """
+        assert {name: self._fact(name) for name in facts} == facts
+        if words:
+            said = self.condition("Stalled")["message"]
+            assert [word for word in words if word not in said] == [], said
+        return self
+
+    def _fact(self, name: str) -> Any:
+        if name in FACTS:
+            return FACTS[name](self)
+        found = getattr(self, name) if hasattr(self, name) else self.status.get(name)
+        return found() if callable(found) else found
+
+    def tells(self, reason: str, *words: str, times: int = 1) -> World:
+        """Check that so many Events have the reason, and that the last one has the words."""
+        told = self.told(reason)
+        assert len(told) == times, self.events
+        assert [word for word in words if word not in told[-1]] == [], told
+        return self
+
+    @property
+    def _kueue(self) -> Kueue:
+        assert self.kueue
+        return self.kueue
+
+    @property
+    def workload(self) -> Object:
+        return self._kueue.only
 
     @property
     def status(self) -> dict[str, Any]:
@@ -627,6 +676,25 @@ class World:
     def _silent(self) -> set[str]:
         """Nodes whose kubelet never tells that a container has ended."""
         return {*self.machines.down, *self.machines.gone} if self.machines else set()
+
+
+#: What a story may be asked for by name, besides attributes and fields of the status.
+FACTS: dict[str, Callable[[World], Any]] = {
+    "intent": intent,
+    "made": lambda world: len(world.pods),
+    "total": lambda world: world.counts[0],
+    "replacing": lambda world: "replacingSince" in world.status["timings"],
+    "replaced": lambda world: world.status["restarts"]["replaced"],
+    "rounds": lambda world: (
+        world.status["restarts"]["inPlace"],
+        world.status["restarts"]["round"],
+    ),
+    "workloads": lambda world: len(world._kueue.objects),
+    "quota": lambda world: true(world.workload, "QuotaReserved"),
+    "queue": lambda world: world.workload["spec"]["queueName"],
+    "ready_word": lambda world: condition(world.workload, "PodsReady").get("reason"),
+    "finished": lambda world: condition(world.workload, "Finished").get("reason"),
+}
 
 
 @cache
