@@ -13,10 +13,7 @@ from support.manifest import DELETE, as_json, changed, ddpjob
 
 NAMESPACE = "immutability"
 TRAINER = "spec.template.spec.containers.0"
-SNAPSHOT = {
-    "path": "/snapshots",
-    "volume": {"persistentVolumeClaim": {"claimName": "a"}},
-}
+SNAPSHOT = {"path": "/snapshots", "volume": {"persistentVolumeClaim": {"claimName": "a"}}}
 NFS = {"path": "/s", "volume": {"nfs": {"server": "s", "path": "/p"}}}
 CPU = {"limits": {"cpu": "1"}}
 _numbers = itertools.count()

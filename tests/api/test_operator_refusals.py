@@ -59,11 +59,7 @@ def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(stage, gang)
     """A ServiceAccount that is missing: 403, for every pod, until somebody makes it."""
     account = f"account-{secrets.token_hex(2)}"
     container = {"name": "trainer", "image": "example/train:1"}
-    spec = {
-        "schedulerName": "hand",
-        "serviceAccountName": account,
-        "containers": [container],
-    }
+    spec = {"schedulerName": "hand", "serviceAccountName": account, "containers": [container]}
     stage.proxy.clear()
 
     def tries() -> int:

@@ -28,9 +28,7 @@ def of(*groups: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def played(
-    request: pytest.FixtureRequest,
-    control_plane: Cluster,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Plan], Play]]:
     """Begins with all plans that were chosen; a test waits for its own."""
     wanted = [plan for item in request.session.items if (plan := plan_of(item))]

@@ -366,10 +366,7 @@ def test_users_get_rights_by_aggregation(template):
         ("rbac.userRoles=false", "ClusterRole/ddpjob-edit"),
         ("replicas=1", "PodDisruptionBudget/ddpjob-operator"),
         ("podDisruptionBudget.enabled=false", "PodDisruptionBudget/ddpjob-operator"),
-        (
-            "serviceAccount.create=false,serviceAccount.name=mine",
-            "ServiceAccount/ddpjob-operator",
-        ),
+        ("serviceAccount.create=false,serviceAccount.name=mine", "ServiceAccount/ddpjob-operator"),
     ],
 )
 def test_parts_can_be_left_out(template, values, absent):

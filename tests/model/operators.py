@@ -113,13 +113,7 @@ class Operator:
         executor = Executor(api, self.store, recorder, metrics, leads=leads, now=self._clock.now)
         self.gang_api = ""
         self._reconciler = Reconciler(
-            self.store,
-            queue,
-            executor,
-            metrics,
-            leads,
-            self._clock,
-            gang_api=lambda: self.gang_api,
+            self.store, queue, executor, metrics, leads, self._clock, gang_api=lambda: self.gang_api
         )
         self._informers = {
             "pods": PodInformer(api, self.store, None, self.queue.add),

@@ -25,10 +25,7 @@ def queue(
     """
     whole = f"{name}-{namespace}"
     resources = [{"name": key, "nominalQuota": value} for key, value in quota.items()]
-    group = {
-        "coveredResources": list(quota),
-        "flavors": [{"name": whole, "resources": resources}],
-    }
+    group = {"coveredResources": list(quota), "flavors": [{"name": whole, "resources": resources}]}
     return [
         {
             "apiVersion": API,

@@ -36,10 +36,7 @@ def write_kubeconfig(
         "clusters": [{"name": "test", "cluster": {"server": server}}],
         "users": [{"name": "test", "user": user if token_file else {}}],
         "contexts": [
-            {
-                "name": "test",
-                "context": {"cluster": "test", "user": "test", "namespace": namespace},
-            }
+            {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}
         ],
         "current-context": "test",
     }

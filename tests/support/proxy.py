@@ -295,9 +295,7 @@ class Proxy:
                 await stream.write(json.dumps(event).encode() + b"\n")
                 return stream
         async with self._session.get(
-            self._rest.server + request.path_qs,
-            headers=self._headers(request),
-            ssl=self._context(),
+            self._rest.server + request.path_qs, headers=self._headers(request), ssl=self._context()
         ) as answer:
             call.code = answer.status
             if answer.status != 200:

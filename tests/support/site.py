@@ -302,10 +302,7 @@ def job(name: str, command: list[str], **spec: Any) -> dict[str, Any]:
         "name": "trainer",
         "image": IMAGES[1],
         "command": command,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     security = {
         "runAsNonRoot": True,

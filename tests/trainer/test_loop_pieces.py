@@ -28,10 +28,7 @@ def quadratic(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    path: Path,
-    *,
-    spoil: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    **start: Any,
+    path: Path, *, spoil: Callable[[torch.Tensor], torch.Tensor] | None = None, **start: Any
 ) -> Callable[[int], None]:
     """A program that writes rank 0's final weights. ``spoil``: losses of weight 0."""
 

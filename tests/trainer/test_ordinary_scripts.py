@@ -97,8 +97,7 @@ def adversarial(steps: Steps) -> None:
         net()[:3].append(nn.Linear(16, 1)),
     )
     (generator, critic), (of_g, of_d) = run.prepare(
-        [g, d],
-        [torch.optim.Adam(g.parameters(), 1e-3), torch.optim.Adam(d.parameters(), 1e-3)],
+        [g, d], [torch.optim.Adam(g.parameters(), 1e-3), torch.optim.Adam(d.parameters(), 1e-3)]
     )
     for step in steps:
         for batch in step.batches:

@@ -49,10 +49,7 @@ SLIPS = {
         slip(commit="\n    with run.evaluating(ema=True): pass"),
         "use prepare(ema=0.999) [",
     ),
-    "skipped batch": (
-        slip(skip="if step.index != 1: "),
-        "step.backward(0 * loss, weight=0)",
-    ),
+    "skipped batch": (slip(skip="if step.index != 1: "), "step.backward(0 * loss, weight=0)"),
 }
 
 

@@ -23,10 +23,7 @@ def job(phase: str = "Running", limits: dict[str, str] | None = None, **status: 
     return Job(
         {
             "metadata": {"name": "j", "namespace": "n", "uid": "u"},
-            "spec": {
-                "replicas": 3,
-                "template": {"spec": {"containers": containers}},
-            },
+            "spec": {"replicas": 3, "template": {"spec": {"containers": containers}}},
             "status": {"phase": phase, **status},
         }
     )

@@ -21,14 +21,7 @@ OTHERS = {
         "RestartFree",
     ),  # values of the spec
     "Deadline",  # a class that the definition has, and that nothing writes
-    *(
-        "DDPJob",
-        "Pod",
-        "Service",
-        "NetworkPolicy",
-        "PodGroup",
-        "Secret",
-    ),  # kinds
+    *("DDPJob", "Pod", "Service", "NetworkPolicy", "PodGroup", "Secret"),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
     "Straggling",
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases

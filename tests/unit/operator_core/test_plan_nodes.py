@@ -63,7 +63,7 @@ def test_a_pod_lost_to_its_hub_on_a_node_without_new_lease_is_given_up():
     machines.leases["node2"] = Lease(15.0, 10.0)
     away(world.wait(2), 1)
     assert world.log == [
-        *("status Restarting 2", "delete job-1 1", "status Starting 2", "create job-1 2"),
+        *("status Restarting 2", "delete job-1 1", "status Starting 2", "create job-1 2")
     ]
     loss = world.loss
     assert (loss["reason"], loss["class"], loss["replaced"]) == (

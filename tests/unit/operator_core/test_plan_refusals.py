@@ -225,8 +225,7 @@ def test_the_column_of_kubectl_begins_with_what_matters(code, said, begins, also
 
 
 @pytest.mark.parametrize(
-    ("words", "column"),
-    [('Back-off pulling image "example/train:nope"',) * 2, ("", "pod job-0:")],
+    ("words", "column"), [('Back-off pulling image "example/train:nope"',) * 2, ("", "pod job-0:")]
 )
 def test_the_column_tells_an_image_before_its_pod(words, column):
     world = started().waiting(0, "ImagePullBackOff", words)

@@ -11,10 +11,7 @@ from support.world import World, crd_schema, job_object, running, started
 OTHER = {"spec": {"containers": [{"name": "trainer", "image": "other"}]}}
 #: What a spec may turn into, and the reason that is told: an edit that CEL does not see, and a
 #: spec that an older operator took and this one does not.
-BROKEN = {
-    "TemplateChanged": {"template": OTHER},
-    "SpecInvalid": {"nprocPerNode": "many"},
-}
+BROKEN = {"TemplateChanged": {"template": OTHER}, "SpecInvalid": {"nprocPerNode": "many"}}
 broken = pytest.mark.parametrize(("reason", "spec"), BROKEN.items(), ids=BROKEN)
 
 

@@ -167,8 +167,7 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [Unavailable(500, "", "down"), Conflict(409, "Conflict", "changed")],
+    "error", [Unavailable(500, "", "down"), Conflict(409, "Conflict", "changed")]
 )
 async def test_a_release_that_cannot_be_says_why(error, caplog):
     server, loop = LeaseServer(), asyncio.get_running_loop()

@@ -24,10 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def own_address() -> str:
     """An address of this machine that is not the loopback's, as a pod's would be."""
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing
         return str(probe.getsockname()[0])
     return "127.0.0.1"

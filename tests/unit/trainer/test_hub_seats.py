@@ -5,14 +5,7 @@ test_hub_phases.py has what the hub does then.
 
 import pytest
 
-from ddpjob_trainer.launcher.hub.messages import (
-    Done,
-    Exiting,
-    Failed,
-    Finished,
-    Leaving,
-    Refused,
-)
+from ddpjob_trainer.launcher.hub.messages import Done, Exiting, Failed, Finished, Leaving, Refused
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from support.hub_gang import WELCOME, Gang
 
