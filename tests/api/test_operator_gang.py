@@ -14,7 +14,7 @@ from support import arena as support
 from support import cluster, policy
 from support.arena import Arena
 from support.chart import operator_rules
-from support.proxy import Call, Fault
+from support.proxy import Fault
 from support.rest import Object, eventually
 from support.sharing import Shared
 
@@ -93,22 +93,6 @@ def test_each_attempt_has_its_group_and_none_outlives_the_job(stage, gang):
     eventually("the third is gone", lambda: groups(stage, gang) == {})
     stage.wait_status(gang, "no group", lambda s: "podGroup" not in s)
     settles(stage)
-
-
-def test_a_group_that_may_not_be_made_is_done_without_or_waited_for(stage, gang):
-    def of_groups(call: Call) -> bool:
-        return call.path.endswith("/podgroups") and call.method == "POST"
-
-    forbidden = Fault("answer", of_groups, times=10_000, code=403)
-    stage.proxy.faults = [forbidden]
-    stage.apply(gang, scheduling={"gang": "Native"})
-    told = stage.wait_condition(gang, "Stalled", "GangUnavailable")
-    assert "apply it again with gang None" in told["message"]
-    assert stage.kubelet.pods(gang) == []
-    assert stage.status(gang)["restarts"]["charged"] == 0
-    stage.proxy.faults = []
-    stage.wait_phase(gang, "Running")
-    assert named(stage, gang) == set(groups(stage, gang))
 
 
 def test_an_operator_killed_at_any_write_leaves_one_group(gated, tmp_path):

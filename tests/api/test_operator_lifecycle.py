@@ -94,55 +94,6 @@ def uid_guarded(call: Call) -> bool:
     return bool(call.body and call.body["preconditions"]["uid"])
 
 
-@pytest.mark.parametrize("grace", [None, 0], ids=["delete", "force"])
-@pytest.mark.fault("N3")
-def test_a_deleted_member_restarts_the_gang_once(stage, gang, grace):
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
-    stage.rest.delete(stage.path("pods", f"{gang}-2"), grace=grace)
-    status = stage.wait_phase(gang, "Running", attempt=2)
-    assert status["restarts"]["total"] == 1
-    assert stage.attempts(gang) == [(f"{gang}-0", "2"), (f"{gang}-1", "2"), (f"{gang}-2", "2")]
-    stage.succeed(gang)
-
-
-@pytest.mark.fault("N2")
-def test_two_members_lost_at_once_are_one_restart(stage, gang, monkeypatch):
-    """Also where the operator answers the first loss before the second has been told."""
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
-    with monkeypatch.context() as held:
-        held.setattr(stage.kubelet, "remove_pods", False)  # so that the second is there to end
-        stage.kubelet.finish(f"{gang}-0", 137)
-        stage.kubelet.finish(f"{gang}-2", 137)
-    stage.wait_phase(gang, "Running", attempt=2)
-    status = stage.succeed(gang)
-    assert (status["attempt"], status["restarts"]["total"]) == (2, 1)
-    assert status["restarts"]["charged"] == 1
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2])
-def test_exactly_max_restarts(stage, gang, limit):
-    backoff = {"initialSeconds": 1, "maxSeconds": 1}
-    stage.apply(gang, restart={"maxRestarts": limit, "backoff": backoff})
-    for attempt in range(1, limit + 2):
-        stage.wait_phase(gang, "Running", attempt=attempt)
-        stage.kubelet.finish(f"{gang}-1", 3, f"end of {attempt}")
-    status = stage.wait_phase(gang, "Failed")
-    assert status["restarts"]["total"] == limit
-    assert status["attempt"] == limit + 1
-    loss = status["lastFailure"]
-    assert (loss["exitCode"], loss["message"]) == (3, f"end of {limit + 1}")
-    assert stage.condition(gang, "Failed")["reason"] == "MaxRestartsExceeded"
-
-    def left() -> list[str]:
-        found = stage.kubelet.pods(gang)
-        return [p["metadata"]["name"] for p in found if p["status"]["phase"] == "Running"]
-
-    eventually("members that still run are removed", lambda: not left())
-    assert stage.quiet_resyncs() == []
-
-
 @pytest.mark.fault("N13")
 def test_the_pods_of_the_next_attempt_are_kept_off_the_node(stage, gang):
     stage.apply(gang)

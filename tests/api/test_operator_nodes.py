@@ -128,14 +128,6 @@ def test_wait_says_what_ends_it_and_an_administrators_word_does(stage, machine, 
     assert status["restarts"]["charged"] == 0
 
 
-@pytest.mark.fault("N6")
-def test_a_deleted_node_object_is_a_word_too(stage, machine, gang):
-    silent(stage, machine, gang, **{**FENCE, "nodeLost": {"policy": "Fence", "afterSeconds": 3600}})
-    machine.delete()
-    status = stage.wait_phase(gang, "Running", attempt=2)
-    assert "does not exist any more" in status["lastFailure"]["message"]
-
-
 class Launcher(http.server.BaseHTTPRequestHandler):
     """Answers GET /state as the launcher of replica 0 of a gang that holds."""
 

@@ -1,6 +1,6 @@
 """A queue of Kueue, on its real definitions of v0.17: the test writes what Kueue would write.
 
-What Kueue itself does with it is the business of tests/cluster/test_kueue.py.
+What Kueue itself does with it is the business of tests/cluster/test_queue.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -207,18 +207,6 @@ def test_quota_is_given_back_though_an_operator_dies_as_it_does_so(stage, gang, 
     assert queue.pods() == []
 
 
-def test_suspend_leaves_the_queue_and_resume_joins_it(stage, gang, flavor):
-    queue = Queue(stage, gang)
-    queue.play(workloads.admit, flavor)
-    stage.wait_phase(gang, "Running")
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": True}})
-    stage.wait_condition(gang, "Suspended")
-    eventually("it has left the queue", lambda: queue.seen() is None)
-    stage.rest.merge(stage.job_path(gang), {"spec": {"suspend": False}})
-    queue.wait("is there", lambda one: not workloads.true(one, "Admitted"))
-    assert queue.pods() == []
-
-
 def test_labels_are_followed_as_far_as_kueues_definitions_allow(stage, gang, flavor):
     """The name of a priority class is looked up, and a queue stays while quota is held."""
     cls = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "WorkloadPriorityClass", "value": 7,
@@ -239,26 +227,6 @@ def test_labels_are_followed_as_far_as_kueues_definitions_allow(stage, gang, fla
     assert held["spec"]["queueName"] == "other"
     assert stage.status(gang)["phase"] == "Running"
     stage.rest.delete(f"{GROUP}/workloadpriorityclasses/{gang}")
-
-
-def test_a_class_that_is_not_there_is_told(stage, gang):
-    queue = Queue(stage, gang)
-    queue.wait("is there", lambda _: True)
-    queue.label(priority_class="nobodys")
-    queue.words("nobodys")
-
-
-@pytest.mark.fault("U19")
-def test_a_workload_that_a_person_deletes_ends_the_pods_and_is_made_again(stage, gang, flavor):
-    queue = Queue(stage, gang)
-    queue.play(workloads.admit, flavor)
-    stage.wait_phase(gang, "Running")
-    old = queue.seen()
-    assert old
-    stage.rest.delete(stage.path("workloads", old["metadata"]["name"], group=GROUP))
-    queue.wait("is another", lambda one: one["metadata"]["uid"] != old["metadata"]["uid"])
-    assert queue.pods() == []
-    assert stage.status(gang)["phase"] == "Pending"
 
 
 @pytest.mark.fault("U20")

@@ -1,4 +1,4 @@
-"""The promise under fire: dozens of kills drawn from seeds, at 3, 4 and 5 ranks; equal bits.
+"""The promise under fire: kills drawn from a seed, at 3, 4 and 5 ranks; equal bits.
 
 And the tool that shows it, as users start it: it must see a difference where there is one, refuse
 what it cannot compare, and leave no process behind.
@@ -72,18 +72,17 @@ def chaos(script: Path, *options: object) -> tuple[int, str]:
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize(("nproc", "seed"), [(3, 10), (5, 3)])
 @pytest.mark.fault("T1", "T2", "T3", "T4")
-def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):
+def test_six_kills_leave_every_bit_as_it_was(training, tmp_path):
+    """By this seed each signal, the launcher and three ranks or more, and one in a restart."""
     report = tmp_path / "report.json"
-    options = ("--nproc", nproc, "--kills", 10, "--seed", seed, "--json", report)
-    code, out = chaos(training(), *options)
+    code, out = chaos(training(), "--nproc", 5, "--kills", 6, "--seed", 2, "--json", report)
     assert code == 0, out
     assert out.rstrip().endswith("identical")
     result = json.loads(report.read_text())
     assert result["identical"]
     assert result["disturbed_sha256"] == result["undisturbed_sha256"]
-    assert len(result["kills"]) == 10
+    assert len(result["kills"]) == 6
     assert {kill["signal"] for kill in result["kills"]} == {"SIGKILL", "SIGTERM", "SIGSTOP"}
     assert -1 in {kill["victim"] for kill in result["kills"]}, "the launcher"
     assert any(kill["restarting"] for kill in result["kills"]), "while it comes back from another"
@@ -100,7 +99,7 @@ def test_ten_kills_leave_every_bit_as_it_was(training, tmp_path, nproc, seed):
 def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):
     """Several models or optimizers, accumulation, fp16, an average, workers, a stream's state."""
     report = tmp_path / "report.json"
-    options = ("--nproc", nproc, "--kills", 3, "--every", 4, "--seed", nproc, "--json", report)
+    options = ("--nproc", nproc, "--kills", 1, "--every", 4, "--seed", nproc, "--json", report)
     example = (ROOT / "examples" / script, "--total-steps", 20)
     code, out = finished(
         *CHAOS, "--patience", PATIENCE, *options, "--signals", "KILL,TERM", *example
@@ -108,7 +107,7 @@ def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):
     assert code == 0, out
     result = json.loads(report.read_text())
     assert result["identical"]
-    assert len(result["kills"]) == 3
+    assert len(result["kills"]) == 1
     assert any(result["restarts"]), "one went on from a snapshot"
 
 

@@ -69,32 +69,6 @@ def test_one_that_is_stopped_comes_back_or_is_turned_away(gang, undisturbed):
 
 
 @pytest.mark.tier("all")
-@pytest.mark.fault("T5", "N22")
-def test_more_are_lost_while_the_others_hold(gang, undisturbed):
-    """A newcomer before its first round; the hub and another at once; the new hub, at the end."""
-    gang.hold("1-0-step-9", "1-1-step-14", "5-0-end")
-    gang.begin()
-    gang.at("1-0-step-9")
-    gang.lose(1, 2)
-    gang.replace(2)
-    gang.until(lambda: len(gang.marks("admitted")) == 3, "the newcomer is linked")
-    gang.lose(2)
-    gang.replace(1)
-    gang.replace(2)
-    gang.at("1-1-step-14")
-    assert [one["kind"] for one in gang.state()["rounds"]] == ["lost"]
-    survivor = gang.launchers[1]
-    gang.lose(0, 2)
-    gang.replace(0, 2)
-    gang.at("5-0-end")
-    gang.lose(0)
-    gang.replace(0)
-    assert gang.codes() == [0, 0, 0], gang.errors
-    assert gang.launchers[1] is survivor
-    assert gang.outcome() == undisturbed
-
-
-@pytest.mark.tier("all")
 @pytest.mark.fault("T5", "T17")
 def test_one_that_leaves_costs_no_step_and_a_broken_link_no_pod(gang, undisturbed):
     """Nor ends the job where the others are done when the last is lost."""

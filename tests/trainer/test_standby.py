@@ -83,14 +83,3 @@ def test_a_lost_standby_stops_nobody_and_a_late_comer_is_turned_away(gang, undis
     assert gang.codes() == [0, 0, 75, 0], gang.errors
     assert gang.outcome() == undisturbed
     assert [one["replica"] for one in gang.report()["rounds"]] == [2]
-
-
-@pytest.mark.tier("all")
-def test_a_standby_that_nobody_needed_ends_well(gang, undisturbed):
-    gang.hold("1-0-import")
-    gang.begin()
-    gang.linked(3)
-    gang.release("1-0-import")
-    assert gang.codes() == [0, 0, 0, 0], gang.errors
-    assert gang.report(3) == {"version": 1, "kind": "success", "round": 0, "replica": -1}
-    assert gang.outcome() == undisturbed
