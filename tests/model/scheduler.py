@@ -77,7 +77,6 @@ class Scheduler:
 
     def _free(self, node: str) -> int:
         used = [p for p in self._cluster.pods() if p["spec"].get("nodeName") == node]
-        assert self._cluster.rooms is not None
         return max(0, self._cluster.rooms[node] - len([p for p in used if not ended(p)]))
 
     def _bind(self, pod: Object, node: str) -> None:

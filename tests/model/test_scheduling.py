@@ -76,12 +76,10 @@ class Machine(test_machine.Machine):
 
     @move(node=st.sampled_from(NODES), pods=st.integers(0, 4))
     def a_node_has_other_room(self, node: str, pods: int) -> None:
-        assert self.world.cluster.rooms is not None
         self.world.cluster.rooms[node] = pods
 
     @move(node=st.sampled_from(NODES))
     def a_node_is_drained(self, node: str) -> None:
-        assert self.world.cluster.rooms is not None
         self.world.cluster.rooms[node] = 0
         for pod in self.world.cluster.pods():
             if pod["spec"].get("nodeName") == node:

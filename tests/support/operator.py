@@ -111,12 +111,10 @@ class OperatorProcess:
 
     def wait(self) -> int:
         """Wait for its end; the exit status."""
-        assert self.process is not None
         return self.process.wait(PATIENCE)
 
     def terminate(self) -> int:
         """SIGTERM, and wait for its end; the exit status."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
@@ -138,7 +136,6 @@ class OperatorProcess:
         """Wait until its caches are full."""
 
         def ready() -> bool:
-            assert self.process is not None
             assert self.process.poll() is None, f"the operator ended:\n{self.log()}"
             return self.probe("/readyz")[0] == 200
 

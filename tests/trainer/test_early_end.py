@@ -85,7 +85,6 @@ def ask(run: ddp.Run, step: Any, net: nn.Module, place: str) -> None:
 
 def await_20(run: ddp.Run) -> None:
     directory = run._process.snapshots._settings.directory
-    assert directory is not None
     await_snapshot(max(directory.glob("0*")), 20)
 
 

@@ -164,7 +164,6 @@ time.sleep(3600)
 """
     )
     process = launch(program)
-    assert process.stdout is not None
     orphan = Path(f"/proc/{int(process.stdout.readline())}")
     wait_until(lambda: not orphan.exists(), "the orphan has ended and is no zombie")
     process.send_signal(signal.SIGTERM)
@@ -174,7 +173,6 @@ time.sleep(3600)
 
 def test_workers_die_with_a_killed_launcher(script, wait_until):
     process = launch("--nproc", "2", script("print(os.getpid(), flush=True)\ntime.sleep(3600)"))
-    assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
     process.kill()
     process.communicate(timeout=PATIENCE)
@@ -213,7 +211,6 @@ print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
         process = launch(program)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert process.stdout is not None
     assert process.stdout.readline() == "True\n"
     process.send_signal(signal.SIGHUP)
     out, err = ended_by(process, signum, "user\n")

@@ -82,7 +82,6 @@ def wide() -> nn.Module:
 def noise(named: Mapping[str, nn.Parameter]) -> None:
     """Drawn anew in each step, equal on all ranks."""
     for parameter in named.values():
-        assert parameter.grad is not None
         parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
 
 

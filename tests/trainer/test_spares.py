@@ -201,12 +201,10 @@ def test_what_no_import_survives_is_not_tried_for_ever(tmp_path, wait_until, who
     )
     env = {"PYTHONPATH": f"{tmp_path}:{PATHS}"}
     with launched("--nproc", "2", str(script), env=env) as launcher:
-        assert launcher.stderr is not None
         line = launcher.stderr.readline()
         why = f"{who} died 3 times in a row" if what == "dies" else f"an import has opened {driver}"
         assert line == f"launcher: no warm spares: {why}\n"
         wait_until(lambda: len(children(launcher.pid)) == 2, "only workers are left")
-        assert launcher.stdout is not None
         before = [launcher.stdout.readline() for _ in range(2)]  # of those that are killed
         kill(*children(launcher.pid))
         out, err = launcher.communicate(timeout=PATIENCE)
@@ -224,7 +222,6 @@ def test_spares_that_were_asked_for_come_without_our_library_too(tmp_path, wait_
     env = patched(tmp_path, {"launcher.starter._STARTED_SECONDS": 0.1})
     env["DDPJOB_TRAINER_TRACE"] = str(trace)
     with launched("--spares", "1", str(script), env=env) as launcher:
-        assert launcher.stdout is not None
         first = int(launcher.stdout.readline())
         wait_until(lambda: trace.exists() and '"spares"' in trace.read_text(), "a spare")
         others = children(launcher.pid).keys() - {first}

@@ -563,9 +563,7 @@ def test_who_is_killed_did_not_die_of_an_earlier_exception_in_its_log():
     """The kubelet gives the log's end where nobody was left to write last words."""
     log = "Traceback (most recent call last):\nKeyError: 'weight_decay'\n[launcher] round 3"
     found = evidence.failure(observe.pod(pod(ended(137, message=log))), 1, START)
-    assert found is not None
     assert found.exception == ""
     assert "weight_decay" not in failure_text.describe(found)
     found = evidence.failure(observe.pod(pod(ended(1, message=log))), 1, START)
-    assert found is not None
     assert found.exception == "KeyError: 'weight_decay'"

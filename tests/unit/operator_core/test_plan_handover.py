@@ -24,7 +24,6 @@ def holding(**spec: Any) -> World:
 
 
 def signal(world: World, **nodes: str) -> World:
-    assert world.machines
     world.machines.signals = nodes
     return world.settle()
 
@@ -85,7 +84,6 @@ def test_only_a_pod_that_saves_gets_the_time_for_it():
 
 def test_a_decision_outlives_the_operator():
     world = holding()
-    assert world.machines
     world.machines.signals = {"node2": DRAINED}
     world.until(act.DeletePod)
     world.machines.signals = {}
@@ -109,7 +107,6 @@ def test_without_room_elsewhere_all_restart_anywhere_and_stay():
 
 def test_a_signal_that_is_gone_when_the_node_is_read_brings_nothing_about():
     world = holding()
-    assert world.machines
     world.machines.truth = world.machines.signals.clear
     world.machines.signals["node2"] = DRAINED
     world.settle().wait(600)
@@ -120,14 +117,12 @@ def test_on_a_silent_node_nothing_could_be_ended():
     world = holding().fall_silent("node2")
     world.log.clear()
     assert (signal(world, node2=KERNEL).wait(60).log, world.status["attempt"]) == ([], 1)
-    assert world.machines
     world.machines.down.clear()
     assert intent(world.settle()) == (2, 1, "1:2")
 
 
 def test_a_read_of_long_ago_proves_nothing():
     world = holding(replicas=3)
-    assert world.machines
     world.machines.read["node2"] = world.now
     world.wait(11)
     assert signal(world, node2=DRAINED).log[0] == "read node2"

@@ -215,7 +215,6 @@ def test_a_vanished_one_needs_a_read_of_its_own():
     """The read before it was made does not know it."""
     world = standing_by()
     read = world.feedback.confirmed
-    assert read is not None
     assert 3 not in read.replicas
     world.feedback = replace(world.feedback, confirmed=replace(read, running=True))
     del world.pods["job-3"]

@@ -54,7 +54,6 @@ class LeaseServer:
 
     @property
     def spec(self) -> Object:
-        assert self.lease is not None
         spec: Object = self.lease["spec"]
         return spec
 

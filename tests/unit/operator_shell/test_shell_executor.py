@@ -128,7 +128,6 @@ class Stage:
     def now(self) -> Job:
         """The job as it is known by now."""
         snapshot = self.store.snapshot(("ns", "job"))
-        assert snapshot is not None
         return snapshot.job
 
     def counted(self) -> float:
@@ -244,7 +243,6 @@ async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
     await stage.do(create())
     refusal = stage.feedback.refusals[0]
     existing = refusal.existing
-    assert existing is not None
     assert (existing.owner_uid, existing.attempt, existing.deleting) == (owner, attempt, deleting)
     assert existing.uid == found["metadata"]["uid"]
     assert (refusal.code, refusal.attempt, refusal.at) == (409, 2, NOW)
@@ -491,7 +489,6 @@ async def test_network_that_is_refused_stops_the_plan(stage, gets, creates, code
     await stage.do(ENSURE, create())
     assert stage.feedback.network_attempt == 0
     refusal = stage.feedback.network_refusal
-    assert refusal is not None
     assert refusal.code == code
     assert (refusal.existing.owner_uid if refusal.existing else None) == owner
     assert "create pods" not in stage.api.calls
@@ -522,7 +519,6 @@ async def test_a_secret_that_is_refused_stops_the_plan(stage, refused):
     await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
     assert stage.api.calls == ["create secrets"]
     refusal = stage.feedback.network_refusal
-    assert refusal is not None
     assert (refusal.code, stage.feedback.network_attempt) == (refused.code, 0)
 
 
@@ -608,7 +604,6 @@ async def test_a_priority_class_that_is_missing_is_no_missing_api(stage):
     stage.api.script = {"get podgroups": [missing()], "create podgroups": [refused]}
     await stage.do(EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.no_gang is None
-    assert stage.feedback.network_refusal is not None
     assert stage.feedback.network_refusal.message == wrong
 
 

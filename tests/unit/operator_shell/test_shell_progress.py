@@ -99,7 +99,6 @@ async def test_news_reach_outcomes_and_queue_once_and_only_a_leader_asks():
         assert asked == []
         await until(lambda: len(asked) >= 5)
         found = store.feedback("u1").progress
-    assert found is not None
     assert (found.step, found.total_steps, found.snapshot_step) == (7, 100, 5)
     assert set(asked) == {"/state?uid=u1"}, "to strangers a launcher tells no rounds"
     assert changed == [("ns", "job")], "the same answer again is no news"

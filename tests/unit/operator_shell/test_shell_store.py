@@ -53,7 +53,6 @@ def test_a_job_made_again_under_the_same_name_starts_from_nothing():
     store.put_pod(pod(6))
     assert store.put_job(job(9, uid="u2"))
     snapshot = store.snapshot(KEY)
-    assert snapshot is not None
     assert snapshot.feedback == ApiFeedback()
     assert snapshot.pods == ()
     assert store.feedback("u1") == ApiFeedback()
@@ -63,7 +62,6 @@ def test_the_answer_to_our_own_write_revives_no_job_that_is_gone():
     store = store_with_a_job()
     store.put_own_write(job(7, phase="Running"))
     snapshot = store.snapshot(KEY)
-    assert snapshot is not None
     assert snapshot.job.resource_version == "7"
     store.forget_job(KEY, "u1")
     store.put_own_write(job(8))

@@ -29,7 +29,6 @@ def test_the_first_step_is_of_the_start_and_repeated_ones_are_apart(tmp_path):
     writer.failed(ValueError("x" * 1000))
     writer.spent(new)
     found = read_state(tmp_path, 3)
-    assert found is not None
     assert (found.seconds, set(found.exception[-99:])) == (new, {"x"}), (
         "neither overwrites the other"
     )

@@ -143,6 +143,5 @@ def test_a_batch_that_counts_for_nothing_may_leave_an_output_out():
     x, _ = Sink.apply(used(torch.ones(1, 2)), unused(torch.ones(1, 2)))
     with without_effect([*used.parameters(), *unused.parameters()]):
         (x * float("nan")).sum().backward()
-    assert used.weight.grad is not None
     assert not used.weight.grad.any()
     assert unused.weight.grad is None

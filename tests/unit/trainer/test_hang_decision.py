@@ -46,7 +46,6 @@ def test_a_stopped_process_is_at_fault_wherever_it_stands():
     stopped = sign(1, "step", "backward", 30.5, stopped=True)
     signs = sign(0, "step", "backward", 31.0), stopped, sign(2, "step", "data", 31.0)
     found = find(signs, LIMITS)
-    assert found is not None
     assert (found.rank, found.sign.stopped) == (1, True)
     assert "rank 1 is stopped (SIGSTOP)" in str(found)
 

@@ -35,7 +35,6 @@ def test_only_the_rank_that_stands_still_is_named(tmp_path, writers):
         writers[0].mark("forward", now=0.0)  # the rank's own clock has no say
         assert watch.poll(tmp_path, PIDS, float(second)) is None
     found = watch.poll(tmp_path, PIDS, 111.0)
-    assert found is not None
     assert (found.rank, found.sign.silent) == (1, 11.0)
 
 
@@ -113,7 +112,6 @@ def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
         [sys.executable, "-c", _WORKER, str(directory), str(rank)], stdout=subprocess.PIPE,
         text=True, process_group=0, env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 

@@ -43,7 +43,6 @@ def test_a_killed_launchers_directory_is_removed_a_living_ones_is_not(tmp_path):
     command = [sys.executable, "-c", _HOLD, str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": PATHS}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as dead:
-        assert dead.stdout is not None
         gone = Path(dead.stdout.readline().strip())
         dead.kill()
     (gone / "round-0").mkdir()

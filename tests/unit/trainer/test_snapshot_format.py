@@ -444,7 +444,6 @@ def test_an_average_is_divided_among_the_ranks_and_read_in_place():
     (first, one, _), (second, two, _) = training(1), training(2)
     for state, model in ((first, one), (second, two)):
         average = make_ema(model, 0.9)
-        assert average is not None
         average.update_parameters(model)
         state.register("ema", average)
         assert not {n for n in state.capture(0).shared if n.startswith("registered/ema/")}

@@ -70,7 +70,6 @@ def test_memory_is_reused_and_what_is_pinned_is_unpinned():
     assert len(device.pinned) == 2
     for turn in range(20):  # a state that grows a little gets no new memory each time
         buffer = pool.take((1 << 20) + turn * 8192)
-        assert buffer is not None
         seen[id(buffer.memory)] = buffer.memory
         buffer.busy = False
     pool.close()
@@ -84,7 +83,6 @@ def test_memory_that_cannot_be_pinned_is_used_and_named_once(monkeypatch, capfd)
     pool = Pool(device)
     pool.prepare(5000)
     buffer = pool.take(5000)
-    assert buffer is not None
     buffer.copy([(8 + 4 * n, torch.tensor([float(n)])) for n in range(4)], device, "mark")
     assert buffer.memory[8:24].view(torch.float32).tolist() == [0, 1, 2, 3]
     assert device.waits == ["mark"], "once for all"
@@ -158,7 +156,6 @@ def test_more_than_the_store_takes_is_a_failed_snapshot():
     theirs.post(4, Report(1, 9, 9, own=own))
     mine.post(4, Report(0, 9, 9))
     found = mine.complete(4)
-    assert found is not None
     assert found[0].text == ""
     assert "takes 8 MiB, more than 7: register fewer tensors with per_rank" in found[1].text
 

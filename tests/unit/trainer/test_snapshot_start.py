@@ -58,7 +58,6 @@ def play(root: Path, story: str, stranger: Start | None = None) -> None:
     stores: dict[str, Store] = {}
     for who, *words in map(str.split, story.split(", ")):
         if who == "stranger":
-            assert stranger is not None
             lineage.directory(root, stranger.sequence).mkdir()
             lineage.write_start(root, stranger)
             continue

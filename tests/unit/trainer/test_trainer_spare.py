@@ -32,7 +32,6 @@ def served(spares: Spares, *, warm: bool) -> socket.socket:
 
 def heard(line: socket.socket) -> tuple[dict[str, Any], int]:
     request = fork_server.receive(line)
-    assert request is not None
     return request[0], request[1][0]
 
 
