@@ -314,6 +314,40 @@ def test_what_cannot_be_started_says_why(arguments, env, code, words):
     assert "Traceback" not in err
 
 
+def test_state_of_a_script_of_somebody_elses(script, wait_until):
+    """As most people's: torch alone, a bar on stderr, the same lines of every rank."""
+    program = script(
+        """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(1, 10**6):
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    loss.backward(); opt.step(); opt.zero_grad()
+    said = f" 10%|#   | {step}/1000000 [00:12<00:15, 36.50it/s, loss=0.5]"
+    print(said if rank == 0 else "step 7 loss 9", end="\\r", flush=True, file=sys.stderr)
+    time.sleep(0.01)
+"""
+    )
+    (port,) = free_ports(1)
+    with launched("--nproc", "3", "--metrics-port", str(port), program):
+
+        def printed():
+            try:
+                return json.loads(page(port, "state")).get("printed", {})
+            except OSError:  # it starts
+                return {}
+
+        wait_until(lambda: printed().get("stepsPerSecond", 0) > 0, "a rate")
+        found = printed()
+        assert (found["totalSteps"], found["loss"]) == (10**6, 0.5)
+        assert found["step"] > 1
+        assert "step" not in json.loads(page(port, "state")), "by this it would be judged"
+        assert 'ddpjob_trainer_loss{rank="0"} 0.5' in page(port, "metrics")
+
+
 def test_state_health_and_metrics(script, wait_until):
     program = script(
         """

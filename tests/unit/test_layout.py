@@ -26,16 +26,16 @@ ALLOWED_LARGE = {"dev/devcluster/src/devcluster"}
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 827,
-    "operator/src": 11_887,
-    "trainer/src": 26_691,
+    "operator/src": 11_934,
+    "trainer/src": 26_904,
     "tools/src": 5_931,
-    "plugin/src": 3_104,
+    "plugin/src": 3_116,
     "dev/bench": 4_456,
     "dev/devcluster": 4_114,
     "studies": 3_723,
-    "tests": 61_421,
+    "tests": 61_661,
 }
-MOST_WORDS = 68_508  # of all pages in docs
+MOST_WORDS = 68_926  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -196,6 +196,8 @@ class TestPages:
         )
         told = gang.understood(b'{"step": 4, "stepsPerSecond": 2.0}', metrics)
         assert (told.rate, told.snapshot_at, told.number("step")) == (2.0, 1.767e9, 4)
+        told = gang.understood(b'{"printed": {"step": 4, "loss": 0.5}}', b"")
+        assert (told.number("step"), told.number("loss")) == (4, 0.5)
         for state in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000):
             assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Told()
         told = Told({"step": True, "loss": "x", "stacks": 3})

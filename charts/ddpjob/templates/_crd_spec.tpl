@@ -551,6 +551,44 @@ properties:
         minimum: 1
         maximum: 2592000
         default: 600
+  output:
+    description: >-
+      How the program prints its numbers: regular expressions (Python's) with one group, the number,
+      matched in each line of rank 0. They are shown by kubectl, /state and /metrics where our
+      library reports none, and decide nothing. Without this the usual forms are read: progress bars
+      of tqdm and Lightning, logs of transformers, timm, nanoGPT, examples of PyTorch. Needs our
+      launcher. A change holds for pods that are made later.
+    type: object
+    properties:
+      step:
+        description: Finished steps, for example "iter (\d+)".
+        type: string
+        minLength: 1
+        maxLength: 256
+      totalSteps:
+        description: Steps at which training ends.
+        type: string
+        minLength: 1
+        maxLength: 256
+      loss:
+        description: Loss of that step.
+        type: string
+        minLength: 1
+        maxLength: 256
+      metrics:
+        description: >-
+          Further numbers by name, for example accuracy; names have at most 40 letters, digits and
+          _./@-.
+        type: object
+        maxProperties: 16
+        additionalProperties:
+          type: string
+          minLength: 1
+          maxLength: 256
+      forms:
+        description: "Never: only these expressions are read, not the usual forms."
+        type: string
+        enum: [Auto, Never]
   nodeLost:
     description: What to do when a node stops answering while it runs a replica.
     type: object

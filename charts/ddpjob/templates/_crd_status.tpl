@@ -330,9 +330,19 @@ properties:
         type: integer
         format: int64
       stepOfTotal:
-        description: Both in one, for example "458/100000"; the step alone where the total is unknown.
+        description: >-
+          Both in one, for example "458/100000"; the step alone where the total is unknown. For a
+          program that reports no steps, what it has printed.
         type: string
         maxLength: 64
+      printedStep:
+        description: The step that a program without our library has printed; see spec.output.
+        type: integer
+        format: int64
+      printedTotalSteps:
+        description: Steps at which training ends, as the program has printed it.
+        type: integer
+        format: int64
       loss:
         description: Mean loss of that step over all processes. Absent when it is not a finite number.
         type: number

@@ -64,6 +64,7 @@ PROGRESS_PATH: Final = "DDPJOB_PROGRESS_PATH"
 RESUME_ARGS: Final = "DDPJOB_RESUME_ARGS"
 #: Files or directories that are checkpoints, as a glob: without a match RESUME_ARGS are left out.
 RESUME_WHEN: Final = "DDPJOB_RESUME_WHEN"
+OUTPUT: Final = "DDPJOB_OUTPUT"  # spec.output as JSON
 #: In RESUME_ARGS: the newest match of RESUME_WHEN.
 NEWEST: Final = "{newest}"
 #: The number of the hub that the pod was made for: it follows no hub with a smaller one.
@@ -252,6 +253,7 @@ class TerminationReport(TypedDict, total=False):
     rounds: list[Round]  # the newest, oldest first, as many as fit
     spent: Spent  # of the launcher of replica 0
     resumed: Resumed
+    printed: dict[str, float]  # as in State
 
 
 #: In an exception: no address of rank 0 was found; ranks ended early. exits.kind_of() reads it.
@@ -287,4 +289,6 @@ class State(TypedDict, total=False):
     proof: Proof
     spent: Spent  # of the launcher of replica 0
     straggler: Straggler
+    #: step, totalSteps, loss, stepsPerSecond, as a program prints them that reports no steps.
+    printed: dict[str, float]
     stacks: str  # of all threads of a process that hung

@@ -353,8 +353,15 @@ def understood(state: bytes, metrics: bytes) -> Told:
             continue
         if name == METRIC_SNAPSHOT_AT and abs(number) < _MOST:
             newest = max(number, newest or 0.0) or None
-    told = Told(body if isinstance(body, dict) else {}, newest, None, *_shares(page))
+    told = Told(with_printed(body), newest, None, *_shares(page))
     return replace(told, rate=told.number("stepsPerSecond"))
+
+
+def with_printed(body: object) -> Mapping[str, Any]:
+    """Put what a program has printed in the place of what it does not report."""
+    state = body if isinstance(body, dict) else {}
+    printed = state.get("printed")
+    return {**printed, **state} if isinstance(printed, dict) else state
 
 
 def _shares(metrics: str) -> tuple[float | None, float | None]:

@@ -128,6 +128,7 @@ def test_the_variables_are_the_operators(nproc, more, tmp_path):
             },
             "snapshot": {"path": path, "volume": {"emptyDir": {}}, "keep": 5, "resume": "Never"},
             "hang": {"stepSeconds": 7},
+            "output": {"step": "it (.)", "metrics": {"b": "(.)", "a": "(.)"}},
         }
     found = job_object(nprocPerNode=nproc, **changes)
     container = found["spec"]["template"]["spec"]["containers"][0]

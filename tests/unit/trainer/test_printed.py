@@ -195,7 +195,7 @@ def test_an_expression_that_is_cut_off_reads_nothing():
         ({"loss": r"(\d)(\d)"}, "the number alone in parentheses"),
         ({"totalSteps": "(x)" * 99}, "totalSteps: 256 characters"),
         ({"step": "(a{99999999999999999999})"}, "is no regular expression"),
-        ({"metrics": {"a b": "(x)"}}, "metrics: at most 16, each name"),
+        ({"metrics": {"a b": "(x)"}}, "metrics: at most 16, each name of at most 40"),
         ({"metrics": {f"m{i}": "(x)" for i in range(17)}}, "metrics: at most 16"),
         ({"step": 7, "metrics": [1]}, ""),
     ],

@@ -16,7 +16,9 @@ from operator import index
 from pathlib import Path
 from typing import Any, Self
 
+import ddpjob_contract as contract
 from ddpjob_contract import NEWEST
+from ddpjob_contract.output import flaw
 from ddpjob_trainer.errors import ConfigError
 
 #: Whole numbers up to here are exact in a float, as JSON readers and metrics need.
@@ -190,6 +192,24 @@ def check_resume(words: Sequence[str], when: str) -> None:
             f"--resume-args {shown_words(words)}: {NEWEST} needs --resume-when GLOB, the"
             " checkpoints of which it is the newest, such as 'checkpoints/*.pt'"
         )
+
+
+def output_of(given: Mapping[str, Any], read: Sequence[str]) -> Mapping[str, Any]:
+    """Return spec.output with what --read says in place of it. Raises ConfigError."""
+    found: dict[str, Any] = {**given}
+    for one in read:
+        what, equals, pattern = one.partition("=")
+        if one in ("auto", "never"):
+            found["forms"] = one.capitalize()
+        elif not equals:
+            raise ConfigError(f"--read {one}: must be WHAT=REGEX, auto or never")
+        elif what in ("step", "totalSteps", "loss"):
+            found[what] = pattern
+        else:
+            found["metrics"] = {**found.get("metrics", {}), what: pattern}
+    if why := flaw(found):
+        raise ConfigError(f"{'--read' if read else contract.OUTPUT}: {why}")
+    return found
 
 
 def _odd(name: str, value: Any, what: str) -> ConfigError:

@@ -151,6 +151,15 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         help="checkpoints of PROGRAM, such as 'out/*.pt': where nothing matches, it begins again"
         " without --resume-args (default: restart.resumeWhen of the DDPJob, else no condition)",
     )
+    parser.add_argument(
+        "--read",
+        metavar="WHAT=REGEX",
+        action="append",
+        default=[],
+        help="show what PROGRAM prints: step, totalSteps, loss or a number by a name of yours, as"
+        r" 'accuracy=acc (\S+)', with one group. The usual forms are read anyway; `--read never`:"
+        " not even these (default: output of the DDPJob)",
+    )
     torchrun.add(parser)
 
 
@@ -242,6 +251,7 @@ def _run(options: argparse.Namespace) -> int:
             spares=options.spares,
             preload=options.preload,
             resume_args=options.resume_args,
+            read=options.read,
             resume_when=options.resume_when,
         )
         supervisor = Supervisor(config, refill)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS, GRACE_SECONDS
@@ -173,6 +173,7 @@ class LauncherEnvironment:
     events: Path | None
     resume_args: tuple[str, ...]
     resume_when: str
+    output: Mapping[str, Any]  # spec.output
     snapshot_dir: Path | None  # for evidence of failures
     upload: str  # URL where that goes, too
 
@@ -305,6 +306,11 @@ def outside_of_jobs(env: Mapping[str, str], keep: Collection[str] = ()) -> dict[
         if name in keep
         or not (name.startswith(contract.OWN_PREFIX) or name in contract.RESERVED_ENV)
     }
+
+
+def output_variable(output: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variable that hands spec.output to a launcher, if anything is in it."""
+    return {contract.OUTPUT: json.dumps(output, sort_keys=True)} if output else {}
 
 
 def state_directory(env: Mapping[str, str]) -> Path | None:
@@ -443,6 +449,7 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         events=_path(env, EVENTS),
         resume_args=tuple(json.loads(env.get(contract.RESUME_ARGS) or "[]")),
         resume_when=env.get(contract.RESUME_WHEN, ""),
+        output=json.loads(env.get(contract.OUTPUT) or "{}"),
         snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
         upload=env.get(SNAPSHOT_UPLOAD, ""),
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ddpjob_contract import POD_UID, RESERVED_ENV, TOKEN, TOKEN_KEY, crd, exits
+from ddpjob_contract import OUTPUT, POD_UID, RESERVED_ENV, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects import workload as workloads
@@ -307,7 +307,7 @@ def _env(
             step=saved,
             ephemeral=not {"emptyDir", "ephemeral"}.isdisjoint(given.volume.unpack()),
         )
-    return Member(
+    env = Member(
         name=job.name,
         namespace=job.namespace,
         uid=job.uid,
@@ -338,6 +338,8 @@ def _env(
         resume_when=spec.restart.resume_when,
         reached=reached,
     ).environment()
+    # The kubelet puts variables in place of $(NAME).
+    return env | ({OUTPUT: spec.output.replace("$", "$$")} if spec.output else {})
 
 
 @lru_cache(maxsize=64)  # the same for all pods of a gang

@@ -281,7 +281,9 @@ def _budget(restarts: Object, spec: Mapping[str, Any]) -> str:
 def _step(progress: Mapping[str, Any]) -> str:
     say = Told(progress)
     step, total = say.number("step"), say.number("totalSteps")
-    return NONE if step is None else f"{step}/{total}" if total else str(step)
+    if step is None:
+        return say.text("stepOfTotal") or NONE  # what the program has printed
+    return f"{step}/{total}" if total else str(step)
 
 
 def _place(say: Told, phase: str) -> str:
@@ -302,7 +304,8 @@ def _age(state: Mapping[str, Any], now: datetime) -> float:
 
 def _progress(progress: Mapping[str, Any], phase: str, first: Told, now: datetime) -> str:
     say, age = Told(progress), _age(progress, now)
-    parts = [f"step {_step(progress)}"] if "step" in progress else []
+    known = "step" in progress or "stepOfTotal" in progress
+    parts = [f"step {_step(progress)}"] if known else []
     for name, words in (("loss", "loss {:.4g}"), ("samplesPerSecond", "{:.4g} samples/s")):
         number = say.number(name)
         stale = name == "samplesPerSecond" and age > _STALE and phase not in TERMINAL_PHASES

@@ -118,7 +118,9 @@ def head(
         if cure := cures.of_condition(str(one["reason"]), job.name):
             lines += _row("Do", cure, columns)
     progress = status.get("progress") or {}
-    if "step" in progress:
+    if "step" not in progress and (shown := progress.get("stepOfTotal")):
+        lines += _row("Progress", f"step {shown}, as the program has printed it", columns)
+    elif "step" in progress:
         total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
         snapshot = progress.get("snapshotStep")
         kept = "none yet" if snapshot is None else f"of step {snapshot}"

@@ -25,7 +25,7 @@ from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_tools import stock
 from ddpjob_tools.local.manifest import Manifest, Node
 from ddpjob_tools.local.restarts import Limits, limits_of
-from ddpjob_trainer.environment import TRACEBACK, outside_of_jobs
+from ddpjob_trainer.environment import TRACEBACK, output_variable, outside_of_jobs
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 
@@ -260,7 +260,7 @@ class Job:
             progress_path=str(self.progress_path or ""),
             resume_args=self.resume_args,
             resume_when=self.resume_when,
-        ).environment()
+        ).environment() | output_variable(self.manifest.spec["output"].fields())
 
     def _gpus(self, replica: int) -> dict[str, str]:
         """Give each process one GPU, as in pods; with too few the CPU for all."""

@@ -22,7 +22,7 @@ _TOP = {"apiVersion", "kind", "metadata", "spec", "status"}
 _TEMPLATE = {"metadata", "spec"}
 _POD = {"containers", "volumes", "terminationGracePeriodSeconds"}
 _CONTAINER = {"name", "command", "args", "env", "envFrom", "workingDir", "volumeMounts"}
-_SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang"}
+_SPEC = {"replicas", "template", "nprocPerNode", "restart", "snapshot", "hang", "output"}
 _OBJECTS: Final = ("restart", "restart.backoff", "restart.inPlace", "snapshot", "hang")
 _KNOWN: Final = {
     *DEFAULTS, *_OBJECTS,

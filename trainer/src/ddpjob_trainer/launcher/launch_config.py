@@ -11,9 +11,10 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
@@ -21,6 +22,7 @@ from ddpjob_trainer.arguments import (
     MOST_PROCESSES,
     check_notebook,
     check_resume,
+    output_of,
     resume_words,
     whole,
 )
@@ -91,6 +93,7 @@ class LaunchConfig:
     events: Path | None
     resume_args: tuple[str, ...]  # more arguments from the second start on
     resume_when: str  # glob of checkpoints; "": they need none
+    output: Mapping[str, Any]  # how the program prints its numbers, as spec.output
 
     @property
     def attempt(self) -> int:
@@ -248,6 +251,7 @@ def make_launch_config(
     master_port: int | None = None,
     resume_args: str | None = None,
     resume_when: str | None = None,
+    read: Sequence[str] = (),
 ) -> LaunchConfig:
     """Build the config from environment and command line; the operator's number of processes wins.
 
@@ -298,6 +302,7 @@ def make_launch_config(
         events=events.absolute() if events is not None else None,
         resume_args=words,
         resume_when=when,
+        output=output_of(env.output, read),
     )
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import selectors
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ KEPT_LINES = 200  # for evidence
 _LINE_END = re.compile(rb"(\r?\n|\r)")
 _MAX_LINE = 64 * 1024  # a longer line is passed on in pieces
 _READ = 64 * 1024
+_FRESH_LINES = 200  # those before are not looked at: a program may print faster than anybody reads
 _PIPE_BYTES = 1024 * 1024  # the largest pipe, unless root allowed more
 
 
@@ -32,6 +34,7 @@ class _Stream:
     target: int
     prefix: bytes
     tail: deque[str]
+    first: bool  # of rank 0
     rest: bytes = b""
     tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
@@ -49,6 +52,8 @@ class OutputPump:
         self._whose = whose
         self._selector = selectors.DefaultSelector()
         self._streams: dict[int, list[_Stream]] = {}  # of each worker
+        self._fresh: deque[str] = deque(maxlen=_FRESH_LINES)  # of rank 0
+        self.spoke_at = time.monotonic()  # when any worker wrote last
         self._lock = threading.Lock()  # never held while anything blocks
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -64,6 +69,8 @@ class OutputPump:
         ends: list[int] = []
         with self._lock:
             streams = self._streams[rank] = []
+            if rank == 0:
+                self._fresh.clear()
             for target in (1, 2):
                 try:
                     read, write = os.pipe2(os.O_CLOEXEC)
@@ -73,7 +80,7 @@ class OutputPump:
                     raise
                 os.set_blocking(read, False)
                 ends.append(write)
-                stream = _Stream(read, target, prefix, tail)
+                stream = _Stream(read, target, prefix, tail, first=rank == 0)
                 streams.append(stream)
                 self._selector.register(read, selectors.EVENT_READ, stream)
         with contextlib.suppress(BlockingIOError):  # it is awake then
@@ -87,6 +94,13 @@ class OutputPump:
             lines = list(streams[0].tail)[-most:] if streams else []
         # At once: a restart waits for it, and each call looks for all spellings of the URL.
         return without_credentials("\n".join(lines), self._url).split("\n") if lines else []
+
+    def fresh(self) -> list[str]:
+        """Return the lines of rank 0 since the last call, the newest."""
+        with self._lock:
+            lines = list(self._fresh)
+            self._fresh.clear()
+        return lines
 
     def exception(self, rank: int, *, crashed: bool = False) -> str:
         """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""
@@ -139,6 +153,7 @@ class OutputPump:
         except BlockingIOError:
             return False
         self._pass_on(stream, data)
+        self.spoke_at = time.monotonic() if data else self.spoke_at
         if not data:
             self._selector.unregister(stream.fd)
             os.close(stream.fd)
@@ -157,6 +172,8 @@ class OutputPump:
             stream.tracebacks.feed(line)
             if line:
                 stream.tail.append(line)
+                if stream.first:
+                    self._fresh.append(line)
         if stream.prefix:
             data = b"".join(stream.prefix + line + end for line, end in pairs)
         self._log.put(stream.target, data)

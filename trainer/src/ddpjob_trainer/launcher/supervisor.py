@@ -38,6 +38,7 @@ from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints
 from ddpjob_trainer.launcher.watch.hangs import HangResponse
 from ddpjob_trainer.launcher.watch.names import Names
+from ddpjob_trainer.launcher.watch.reading import Reading
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.telemetry.event_log import EventLog
 
@@ -60,6 +61,7 @@ class Supervisor:
         self._log = Log()
         self._summary = Summary(config, self._tick)
         self._counted = LauncherMetrics()
+        self._reading = Reading(config.output, self._log.say, forms=not config.uses_our_library)
         self._evidence = evidence.Keeper(config, self._log.say)
         # Beside rank 0, which is a worker of this launcher.
         log = EventLog(config.events) if config.events and config.replica == 0 else None
@@ -149,6 +151,7 @@ class Supervisor:
         self._ended.abandoned = False
         trace.configure(self._config.env.trace, -1, key.round)
         self._hangs.begin()
+        self._reading.begin()
         self._phase = Running(self._round(key), now)
         if self._refill and again:
             self._restore(self._refill)
@@ -212,6 +215,8 @@ class Supervisor:
             if isinstance(self._phase, Running):
                 self._phase = self._phase.report(now)
             self._phase.round.look(now)
+            if self._reading.look(self._pump, now):
+                self._counted.printed = self._reading.metrics()
             self._evidence.tick(self._hangs.found, now)
             member_due = self._member.tick(now)
             self._take_messages(now)
@@ -285,7 +290,9 @@ class Supervisor:
         config, workers, ended = self._config, self._workers, self._ended
         for local_rank in range(config.nproc):
             self._pump.collect(config.rank(local_rank))
+        self._reading.look(self._pump, now=time.monotonic(), last=True)
         results = self._summary.close(workers, signalled=ended.signal != 0)
+        results = replace(results, printed=self._reading.facts())
         code = termination.finish(config, workers, self._pump, results, ended, left, self._log.say)
         self._member.close()
         self._evidence.end(ended, self._member.hub, self._phase.round.hub_lost, code)
@@ -313,7 +320,7 @@ class Supervisor:
             attempt=workers.key.number,
             round_=workers.round,
             gang=self._member.gang,
-            results=self._summary.read(workers),
+            results=replace(self._summary.read(workers), printed=self._reading.facts()),
             stacks=self._hangs.stacks,
             pace=round_.pace.per_second(time.monotonic()),
         )

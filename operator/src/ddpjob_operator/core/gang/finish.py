@@ -116,11 +116,13 @@ def _end(view: View, change: Change, phase: str) -> Change:
 def _with_last_words(old: Progress, first: Pod | None, now: datetime) -> Progress:
     """Take the last words of replica 0, which are newer than the last poll."""
     last = first.trainer.report if first and evidence.succeeded(first) else None
-    if last is None or last.step is None:
+    if last is None or (last.step is None and last.printed_step is None):
         return old
     said = Progress(
         step=last.step,
         total_steps=old.total_steps or last.step,
+        printed_step=last.printed_step,
+        printed_total_steps=last.printed_total_steps,
         loss=last.loss,
         snapshot_step=last.snapshot_step or None,
         file_at=last.file_at,

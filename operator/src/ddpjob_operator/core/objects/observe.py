@@ -89,6 +89,8 @@ class Report(Round):
 
     log: tuple[str, ...] = ()
     loss: float | None = None
+    printed_step: int | None = None
+    printed_total_steps: int | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
     spent: LauncherAccount | None = None
@@ -242,12 +244,13 @@ def progress(raw: object, now: datetime) -> Progress | None:
     """Parse the body of GET /state as Progress; None if it is malformed."""
     if not isinstance(raw, Mapping):
         return None
+    printed = mapping(raw.get("printed"))
     return Progress(
         step=opt_count(raw.get("step")),
         total_steps=opt_count(raw.get("totalSteps")),
-        loss=_rounded(raw.get("loss"), 6),
         samples_per_second=_rounded(raw.get("samplesPerSecond"), 4),
-        steps_per_second=_rounded(raw.get("stepsPerSecond"), 4),
+        steps_per_second=_rounded(raw.get("stepsPerSecond", printed.get("stepsPerSecond")), 4),
+        **_printed(raw),
         snapshot_step=opt_count(raw.get("snapshotStep")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         **resumed(raw.get("resumed")),
@@ -255,6 +258,16 @@ def progress(raw: object, now: datetime) -> Progress | None:
         straggler=straggler(raw.get("straggler")),
         updated_at=now,
     )
+
+
+def _printed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse a loss, and the steps that a program without the library has printed."""
+    printed = mapping(raw.get("printed"))
+    return {
+        "loss": _rounded(raw.get("loss", printed.get("loss")), 6),
+        "printed_step": opt_count(printed.get("step")),
+        "printed_total_steps": opt_count(printed.get("totalSteps")),
+    }
 
 
 def resumed(raw: object, done: object = None) -> dict[str, Any]:
@@ -441,7 +454,7 @@ def _report(text: object) -> Report | None:
     return Report(
         **_end(raw),
         log=log,
-        loss=_rounded(raw.get("loss"), 6),
+        **_printed(raw),
         file_at=parse_time(raw.get("fileModifiedAt")),
         rounds=_round_records(raw.get("rounds")),
         spent=ledger.read_account(raw.get("spent"), 0),

@@ -6,10 +6,13 @@ plan() calls read() in each planning round. The CRD's schema and CEL rules refus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
+from ddpjob_contract import output
 from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.compact_spec import Packed, Template
@@ -115,6 +118,7 @@ class Spec:
     clean_pod_policy: str  # Running | All
     metrics_port: int
     network_policy: bool
+    output: str  # how the program prints its numbers, as JSON; "": as usual
     flaw: str = ""  # why no pod can be made of it
 
     @property
@@ -139,7 +143,7 @@ def read(raw: Mapping[str, Any], name: str = "") -> Spec:
         return parse(raw, name)
     except SpecError as error:
         # The pods that run came from a valid spec: looking after them needs none of these.
-        left_out = ("template", "nprocPerNode", "nodeLost", "snapshot", "scheduling")
+        left_out = ("template", "nprocPerNode", "nodeLost", "snapshot", "scheduling", "output")
         rest = {key: raw[key] for key in raw if key not in left_out}
         rest["template"] = {"spec": {"containers": [{"name": TRAINER_CONTAINER}]}}
         return replace(parse(rest), flaw=str(error))
@@ -188,7 +192,20 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
         network_policy=bool(
             mapping(raw.get("networkPolicy")).get("enabled", DEFAULTS["networkPolicy.enabled"])
         ),
+        output=_output(raw.get("output")),
     )
+
+
+def _output(raw: object) -> str:
+    text = json.dumps(raw, sort_keys=True) if raw and isinstance(raw, Mapping) else ""
+    if why := _flaw_of_output(text):
+        raise SpecError(f"spec.output.{why}")
+    return text
+
+
+@lru_cache(maxsize=1024)  # each planning round asks, and compiling takes longer than the rest of it
+def _flaw_of_output(text: str) -> str:
+    return output.flaw(json.loads(text)) if text else ""
 
 
 def _number(raw: Mapping[str, Any], path: str) -> int:

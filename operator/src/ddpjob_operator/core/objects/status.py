@@ -158,10 +158,16 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of training: finished optimizer steps; a loss without dimension."""
+    """Progress of training: finished optimizer steps; a loss without dimension.
+
+    ``printed_step``, ``printed_total_steps``: by a program that reports none. They are only shown:
+    by ``step`` a loss is judged.
+    """
 
     step: int | None = None
     total_steps: int | None = None
+    printed_step: int | None = None
+    printed_total_steps: int | None = None
     loss: float | None = None
     samples_per_second: float | None = None
     steps_per_second: float | None = None
@@ -172,6 +178,13 @@ class Progress:
     proof: Proof | None = None  # as it was reported; the condition ResumeProven keeps it
     straggler: Straggler | None = None  # the same, for the condition Straggling
     updated_at: datetime | None = None
+
+    @property
+    def shown(self) -> tuple[int | None, int | None]:
+        """Return the steps to show, and of how many; None: unknown."""
+        if self.step is not None:
+            return self.step, self.total_steps
+        return self.printed_step, self.printed_total_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,9 +472,9 @@ def _failures(items: object) -> list[Failure]:
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
     found = _written(progress, _PROGRESS)
-    if progress.step is not None:
-        total = f"/{progress.total_steps}" if progress.total_steps else ""
-        found["stepOfTotal"] = f"{progress.step}{total}"
+    step, total = progress.shown
+    if step is not None:
+        found["stepOfTotal"] = f"{step}/{total}" if total else f"{step}"
     return found
 
 

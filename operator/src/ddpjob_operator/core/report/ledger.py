@@ -257,7 +257,7 @@ def _cause(status: Status, polled: Rounds | None, new: Status, *, held: bool = F
 def _eta(status: Status, replicas: int, now: datetime) -> Eta | None:
     """Estimate the end: the present rate, and what failures have cost so far, continued."""
     progress, sums = status.progress, status.ledger.seconds
-    rate, total, step = progress.steps_per_second, progress.total_steps, progress.step
+    rate, (step, total) = progress.steps_per_second, progress.shown
     if status.phase != "Running" or rate is None or rate <= 0:
         return None
     if total is None or step is None or step >= total:

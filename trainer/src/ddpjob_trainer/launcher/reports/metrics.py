@@ -6,12 +6,13 @@ import contextlib
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpjob_trainer.telemetry import metric_names
+from ddpjob_trainer.telemetry.metric_names import PREFIX
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _OF_A_RANK = re.compile(r"_rank\d+\.db$")
 _OF_A_PROCESS = re.compile(r"(\d+)\.db$")
 _ATTEMPTS = 3
+_HELP = {spec.name: spec.help for spec in metric_names.WORKER}
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class LauncherMetrics:
     teardown_seconds: float = 0.0
     rounds: Counter[str] = field(default_factory=Counter)  # by kind
     hangs: Counter[str] = field(default_factory=Counter)  # by phase
+    printed: Mapping[str, float] = field(default_factory=dict)  # metrics of rank 0, by name
 
 
 def forget_dead(directory: Path) -> None:
@@ -68,7 +71,14 @@ class _Metrics:
         from prometheus_client.multiprocess import MultiProcessCollector
 
         files = [str(path) for path in self.directory.glob("*.db") if path.stat().st_size]
-        yield from MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        merged = [*MultiProcessCollector.merge(files)]  # type: ignore[no-untyped-call]
+        yield from merged
+        reported = {family.name for family in merged}
+        for name, value in self.counted.printed.items():
+            if PREFIX + name not in reported:  # what the library reports counts
+                shown = GaugeMetricFamily(PREFIX + name, _HELP[name], labels=("rank",))
+                shown.add_metric(["0"], value)
+                yield shown
         for spec in metric_names.LAUNCHER:
             value = getattr(self.counted, spec.name)
             if spec.type == "gauge":

@@ -1,6 +1,6 @@
 """Build the answer to GET /state: the ranks' reports, and earlier rounds' outcomes.
 
-The supervisor keeps a Summary of all rounds and each round's Pace; a thread that serves HTTP asks.
+The supervisor keeps a Summary of all rounds; a thread that serves HTTP asks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, STRAGGLER, RankState, read_told
 
 _VERSION: Final = 1
-_WINDOW_SECONDS: Final = 60.0
 #: For the progress path: a file server that does not answer must not delay the launcher.
 _POLL_SECONDS: Final = 0.2
 
@@ -40,6 +39,7 @@ class Results:
     proof: Proof | None = None
     spent: Spent | None = None  # of the launcher of replica 0
     straggler: Straggler | None = None  # of this round
+    printed: dict[str, float] | None = None  # what rank 0 has printed in this round
 
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
@@ -65,6 +65,8 @@ class Results:
             "fileModifiedAt": as_text(self.modified) if self.modified != NEVER else None,
             "resumed": self.resumed,
             "spent": self.spent,
+            # What the library reports counts; without it this is shown, and decides nothing.
+            "printed": self.printed if state is None else None,
         }
 
 
@@ -175,29 +177,3 @@ def answer(state: State, query: str, *, local: bool) -> State | None:
     for private in ("uid", "stacks", "rounds", "resumed", "proof"):
         told.pop(private, None)  # type: ignore[misc]
     return told
-
-
-class Pace:
-    """A round's steps per second in the last minute, or of the last two slower changes."""
-
-    def __init__(self) -> None:
-        self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
-
-    def poll(self, state: RankState | None, now: float) -> None:
-        """Take in a worker's record."""
-        if state is None or state.phase == "startup":
-            return
-        marks = self._marks
-        if not marks or marks[-1][1] != state.step:
-            marks = (*marks, (now, state.step))
-        while len(marks) > 2 and marks[1][0] <= now - _WINDOW_SECONDS:
-            marks = marks[1:]
-        self._marks = marks
-
-    def per_second(self, now: float) -> float | None:
-        """Return the rate, None before two changes."""
-        marks = self._marks
-        if len(marks) < 2:
-            return None
-        rate = (marks[-1][1] - marks[0][1]) / (now - marks[0][0])
-        return float(f"{rate:.4g}")

@@ -267,7 +267,7 @@ def encode(report: TerminationReport) -> bytes:
         elif rounds:
             report["rounds"] = rounds[1:]
         else:
-            report.pop("exception", None)
+            report.pop("printed" if "printed" in report else "exception", None)  # type: ignore[misc]
 
 
 def write(report: TerminationReport, path: Path, *, create: bool) -> str:

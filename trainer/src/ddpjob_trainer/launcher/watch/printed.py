@@ -157,7 +157,7 @@ class Reader:
     def _read_bar(self, bar: re.Match[str], now: float, *, with_loss: bool) -> None:
         name, step, end = bar[1].strip(), int(bar[2][:_LONGEST]), int(bar[3][:_LONGEST])
         rate = _RATE.search(bar[4])
-        fast = rate is not None and float(rate[1][:_LONGEST]) > _MOST_RATE
+        fast = rate is not None and (_number(rate[1]) or 0.0) > _MOST_RATE
         if fast or _ODD_UNIT.search(bar[4]) or step > end:
             return
         if epoch := re.search(_EPOCH, name, re.IGNORECASE):
