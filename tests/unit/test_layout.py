@@ -27,13 +27,13 @@ ALLOWED_LARGE = {"dev/devcluster/src/devcluster"}
 MOST_LINES = {
     "contract/src": 827,
     "operator/src": 11_934,
-    "trainer/src": 26_904,
+    "trainer/src": 27_553,
     "tools/src": 5_931,
     "plugin/src": 3_116,
     "dev/bench": 4_456,
     "dev/devcluster": 4_114,
     "studies": 3_723,
-    "tests": 61_661,
+    "tests": 61_918,
 }
 MOST_WORDS = 68_926  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.

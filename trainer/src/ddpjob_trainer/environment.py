@@ -37,6 +37,8 @@ ROUND_DRILL = "DDPJOB_TRAINER_DRILL"
 TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
+#: "1": survivors of a failure save the newest step before they are ended; off by default.
+RESCUE = "DDPJOB_TRAINER_RESCUE"
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 #: A user may set these; arguments of start() come first.
@@ -135,6 +137,7 @@ class WorkerEnvironment:
     events: Path | None
     tensorboard_dir: str | None
     watch: bool  # look for hangs in this process, without a launcher of ours
+    rescue: bool  # see RESCUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ class LauncherEnvironment:
     output: Mapping[str, Any]  # spec.output
     snapshot_dir: Path | None  # for evidence of failures
     upload: str  # URL where that goes, too
+    rescue: bool = False  # see RESCUE
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
@@ -404,6 +408,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         tensorboard_dir=env.get(TENSORBOARD) or None,  # may be a URL
         # A single process without deadlines may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),
+        rescue=env.get(RESCUE) == "1",
     )
 
 
@@ -452,4 +457,5 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         output=json.loads(env.get(contract.OUTPUT) or "{}"),
         snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
         upload=env.get(SNAPSHOT_UPLOAD, ""),
+        rescue=env.get(RESCUE) == "1",
     )

@@ -126,9 +126,12 @@ class DdpAveraging:
     in_turn = False  # a batch's forward comes before the next batch is taken
     equal_buffers = False  # on all ranks, at any time
 
-    def __init__(self, options: Options, world: World) -> None:
+    def __init__(self, options: Options, world: World, *, rescue: bool = False) -> None:
+        """Take ``rescue``: see share_buffers()."""
         self._options = options
         self._world = world
+        self._rescue = rescue
+        self._equal = False  # the buffers are, since the last commit()
         self._models: list[DistributedDataParallel] = []
         self._parameters: list[torch.nn.Parameter] = []  # known to the reducer
         self._frozen: list[torch.nn.Parameter] = []  # unknown to it
@@ -180,7 +183,7 @@ class DdpAveraging:
         # DDP then broadcasts the buffers in this forward, even after one without a graph. In each
         # step, or they would differ after a resume. Not in each forward: a graph that waits for its
         # backward would find its saved tensors changed, and rank 0 may evaluate its model alone.
-        first = id(model) not in self._shared
+        first = id(model) not in self._shared and not self._equal
         self._shared.add(id(model))
         if model.require_forward_param_sync != first:
             model.require_forward_param_sync = first
@@ -217,6 +220,17 @@ class DdpAveraging:
             self._check_frozen()
             raise determinism.unreached(self._models[0])
         self.local = not awake  # else earlier local gradients have been sent, too
+
+    def share_buffers(self) -> None:
+        """Give every rank rank 0's buffers before the update, with a rescue.
+
+        DDP does so in the next forward. There rank 0 may have died, and no survivor has them.
+        """
+        if self._rescue and self._world.size > 1:
+            for model in self._models:
+                if model.modules_buffers:
+                    model._sync_buffers()  # type: ignore[no-untyped-call]
+            self._equal = True
 
     def check_update(self) -> None:
         """Allow updates within a step."""

@@ -133,6 +133,9 @@ class ElasticAveraging:
             parameter.grad = None
         return gradients
 
+    def share_buffers(self) -> None:
+        """Do nothing: they are equal on all ranks."""
+
     def check_update(self) -> None:
         """Refuse updates within a step. Raises ConfigError."""
         raise ConfigError(

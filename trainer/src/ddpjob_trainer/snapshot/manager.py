@@ -91,7 +91,9 @@ class SnapshotManager:
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._open(resumed)
         self.made = source.step
-        self._durable(source.step, -1)
+        # A rescue is no progress: else a failure at the same step would be met for ever.
+        rescued = source.manifest.config.get("rescued")
+        self._durable(source.step if rescued is None else int(rescued["newest"]), -1)
         if self._world.rank == 0:
             self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
         return source.step, source.manifest.config
@@ -160,6 +162,15 @@ class SnapshotManager:
         """Wait until the snapshot of the step before has read the parameters."""
         if self._writer is not None:
             self._writer.wait_copied()
+
+    def alone(self) -> tuple[SnapshotFiles | None, float]:
+        """Return where this rank may write a whole snapshot, None: nowhere, and how long it takes.
+
+        The seconds are reckoned by its newest part; 0: none has been written.
+        """
+        if self._writer is None or self._world.rank not in self._writers:
+            return None, 0.0
+        return self._writer.files, self._writer.seconds * len(self._writers)
 
     def save(self, step: int, state: TrainingState, config: Config, *, last: bool) -> None:
         """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""

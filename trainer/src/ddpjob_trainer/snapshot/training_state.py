@@ -134,8 +134,10 @@ class TrainingState:
             raise ConfigError(f"register({name!r}): the name is taken; choose another")
         (self.per_rank if per_rank else self.registered)[name] = kept
 
-    def capture(self, rank: int) -> Captured:
+    def capture(self, rank: int, kept: Mapping[str, Any] | None = None) -> Captured:
         """Return the whole state; its tensors are the live ones, not copies.
+
+        ``kept``: states by name, to be taken instead of what registered objects have now.
 
         Parameters, their averages and the optimizers' tensors are equal on all ranks, as DDP keeps
         them so. Raises UnstorableError, and ConfigError for a model that a resume would not know
@@ -150,9 +152,12 @@ class TrainingState:
                 n: Exact(part.get_extra_state(), tensors_only=True)
                 for n, part in model.extra.items()
             },
-            "registered": {name: _state_of(obj) for name, obj in self.registered.items()},
+            "registered": {
+                name: kept[name] if kept and name in kept else state_of(obj)
+                for name, obj in self.registered.items()
+            },
         }
-        objects = {name: _state_of(obj) for name, obj in self.per_rank.items()}
+        objects = {name: state_of(obj) for name, obj in self.per_rank.items()}
         # A state_dict() may be collective: nothing is refused before all have been called.
         flat, own = flatten(state), flatten({"objects": objects})
         return Captured(flat, self._shared(flat, model), _own(rank, own))
@@ -270,7 +275,8 @@ class TrainingState:
         rng.restore(own["rng"])
 
 
-def _state_of(obj: Stateful) -> Any:
+def state_of(obj: Stateful) -> Any:
+    """Return what a snapshot keeps of an object."""
     state = obj.state_dict()
     if isinstance(obj, torch.nn.Module):  # it takes values into the tensors that it has
         return state

@@ -95,6 +95,20 @@ class Backup:
         if self._copies:
             torch._foreach_copy_(self._copies, buffers)
 
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor that is there now with what its place held.
+
+        Raises LookupError where one has come, gone or got another shape since.
+        """
+        copies = dict(zip(_strided(self._buffers), self._copies, strict=True))
+        for place, buffer in self._buffers.items():
+            now = place.get()
+            if now is None and buffer is None:
+                continue
+            if now is None or place not in copies or not _is_alike(now, copies[place]):
+                raise LookupError(place.name)
+            yield now, copies[place]
+
     def put_back(self) -> None:
         """Undo all changes since, but of caches that have another shape by now."""
         for place, buffer in self._buffers.items():

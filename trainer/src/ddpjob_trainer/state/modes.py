@@ -6,7 +6,8 @@ too. Only what differs from how the script began is kept, so that its code may b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,20 +24,20 @@ class Modes:
             parts, parameters = module.named_modules(), module.named_parameters()
             self._owners["training"] |= {f"{prefix}.{name}": one for name, one in parts}
             self._owners["requires_grad"] |= {f"{prefix}.{name}": one for name, one in parameters}
-        self._begun = self._now()
+        self._begun = self.now()
 
-    def _now(self) -> dict[str, _Flags]:
-        return {
-            kind: {name: getattr(one, kind) for name, one in owners.items()}
-            for kind, owners in self._owners.items()
-        }
+    def now(self) -> Sequence[Sequence[bool]]:
+        """Return all of them as they are: quick, for a rescue asks at each step."""
+        return [list(map(attrgetter(kind), one.values())) for kind, one in self._owners.items()]
 
-    def changed(self) -> dict[str, _Flags]:
-        """Return those that are not as they were, in what JSON can hold."""
-        return {
-            kind: {name: on for name, on in flags.items() if on is not self._begun[kind][name]}
-            for kind, flags in self._now().items()
-        }
+    def changed(self, now: Sequence[Sequence[bool]] | None = None) -> dict[str, _Flags]:
+        """Return those that are not as they were, in what JSON can hold. ``now``: see now()."""
+        pairs = zip(self._owners.items(), self._begun, now or self.now(), strict=True)
+        found = {}
+        for (kind, owners), begun, flags in pairs:
+            both = zip(owners, begun, flags, strict=True)
+            found[kind] = {name: on for name, was, on in both if on is not was}
+        return found
 
     def put_back(self, stored: Mapping[str, _Flags]) -> None:
         """Switch what changed() returned; names that there are no more are passed over."""

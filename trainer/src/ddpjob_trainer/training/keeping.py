@@ -44,6 +44,7 @@ class Keeping:
         self.best: dict[str, Best] = {}  # by file, see run.keep_best()
         self.resumed_after = 0
         self.finished = False  # so the snapshot says
+        self.rescued = False  # a survivor of a failure has made it
         self.other_data = True  # than it was made with, or there is none
         self._process = process
         self._snapshots = process.snapshots
@@ -86,6 +87,10 @@ class Keeping:
         if not stored and self._options.resume is not None:
             weights.load(Path(self._options.resume), state.module)
             self._tell(f"beginning with the weights of {self._options.resume}")
+        if (rescued := stored.get("rescued")) is not None:
+            self.rescued = True
+            who, step = rescued["rank"], self.resumed_after
+            self._tell(f"nothing is repeated: rank {who} saved step {step} before it was ended")
         self.other_data = stored.get("order") != config["order"]
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
@@ -164,6 +169,10 @@ class Keeping:
             "unproven": self._process.replay.mark(),
         }
         self._snapshots.save(done, self._trained.state, self._config, last=last)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the configuration of a snapshot of a step in the midst of the run."""
+        return {**self._config, "finished": 0, "unproven": self._process.replay.mark()}
 
     def _tell(self, text: str) -> None:
         if text and self._process.world.rank == 0:

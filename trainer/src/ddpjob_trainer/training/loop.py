@@ -90,7 +90,7 @@ class Loop:
             except GeneratorExit:  # left early: what follows may change the weights, and take long
                 self._left = True
                 self.finished_steps += self.step is not None and self.step.committed
-                self._process.snapshots.before_update()
+                self._process.before_update()
                 self._process.progress.phase("done")
                 raise
             finally:
@@ -145,6 +145,8 @@ class Loop:
         process = self._process
         self.guard.step_ended()
         done = self.finished_steps = step.index + 1
+        if process.rescue is not None:
+            process.rescue.step_ended(done)
         process.progress.at("agreement")
         first = done == self.kept.resumed_after + 1
         with process.shutdown.peers(f"step {step.index}"):
@@ -192,7 +194,12 @@ class Loop:
         self.guard.scheduled()
         process.progress.resumed(done)
         process.recorder.resumed(done, self._epoch_steps())
-        process.drill.begin(done, epoch=self._epoch_steps(), total=self._total)
+        process.drill.begin(
+            done, epoch=self._epoch_steps(), total=self._total, rescued=self.kept.rescued
+        )
+        if process.rescue is not None:
+            boundary = self._trained.boundary(lambda: self.kept.best)
+            process.rescue.begin(boundary, self.kept.facts, done)
         trace.mark("loaded")
 
     def _is_last(self) -> bool:

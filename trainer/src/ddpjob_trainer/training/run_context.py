@@ -9,6 +9,7 @@ from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
+from ddpjob_trainer.training.leaving.rescue import Rescue
 from ddpjob_trainer.training.leaving.shutdown import Shutdown
 from ddpjob_trainer.training.replay.drill import Drill
 from ddpjob_trainer.training.replay.recorder import Recorder
@@ -28,3 +29,10 @@ class RunContext:
     mismatch: CallMismatch
     replay: Replay
     drill: Drill
+    rescue: Rescue | None = None  # None: it is off
+
+    def before_update(self) -> None:
+        """Wait until nobody reads the parameters any more."""
+        self.snapshots.before_update()
+        if self.rescue is not None:
+            self.rescue.before_update()

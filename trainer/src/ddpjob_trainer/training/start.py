@@ -39,6 +39,7 @@ from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.sinks import Sink, tensorboard
 from ddpjob_trainer.training.leaving import refusal
 from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
+from ddpjob_trainer.training.leaving.rescue import Rescue
 from ddpjob_trainer.training.leaving.shutdown import Shutdown
 from ddpjob_trainer.training.replay.drill import Drill
 from ddpjob_trainer.training.replay.recorder import Recorder
@@ -147,7 +148,11 @@ def start(
     shutdown.watch_exceptions()
     torch.manual_seed(options.seed)  # the GPU's, too: models built from here on are equal
     generators.seed_generators(options.seed)
-    averaging: Averaging = DdpAveraging(options, world)
+    rescues = env.rescue and env.state_dir is not None and world.size > 1
+    if rescues and place.type != "cpu":
+        rescues = False
+        say(world.rank, "steps since a snapshot are done again after a failure: not on a GPU yet")
+    averaging: Averaging = DdpAveraging(options, world, rescue=rescues)
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
     progress = _make_progress(
@@ -160,8 +165,12 @@ def start(
         record = record_path(env.replay_dir, env.rank, settings.directory)
     replay = Replay(world, progress, record)
     drill = Drill(env.drill, env.identity, replay, manager)
+    rescue = None
+    if rescues and env.state_dir is not None and settings.directory is not None:
+        rescue = Rescue(env.state_dir, world, manager)
+        shutdown.before_leaving = rescue.hold
     process = RunContext(
-        world, shutdown, progress, manager, averaging, recorder, mismatch, replay, drill
+        world, shutdown, progress, manager, averaging, recorder, mismatch, replay, drill, rescue
     )
     return Run(process, options)
 

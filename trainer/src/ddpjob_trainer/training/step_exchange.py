@@ -37,6 +37,7 @@ class StepExchange:
         self.stop = False  # a rank has been asked to stop
         self.asked = False  # this one's script has called step.stop()
         self.enough = False  # a rank's script has
+        self._read = False  # this one's has read a step's loss
 
     def start(self, step: Step, *, allowed: bool) -> None:
         """Tell the others of a step. ``allowed``: whether its gradients may be applied."""
@@ -57,10 +58,20 @@ class StepExchange:
                 "losses": averaging.losses(losses, step.weights),
                 "weights": averaging.weights(step.weights),
                 "weighted": [float(bool(step.weights))],
+                "rescue": process.rescue.report() if process.rescue is not None else [],
             },
             measured=_MEASURED,
         )
         step.refused = self._nan.refused
+
+    def hear_early(self, step: Step) -> None:
+        """Wait for the others before the update, with a rescue, where the body reads step.loss.
+
+        Such a body waits for a peer that dies. Then its update is done, and its boundary never
+        comes: nobody could save either step.
+        """
+        if self._read and self._process.rescue is not None:
+            _ = _sent(step).host.sums
 
     def finish(self, step: Step) -> None:
         """Hear the other hosts, after the loop's body.
@@ -73,6 +84,8 @@ class StepExchange:
         process.snapshots.learn(heard["snapshots"])
         process.replay.learn(heard["replay"])
         process.drill.learn(heard["drill"])
+        if process.rescue is not None:
+            process.rescue.learn(heard["rescue"])
         if process.world.rank == 0:  # who reports
             slow = self._stragglers.learn(heard["work"])
             if slow is not None:
@@ -133,6 +146,7 @@ class StepExchange:
         """See Step.loss."""
         if not step.committed:
             raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
+        self._read = True
         if step.mean is None:
             with self._process.shutdown.listening():  # a rank may ask for it alone
                 sent = _sent(step)

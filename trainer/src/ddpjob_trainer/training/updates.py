@@ -117,10 +117,13 @@ class Updates:
         step.check_commit()
         with self._process.shutdown.peers(f"step {step.index}"):
             if step.updates:
+                self._process.averaging.share_buffers()
                 self.exchange.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
+                self._process.averaging.share_buffers()
                 self.exchange.start(step, allowed=allowed)
+                self.exchange.hear_early(step)
                 if step.weights and allowed:
                     self._trained.updater.multiply(units, self.exchange.factor(step))
                 self._apply(step, units, allowed=allowed, exchanged=True)
@@ -185,7 +188,7 @@ class Updates:
     ) -> None:
         """Update, or leave the update out. ``exchanged``: the step's exchange is under way."""
         updater = self._trained.updater
-        self._process.snapshots.before_update()
+        self._process.before_update()
         if allowed and updater.hooks:
             allowed = self._before_update(step, units)
         updated = allowed and updater.update(units)

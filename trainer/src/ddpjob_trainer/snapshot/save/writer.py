@@ -111,7 +111,8 @@ class SnapshotWriter:
         self.reports = reports
         self._accelerator = accelerator
         self.pool = Pool(accelerator)
-        self._files = files
+        self.files = files
+        self.seconds = 0.0  # that this rank took to write its newest part
         self.gone = False  # the directory was, and older snapshots may be
         self._removing = threading.Lock()  # by retention, to which a manifest's draft is a leftover
         self._changed = threading.Condition()
@@ -176,7 +177,7 @@ class SnapshotWriter:
         self, step: int, begun: float, captured: Captured, config: Mapping[str, Any]
     ) -> StagedPart:
         """Lay out this rank's part in a buffer. What may be copied later is not yet in it."""
-        rank, nonce, accelerator = self._rank, self._files.nonce, self._accelerator
+        rank, nonce, accelerator = self._rank, self.files.nonce, self._accelerator
         flat, structure = captured.flat, captured.structure
         layout = lay_out(structure, len(self.reports.writers), self._index)
         now, later = layout.copies(captured)
@@ -231,7 +232,7 @@ class SnapshotWriter:
 
     def mark(self, step: int, facts: Mapping[str, Any]) -> str:
         """Add facts to the manifest of a durable snapshot; return why it failed. On rank 0."""
-        path = self._files.directory / manifest.file_name(step)
+        path = self.files.directory / manifest.file_name(step)
         try:
             with self._removing:
                 found = manifest.read(path)
@@ -326,7 +327,7 @@ class SnapshotWriter:
         if isinstance(error, FileNotFoundError | disk.NotAFileError):
             self.gone = True
             return (
-                f"{self._files.directory} is gone: it was removed, or another job has taken over"
+                f"{self.files.directory} is gone: it was removed, or another job has taken over"
                 " this snapshot directory, and this run's snapshots may be gone with it"
             )
         if isinstance(error, OSError) and error.strerror:
@@ -368,7 +369,7 @@ class SnapshotWriter:
     def _retain(self) -> None:
         if self._rank == 0:
             try:
-                root, sequence, keep = self._files.root, self._files.sequence, self._files.keep
+                root, sequence, keep = self.files.root, self.files.sequence, self.files.keep
                 with self._removing:
                     retain(root, sequence, keep, self._verified, set(self._unverified))
                 with contextlib.suppress(OSError):  # a full disk, which has none to spare
@@ -377,11 +378,13 @@ class SnapshotWriter:
                 say(0, f"older snapshots were not removed: {self._why(error)}")
 
     def _write(self, part: StagedPart) -> Report:
+        begun = time.perf_counter()
         try:
             with part.buffer.content(part.report.bytes) as content:
-                crc = self._files.write(part.name, content)
+                crc = self.files.write(part.name, content)
         except Exception as error:  # whatever it is, rank 0 waits for a report
             return Report(self._rank, text=self._why(error))
+        self.seconds = time.perf_counter() - begun
         return replace(part.report, crc32=crc)
 
     def _post(self, part: StagedPart, report: Report) -> None:
@@ -406,7 +409,7 @@ class SnapshotWriter:
                 assert draft is not None, "it has reported that it failed here"
                 try:
                     made = draft.manifest(reports)
-                    self._files.commit(step, made.encode())
+                    self.files.commit(step, made.encode())
                 except Exception as error:  # a manifest that nobody could read, for one
                     text, never = self._why(error), isinstance(error, ValueError)
             with self._changed:
@@ -418,7 +421,7 @@ class SnapshotWriter:
                 self._outcomes.append(Outcome(step, took, text, never=never))
                 self._changed.notify_all()
             if text:
-                self._files.discard(step)
+                self.files.discard(step)
             else:
                 self._retain()
 

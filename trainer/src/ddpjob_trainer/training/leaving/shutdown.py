@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ class Shutdown:
         self._in_loop = False
         self.signal = 0  # the one that asked us to stop, 0: none
         self.failing = False  # an exception ends this process
+        self.before_leaving: Callable[[], None] = lambda: None  # where a peer is lost
         self.reached = 0
         self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
         self._hook = sys.excepthook
@@ -171,6 +172,8 @@ class Shutdown:
             f"lost a peer after step {self._state.state.step}, ending with exit code"
             f" {ExitCode.PEER_LOST:d}: {lost}",
         )
+        if not self.signal:
+            self.before_leaving()
         leave(ExitCode.PEER_LOST)
 
     def refuse(self, error: ConfigError | PeerLostError) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.modes import Modes
 from ddpjob_trainer.state.stateful import Stateful
+from ddpjob_trainer.training.leaving.boundary import Boundary
 from ddpjob_trainer.training.models import incompatible
 from ddpjob_trainer.training.models.compiled import compile_in_place, keep_bits
 
@@ -132,6 +133,10 @@ class PreparedModels:
             for name, obj in registered.items()
             if name not in self._own or isinstance(obj, AveragedModel)
         }
+
+    def boundary(self, best: Callable[[], Mapping[str, Any]]) -> Boundary:
+        """Return what keeps the newest step boundary of all this, once begin() was called."""
+        return Boundary(self.state, self._own, self.modes, best)
 
     def begin(self) -> None:
         """Begin the loop: what it switches from here on is in the snapshots."""

@@ -39,13 +39,14 @@ class Drill:
         self._goal = 0  # a durable snapshot of this step or a later one; 0: no drill
         self._total = 0
 
-    def begin(self, done: int, *, epoch: int | None, total: int) -> None:
+    def begin(self, done: int, *, epoch: int | None, total: int, rescued: bool = False) -> None:
         """Choose what to wait for. ``done``: steps before; ``epoch``: its steps, if it has an end.
 
-        Who resumes a snapshot in the midst of a job is checked by that restart itself.
+        Who resumes a snapshot in the midst of a job is checked by that restart itself, but for one
+        that was ``rescued``: then no step is done again.
         """
         self._total = total
-        if self._first or not done:
+        if self._first or rescued or not done:
             self._goal = done + 1
         elif epoch is not None and done < epoch:
             self._goal = epoch

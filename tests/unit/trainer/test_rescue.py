@@ -1,0 +1,257 @@
+"""What a survivor keeps of the newest step boundary, and how it saves that at a launcher's word."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpjob_trainer.gpu import accelerator
+from ddpjob_trainer.gradients.ddp import DdpAveraging
+from ddpjob_trainer.liveness.marks import Marks, MarksWriter, read_marks, socket_path
+from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
+from ddpjob_trainer.snapshot.restore.load import open_source
+from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256
+from ddpjob_trainer.state.modes import Modes
+from ddpjob_trainer.state.values import Values
+from ddpjob_trainer.training.leaving import rescue as rescue_
+from ddpjob_trainer.training.leaving.boundary import Boundary, ChangedError
+from ddpjob_trainer.training.leaving.rescue import Rescue, word_of
+from support.patience import PATIENCE
+from support.snapshots import whole
+
+RANK = 2
+
+
+class Trained:
+    """A model with BatchNorm, its optimizer, and what a script has registered."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+        self.teacher = nn.BatchNorm1d(5)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.seen: dict[str, Any] = {"losses": [1.0], "mean": torch.ones(2)}
+        self.state = TrainingState(self.net)
+        for name, obj in (
+            ("optimizer", self.optimizer), ("seen", self.seen), ("teacher", self.teacher),
+        ):  # fmt: skip
+            self.state.register(name, obj)  # type: ignore[arg-type]
+        self.best: dict[str, Any] = {"net.safetensors": [2.0, "min"]}
+        modes = Modes({"model": self.net})
+        self.boundary = Boundary(self.state, {"optimizer"}, modes, lambda: self.best)
+
+    def forward(self) -> None:
+        self.net(self.teacher(torch.randn(6, 5))).pow(2).mean().backward()
+
+    def body(self) -> None:
+        """What a body may change before its update."""
+        self.forward()
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        self.seen["losses"].append(0.5)
+        self.seen["mean"] += 1
+        self.best["other"] = [1.0, "max"]
+        self.net[1].eval()
+
+    def step(self, done: int) -> None:
+        self.forward()
+        self.boundary.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.boundary.take(done)
+
+    def sha256(self) -> str:
+        return flat_sha256(self.state.capture(0).flat)
+
+
+@pytest.fixture
+def trained() -> Trained:
+    made = Trained()
+    made.boundary.take(0)
+    made.step(1)
+    return made
+
+
+def test_what_a_body_changes_is_as_the_boundary_left_it(trained):  # type: ignore[no-untyped-def]
+    then = trained.sha256()
+    trained.body()
+    assert trained.sha256() != then
+    assert flat_sha256(trained.boundary.captured(0).flat) == then
+    facts = {"best": {"net.safetensors": [2.0, "min"]}, "modes": {"training": {}}}
+    assert trained.boundary.facts() == facts | {"modes": {"training": {}, "requires_grad": {}}}
+    trained.step(2)
+    assert flat_sha256(trained.boundary.captured(0).flat) == trained.sha256() != then
+    assert trained.boundary.facts()["modes"]["training"] == {"model.1": False}
+
+
+def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(trained):  # type: ignore[no-untyped-def]
+    trained.boundary.before_update()
+    with pytest.raises(ChangedError, match="does not end"), trained.boundary.reading(0):
+        pass
+    trained.boundary.take(2)
+    with trained.boundary.reading(0):
+        assert not trained.boundary._lock.acquire(blocking=False)  # as before_update() would
+    trained.boundary.before_update()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda net: nn.init.ones_(net[0].weight), "has changed a parameter"),
+        (lambda net: setattr(net[1], "running_mean", torch.ones(3)), "running_mean"),
+    ],
+)
+def test_a_state_of_no_boundary_is_refused(trained, change, words):  # type: ignore[no-untyped-def]
+    change(trained.net)
+    with pytest.raises(ChangedError, match=words):
+        trained.boundary.captured(0)
+
+
+def test_what_only_one_rank_has_is_refused():
+    def refusal(name: str, obj: Any, *, per_rank: bool = False) -> str:
+        state = TrainingState(nn.Linear(2, 2))
+        state.register(name, obj, per_rank=per_rank)
+        return Boundary(state, (), Modes({}), dict).why_not
+
+    assert refusal("mine", {"x": 1}, per_rank=True) == "only each rank has its own 'mine'"
+    assert "steps an optimizer" in refusal("o", torch.optim.SGD([torch.ones(1)], lr=0.1))
+    assert refusal("values", Values({"best": 1.0})) == ""
+
+
+def test_registered_objects_must_be_equal_on_all_ranks(trained):  # type: ignore[no-untyped-def]
+    mine = trained.boundary.digest()
+    trained.seen["mean"] += 1
+    trained.boundary.take(2)
+    other = trained.boundary.digest()
+    trained.boundary.compare([3 * number for number in other], 3)
+    assert trained.boundary.why_not == ""
+    trained.boundary.compare([2 * a + b for a, b in zip(other, mine, strict=True)], 3)
+    assert trained.boundary.why_not == "registered objects differ from rank to rank"
+
+
+def test_with_a_rescue_rank_0_shares_its_buffers_before_the_update():
+    world: Any = SimpleNamespace(rank=1, size=2)
+    options: Any = SimpleNamespace(micro_batches=1, global_batch=8)
+    for rescue in (False, True):
+        shared: list[str] = []
+        averaging = DdpAveraging(options, world, rescue=rescue)
+        model: Any = SimpleNamespace(
+            require_forward_param_sync=True, require_backward_grad_sync=True,
+            modules_buffers=[torch.ones(1)], _sync_buffers=lambda: shared.append("commit"),  # noqa: B023
+        )  # fmt: skip
+        averaging._models = [model]
+        for _ in range(3):
+            averaging._shared.clear()  # as parts() does
+            averaging.before_forward(model, 0, graph=True)
+            shared += ["forward"] * model.require_forward_param_sync
+            averaging.share_buffers()
+        assert shared == (["forward", *["commit"] * 3] if rescue else ["forward"] * 3)
+
+
+# --- The thread --------------------------------------------------------------------------------
+
+
+class Launcher:
+    """The other end of a worker's socket."""
+
+    def __init__(self, directory: Path) -> None:
+        self._link = socket.socket(socket.AF_UNIX)
+        self._link.connect(str(socket_path(directory, RANK)))
+        self._link.settimeout(PATIENCE)
+        self._lines = self._link.makefile("rb")
+
+    def say(self, **facts: Any) -> None:
+        self._link.sendall(json.dumps(facts).encode() + b"\n")
+
+    def hear(self) -> Any:
+        return json.loads(self._lines.readline())
+
+    def close(self) -> None:
+        self._lines.close()
+        self._link.close()
+
+
+@pytest.fixture
+def survivor(trained, tmp_path):  # type: ignore[no-untyped-def]
+    files = SnapshotFiles(tmp_path, 1, "abcd", 2)
+    files.directory.mkdir()
+    cpu = accelerator.of(torch.device("cpu"))
+    world: Any = SimpleNamespace(rank=RANK, size=3, accelerator=cpu)
+    snapshots: Any = SimpleNamespace(alone=lambda: (files, 0.25), made=20, newest=10)
+    rescue = Rescue(tmp_path, world, snapshots)
+    rescue.begin(trained.boundary, lambda: {"seed": 7, "best": {}}, 24)
+    trained.body()
+    return rescue, Launcher(tmp_path), files.directory
+
+
+def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor):  # type: ignore[no-untyped-def]
+    _, launcher, directory = survivor
+    launcher.say(do="write", seconds=PATIENCE)
+    assert launcher.hear() == {"step": 24}
+    assert manifest.listed(directory) == []
+    launcher.say(word=word_of(24, trained.boundary.captured(0)))
+    assert launcher.hear() == {"done": 24}
+    [path] = manifest.listed(directory)
+    found = manifest.read(path)
+    assert found.config["rescued"] == {"rank": RANK, "newest": 10}
+    assert (found.step, found.config["seed"], found.config["best"]) == (
+        24, 7, {"net.safetensors": [2.0, "min"]},
+    )  # fmt: skip
+    then = trained.boundary.captured(0).flat
+    assert flat_sha256(whole(open_source(directory, found))) == flat_sha256(then)
+    launcher.close()
+
+
+def test_without_a_second_opinion_nothing_counts(trained, survivor):  # type: ignore[no-untyped-def]
+    _, launcher, directory = survivor
+    launcher.say(do="write", seconds=PATIENCE)
+    assert launcher.hear() == {"step": 24}
+    with torch.no_grad():  # a bit that has flipped in the memory of the other one
+        trained.optimizer.state[trained.net[0].weight]["exp_avg"][0, 0] += 1e-9
+    launcher.say(word=word_of(24, trained.boundary.captured(0)))
+    assert launcher.hear() == {"no": "another survivor holds other bits"}
+    assert list(directory.iterdir()) == []
+    launcher.close()
+
+
+def test_who_vouches_writes_nothing(trained, survivor):  # type: ignore[no-untyped-def]
+    rescue, launcher, directory = survivor
+    launcher.say(do="vouch", seconds=PATIENCE)
+    assert launcher.hear() == {"step": 24}
+    assert launcher.hear() == {"word": word_of(24, trained.boundary.captured(0))}
+    assert list(directory.iterdir()) == []
+    rescue.hold()  # returns: what the launcher wanted is done
+    launcher.close()
+
+
+def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor):  # type: ignore[no-untyped-def]
+    rescue, launcher, directory = survivor
+    rescue.before_update()
+    assert not read_marks(directory.parent, RANK).intact
+    launcher.say(do="write", seconds=0)
+    assert launcher.hear() == {"no": "an update, or the body after it, does not end"}
+    launcher.close()
+
+
+def test_nobody_stays_longer_than_a_launcher_may_need(monkeypatch, survivor):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(rescue_, "_HOLD_SECONDS", 0.0)
+    rescue, launcher, _ = survivor
+    rescue.hold()
+    launcher.close()
+
+
+def test_marks_tell_what_a_rescue_would_save(tmp_path):  # type: ignore[no-untyped-def]
+    assert read_marks(tmp_path, 0) == Marks()
+    writer = MarksWriter(tmp_path, 0)
+    assert not read_marks(tmp_path, 0).whole
+    writer.write(marks := Marks(124, 100, True, True, 0.5, 3.0))
+    assert read_marks(tmp_path, 0) == marks
+    assert marks.saved == 12.0
+    assert Marks(5, -1, True, True, 1.0).saved == 5.0

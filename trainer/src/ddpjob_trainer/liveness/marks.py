@@ -1,0 +1,75 @@
+"""Show a launcher what its workers could save of a failure, in a small file that each maps.
+
+A worker overwrites its marks at each step boundary. The launcher reads them once a peer has died,
+to choose who saves, and whether that pays (launcher/watch/rescue.py). Never imports torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from struct import Struct, error
+
+_FORM = Struct("<qq??dd")
+_INTACT_AT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """``step``: the newest boundary; ``newest``: of the snapshot that a restart would go on from.
+
+    ``intact``: no update has begun since the boundary. ``whole``: all of the state could be saved.
+    ``step_seconds``, ``write_seconds``: how long a step and a write of the whole state take.
+    """
+
+    step: int = -1
+    newest: int = -1
+    intact: bool = False
+    whole: bool = False
+    step_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+    @property
+    def saved(self) -> float:
+        """Return the seconds of training that a rescue would save."""
+        return max(0, self.step - max(self.newest, 0)) * self.step_seconds
+
+
+def socket_path(directory: Path, rank: int) -> Path:
+    """Return where a worker listens for its launcher."""
+    return directory / f"rank-{rank}.rescue"
+
+
+def _path(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.marks"
+
+
+class MarksWriter:
+    """A worker's marks. Raises OSError where the file cannot be made."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        fd = os.open(_path(directory, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, bytes(_FORM.size), 0)
+            self._block = mmap.mmap(fd, _FORM.size)
+        finally:
+            os.close(fd)
+        self.write(Marks())
+
+    def in_flux(self) -> None:
+        """Say that an update has begun: the boundary is over until the next write()."""
+        self._block[_INTACT_AT] = 0
+
+    def write(self, marks: Marks) -> None:
+        """Publish them; a reader may see some of them a moment before the others."""
+        self._block[:] = _FORM.pack(*astuple(marks))
+
+
+def read_marks(directory: Path, rank: int) -> Marks:
+    """Return a worker's marks; those of one that can save nothing where there are none."""
+    try:
+        return Marks(*_FORM.unpack(_path(directory, rank).read_bytes()))
+    except (OSError, error):
+        return Marks()
